@@ -1,0 +1,39 @@
+# study  recompute every committed table, figure and page      smoke  the same in small, into a temporary folder
+# test   lint, library tests, committed pages, smoke           lab    read and change the notebooks
+# bench  timings against other libraries                       (each makes .venv when there is none)
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: study smoke test lab bench
+.DELETE_ON_ERROR:
+
+study: $(READY)
+	$(BIN)/python -m vqkv.study --recompute
+
+# The folder is removed only when all went well: on failure it holds the notebook that shows why.
+smoke: $(READY)
+	out=$$(mktemp -d) && $(BIN)/python -m vqkv.study --profile smoke --out "$$out" && rm -rf "$$out"
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
+	$(MAKE) --no-print-directory smoke
+	@echo "make test: lint, library tests, committed notebooks and the smoke study passed"
+
+lab: $(READY)
+	$(BIN)/jupyter lab notebooks
+
+bench: $(READY)
+	$(BIN)/python -m vqkv.bench
+
+# torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r .venv/first.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[study,peers,cluster,dev]'
+	touch $@

@@ -1,0 +1,15 @@
+"""Every test runs offline, without a display, and on one thread: under xdist the processes share the cores."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["OMP_NUM_THREADS"] = "1"
+for steering in ("VQKV_OUT", "VQKV_RECOMPUTE"):
+    os.environ.pop(steering, None)
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)

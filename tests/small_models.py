@@ -1,0 +1,51 @@
+"""Small random checkpoints of real architectures, saved to a folder and loaded back as a user's own model would be."""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from vqkv.reference.data import TOKENIZER_DIR
+
+COMMON = {
+    "vocab_size": 4096,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**COMMON),
+    "llama-yarn": lambda: LlamaConfig(**COMMON, rope_parameters=YARN),
+    "mistral": lambda: MistralConfig(**COMMON, sliding_window=None),
+    "gemma": lambda: GemmaConfig(**COMMON),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in COMMON.items() if k != "head_dim"} | {"hidden_size": 128}),
+    "qwen3": lambda: Qwen3Config(**COMMON),
+    "gpt2": lambda: GPT2Config(vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0),
+}
+
+
+def make(name: str, folder):
+    """Write a random checkpoint of architecture ``name`` with the bundled tokenizer into ``folder``; returns it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    with torch.no_grad():
+        for parameter in model.parameters():  # the default init is so small that every distribution is flat
+            parameter.mul_(3 if parameter.ndim > 1 else 1).add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR).save_pretrained(folder)
+    return folder

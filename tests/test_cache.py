@@ -1,0 +1,199 @@
+"""The compressed cache: what attention reads, what is stored, and what happens to both."""
+
+import pytest
+import small_models
+import torch
+from transformers import DynamicCache
+
+from vqkv import DataError, FormatError, calibrate, load_model, presets
+from vqkv.compressor import Compressor
+from vqkv.meter import tensor_bytes
+
+SMALL = {"num_quantizers": 3, "codebook_size": 16, "group_size": 16}
+TOKENS = torch.randint(1, 4096, (6, 48), generator=torch.Generator().manual_seed(0))
+
+
+def load(name, folder):
+    return load_model(str(small_models.make(name, folder)))[0]
+
+
+@pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
+def model(request, tmp_path_factory):
+    return load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return load("llama", tmp_path_factory.mktemp("llama-for-cache"))
+
+
+@pytest.fixture(scope="module")
+def compressor(llama):
+    return calibrate(llama, TOKENS, presets.vqllm(**SMALL), progress=False)
+
+
+def run(model, cache, tokens=TOKENS[:2], pieces=(20, 1, 1, 26)):
+    with torch.inference_mode():
+        logits = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split(list(pieces), 1)]
+    return torch.cat(logits, dim=1)
+
+
+def with_settings(compressor, **changes):
+    settings = type(compressor.settings)(**{**vars(compressor.settings), **changes})
+    return Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+
+
+def test_an_exact_codec_changes_nothing(model):
+    """Pre-RoPE storage in fp16: un-rotating and rotating back at the right positions costs only fp16's rounding."""
+    base = calibrate(model, TOKENS, presets.fp16(), progress=False)
+    cache = with_settings(base, pre_rope=True).new_cache(model)
+    exact = run(model, DynamicCache())
+    torch.testing.assert_close(run(model, cache), exact, rtol=0.02, atol=0.02 * exact.std().item())
+    assert cache.get_seq_length() == 48
+    assert cache.report().ratio == pytest.approx(1.0)
+
+
+def test_left_padding_reads_true_positions(llama):
+    base = calibrate(llama, TOKENS, presets.fp16(), progress=False)
+    cache = with_settings(base, pre_rope=True).new_cache(llama)
+    row, pad = TOKENS[:1, :20], 7
+    padded = torch.cat([torch.zeros(1, pad, dtype=torch.long), row], dim=1)
+    both = torch.cat([padded, torch.cat([row[:, :0], TOKENS[1:2, :27]], dim=1)])
+    mask = torch.ones_like(both)
+    mask[0, :pad] = 0
+    kwargs = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours = llama.generate(both, past_key_values=cache, **kwargs)
+    alone = llama.generate(row, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours[0, 27:], alone[0, 20:])
+    assert cache.report().kinds["positions"] > 0
+
+
+def test_chunked_reads_packed_history_and_in_place_the_current_tokens_too(llama, compressor):
+    exact = run(llama, DynamicCache())
+    chunked = run(llama, compressor.new_cache(llama))
+    assert torch.allclose(chunked[:, :20], exact[:, :20], atol=1e-4)  # the first piece has no history
+    assert not torch.allclose(chunked[:, 20:], exact[:, 20:], atol=1e-2)
+    in_place = run(llama, compressor.new_cache(llama, in_place=True), pieces=(48,))
+    assert not torch.allclose(in_place[:, 1:20], exact[:, 1:20], atol=1e-2)
+
+
+def test_in_place_equals_decoding_every_layer_by_hand(llama, compressor):
+    """One pass in place is the model with codec(x) in place of x; hooks on the projections do the same without a cache."""
+    handles = []
+    from vqkv.models import kv_sources
+
+    for source, pair in zip(kv_sources(llama), compressor.codecs, strict=True):
+        for module, codec in zip((source.key_module, source.value_module), pair, strict=True):
+
+            def through(m, a, out, source=source, codec=codec):
+                x = source.heads(out, 0)
+                return codec.decode(codec.encode(x)).transpose(1, 2).reshape(out.shape)
+
+            handles.append(module.register_forward_hook(through))
+    with torch.inference_mode():
+        by_hand = llama(TOKENS[:2], use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    ours = run(llama, compressor.new_cache(llama, in_place=True), pieces=(48,))
+    torch.testing.assert_close(ours, by_hand, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_is_stored_but_payloads_sinks_and_window(llama, compressor):
+    cache = with_settings(compressor, sink_tokens=4, recent_window=8).new_cache(llama)
+    run(llama, cache)
+    report = cache.report()
+    everything = tensor_bytes(cache) - tensor_bytes(compressor)
+    assert everything == report.cache_bytes
+    heads, layers = 2 * 2, 3
+    assert report.kinds["sinks"] == layers * 2 * heads * 4 * 32 * 2
+    assert report.kinds["window"] == layers * 2 * heads * 8 * 32 * 2
+    assert report.bits_per_value == (3 * 2 * 4 + 16) / 32  # 3 codes of 4 bits for each of 2 groups, one fp16 scale
+    assert report.packed_values == layers * 2 * heads * 36 * 32
+    assert sum(cache.layers[0].roles[0].parts) == report.seq_len == 48
+
+
+def test_crop_then_continue_equals_never_having_seen_the_cropped(llama, compressor):
+    settings = with_settings(compressor, sink_tokens=2, recent_window=4)
+    cropped, plain = settings.new_cache(llama), settings.new_cache(llama)
+    run(llama, plain, TOKENS[:2, :30], (30,))
+    run(llama, cropped, TOKENS[:2, :30], (30,))
+    run(llama, cropped, TOKENS[2:4, :3], (3,))
+    cropped.crop(-3)
+    assert cropped.get_seq_length() == 30
+    # the window may have flushed three tokens more, so compare what both have packed: the same prefix
+    a, b = cropped.layers[1].roles[0].packed, plain.layers[1].roles[0].packed
+    assert torch.equal(a.fields["codes"][:, :, : b.seq_len], b.fields["codes"])
+    cropped.crop(-29)
+    assert cropped.get_seq_length() == 1 and cropped.layers[0].roles[0].packed is None
+    cropped.reset()
+    assert cropped.get_seq_length() == 0 and tensor_bytes(cropped) == tensor_bytes(compressor)
+
+
+def test_batch_operations_follow_the_rows(llama, compressor):
+    cache = with_settings(compressor, sink_tokens=2, recent_window=4).new_cache(llama)
+    run(llama, cache)
+    before = cache.layers[1].roles[1].read(cache.layers[0].positions, torch.float32)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 0]))
+    after = cache.layers[1].roles[1].read(cache.layers[0].positions, torch.float32)
+    for b, a in zip(before, after, strict=True):
+        assert torch.equal(a, b[[1, 0, 0]])
+    assert cache.report().batch_size == 3
+
+
+def test_generate_runs_and_reports(llama, compressor):
+    cache = with_settings(compressor, recent_window=4).new_cache(llama)
+    out = llama.generate(TOKENS[:2, :10], past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert out.shape == (2, 18)
+    assert "bits per packed value" in repr(cache)
+
+
+def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
+    cache = compressor.new_cache(llama)
+    states = torch.full((1, 2, 1, 32), float("nan"))
+    with pytest.raises(DataError, match="NaN"):
+        cache.update(states, states, 0)
+
+
+def test_saved_compressor_reloads_to_identical_codes(llama, compressor, tmp_path):
+    compressor.save_pretrained(tmp_path / "c")
+    again = Compressor.from_pretrained(tmp_path / "c")
+    x = torch.randn(2, 2, 9, 32)
+    for (k, v), (k2, v2) in zip(compressor.codecs, again.codecs, strict=True):
+        for a, b in ((k, k2), (v, v2)):
+            assert torch.equal(a.encode(x).fields["codes"], b.encode(x).fields["codes"])
+    assert torch.equal(run(llama, again.new_cache(llama)), run(llama, compressor.new_cache(llama)))
+    assert again.side_bytes == compressor.side_bytes
+
+
+def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
+    other = load("gpt2", tmp_path)
+    with pytest.raises(FormatError, match="was fitted to .* model_type"):
+        compressor.new_cache(other)
+
+
+@pytest.mark.parametrize("name", ["config.json", "codecs.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_damaged_compressors_are_refused(compressor, tmp_path, name, damage):
+    compressor.save_pretrained(tmp_path / "c")
+    path = tmp_path / "c" / name
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 0x55
+        path.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    if name == "config.json" and damage == "flip":
+        data[2:10] = b'"format!'
+        path.write_bytes(data)
+    with pytest.raises(FormatError):
+        Compressor.from_pretrained(tmp_path / "c")
+
+
+def test_calibrate_refuses_what_it_cannot_fit(llama):
+    with pytest.raises(DataError, match="not divisible by group_size 24"):
+        calibrate(llama, TOKENS, presets.vqllm(group_size=24), progress=False)
+    with pytest.raises(DataError, match="codebook_size|codes"):
+        calibrate(llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False)
+    with pytest.raises(DataError, match="not empty"):
+        calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)

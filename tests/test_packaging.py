@@ -1,0 +1,67 @@
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DIRECT = [
+    Requirement(line) for line in (*PROJECT["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra))
+]
+EVERYTHING = "-e .[study,peers,cluster,dev]"
+
+
+def constraints() -> dict[str, Requirement]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
+
+
+def environment() -> dict:
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+@pytest.mark.parametrize("requirement", DIRECT, ids=str)
+def test_constraints_pin_what_pyproject_asks_for(requirement):
+    (pin,) = constraints()[canonicalize_name(requirement.name)].specifier
+    assert pin.operator == "==" and requirement.specifier.contains(pin.version)
+
+
+def test_constraints_are_exact_and_portable():
+    for requirement in constraints().values():
+        (pin,) = requirement.specifier
+        assert pin.operator == "==" and "+" not in pin.version and "*" not in pin.version
+    assert not [name for name in constraints() if name.startswith("nvidia")]
+
+
+def test_conda_environment_is_python_pip_and_this_package():
+    python, pip, packages = environment()["dependencies"]
+    assert pip == "pip" and packages == {"pip": ["-c constraints.txt", EVERYTHING]}
+    version = re.fullmatch(r"python=(\d+\.\d+)", python).group(1)
+    assert SpecifierSet(PROJECT["requires-python"]).contains(f"{version}.0")
+
+
+def test_every_extra_is_installed_by_conda_and_make():
+    assert f"-e .[{','.join(EXTRAS)}]" == EVERYTHING
+    assert f"-e '.[{','.join(EXTRAS)}]'" in (ROOT / "Makefile").read_text()
+
+
+def test_a_package_is_listed_once():
+    names = [canonicalize_name(requirement.name) for requirement in DIRECT]
+    assert len(names) == len(set(names))
+
+
+def test_ci_runs_make_test():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111 and script.read_text().splitlines()[-1] == "exec make test"
+
+
+def test_licence():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

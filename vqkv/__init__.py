@@ -1,0 +1,31 @@
+"""vqkv: ways to store a KV cache, on one harness, under one byte meter."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+# Some functions bear their module's name; importing them here, eagerly, makes the function win on the package.
+from vqkv.cache import CompressedCache
+from vqkv.calibrate import calibrate
+from vqkv.capture import capture
+from vqkv.compressor import Compressor
+from vqkv.corpus import load_corpus
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.evaluate import evaluate
+from vqkv.models import load_model
+
+try:
+    __version__ = version("vqkv")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CompressedCache",
+    "Compressor",
+    "DataError",
+    "FormatError",
+    "UnknownNameError",
+    "calibrate",
+    "capture",
+    "evaluate",
+    "load_corpus",
+    "load_model",
+]

@@ -1,0 +1,317 @@
+"""A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
+
+import math
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from vqkv.codec.base import Codec, Payload
+from vqkv.errors import DataError
+from vqkv.meter import Report, tensor_bytes
+from vqkv.models import rotary_embedding
+from vqkv.rope import rotate, unrotate
+
+CHANGING_ROPE = ("dynamic", "longrope")
+
+
+class Positions:
+    """The position of every cached token and the model's own cos and sin for them.
+
+    The positions are read off the model's rotary embedding as it runs, so left padding and explicit position_ids are
+    right; they are stored only where they differ from 0, 1, 2, ...
+    """
+
+    def __init__(self, rotary):
+        self.rotary = rotary
+        self.explicit: torch.Tensor | None = None
+        self.seq_len = 0
+        self._step: torch.Tensor | None = None
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self.rotary is None:
+            return
+        if getattr(self.rotary, "rope_type", "default") in CHANGING_ROPE:
+            raise DataError(
+                f"rope_type {self.rotary.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
+                "cannot be rotated back as they were: use a preset with pre_rope=False"
+            )
+        me = weakref.ref(self)  # the hook must not keep a dropped cache alive
+        hook = self.rotary.register_forward_pre_hook(lambda _, a, k: me() and me()._watch(a, k), with_kwargs=True)
+        weakref.finalize(self, hook.remove)
+
+    def _watch(self, args, kwargs) -> None:
+        self._step = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+    def advance(self, new_tokens: int, batch_size: int, like: torch.Tensor) -> None:
+        """Take in the positions of this step's ``new_tokens`` and make the cos and sin of all tokens."""
+        start, self.seq_len = self.seq_len, self.seq_len + new_tokens
+        if self.rotary is None:
+            return
+        implicit = torch.arange(start, self.seq_len, device=like.device, dtype=torch.int32)[None]
+        step, self._step = self._step, None
+        step = implicit if step is None or step.shape[-1] != new_tokens else step.to(torch.int32)
+        if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
+            before = self.explicit
+            if before is None:
+                before = torch.arange(start, device=like.device, dtype=torch.int32)[None]
+            rows = max(before.shape[0], step.shape[0], batch_size)
+            self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
+        whole = self.explicit
+        if whole is None:
+            whole = torch.arange(self.seq_len, device=like.device, dtype=torch.int32)[None]
+        cos, sin = self.rotary.forward(like.new_empty(0), whole)  # .forward: not through the hook
+        self._table = cos.float(), sin.float()
+
+    def rotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """fp32 keys of tokens start, start + 1, ... -> the keys that attention reads."""
+        return keys if self.rotary is None else rotate(keys, *self._slice(start, keys.shape[-2]))
+
+    def unrotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """The keys that attention reads -> fp32 keys before RoPE."""
+        return keys if self.rotary is None else unrotate(keys, *self._slice(start, keys.shape[-2]))
+
+    def _slice(self, start: int, length: int):
+        return tuple(table[:, start : start + length] for table in self._table)
+
+    def done(self) -> None:
+        """Drop the tables: they may be kept for one forward pass only."""
+        self._table = None
+
+    def truncate(self, seq_len: int) -> None:
+        """Forget all but the first ``seq_len`` tokens' positions."""
+        self.seq_len = seq_len
+        if self.explicit is not None:
+            self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
+
+    def select(self, pick) -> None:
+        """Apply ``pick`` (a function of a tensor whose first dimension is the batch) to per-sequence positions."""
+        if self.explicit is not None:
+            self.explicit = pick(self.explicit)
+
+
+@dataclass
+class Role:
+    """One layer's keys or its values: full-precision sinks, packed history, full-precision recent window."""
+
+    codec: Codec
+    rotated: bool
+    sinks: torch.Tensor | None = None
+    packed: Payload | None = None
+    window: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Tokens in the sinks, in the packed history and in the window."""
+        window = 0 if self.window is None else self.window.shape[-2]
+        return 0 if self.sinks is None else self.sinks.shape[-2], 0 if self.packed is None else self.packed.seq_len, window
+
+    def read(self, positions: Positions, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The stored tokens in order, as attention reads them."""
+        sinks, packed, _ = self.parts
+        out = [] if self.sinks is None else [self.sinks.to(dtype)]
+        if packed:
+            history = self.codec.decode(self.packed)
+            out.append((positions.rotate(history, sinks) if self.rotated else history).to(dtype))
+        return out if self.window is None else [*out, self.window.to(dtype)]
+
+    def write(self, states: torch.Tensor, positions: Positions, settings: "Settings") -> None:
+        """Store new tokens, then pack the oldest of those beyond the sinks and the recent window."""
+        states = states.float()
+        exact = torch.float16 if settings.dtype is torch.float32 else settings.dtype
+        missing = settings.sink_tokens - self.parts[0]
+        if missing > 0:
+            head, states = states[..., :missing, :], states[..., missing:, :]
+            self.sinks = _append(self.sinks, _checked(head, exact))
+        sinks, packed, window = self.parts
+        if window:
+            states = torch.cat([self.window.float(), states], dim=-2)
+        spare = max(0, states.shape[-2] - settings.recent_window)
+        flush = spare - spare % settings.block
+        if flush:
+            old = states[..., :flush, :]
+            payload = self.codec.encode(positions.unrotate(old, sinks + packed) if self.rotated else old)
+            self.packed = payload if self.packed is None else Payload.concat([self.packed, payload])
+        self.window = _checked(states[..., flush:, :], exact) if states.shape[-2] > flush else None
+
+    def truncate(self, seq_len: int) -> None:
+        """Keep the first ``seq_len`` tokens."""
+        sinks, packed, window = self.parts
+        keep_window = seq_len - sinks - packed
+        if self.window is not None:
+            self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None
+        if self.packed is not None and keep_window < 0:
+            self.packed = self.packed.tokens(0, seq_len - sinks) if seq_len > sinks else None
+        if self.sinks is not None and seq_len < sinks:
+            self.sinks = self.sinks[..., :seq_len, :].clone() if seq_len else None
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keep (or repeat) the sequences of the batch that ``index`` names."""
+        if self.sinks is not None:
+            self.sinks = self.sinks[index.to(self.sinks.device)]
+        if self.window is not None:
+            self.window = self.window[index.to(self.window.device)]
+        if self.packed is not None:
+            self.packed = self.packed.batch_select(index)
+
+
+@dataclass
+class Settings:
+    """What the layers of one cache share. ``block``: tokens are packed in multiples of it."""
+
+    sink_tokens: int
+    recent_window: int
+    in_place: bool
+    block: int
+    dtype: torch.dtype
+    last_layer: int
+
+
+@dataclass(eq=False)
+class CompressedLayer(CacheLayerMixin):
+    """One layer of a ``CompressedCache``."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    index: int
+    roles: tuple[Role, Role]
+    positions: Positions
+    settings: Settings
+    batch_size: int = field(default=0, init=False)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        """Nothing to allocate: payloads grow by concatenation."""
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Store new keys (after RoPE) and values (batch, num_kv_heads, new_tokens, head_dim); return what attention
+        reads: decoded history and, unless ``in_place``, the new tokens as they came."""
+        self.lazy_initialization(key_states, value_states)
+        if self.index == 0:
+            self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
+        self.batch_size = key_states.shape[0]
+        out = []
+        for role, states in zip(self.roles, (key_states, value_states), strict=True):
+            if self.settings.in_place:
+                role.write(states, self.positions, self.settings)
+                parts = role.read(self.positions, states.dtype)
+            else:
+                parts = [*role.read(self.positions, states.dtype), states]
+                role.write(states, self.positions, self.settings)
+            out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))
+        if self.index == self.settings.last_layer:
+            self.positions.done()
+        return tuple(out)
+
+    def get_seq_length(self) -> int:
+        """Tokens stored in this layer."""
+        return sum(self.roles[0].parts)
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        """(length of keys the next ``query_length`` queries read, offset)."""
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + length, 0
+
+    def get_max_length(self) -> int:
+        """-1: grows without a limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self._truncate(0)
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
+        self._truncate(max(0, self.get_seq_length() + tokens_to_remove))
+
+    def _truncate(self, seq_len: int) -> None:
+        for role in self.roles:
+            role.truncate(seq_len)
+        if self.index == 0:
+            self.positions.truncate(seq_len)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the batch for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence ``repeats`` times."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences that ``indices`` (integers or a boolean mask) names."""
+        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
+        for role in self.roles:
+            role.select(indices)
+        self.batch_size = len(indices)
+        if self.index == 0:
+            self.positions.select(lambda rows: rows[indices.to(rows.device)] if len(rows) > 1 else rows)
+
+
+class CompressedCache(Cache):
+    """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
+
+    ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
+    sinks and no recent window (the protocol of residual VQ's paper).
+    """
+
+    def __init__(self, compressor, model, in_place: bool = False):
+        self.compressor = compressor
+        compressor.check(model)
+        preset = compressor.settings
+        positions = Positions(rotary_embedding(model) if preset.pre_rope else None)
+        rows = math.lcm(*(codec.tokens_per_row for pair in compressor.codecs for codec in pair))
+        settings = Settings(
+            sink_tokens=0 if in_place else preset.sink_tokens,
+            recent_window=0 if in_place else preset.recent_window,
+            in_place=in_place,
+            block=rows if in_place else math.lcm(rows, preset.flush_block),
+            dtype=model.dtype,
+            last_layer=len(compressor.codecs) - 1,
+        )
+        layers = [
+            CompressedLayer(i, (Role(key, preset.pre_rope), Role(value, False)), positions, settings)
+            for i, (key, value) in enumerate(compressor.codecs)
+        ]
+        super().__init__(layers=layers)
+
+    def report(self) -> Report:
+        """Bytes by kind, measured from the storage of the tensors held now."""
+        kinds: dict[str, int] = {"sinks": 0, "window": 0, "positions": tensor_bytes(self.layers[0].positions)}
+        packed_bytes = packed_values = values = 0
+        per_token = self.layers[0].batch_size * self.compressor.model["num_kv_heads"] * self.compressor.model["head_dim"]
+        for role in (role for layer in self.layers for role in layer.roles):
+            kinds["sinks"] += tensor_bytes(role.sinks)
+            kinds["window"] += tensor_bytes(role.window)
+            if role.packed is not None:
+                for name, tensor in role.packed.fields.items():
+                    kinds[name] = kinds.get(name, 0) + tensor_bytes(tensor)
+                packed_bytes += tensor_bytes(role.packed)
+            packed_values += role.parts[1] * per_token
+            values += sum(role.parts) * per_token
+        first = self.layers[0]
+        side = self.compressor.side_bytes
+        return Report(kinds, packed_bytes, packed_values, values, first.get_seq_length(), first.batch_size, side)
+
+    def __repr__(self) -> str:
+        return f"CompressedCache({self.compressor.name}: {self.report()})"
+
+
+def _append(stored: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    return new if stored is None else torch.cat([stored, new], dim=-2)
+
+
+def _checked(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in 16 bits that owns just its own storage; refuses what the dtype cannot hold."""
+    out = states.to(dtype, copy=True).contiguous()
+    if not out.isfinite().all():
+        raise DataError(f"keys or values hold NaN, infinity or numbers beyond {dtype}'s range and cannot be cached")
+    return out

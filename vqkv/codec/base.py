@@ -1,0 +1,318 @@
+"""What every codec shares: packed payloads, input checks, a registry that rebuilds a codec from JSON and tensors."""
+
+import dataclasses
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.errors import DataError, FormatError
+
+MAX_HEAD_DIM = 32768  # an altered config must not make us allocate without bound
+FP16_MAX = 65504.0
+
+
+@dataclass(eq=False)
+class Payload:
+    """Tokens as they are stored: named tensors, each (batch, num_kv_heads, rows, ...), and nothing else.
+
+    One row holds ``tokens_per_row`` tokens: 1, or a block for codecs that share parameters along tokens. Every field is
+    contiguous and owns its storage, so ``nbytes`` is what the payload really occupies. Fields whose size depends on
+    the data belong in a subclass that overrides the methods along tokens and batch.
+    """
+
+    fields: dict[str, Tensor]
+    tokens_per_row: int = 1
+
+    def __post_init__(self):
+        self.fields = {name: _own(tensor) for name, tensor in self.fields.items()}
+        if not self.fields or len({tensor.shape[:3] for tensor in self.fields.values()}) != 1:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.fields.items()}
+            raise FormatError(f"payload fields must agree in (batch, num_kv_heads, rows), got {shapes}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, num_kv_heads, rows)."""
+        return tuple(next(iter(self.fields.values())).shape[:3])
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens."""
+        return self.shape[2] * self.tokens_per_row
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the fields' storage occupies."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.fields.values())
+
+    @staticmethod
+    def concat(payloads: "list[Payload]") -> "Payload":
+        """Join along tokens. Raises ``DataError`` for no payloads, or payloads of different codecs."""
+        payloads = list(payloads)
+        if not payloads:
+            raise DataError("nothing to concatenate: pass at least one payload")
+        first = payloads[0]
+        kinds = {(type(p), p.tokens_per_row, tuple(sorted(p.fields))) for p in payloads}
+        if len(kinds) > 1:
+            raise DataError("cannot concatenate payloads of different codecs: encode all of them with the same one")
+        joined = {name: torch.cat([p.fields[name] for p in payloads], dim=2) for name in first.fields}
+        return dataclasses.replace(first, fields=joined)
+
+    def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
+        """A copy of tokens ``start:stop`` (Python slice rules). Raises ``DataError`` if that cuts a block of tokens."""
+        start, stop, _ = slice(start, stop).indices(self.seq_len)
+        stop = max(start, stop)
+        if start % self.tokens_per_row or stop % self.tokens_per_row:
+            raise DataError(
+                f"tokens {start}:{stop} cut through a block of {self.tokens_per_row} tokens: use multiples of it"
+            )
+        rows = slice(start // self.tokens_per_row, stop // self.tokens_per_row)
+        return self._map(lambda tensor: tensor[:, :, rows])
+
+    def batch_select(self, index) -> "Payload":
+        """The sequences ``index`` (1-D integers) of the batch, in that order."""
+        index = torch.as_tensor(index, dtype=torch.long)
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def batch_repeat(self, repeats: int) -> "Payload":
+        """Every sequence ``repeats`` times in a row, as ``torch.repeat_interleave`` does."""
+        return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def to(self, device) -> "Payload":
+        """The same payload on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change) -> "Payload":
+        return dataclasses.replace(self, fields={name: change(tensor) for name, tensor in self.fields.items()})
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Contiguous, and without the rest of a larger tensor kept alive behind a view."""
+    tensor = tensor.detach().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+
+
+class Part:
+    """Anything a codec is built from: a dataclass whose init fields are its JSON-able settings.
+
+    Subclasses register under their class name. ``state`` holds what was learned (side information).
+    """
+
+    registry: dict[str, type["Part"]] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Part.registry[cls.__name__] = cls
+
+    def config(self) -> dict:
+        """Settings as JSON-able values; ``codec_from_config`` reads them."""
+        settings = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        return {"part": type(self).__name__, **settings}
+
+    def state(self) -> dict[str, Tensor]:
+        """Learned tensors by name."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take what ``state`` gave. Raises ``FormatError`` for missing, unexpected or misshapen tensors."""
+        if state:
+            raise FormatError(f"{type(self).__name__} has no state, but got {sorted(state)}: the file was altered")
+
+    def to(self, device) -> "Part":
+        """Move learned tensors (and those of inner parts) to ``device``, in place."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Part):
+                    inner.to(device)
+        return self
+
+
+def _plain(value):
+    if isinstance(value, Part):
+        return value.config()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def part_from_config(config):
+    """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for anything not understood."""
+    if isinstance(config, list):
+        return [part_from_config(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    settings = dict(config)
+    name = settings.pop("part", None)
+    cls = Part.registry.get(name) if isinstance(name, str) else None
+    if cls is None or not dataclasses.is_dataclass(cls):
+        raise FormatError(f"unknown codec part {name!r}: the file was altered or needs a newer vqkv")
+    settings = {key: part_from_config(value) for key, value in settings.items()}
+    try:
+        return cls(**settings)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"settings of {name} do not fit this version of vqkv: {error}") from error
+
+
+def codec_from_config(config: dict, state: dict[str, Tensor]) -> "Codec":
+    """A ready codec from ``codec.config()`` and ``codec.state()``.
+
+    No code is loaded: names are looked up in a registry. Raises ``FormatError`` for an unknown name or a bad tensor.
+    """
+    codec = part_from_config(config)
+    if not isinstance(codec, Codec):
+        raise FormatError(f"not a codec: {str(config)[:80]!r}")
+    codec.load_state(dict(state))
+    codec.ready = True
+    return codec
+
+
+def take(state: dict[str, Tensor], name: str, shape: tuple, dtype: torch.dtype) -> Tensor:
+    """Pop a tensor of a given shape and type out of ``state``. Raises ``FormatError`` if it is not so."""
+    tensor = state.pop(name, None)
+    if not isinstance(tensor, Tensor):
+        raise FormatError(f"tensor {name!r} is missing: the file is truncated or was altered")
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise FormatError(f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(shape)} {dtype}")
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise FormatError(f"tensor {name!r} holds NaN or infinity: the file was altered")
+    return tensor
+
+
+def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1) -> Tensor:
+    """``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); every input check of every codec is here.
+
+    Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise DataError(f"expected a floating tensor (batch, num_kv_heads, seq_len, head_dim), got {got}")
+    if x.numel() == 0:
+        raise DataError(f"empty input of shape {tuple(x.shape)}: encode at least one token")
+    if head_dim is not None and x.shape[-1] != head_dim:
+        raise DataError(f"head_dim is {x.shape[-1]}, but this codec was made for {head_dim}: fit one for this model")
+    if x.shape[2] % tokens_per_row:
+        raise DataError(f"seq_len {x.shape[2]} is no multiple of the codec's block of {tokens_per_row} tokens")
+    values = x.detach().float()
+    bad = ~torch.isfinite(values)
+    if bad.any():
+        position = tuple(bad.nonzero()[0].tolist())
+        raise DataError(
+            f"{int(bad.sum())} of {x.numel()} values are NaN or infinite, the first ({values[position]}) at "
+            f"(batch, head, token, channel) = {position}: check the model's dtype (fp16 overflows) and its inputs"
+        )
+    return values
+
+
+class Codec(Part):
+    """A tensor (batch, num_kv_heads, seq_len, head_dim) -> ``Payload`` -> a tensor. Knows no model.
+
+    Subclasses write ``_partial_fit``, ``_finalize``, ``_encode`` and ``_decode``; checks are made here, once.
+    """
+
+    head_dim: int | None = None
+    ready: bool = False
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that are encoded together; ``seq_len`` must be a multiple of it."""
+        return 1
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of side information: everything learned that decoding needs."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state().values())
+
+    def fit(self, x: Tensor) -> "Codec":
+        """Learn from one batch and freeze. Raises ``DataError`` for bad values or too few of them."""
+        return self.partial_fit(x).finalize()
+
+    def partial_fit(self, x: Tensor) -> "Codec":
+        """Learn from one batch of a stream: the first call initialises, later calls go on learning."""
+        if self.ready:
+            raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
+        values = check_values(x, self.head_dim, self.tokens_per_row)
+        if self.head_dim is None:
+            self.head_dim = values.shape[-1]
+            self._build()
+        self._partial_fit(values)
+        return self
+
+    def finalize(self) -> "Codec":
+        """Freeze what was learned in the precision it is stored in."""
+        if self.head_dim is None:
+            raise RuntimeError(f"this {type(self).__name__} has learned nothing yet: call partial_fit(x) first")
+        if not self.ready:
+            self._finalize()
+        self.ready = True
+        return self
+
+    def encode(self, x: Tensor) -> Payload:
+        """Store ``x`` (any float dtype). Raises ``DataError`` for bad values, ``RuntimeError`` before ``fit``."""
+        self._check_ready()
+        return self._encode(check_values(x, self.head_dim, self.tokens_per_row))
+
+    def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``. Raises ``FormatError`` for another codec's payload."""
+        self._check_ready()
+        values = self._decode(payload)
+        if dtype == torch.float16:
+            values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
+        return values.to(dtype)
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} is not fitted: call fit(x), or partial_fit(x) and then finalize()")
+
+    def _build(self) -> None:
+        """Prepare what depends on ``head_dim`` only."""
+        check_head_dim(self.head_dim)
+
+    def _partial_fit(self, x: Tensor) -> None:
+        """Learn; nothing to do by default."""
+
+    def _finalize(self) -> None:
+        """Freeze; nothing to do by default."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor) -> Payload: ...
+
+    @abstractmethod
+    def _decode(self, payload: Payload) -> Tensor: ...
+
+
+def check_head_dim(head_dim) -> None:
+    """Raises ``DataError`` unless ``head_dim`` is a plausible number of channels."""
+    if not isinstance(head_dim, int) or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise DataError(f"head_dim {head_dim!r} is not an integer from 1 to {MAX_HEAD_DIM}")
+
+
+def payload_field(payload: Payload, name: str, tokens_per_row: int = 1) -> Tensor:
+    """A field of a payload. Raises ``FormatError`` if another codec wrote it."""
+    if name not in payload.fields or payload.tokens_per_row != tokens_per_row:
+        found = sorted(payload.fields)
+        raise FormatError(f"payload holds {found}, not {name!r}: decode it with the codec that made it")
+    return payload.fields[name]
+
+
+@dataclass(eq=False)
+class Fp16(Codec):
+    """Values in fp16, two bytes each: the uncompressed baseline. Needs no fit when ``head_dim`` is given."""
+
+    head_dim: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim is not None:
+            self._build()
+            self.ready = True
+
+    def _encode(self, x: Tensor) -> Payload:
+        largest = float(x.abs().max())
+        if largest > FP16_MAX:
+            raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({FP16_MAX:g}): scale the values first")
+        return Payload({"values": x.half()})
+
+    def _decode(self, payload: Payload) -> Tensor:
+        return payload_field(payload, "values").float()

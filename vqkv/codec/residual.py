@@ -1,0 +1,169 @@
+"""Residual vector quantization: every stage quantises what the stage before left over. One stage is plain VQ."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.base import take
+from vqkv.codec.pipeline import Quantizer
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import rvq_decode, rvq_encode
+from vqkv.learn import Ema, KMeans, Statistics
+
+INITS = ("kmeans", "random")
+
+
+@dataclass(eq=False)
+class ResidualVQ(Quantizer):
+    """``num_quantizers`` codebooks of ``codebook_size`` codes of ``group_size`` dims, shared by all heads and groups.
+
+    Algorithm 1 of the residual VQ paper. The first ``partial_fit`` initialises stage by stage on the residuals of the
+    stages before, by k-means (on at most ``samples_per_code * codebook_size`` vectors) or ``random`` (small uniform
+    codes, upstream's default without k-means); every later call is one moving-average step of all stages.
+    ``finalize`` rounds the codebooks (num_quantizers, codebook_size, group_size) to fp16.
+    """
+
+    num_quantizers: int = 8
+    codebook_size: int = 2048
+    group_size: int = 32
+    kmeans_iterations: int = 10
+    init: str = "kmeans"
+    decay: float = 0.99
+    revive: bool = False
+    seed: int = 0
+    samples_per_code: int = 16
+
+    def __post_init__(self):
+        if self.init not in INITS:
+            raise UnknownNameError("init", self.init, INITS)
+        for name, limit in (("num_quantizers", 64), ("codebook_size", 65536), ("group_size", 32768)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= limit:
+                raise DataError(f"{name} {value!r} must be an integer from 1 to {limit}")
+        self.codebooks: Tensor | None = None
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code: ceil(log2 codebook_size), at least 1."""
+        return max(1, (self.codebook_size - 1).bit_length())
+
+    def build(self, row_shape: tuple[int, ...]) -> None:
+        """Rows are (..., group_size). Raises ``DataError`` otherwise."""
+        if row_shape[-1] != self.group_size:
+            raise DataError(f"rows of {row_shape} reach a quantizer of group_size {self.group_size}: add a Grouping")
+        self._groups = torch.Size(row_shape[:-1])
+        self.codes_per_row = self._groups.numel() * self.num_quantizers
+
+    def partial_fit(self, x: Tensor) -> None:
+        """x (..., group_size). Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        vectors = x.reshape(-1, self.group_size)
+        if self.codebooks is None:
+            self._start(vectors)
+        else:
+            self.learn(*self.statistics(vectors))
+
+    def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
+        """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
+        codes = rvq_encode(x, self.codebooks)
+        statistics, samples = [], []
+        for k, residual in enumerate(self._residuals(x, codes)):
+            statistics.append(Statistics.of(residual, codes[:, k], self.codebook_size))
+            samples.append(residual[torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size)).long()])
+        return statistics, samples
+
+    def learn(self, statistics: list[Statistics], samples: list[Tensor]) -> None:
+        """One moving-average step of every stage."""
+        stages = zip(self._emas, statistics, samples, strict=True)
+        self.codebooks = torch.stack([ema.update(counted, sample) for ema, counted, sample in stages])
+
+    def finalize(self) -> None:
+        """Round to fp16. Raises ``DataError`` if a code overflows it."""
+        self.codebooks = self.codebooks.half()
+        self._emas = []
+        if not torch.isfinite(self.codebooks).all():
+            raise DataError("a code overflows fp16: put a scale before the quantizer")
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
+        return rvq_encode(x, self.codebooks).flatten(3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
+        if codes.numel() and (largest := int(codes.max())) >= self.codebook_size:
+            raise FormatError(f"code {largest} is not below codebook_size {self.codebook_size}: altered payload")
+        return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""
+        vectors = x.reshape(-1, self.group_size)
+        residuals = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)][1:]
+        energies = [residual.double().square().sum() for residual in residuals]
+        return torch.stack(energies) / vectors.double().square().sum()
+
+    def usage(self, x: Tensor) -> Tensor:
+        """How often each code is chosen: x (..., group_size) -> int64 (num_quantizers, codebook_size)."""
+        codes = rvq_encode(x.reshape(-1, self.group_size), self.codebooks)
+        return torch.stack([torch.bincount(stage, minlength=self.codebook_size) for stage in codes.T])
+
+    def state(self) -> dict[str, Tensor]:
+        """The codebooks; fp16 once finalised."""
+        return {} if self.codebooks is None else {"codebooks": self.codebooks}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for codebooks of another shape or type."""
+        state = dict(state)
+        shape = (self.num_quantizers, self.codebook_size, self.group_size)
+        self.codebooks = take(state, "codebooks", shape, torch.float16)
+        super().load_state(state)
+
+    def _residuals(self, x: Tensor, codes: Tensor, last: bool = False):
+        """What each stage sees: x, then what the stages before left; with ``last`` also what remains at the end."""
+        for k, codebook in enumerate(self.codebooks.float()):
+            yield x
+            x = x - codebook[codes[:, k]]
+        if last:
+            yield x
+
+    def _start(self, x: Tensor) -> None:
+        residual = self._subsample(x)
+        weight = len(x) / len(residual)
+        codebooks, self._emas = [], []
+        for k in range(self.num_quantizers):
+            learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
+            if self.init == "random":
+                learner.codebook = self._random_codebook(k).to(x.device)
+            else:
+                self._fit_stage(learner, residual, k)
+            codes = learner.assign(residual)
+            counts = Statistics.of(residual, codes, self.codebook_size).counts * weight
+            self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
+            self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
+            codebooks.append(learner.codebook)
+            residual = residual - learner.codebook[codes]
+        self.codebooks = torch.stack(codebooks)
+
+    def _fit_stage(self, learner: KMeans, residual: Tensor, stage: int) -> None:
+        try:
+            learner.fit(residual)
+        except DataError as error:  # a vector alone in its cluster leaves nothing over, so later stages may run dry
+            raise DataError(f"stage {stage + 1} of {self.num_quantizers}: {error}") from error
+
+    def _subsample(self, x: Tensor) -> Tensor:
+        limit = self.samples_per_code * self.codebook_size
+        if len(x) <= limit:
+            return x
+        generator = torch.Generator().manual_seed(self.seed)
+        return x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
+
+    def _random_codebook(self, stage: int) -> Tensor:
+        """Kaiming-uniform over (codebook_size, group_size), as vector-quantize-pytorch draws it."""
+        bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
+        generator = torch.Generator().manual_seed(self.seed + stage)
+        return (torch.rand(self.codebook_size, self.group_size, generator=generator) * 2 - 1) * bound
+
+
+def perplexity(counts: Tensor) -> Tensor:
+    """Effective number of codes in use, exp of the entropy: counts (..., codebook_size) -> (...)."""
+    share = counts.double() / counts.sum(dim=-1, keepdim=True)
+    return torch.special.entr(share).sum(dim=-1).exp()

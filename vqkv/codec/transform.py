@@ -1,0 +1,155 @@
+"""Which channels are quantised together, and in which basis: grouping, Hadamard rotation, mean removal."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.base import take
+from vqkv.codec.pipeline import Side, Stage
+from vqkv.errors import DataError, FormatError, UnknownNameError
+
+ORDERS = {
+    "contiguous": lambda channels, group_size, seed: torch.arange(channels),
+    "strided": lambda channels, group_size, seed: torch.arange(channels).view(group_size, -1).T.reshape(-1),
+    "random": lambda channels, group_size, seed: torch.randperm(
+        channels, generator=torch.Generator().manual_seed(seed)
+    ),
+}
+
+
+@dataclass(eq=False)
+class Grouping(Stage):
+    """Split head_dim channels into groups: (..., head_dim) -> (..., num_groups, group_size).
+
+    ``contiguous``: 0..g-1, g..2g-1, ... ``strided``: group j has channels j, j + head_dim/g, j + 2 head_dim/g, ...
+    (residual VQ paper, section 3.1). ``random``: a permutation drawn from ``seed`` and stored as side information.
+    """
+
+    kind: str = "contiguous"
+    group_size: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.kind not in ORDERS:
+            raise UnknownNameError("grouping", self.kind, ORDERS)
+        if self.group_size < 1:
+            raise DataError(f"group_size {self.group_size} must be at least 1")
+
+    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises ``DataError`` if head_dim is not divisible by group_size."""
+        (channels,) = row_shape
+        if channels % self.group_size:
+            admitted = [size for size in range(1, channels + 1) if channels % size == 0]
+            raise DataError(
+                f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {admitted}"
+            )
+        self._set(ORDERS[self.kind](channels, self.group_size, self.seed))
+        return channels // self.group_size, self.group_size
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(..., head_dim) -> (..., num_groups, group_size)."""
+        return x.index_select(-1, self._order).unflatten(-1, (-1, self.group_size)), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """(..., num_groups, group_size) -> (..., head_dim)."""
+        return y.flatten(-2).index_select(-1, self._inverse)
+
+    def state(self) -> dict[str, Tensor]:
+        """The permutation, where it is not implied by the kind."""
+        return {"order": self._order.to(torch.int16)} if self.kind == "random" else {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` unless ``order`` is a permutation."""
+        state = dict(state)
+        if self.kind == "random":
+            order = take(state, "order", tuple(self._order.shape), torch.int16).long()
+            if not torch.equal(order.sort().values, torch.arange(len(order))):
+                raise FormatError("tensor 'order' is no permutation of the channels: the file was altered")
+            self._set(order)
+        super().load_state(state)
+
+    def _set(self, order: Tensor) -> None:
+        self._order, self._inverse = order, order.argsort()
+
+
+@dataclass(eq=False)
+class Hadamard(Stage):
+    """Rotate the last axis by the orthonormal Hadamard matrix, which spreads outlier channels over all of them.
+
+    The size must be a power of two. The matrix is symmetric and its own inverse.
+    """
+
+    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises ``DataError`` if the last axis is no power of two."""
+        size = row_shape[-1]
+        if size & (size - 1):
+            raise DataError(f"a Hadamard rotation needs a power of two, not {size}: put a Grouping first")
+        matrix = torch.ones(1, 1)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        self._matrix = matrix / size**0.5
+        return row_shape
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x @ H."""
+        return x @ self._matrix, {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y @ H."""
+        return y @ self._matrix
+
+
+@dataclass(eq=False)
+class MeanRemoval(Stage):
+    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly).
+
+    ``num_kv_heads`` is set by the first fit.
+    """
+
+    num_kv_heads: int | None = None
+
+    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Any shape."""
+        self._row_shape = row_shape
+        self._count = 0
+        return row_shape
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Update the running mean."""
+        if self.num_kv_heads is None:
+            self.num_kv_heads = x.shape[1]
+            self._mean = torch.zeros(x.shape[1], *self._row_shape, device=x.device)
+        self._check_heads(x)
+        count = x.shape[0] * x.shape[2]
+        self._count += count
+        self._mean = self._mean + (x.mean(dim=(0, 2)) - self._mean) * (count / self._count)
+
+    def finalize(self) -> None:
+        """Round the mean to fp16. Raises ``DataError`` if it overflows."""
+        self._mean = self._mean.half()
+        if not torch.isfinite(self._mean).all():
+            raise DataError("the mean overflows fp16: scale the values before removing it")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x - mean."""
+        self._check_heads(x)
+        return x - self._mean.float().unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y + mean."""
+        return y + self._mean.float().unsqueeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """The mean, fp16 (num_kv_heads, *row_shape)."""
+        return {"mean": self._mean}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for a mean of another shape."""
+        state = dict(state)
+        self._mean = take(state, "mean", (self.num_kv_heads or 0, *self._row_shape), torch.float16)
+        super().load_state(state)
+
+    def _check_heads(self, x: Tensor) -> None:
+        if x.shape[1] != self.num_kv_heads:
+            raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {self.num_kv_heads}: fit again")

@@ -1,0 +1,21 @@
+"""The errors a caller may want to catch. All are ``ValueError``s, so that a plain ``except ValueError`` also works."""
+
+import difflib
+
+
+class UnknownNameError(ValueError):
+    """A model, corpus, preset, profile or parameter name that nobody defined."""
+
+    def __init__(self, kind: str, name: str, known, remedy: str = ""):
+        known = sorted(map(str, known))
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}")
+
+
+class FormatError(ValueError):
+    """A file that is truncated, altered, of another version, or made for something else."""
+
+
+class DataError(ValueError):
+    """Numbers that no codec can store faithfully: NaN, infinity, an empty sequence, the wrong number of channels."""

@@ -1,0 +1,141 @@
+"""model + compressor + tokens + protocol -> one row of a table."""
+
+from contextlib import contextmanager
+
+import torch
+
+from vqkv.capture import capture
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.metrics import relative_mse, token_kl, token_nll, top1_agreement
+from vqkv.models import kv_sources
+
+PROTOCOLS = ("in_place", "chunked", "snapshot")
+
+
+@torch.inference_mode()
+def evaluate(
+    model,
+    compressor,
+    tokens: torch.Tensor,
+    protocol: str = "chunked",
+    answers: torch.Tensor | None = None,
+    chunk_size: int = 32,
+    prompt_len: int | None = None,
+    batch_size: int = 8,
+) -> dict:
+    """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
+
+    ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
+    as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
+    ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
+    them, then decode and score the rest token by token).
+
+    Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
+    relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
+    protocol and ``DataError`` for tokens too short to score.
+    """
+    if protocol not in PROTOCOLS:
+        raise UnknownNameError("protocol", protocol, PROTOCOLS)
+    if tokens.ndim != 2 or tokens.shape[0] == 0 or tokens.shape[1] < 3:
+        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need (num_seqs, seq_len) with at least 3 tokens each")
+    pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len)
+    totals = []
+    for i in range(0, len(tokens), batch_size):
+        batch = tokens[i : i + batch_size].to(model.device)
+        cache = compressor.new_cache(model, in_place=protocol == "in_place")
+        marked = None if answers is None else answers[i : i + batch_size].to(model.device)
+        totals.append(_compare(model, cache, batch, pieces, start, marked))
+    row = {"protocol": protocol, **_summary(totals)}
+    return row | reconstruction_error(model, compressor, tokens, batch_size)
+
+
+def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
+    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; no error feeds into another."""
+    keys, values = capture(model, tokens, batch_size, post_rope=not compressor.settings.pre_rope)
+    errors = {"key_mse": [], "value_mse": []}
+    for pair, layer in zip(compressor.codecs, zip(keys, values, strict=True), strict=True):
+        for codec, x, out in zip(pair, layer, errors.values(), strict=True):
+            out.append(relative_mse(x.float(), codec.decode(codec.encode(x.float()))))
+    return {name: sum(found) / len(found) for name, found in errors.items()}
+
+
+def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None) -> tuple[list[int], int]:
+    """Lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
+    if protocol == "in_place":
+        return [seq_len], 0
+    if protocol == "chunked":
+        whole, rest = divmod(seq_len, chunk_size)
+        return [chunk_size] * whole + [rest] * (rest > 0), 0
+    prompt_len = prompt_len or seq_len * 3 // 4
+    if not 0 < prompt_len < seq_len - 1:
+        raise DataError(f"prompt_len {prompt_len} must leave at least two of the {seq_len} tokens to decode")
+    return [prompt_len] + [1] * (seq_len - prompt_len), prompt_len
+
+
+def _compare(model, cache, tokens, pieces, start, answers) -> dict:
+    """Per-sequence sums and means of one batch."""
+    with _attention_outputs(model) as exact_attention:
+        exact = model(tokens, use_cache=False).logits[:, start:-1]
+    with _attention_outputs(model) as packed_attention:
+        logits = [model(p, past_key_values=cache, use_cache=True).logits for p in tokens.split(pieces, dim=1)]
+    logits, targets = torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
+    out = {
+        "nll_exact": token_nll(exact, targets).mean(1),
+        "nll": token_nll(logits, targets).mean(1),
+        "kl": token_kl(exact, logits).mean(1),
+        "top1": top1_agreement(exact, logits).mean(1),
+        "attention_mse": _attention_error(exact_attention, packed_attention, start),
+        "report": cache.report(),
+    }
+    if answers is not None:
+        marked = answers[:, start + 1 :]
+        out["recall_exact"] = (exact.argmax(-1) == targets)[marked]
+        out["recall"] = (logits.argmax(-1) == targets)[marked]
+    return out
+
+
+def _summary(batches: list[dict]) -> dict:
+    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in ("report", "attention_mse")}
+    reports = [b["report"] for b in batches]
+    packed = sum(r.packed_values for r in reports)
+    kl = joined["kl"]
+    row = {
+        "num_seqs": len(kl),
+        "seq_len": reports[0].seq_len,
+        "ppl_exact": joined["nll_exact"].mean().exp().item(),
+        "ppl": joined["nll"].mean().exp().item(),
+        "kl_mean": kl.mean().item(),
+        "kl_std": kl.std(correction=0).item(),
+        "kl_worst": kl.max().item(),
+        "top1": joined["top1"].mean().item(),
+        "attention_mse": sum(b["attention_mse"] for b in batches) / len(batches),
+        "bits_per_value": 8 * sum(r.packed_bytes for r in reports) / packed if packed else float("nan"),
+        "ratio": 2 * sum(r.values for r in reports) / sum(r.cache_bytes for r in reports),
+        "side_bytes": reports[0].side_bytes,
+    }
+    for name in ("recall_exact", "recall"):
+        if name in joined:
+            row[name] = joined[name].mean().item()
+    return row
+
+
+@contextmanager
+def _attention_outputs(model):
+    """Collects, per layer, the attention blocks' outputs of every forward pass within the context."""
+    outputs, handles = {}, []
+    for source in kv_sources(model):
+        found = outputs.setdefault(source.layer_idx, [])
+        handles.append(source.attention.register_forward_hook(lambda m, a, o, found=found: found.append(o[0])))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attention_error(exact: dict, packed: dict, start: int) -> float:
+    """Relative MSE of the attention blocks' outputs, errors of earlier layers included, averaged over layers."""
+    errors = [
+        relative_mse(torch.cat(exact[layer], 1)[:, start:], torch.cat(packed[layer], 1)[:, start:]) for layer in exact
+    ]
+    return sum(errors) / len(errors)

@@ -1,0 +1,165 @@
+"""Residual VQ in plain torch, fast on a CPU, with codes equal to the float64 reference.
+
+``argmin`` over the distances, not the GEMM, is what costs: so the minimum is found in two levels, blocks first.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vqkv.kernels import reference
+
+CHUNK = 1024  # rows at a time: their scores (8 MB for 2,048 codes) stay in cache
+BLOCK = 64  # codes per block of the two-level minimum
+UNIT = 2.0**-24  # fp32 unit roundoff
+TINY = 2.0**-126  # smallest normal fp32: what an underflow may lose
+
+
+@dataclass
+class Tables:
+    """Codebooks rearranged for the kernels, with C padded to whole blocks by codes that are infinitely far away."""
+
+    weights: Tensor  # (K, dim + 1, C padded): -2 codebook^T with the squared norms below it
+    flat: Tensor  # (K * C, dim) fp32
+    offsets: Tensor  # (K,) first row of every codebook in ``flat``
+    largest: list[float]  # per codebook, the largest norm of a code
+    block: int
+
+
+_tables = WeakTensorKeyDictionary()  # codebooks -> (version, Tables): rearranging costs more than encoding a few tokens
+
+
+def rvq_encode(x: Tensor, codebooks: Tensor) -> Tensor:
+    """Fast twin of ``reference.rvq_encode``, same arguments and the same codes.
+
+    A row whose winner fp32 cannot prove (see ``_error_bound``) is decided again in float64, so codes equal the
+    reference; exact ties go to the lowest index, as there.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    tables = prepare(codebooks)
+    codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64, device=x.device)
+    scores = torch.empty(min(CHUNK, len(rows)), tables.weights.shape[-1], device=x.device)
+    with _full_precision():
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            _encode_chunk(rows[part], codebooks, tables, scores, codes[part])
+    return codes.view(*x.shape[:-1], len(codebooks))
+
+
+def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
+    """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
+    tables = prepare(codebooks)
+    bags = codes.reshape(-1, len(codebooks)) + tables.offsets
+    return F.embedding_bag(bags, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
+
+
+def prepare(codebooks: Tensor) -> Tables:
+    """The tables of ``codebooks``, kept as long as the tensor lives and is not written to."""
+    if codebooks.is_inference():
+        return _build(codebooks)  # has no version counter to notice writes by
+    version, tables = _tables.get(codebooks, (None, None))
+    if version != codebooks._version:
+        tables = _build(codebooks.detach())
+        _tables[codebooks] = (codebooks._version, tables)
+    return tables
+
+
+def _build(codebooks: Tensor) -> Tables:
+    num_quantizers, codebook_size, dim = codebooks.shape
+    block = min(BLOCK, codebook_size)
+    padding = -codebook_size % block
+    norms = codebooks.double().square().sum(dim=-1)
+    weights = torch.cat([-2 * codebooks.float().mT, norms.float().unsqueeze(1)], dim=1)
+    weights = F.pad(weights, (0, padding))
+    weights[:, -1, codebook_size:] = torch.inf
+    return Tables(
+        weights=weights.contiguous(),
+        flat=codebooks.float().reshape(-1, dim).contiguous(),
+        offsets=torch.arange(num_quantizers, device=codebooks.device) * codebook_size,
+        largest=norms.amax(dim=-1).sqrt().tolist(),
+        block=block,
+    )
+
+
+def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, codes: Tensor) -> None:
+    """Fill ``codes`` (rows, K) for up to CHUNK rows. ``scores`` is a buffer (CHUNK, C padded)."""
+    dim = x.shape[-1]
+    extended = torch.ones(len(x), dim + 1, device=x.device)  # [residual, 1]: the 1 meets the squared norms
+    residual = extended[:, :dim].copy_(x)
+    scores = scores[: len(x)]
+    size = _norm(residual)
+    drift = UNIT * size  # how far the fp32 residual may be from the exact one
+    for k, weights in enumerate(tables.weights):
+        torch.mm(extended, weights, out=scores)
+        winner, unproven = _minimum(scores, tables.block, _Errors(size, drift, tables.largest[k], dim))
+        if len(unproven):
+            exact = _exact_residual(x[unproven], codebooks, codes[unproven, :k])
+            winner[unproven] = reference.nearest(exact, codebooks[k].double())
+        codes[:, k] = winner
+        residual -= tables.flat.index_select(0, winner + tables.offsets[k])
+        before, size = size, _norm(residual)
+        drift = drift + 2 * UNIT * (before + size)
+
+
+def _minimum(scores: Tensor, block: int, errors: "_Errors") -> tuple[Tensor, Tensor]:
+    """Index of the smallest score of every row, and the rows where rounding could have changed it."""
+    rows = len(scores)
+    minima = scores.view(rows, -1, block).amin(dim=-1)
+    best, which = minima.min(dim=-1)
+    first = torch.arange(rows, device=scores.device) * minima.shape[1]
+    inside = scores.view(-1, block).index_select(0, first + which)
+    winner = inside.min(dim=-1).indices + which * block
+    reach = (best + 2 * errors.bound(best)).unsqueeze(-1)
+    near_blocks, near_codes = minima <= reach, inside <= reach
+    if near_blocks.sum() + near_codes.sum() == 2 * rows and torch.isfinite(best).all():
+        return winner, winner[:0]  # one sum over everything is cheaper than one a row, and mostly enough
+    rivals = near_blocks.sum(dim=-1) + near_codes.sum(dim=-1)
+    return winner, (rivals != 2).nonzero().squeeze(-1)  # also catches NaN, for which nothing compares
+
+
+@dataclass
+class _Errors:
+    """How wrong an fp32 score |c|^2 - 2 r.c may be, for the winner and for any code that is truly nearer."""
+
+    size: Tensor  # |r| per row
+    drift: Tensor  # bound of |r - exact r| per row
+    largest: float  # max |c|
+    dim: int
+
+    def bound(self, best: Tensor) -> Tensor:
+        """Per row. Such a code is no farther from r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying
+        code elsewhere in the codebook does not loosen the bound."""
+        distance = (self.size.square() + best + self._at(torch.tensor(self.largest))).clamp(min=0).sqrt()
+        return self._at((self.size + distance).mul(1.001).clamp(max=self.largest))
+
+    def _at(self, norm: Tensor) -> Tensor:
+        """Dot product of dim + 1 terms in any order, rounded norms and codes, the residual's drift, underflow."""
+        rounding = 1.01 * (self.dim + 4) * UNIT * (2 * self.size + norm) * norm
+        return rounding + 2.02 * norm * self.drift + (2 * self.dim + 4) * TINY
+
+
+def _norm(residual: Tensor) -> Tensor:
+    return torch.linalg.vecdot(residual, residual).sqrt() + 1e-18  # squares below that underflow
+
+
+def _exact_residual(x: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
+    """The residual after the stages in ``codes`` (rows, k), in float64, as the reference computes it."""
+    residual = x.double()
+    for k in range(codes.shape[-1]):
+        residual = residual - codebooks[k, codes[:, k]].double()
+    return residual
+
+
+@contextmanager
+def _full_precision():
+    """The bound holds for real fp32 products only: no TF32 or bf16 inside, whatever the caller has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

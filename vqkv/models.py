@@ -1,0 +1,134 @@
+"""Model name -> model and tokenizer, and where in a model the keys and values are made."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from vqkv.errors import DataError, UnknownNameError
+
+BUNDLED = {f"vqkv/{name}": Path(__file__).parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
+
+
+@dataclass(frozen=True)
+class KVSource:
+    """Where one layer's keys and values are made: the modules whose outputs they are, before RoPE.
+
+    ``key_module``'s output holds the keys as (batch, seq_len, ...num_kv_heads * head_dim); in a fused projection
+    (GPT-2) both modules are the same and ``key_part`` / ``value_part`` say which of ``num_parts`` equal parts.
+    """
+
+    layer_idx: int
+    attention: nn.Module
+    key_module: nn.Module
+    value_module: nn.Module
+    num_kv_heads: int
+    head_dim: int
+    key_part: int = 0
+    value_part: int = 0
+    num_parts: int = 1
+
+    def heads(self, output: torch.Tensor, part: int) -> torch.Tensor:
+        """A projection's output -> (batch, num_kv_heads, seq_len, head_dim)."""
+        batch, seq_len = output.shape[:2]
+        flat = output.reshape(batch, seq_len, -1).chunk(self.num_parts, dim=-1)[part]
+        return flat.reshape(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
+
+
+def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
+    """(model, tokenizer) of a bundled reference model, a local folder or a hub name, in evaluation mode.
+
+    ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. Only safetensors weights are read, and no code
+    that comes with a model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name
+    can be loaded.
+    """
+    path = BUNDLED.get(name, name)
+    if dtype is None:
+        dtype = torch.float32 if device == "cpu" else "auto"
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = _dtype(dtype)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise UnknownNameError(
+            "model", name, BUNDLED, f"A local folder or a hub name also works, but here: {error}"
+        ) from error
+    model.vqkv_name = str(name)
+    return model.to(device).eval(), tokenizer
+
+
+def kv_sources(model) -> list[KVSource]:
+    """One ``KVSource`` per decoder layer, in layer order.
+
+    Raises ``DataError`` for an architecture whose attention has neither ``k_proj``/``v_proj`` nor a fused ``c_attn``.
+    """
+    found = [source for module in model.modules() if (source := _kv_source(module)) is not None]
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(found) != layers:
+        raise DataError(
+            f"{type(model).__name__}: found the key and value projections of {len(found)} of {layers} layers. "
+            "Supported are decoders with k_proj and v_proj (Llama, Mistral, Gemma, Qwen2, Qwen3, ...) and GPT-2."
+        )
+    return sorted(found, key=lambda source: source.layer_idx)
+
+
+def rotary_embedding(model) -> nn.Module | None:
+    """The module that makes RoPE's cos and sin, or None where positions are learned (GPT-2)."""
+    found = [module for name, module in model.named_modules() if name.split(".")[-1].startswith("rotary_emb")]
+    if len(found) > 1:
+        raise DataError(
+            f"{type(model).__name__} has {len(found)} rotary embeddings (one for each kind of layer); "
+            "pre-RoPE storage supports one. Models with local and global RoPE are not supported yet."
+        )
+    return found[0] if found else None
+
+
+def fingerprint(model) -> str:
+    """Sixteen hex digits from the shape and a sample of the key and value weights: the same in fp32, fp16 and bf16."""
+    digest = hashlib.sha256()
+    for source in kv_sources(model):
+        digest.update(f"{source.layer_idx}/{source.num_kv_heads}/{source.head_dim}".encode())
+        for module in (source.attention, source.key_module, source.value_module):
+            for parameter in module.parameters():
+                sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
+                digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _kv_source(module: nn.Module) -> KVSource | None:
+    if isinstance(getattr(module, "k_proj", None), nn.Module) and isinstance(getattr(module, "v_proj", None), nn.Module):
+        head_dim = module.head_dim
+        key = getattr(module, "k_norm", None) or module.k_proj
+        width = module.v_proj.weight.shape[0]
+        return KVSource(module.layer_idx, module, key, module.v_proj, width // head_dim, head_dim)
+    fused = getattr(module, "c_attn", None)
+    if isinstance(fused, nn.Module) and not getattr(module, "is_cross_attention", False):
+        return KVSource(module.layer_idx, module, fused, fused, module.num_heads, module.head_dim, 1, 2, 3)
+    return None
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise UnknownNameError("dtype", name, known)
+    return known[name]
+
+
+def describe(model) -> dict:
+    """What a compressor must know of the model that it was fitted to; compared by ``Compressor.check``."""
+    sources = kv_sources(model)
+    return {
+        "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
+        "model_type": model.config.model_type,
+        "num_layers": len(sources),
+        "num_kv_heads": sources[0].num_kv_heads,
+        "head_dim": sources[0].head_dim,
+        "fingerprint": fingerprint(model),
+    }

@@ -1,0 +1,240 @@
+"""Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini --minutes 60``.
+
+One script for any device. AdamW, because the models that the four sources study were trained with it, and their outlier
+channels are partly its doing. The learning rate warms up, stays constant, and decays over the last fifth of the run; the
+state before the decay is kept in ``--state``, so that the next run continues from it as if there had been no decay.
+Without that state the next run continues from the released weights and warms up again.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from vqkv.reference import card
+from vqkv.reference.architectures import ARCHITECTURES
+from vqkv.reference.data import TOKENIZER_DIR, TrainingStream, token_bytes, write_stream
+
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 200
+DECAY_SHARE = 0.2
+LOSS_CURVE_POINTS = 400
+# (from this many tokens on, sequences a step, tokens a sequence): many small steps first, then longer contexts
+SCHEDULES = {
+    "cpu": [(0, 4, 256), (2_500_000, 4, 512), (7_000_000, 4, 1024)],
+    "cuda": [(0, 64, 512), (50_000_000, 128, 1024)],
+}
+
+
+class Trainer:
+    """A model, its optimizer and the number of tokens seen; everything else follows from those."""
+
+    def __init__(self, name: str, device: str, data: Path, state: Path, release: Path, compile_model: bool):
+        self.name, self.device, self.state_dir, self.release_dir = name, device, state, release
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
+        self.train_stream = TrainingStream(data / "train.bin", self.tokenizer)
+        self.test_stream = TrainingStream(data / "test.bin", self.tokenizer)
+        torch.manual_seed(0)
+        self.model = ARCHITECTURES[name]().to(device)
+        self.optimizer = _optimizer(self.model)
+        self.log = {"tokens": 0, "steps": 0, "seconds": 0.0, "loss": [], "held_out": [], "runs": []}
+        self.warm_from = 0
+        self._resume()
+        self.forward = torch.compile(self.model, dynamic=False) if compile_model else self.model
+
+    def _resume(self) -> None:
+        released = self.release_dir / "training.json"
+        if (self.state_dir / "log.json").exists():
+            self.log = json.loads((self.state_dir / "log.json").read_text())
+            if released.exists():  # written after the state, so it knows the run that the state comes from
+                whole = json.loads(released.read_text())
+                self.log |= {"runs": whole["runs"], "held_out": whole["held_out"]}
+            self.model.load_state_dict(load_file(self.state_dir / "model.safetensors"), strict=False)
+            _load_moments(self.optimizer, load_file(self.state_dir / "optimizer.safetensors"))
+            self.warm_from = -WARMUP_STEPS
+        elif released.exists():
+            self.log = json.loads(released.read_text())
+            weights = AutoModelForCausalLM.from_pretrained(self.release_dir, dtype=torch.float32)
+            self.model.load_state_dict(weights.state_dict())
+            self.warm_from = self.log["steps"]
+        self.model.tie_weights()
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean next-token cross-entropy in nats; matrix products in bf16 where the device is fast at them."""
+        tokens, labels = tokens.to(self.device), labels.to(self.device)
+        with _autocast(self.device):
+            logits = self.forward(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+    def step(self, scale: float) -> float:
+        """One optimizer step at ``scale`` times the learning rate; returns the training loss."""
+        batch_size, seq_len = self._shape()
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * scale
+        loss = self.loss(*self.train_stream.batch(batch_size, seq_len, seed=self.log["steps"]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.log["steps"] += 1
+        self.log["tokens"] += batch_size * seq_len
+        return loss.item()
+
+    def _shape(self) -> tuple[int, int]:
+        return [row[1:] for row in SCHEDULES[self.device] if row[0] <= self.log["tokens"]][-1]
+
+    def run(self, minutes: float, tokens: int) -> None:
+        """Train until the budget (whichever of minutes and tokens ends first) is spent, then write the release."""
+        begin, begin_tokens, begin_seconds = time.monotonic(), self.log["tokens"], self.log["seconds"]
+        saved, decaying, losses = begin, False, []
+        with tqdm(total=100, desc=self.name, unit="%") as bar:
+            while True:
+                now = time.monotonic()
+                spent = max((now - begin) / (60 * minutes), (self.log["tokens"] - begin_tokens) / tokens)
+                if spent >= 1:
+                    break
+                if spent > 1 - DECAY_SHARE and not decaying:
+                    decaying = True
+                    self.save_state()
+                elif now - saved > 300 and not decaying:
+                    saved = now
+                    self.save_state()
+                losses.append(self.step(self._scale(spent)))
+                self.log["seconds"] = begin_seconds + time.monotonic() - begin
+                if len(losses) == 50:
+                    self.log["loss"].append([self.log["tokens"], round(sum(losses) / len(losses), 4)])
+                    losses.clear()
+                bar.update(min(100, 100 * spent) - bar.n)
+                bar.set_postfix(tokens=f"{self.log['tokens']:,}", loss=self.log["loss"][-1:])
+        self.release(self.log["tokens"] - begin_tokens, time.monotonic() - begin)
+
+    def _scale(self, spent: float) -> float:
+        warm = min(1.0, (self.log["steps"] - self.warm_from + 1) / WARMUP_STEPS)
+        return warm * min(1.0, max(0.02, (1 - spent) / DECAY_SHARE))
+
+    @torch.no_grad()
+    def bits_per_byte(self, num_batches: int = 24, seq_len: int = 1024) -> float:
+        """Held-out bits per UTF-8 byte of source text (no recall sequences), each window read from its own BOS."""
+        sizes = torch.from_numpy(token_bytes(self.tokenizer))
+        nats = text_bytes = 0
+        for seed in range(num_batches):
+            tokens = self.test_stream.text_batch(4, seq_len, seed)
+            nats += self.loss(tokens, tokens).item() * (tokens.numel() - len(tokens))
+            text_bytes += sizes[tokens[:, 1:]].sum().item()
+        return nats / text_bytes / math.log(2)
+
+    def save_state(self) -> None:
+        """Keep weights in fp32 and the optimizer's moments, so that a killed or finished run goes on without a seam."""
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        weights = {k: v.clone().contiguous() for k, v in self.model.state_dict().items() if k != "lm_head.weight"}
+        _save(weights, self.state_dir / "model.safetensors")
+        _save(_moments(self.optimizer), self.state_dir / "optimizer.safetensors")
+        _write(self.state_dir / "log.json", json.dumps(self.log))
+
+    def release(self, run_tokens: int, run_seconds: float) -> None:
+        """Write the fp16 model, its tokenizer, the training log and the model card."""
+        bits = self.bits_per_byte()
+        self.log["held_out"].append([self.log["tokens"], round(bits, 4)])
+        self.log["runs"].append(
+            {
+                "device": torch.cuda.get_device_name() if self.device == "cuda" else _cpu_name(),
+                "threads": torch.get_num_threads(),
+                "tokens": run_tokens,
+                "seconds": round(run_seconds),
+                "torch": torch.__version__,
+            }
+        )
+        self.log["loss"] = self.log["loss"][:: math.ceil((len(self.log["loss"]) + 1) / LOSS_CURVE_POINTS)]
+        temporary = self.release_dir.with_name(self.release_dir.name + ".part")
+        half = ARCHITECTURES[self.name]()
+        half.load_state_dict(self.model.state_dict())
+        half.half().save_pretrained(temporary)
+        self.tokenizer.save_pretrained(temporary)
+        _write(temporary / "training.json", json.dumps(self.log))
+        card.write(temporary, self.name, half, self.log)
+        self.release_dir.mkdir(parents=True, exist_ok=True)
+        for path in temporary.iterdir():
+            os.replace(path, self.release_dir / path.name)
+        temporary.rmdir()
+        print(f"{self.name}: {self.log['tokens']:,} tokens, held-out {bits:.4f} bits per byte -> {self.release_dir}")
+
+
+def _optimizer(model) -> torch.optim.AdamW:
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+
+
+def _moments(optimizer) -> dict[str, torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{i}.{key}": value.clone() for i, state in states.items() for key, value in state.items()}
+
+
+def _load_moments(optimizer, flat: dict[str, torch.Tensor]) -> None:
+    whole = optimizer.state_dict()
+    for name, value in flat.items():
+        index, key = name.split(".")
+        whole["state"].setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict(whole)
+
+
+def _autocast(device: str):
+    fast = device == "cuda" or torch.cpu._is_amx_tile_supported()
+    return torch.autocast(device, dtype=torch.bfloat16) if fast else contextlib.nullcontext()
+
+
+def _save(tensors: dict, path: Path) -> None:
+    save_file(tensors, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.with_suffix(".part").write_text(text)
+    os.replace(path.with_suffix(".part"), path)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(ARCHITECTURES))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="wall-clock budget of this run")
+    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="token budget of this run")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: all)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model (1.4x on a CPU with AMX)")
+    parser.add_argument("--data", type=Path, default=Path.home() / ".cache/vqkv/reference-data")
+    parser.add_argument("--state", type=Path, help="where the state before the decay is kept (default: beside the data)")
+    parser.add_argument("--out", type=Path, help="where the released model goes (default: into the package)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
+    for split in ("train", "test"):
+        if not (args.data / f"{split}.bin").exists():
+            write_stream(args.data / f"{split}.bin", tokenizer, split)
+    state = args.state or args.data.parent / "reference-state" / args.name
+    out = args.out or Path(__file__).parent / args.name
+    trainer = Trainer(args.name, args.device, args.data, state, out, args.compile)
+    trainer.run(args.minutes, args.tokens)
+
+
+if __name__ == "__main__":
+    main()
