@@ -35,7 +35,9 @@ CONFIGS = {
     "gemma": lambda: GemmaConfig(**COMMON),
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in COMMON.items() if k != "head_dim"} | {"hidden_size": 128}),
     "qwen3": lambda: Qwen3Config(**COMMON),
-    "gpt2": lambda: GPT2Config(vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
+    ),
 }
 
 

@@ -143,7 +143,9 @@ def test_batch_operations_follow_the_rows(llama, compressor):
 
 def test_generate_runs_and_reports(llama, compressor):
     cache = with_settings(compressor, recent_window=4).new_cache(llama)
-    out = llama.generate(TOKENS[:2, :10], past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = llama.generate(
+        TOKENS[:2, :10], past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert out.shape == (2, 18)
     assert "bits per packed value" in repr(cache)
 
@@ -194,6 +196,8 @@ def test_calibrate_refuses_what_it_cannot_fit(llama):
     with pytest.raises(DataError, match="not divisible by group_size 24"):
         calibrate(llama, TOKENS, presets.vqllm(group_size=24), progress=False)
     with pytest.raises(DataError, match="codebook_size|codes"):
-        calibrate(llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False)
+        calibrate(
+            llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False
+        )
     with pytest.raises(DataError, match="not empty"):
         calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)

@@ -18,16 +18,12 @@ def mse(x, codebook):
     return torch.cdist(x, codebook).amin(dim=-1).square().mean() / x.shape[-1]
 
 
-def clusters(seed=0):
-    """Twenty tight clusters around known centres."""
-    centres = 20 * gaussian(20, seed=seed)
-    return centres, (centres[:, None] + 0.1 * gaussian(20 * 50, seed=seed + 1).view(20, 50, 4)).reshape(-1, 4)
-
-
-def test_kmeans_reaches_the_optimum_of_known_clusters():
-    centres, x = clusters()
-    learned = KMeans(20, iterations=30, seed=3).fit(x)
-    assert mse(x, learned) <= 1.01 * mse(x, centres)
+@pytest.mark.parametrize("seed", range(5))
+def test_kmeans_reaches_the_optimum_of_two_known_clusters(seed):
+    """Two far apart are found from any start; more are not, which is why the study reports a spread over seeds."""
+    centres = torch.tensor([[20.0, 0, 0, 0], [-20.0, 0, 0, 0]])
+    x = (centres[:, None] + gaussian(400, seed=seed).view(2, 200, 4)).reshape(-1, 4)
+    assert mse(x, KMeans(2, seed=seed).fit(x)) <= mse(x, centres)
 
 
 def test_every_iteration_improves_on_its_start():

@@ -11,9 +11,9 @@ from vqkv.errors import DataError, FormatError
 
 
 @st.composite
-def codes_and_bits(draw):
+def codes_and_bits(draw, smallest=0):
     bits = draw(st.integers(1, 16))
-    shape = draw(st.lists(st.integers(0, 4), max_size=3)) + [draw(st.integers(1, 37))]
+    shape = [*draw(st.lists(st.integers(smallest, 4), max_size=3)), draw(st.integers(1, 37))]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     codes = torch.randint(0, 1 << bits, shape, generator=generator)
     if codes.numel():
@@ -32,13 +32,13 @@ def test_round_trip_in_exactly_ceil_bits(case):
 
 
 @settings(deadline=None, max_examples=50)
-@given(codes_and_bits())
+@given(codes_and_bits(smallest=1))
 def test_layout_is_the_little_endian_bit_string(case):
     codes, bits = case
     rows = codes.reshape(-1, codes.shape[-1]).numpy()
-    strings = ((rows[..., None] >> np.arange(bits)) & 1).reshape(len(rows), -1).astype(np.uint8)
-    expected = np.packbits(strings, axis=-1, bitorder="little")
-    assert np.array_equal(pack(codes, bits).reshape(len(rows), -1).numpy(), expected.reshape(len(rows), -1))
+    strings = ((rows[..., None] >> np.arange(bits)) & 1).reshape(len(rows), codes.shape[-1] * bits)
+    expected = np.packbits(strings.astype(np.uint8), axis=-1, bitorder="little")
+    assert np.array_equal(pack(codes, bits).numpy(), expected.reshape(*codes.shape[:-1], -1))
 
 
 def test_unused_bits_are_zero_so_equal_codes_give_equal_bytes():

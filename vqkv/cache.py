@@ -104,7 +104,11 @@ class Role:
     def parts(self) -> tuple[int, int, int]:
         """Tokens in the sinks, in the packed history and in the window."""
         window = 0 if self.window is None else self.window.shape[-2]
-        return 0 if self.sinks is None else self.sinks.shape[-2], 0 if self.packed is None else self.packed.seq_len, window
+        return (
+            0 if self.sinks is None else self.sinks.shape[-2],
+            0 if self.packed is None else self.packed.seq_len,
+            window,
+        )
 
     def read(self, positions: Positions, dtype: torch.dtype) -> list[torch.Tensor]:
         """The stored tokens in order, as attention reads them."""
@@ -287,7 +291,9 @@ class CompressedCache(Cache):
         """Bytes by kind, measured from the storage of the tensors held now."""
         kinds: dict[str, int] = {"sinks": 0, "window": 0, "positions": tensor_bytes(self.layers[0].positions)}
         packed_bytes = packed_values = values = 0
-        per_token = self.layers[0].batch_size * self.compressor.model["num_kv_heads"] * self.compressor.model["head_dim"]
+        per_token = (
+            self.layers[0].batch_size * self.compressor.model["num_kv_heads"] * self.compressor.model["head_dim"]
+        )
         for role in (role for layer in self.layers for role in layer.roles):
             kinds["sinks"] += tensor_bytes(role.sinks)
             kinds["window"] += tensor_bytes(role.window)

@@ -23,7 +23,9 @@ def calibrate(model, tokens: torch.Tensor, preset: Preset, batch_size: int = 8, 
     codecs = [
         (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])
     ]
-    for batch in tqdm(tokens.split(batch_size), desc=f"calibrate {preset.name}", unit="batch", disable=not progress):
+    for batch in tqdm(
+        tokens.split(batch_size), desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True
+    ):
         keys, values = capture(model, batch, batch_size, post_rope=not preset.pre_rope)
         for (key_codec, value_codec), key, value in zip(codecs, keys, values, strict=True):
             for codec, x in ((key_codec, key), (value_codec, value)):

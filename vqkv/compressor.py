@@ -116,7 +116,9 @@ class Compressor:
 def _read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
-        raise FormatError(f"{folder} holds no compressor: no config.json. Save one with compressor.save_pretrained(...)")
+        raise FormatError(
+            f"{folder} holds no compressor: no config.json. Save one with compressor.save_pretrained(...)"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -173,7 +173,7 @@ def _pieces(texts, tokenizer, seq_len: int, rng: random.Random) -> Iterator[list
         # on average, so a slice that long is enough.
         start = rng.randrange(max(1, len(text) - 16 * seq_len))
         start = text.rfind("\n", 0, start) + 1
-        ids = tokenizer(text[start : start + 16 * seq_len], add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text[start : start + 16 * seq_len], add_special_tokens=False, verbose=False)["input_ids"]
         yield ids[:seq_len]
 
 

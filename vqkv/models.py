@@ -1,12 +1,15 @@
 """Model name -> model and tokenizer, and where in a model the keys and values are made."""
 
 import hashlib
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from vqkv.errors import DataError, UnknownNameError
 
@@ -51,17 +54,36 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     if isinstance(dtype, str) and dtype != "auto":
         dtype = _dtype(dtype)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        with _quiet():
+            model, tokenizer = _load(path, dtype, trust_remote_code)
     except (OSError, ValueError) as error:
         raise UnknownNameError(
             "model", name, BUNDLED, f"A local folder or a hub name also works, but here: {error}"
         ) from error
     model.vqkv_name = str(name)
     return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def _quiet():
+    """No "loading weights" bar where there is no terminal: it would end up in a notebook's output."""
+    quiet = not sys.stderr.isatty() and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet:
+            logging.enable_progress_bar()
+
+
+def _load(path, dtype, trust_remote_code: bool):
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    )
+    return model, tokenizer
 
 
 def kv_sources(model) -> list[KVSource]:
@@ -103,7 +125,9 @@ def fingerprint(model) -> str:
 
 
 def _kv_source(module: nn.Module) -> KVSource | None:
-    if isinstance(getattr(module, "k_proj", None), nn.Module) and isinstance(getattr(module, "v_proj", None), nn.Module):
+    if isinstance(getattr(module, "k_proj", None), nn.Module) and isinstance(
+        getattr(module, "v_proj", None), nn.Module
+    ):
         head_dim = module.head_dim
         key = getattr(module, "k_norm", None) or module.k_proj
         width = module.v_proj.weight.shape[0]

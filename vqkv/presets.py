@@ -67,7 +67,9 @@ def vqllm(
         raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
 
     def chain(grouping: str, head_dim: int | None) -> Codec:
-        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, init=init, decay=decay, revive=revive, seed=seed)
+        quantizer = ResidualVQ(
+            num_quantizers, codebook_size, group_size, init=init, decay=decay, revive=revive, seed=seed
+        )
         return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
 
     return Preset(
@@ -90,4 +92,3 @@ def make(name: str, **arguments) -> Preset:
     except TypeError as error:
         known = PRESETS[name].__code__.co_varnames[: PRESETS[name].__code__.co_argcount]
         raise UnknownNameError(f"argument of preset {name}:", str(error), known) from error
-

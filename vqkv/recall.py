@@ -8,6 +8,7 @@ import torch
 
 from vqkv.errors import DataError
 
+VOCABULARY = 256  # chance is 1 in 256; the earliest tokens of a BPE vocabulary are its most frequent
 WORD = re.compile(r"^[a-z]{3,9}$")
 
 
@@ -29,7 +30,7 @@ class RecallTask:
     """
 
     def __init__(self, tokenizer):
-        self.words = single_token_words(tokenizer)
+        self.words = single_token_words(tokenizer)[:VOCABULARY]
         if len(self.words) < 64:
             raise DataError(f"the tokenizer has only {len(self.words)} whole-word tokens; recall needs at least 64")
         self.equals = tokenizer.encode(" =", add_special_tokens=False)
@@ -48,7 +49,9 @@ class RecallTask:
         tokens, distance = list(self.bos), [0] * len(self.bos)
         largest = (seq_len - len(self.bos)) // (2 * self.line)
         if largest < 2:
-            raise DataError(f"seq_len {seq_len} is too short for a recall episode of two pairs ({4 * self.line} tokens)")
+            raise DataError(
+                f"seq_len {seq_len} is too short for a recall episode of two pairs ({4 * self.line} tokens)"
+            )
         while len(tokens) < seq_len:
             pairs = num_pairs or int(2 * (min(largest, len(self.words) // 2) / 2) ** rng.random())
             self._episode(pairs, rng, tokens, distance)

@@ -16,6 +16,8 @@ from vqkv.kernels import reference
 CHUNK = 1024  # rows at a time: their scores (8 MB for 2,048 codes) stay in cache
 BLOCK = 64  # codes per block of the two-level minimum
 UNIT = 2.0**-24  # fp32 unit roundoff
+UNIT64 = 2.0**-53
+HUGE = 2.0**126  # a quarter of the largest fp32: no partial sum below it overflows
 TINY = 2.0**-126  # smallest normal fp32: what an underflow may lose
 
 
@@ -134,12 +136,16 @@ class _Errors:
         """Per row. Such a code is no farther from r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying
         code elsewhere in the codebook does not loosen the bound."""
         distance = (self.size.square() + best + self._at(torch.tensor(self.largest))).clamp(min=0).sqrt()
-        return self._at((self.size + distance).mul(1.001).clamp(max=self.largest))
+        bound = self._at((self.size + distance).mul(1.001).clamp(max=self.largest))
+        overflow = (2 * self.size + self.largest) * self.largest > HUGE
+        return bound.masked_fill(overflow, torch.inf)
 
     def _at(self, norm: Tensor) -> Tensor:
-        """Dot product of dim + 1 terms in any order, rounded norms and codes, the residual's drift, underflow."""
+        """Dot product of dim + 1 terms in any order, rounded norms and codes, the residual's drift, underflow - and
+        the rounding of the float64 reference itself, so that what it cannot tell apart is decided by it alone."""
         rounding = 1.01 * (self.dim + 4) * UNIT * (2 * self.size + norm) * norm
-        return rounding + 2.02 * norm * self.drift + (2 * self.dim + 4) * TINY
+        reference_rounding = 4 * (self.dim + 4) * UNIT64 * (self.size + norm).square()
+        return rounding + reference_rounding + 2.02 * norm * self.drift + (2 * self.dim + 4) * TINY
 
 
 def _norm(residual: Tensor) -> Tensor:

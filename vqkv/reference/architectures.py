@@ -21,7 +21,6 @@ def llama_mini() -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
-        pad_token_id=0,
     )
     return LlamaForCausalLM(config)
 
@@ -39,7 +38,6 @@ def gpt2_mini() -> GPT2LMHeadModel:
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
-        pad_token_id=0,
     )
     return GPT2LMHeadModel(config)
 

@@ -47,7 +47,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = ARCHITECTURES[name]().to(device)
         self.optimizer = _optimizer(self.model)
-        self.log = {"tokens": 0, "steps": 0, "seconds": 0.0, "loss": [], "held_out": [], "runs": []}
+        self.log = {"tokens": 0, "steps": 0, "loss": [], "held_out": [], "runs": []}
         self.warm_from = 0
         self._resume()
         self.forward = torch.compile(self.model, dynamic=False) if compile_model else self.model
@@ -56,9 +56,6 @@ class Trainer:
         released = self.release_dir / "training.json"
         if (self.state_dir / "log.json").exists():
             self.log = json.loads((self.state_dir / "log.json").read_text())
-            if released.exists():  # written after the state, so it knows the run that the state comes from
-                whole = json.loads(released.read_text())
-                self.log |= {"runs": whole["runs"], "held_out": whole["held_out"]}
             self.model.load_state_dict(load_file(self.state_dir / "model.safetensors"), strict=False)
             _load_moments(self.optimizer, load_file(self.state_dir / "optimizer.safetensors"))
             self.warm_from = -WARMUP_STEPS
@@ -95,7 +92,8 @@ class Trainer:
 
     def run(self, minutes: float, tokens: int) -> None:
         """Train until the budget (whichever of minutes and tokens ends first) is spent, then write the release."""
-        begin, begin_tokens, begin_seconds = time.monotonic(), self.log["tokens"], self.log["seconds"]
+        begin, begin_tokens = time.monotonic(), self.log["tokens"]
+        self.log["runs"].append({"device": _device_name(self.device), "threads": torch.get_num_threads()})
         saved, decaying, losses = begin, False, []
         with tqdm(total=100, desc=self.name, unit="%") as bar:
             while True:
@@ -103,20 +101,21 @@ class Trainer:
                 spent = max((now - begin) / (60 * minutes), (self.log["tokens"] - begin_tokens) / tokens)
                 if spent >= 1:
                     break
-                if spent > 1 - DECAY_SHARE and not decaying:
+                if spent >= 1 - DECAY_SHARE and not decaying:
                     decaying = True
                     self.save_state()
                 elif now - saved > 300 and not decaying:
                     saved = now
                     self.save_state()
                 losses.append(self.step(self._scale(spent)))
-                self.log["seconds"] = begin_seconds + time.monotonic() - begin
+                run = {"tokens": self.log["tokens"] - begin_tokens, "seconds": round(time.monotonic() - begin)}
+                self.log["runs"][-1] |= run | {"torch": torch.__version__}
                 if len(losses) == 50:
                     self.log["loss"].append([self.log["tokens"], round(sum(losses) / len(losses), 4)])
                     losses.clear()
                 bar.update(min(100, 100 * spent) - bar.n)
                 bar.set_postfix(tokens=f"{self.log['tokens']:,}", loss=self.log["loss"][-1:])
-        self.release(self.log["tokens"] - begin_tokens, time.monotonic() - begin)
+        self.release()
 
     def _scale(self, spent: float) -> float:
         warm = min(1.0, (self.log["steps"] - self.warm_from + 1) / WARMUP_STEPS)
@@ -141,19 +140,10 @@ class Trainer:
         _save(_moments(self.optimizer), self.state_dir / "optimizer.safetensors")
         _write(self.state_dir / "log.json", json.dumps(self.log))
 
-    def release(self, run_tokens: int, run_seconds: float) -> None:
+    def release(self) -> None:
         """Write the fp16 model, its tokenizer, the training log and the model card."""
         bits = self.bits_per_byte()
         self.log["held_out"].append([self.log["tokens"], round(bits, 4)])
-        self.log["runs"].append(
-            {
-                "device": torch.cuda.get_device_name() if self.device == "cuda" else _cpu_name(),
-                "threads": torch.get_num_threads(),
-                "tokens": run_tokens,
-                "seconds": round(run_seconds),
-                "torch": torch.__version__,
-            }
-        )
         self.log["loss"] = self.log["loss"][:: math.ceil((len(self.log["loss"]) + 1) / LOSS_CURVE_POINTS)]
         temporary = self.release_dir.with_name(self.release_dir.name + ".part")
         half = ARCHITECTURES[self.name]()
@@ -204,7 +194,9 @@ def _write(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
-def _cpu_name() -> str:
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -221,7 +213,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: all)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (1.4x on a CPU with AMX)")
     parser.add_argument("--data", type=Path, default=Path.home() / ".cache/vqkv/reference-data")
-    parser.add_argument("--state", type=Path, help="where the state before the decay is kept (default: beside the data)")
+    parser.add_argument(
+        "--state", type=Path, help="where the state before the decay is kept (default: beside the data)"
+    )
     parser.add_argument("--out", type=Path, help="where the released model goes (default: into the package)")
     args = parser.parse_args()
     if args.threads:

@@ -1,0 +1,79 @@
+"""Metrics, protocols and the harness around them."""
+
+import math
+
+import pytest
+import torch
+
+import vqkv
+from vqkv import DataError, UnknownNameError, evaluate, metrics, presets
+from vqkv.recall import RecallTask
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return vqkv.load_model("vqkv/llama-mini")
+
+
+@pytest.fixture(scope="module")
+def tokens(mini):
+    return vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=64, num_seqs=3)
+
+
+@pytest.fixture(scope="module")
+def one_bit(mini):
+    train = vqkv.load_corpus("python-stdlib", mini[1], "train", seq_len=64, num_seqs=16)
+    preset = presets.vqllm(num_quantizers=4, codebook_size=256, group_size=32)
+    return vqkv.calibrate(mini[0], train, preset, progress=False)
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_exact_storage_scores_as_the_model_itself(mini, tokens, protocol):
+    exact = vqkv.calibrate(mini[0], tokens, presets.fp16(), progress=False)
+    row = evaluate(mini[0], exact, tokens, protocol)
+    assert row["kl_mean"] < 1e-5 and row["top1"] > 0.98 and row["key_mse"] < 1e-6
+    assert row["ppl"] == pytest.approx(row["ppl_exact"], rel=1e-3)
+    assert row["bits_per_value"] == 16 and row["ratio"] == 1
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, protocol):
+    """If prefill read unquantised states, perplexity would equal fp16's whatever the bits."""
+    row = evaluate(mini[0], one_bit, tokens, protocol)
+    assert row["kl_mean"] > 1e-3 and abs(math.log(row["ppl"] / row["ppl_exact"])) > 1e-4
+    assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3
+    assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
+
+
+def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):
+    with pytest.raises(UnknownNameError, match="Did you mean 'chunked'"):
+        evaluate(mini[0], one_bit, tokens, "chunkd")
+    with pytest.raises(DataError, match="at least 3 tokens"):
+        evaluate(mini[0], one_bit, tokens[:, :2])
+    with pytest.raises(DataError, match="prompt_len"):
+        evaluate(mini[0], one_bit, tokens, "snapshot", prompt_len=64)
+
+
+def test_metrics_against_numbers_worked_out_by_hand():
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    kl = metrics.token_kl(p.log().view(1, 1, 2), q.log().view(1, 1, 2))
+    assert kl.item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5)
+    x = torch.tensor([3.0, 4.0])
+    assert metrics.relative_mse(x, torch.tensor([3.0, 0.0])) == pytest.approx(16 / 25)
+    y = torch.tensor([[1.0], [3.0]])
+    assert metrics.explained_variance_ratio(y, y - 5) == pytest.approx(1.0)  # a constant offset explains all variance
+    assert metrics.explained_variance_ratio(y, torch.zeros(2, 1)) == pytest.approx(0.0)
+    assert metrics.code_perplexity(torch.tensor([4, 4, 0, 0])).item() == pytest.approx(2.0)
+
+
+def test_recall_answers_are_the_values_and_distances_count_tokens(mini):
+    batch = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
+    assert batch.tokens.shape == (4, 200) and batch.answers.any(dim=1).all()
+    for row, column in batch.answers.nonzero().tolist():
+        back = int(batch.distance[row, column])
+        assert batch.tokens[row, column - back] == batch.tokens[row, column]  # the same value
+        assert batch.tokens[row, column - back - 2] == batch.tokens[row, column - 2]  # after the same key
+    again = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
+    assert torch.equal(batch.tokens, again.tokens)
+    with pytest.raises(DataError, match="too short"):
+        RecallTask(mini[1]).batch(seq_len=10, num_seqs=1, seed=0)
