@@ -34,6 +34,6 @@ bench: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r .venv/first.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[study,peers,cluster,dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[study,peers,cluster,dev]'
 	touch $@

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from vqkv import DataError, FormatError, calibrate, load_model, presets
 from vqkv.compressor import Compressor
 from vqkv.meter import tensor_bytes
+from vqkv.models import kv_sources
 
 SMALL = {"num_quantizers": 3, "codebook_size": 16, "group_size": 16}
 TOKENS = torch.randint(1, 4096, (6, 48), generator=torch.Generator().manual_seed(0))
@@ -78,10 +79,8 @@ def test_chunked_reads_packed_history_and_in_place_the_current_tokens_too(llama,
 
 
 def test_in_place_equals_decoding_every_layer_by_hand(llama, compressor):
-    """One pass in place is the model with codec(x) in place of x; hooks on the projections do the same without a cache."""
+    """In place, the model sees codec(x) for x; hooks on the projections do the same without a cache."""
     handles = []
-    from vqkv.models import kv_sources
-
     for source, pair in zip(kv_sources(llama), compressor.codecs, strict=True):
         for module, codec in zip((source.key_module, source.value_module), pair, strict=True):
 

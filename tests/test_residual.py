@@ -82,10 +82,9 @@ def test_near_ties_that_fp32_cannot_tell_apart():
 def test_ties_deep_in_the_residual():
     """The second stage must be decided on the exact residual, not on the one that fp32 carried along."""
     first = gaussian(70, 12) * 3000
-    second = gaussian(35, 12, seed=1).repeat(2, 1)
-    second[35:] += 3e-4
+    second = torch.cat([gaussian(35, 12, seed=1), -gaussian(35, 12, seed=1)])
     codebooks = torch.stack([first, second])
-    x = first[:60].double() + second[:60] + gaussian(60, 12, seed=3).double() / 10
+    x = first[:60].double() + 1e-5 * gaussian(60, 12, seed=3)  # between a code and its opposite
     assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
 
 

@@ -140,7 +140,7 @@ class Role:
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens."""
-        sinks, packed, window = self.parts
+        sinks, packed, _ = self.parts
         keep_window = seq_len - sinks - packed
         if self.window is not None:
             self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None

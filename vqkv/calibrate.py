@@ -14,8 +14,8 @@ def calibrate(model, tokens: torch.Tensor, preset: Preset, batch_size: int = 8, 
     """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len): each batch of sequences is captured once and
     passed to every layer's codecs, so memory does not grow with the number of tokens.
 
-    The first batch initialises the codebooks, each further batch is one learning step. Raises ``DataError`` for an empty
-    input, head_dim that the preset cannot divide, or fewer vectors in the first batch than codes.
+    The first batch initialises the codebooks, each further batch is one learning step. Raises ``DataError`` for an
+    empty input, a head_dim that the preset cannot divide, or fewer vectors in the first batch than codes.
     """
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise DataError(f"tokens must be (num_seqs, seq_len) and not empty, but have shape {tuple(tokens.shape)}")

@@ -50,12 +50,12 @@ class Compressor:
             theirs = describe(model).get(key)
             if key != "name" and theirs != ours:
                 raise FormatError(
-                    f"compressor {self.name!r} was fitted to {self.model['name']!r} ({key} {ours!r}), but this model has "
-                    f"{key} {theirs!r}: calibrate a compressor for this model"
+                    f"compressor {self.name!r} was fitted to {self.model['name']!r} ({key} {ours!r}), but this model "
+                    f"has {key} {theirs!r}: calibrate a compressor for this model"
                 )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``config.json`` and ``codecs.safetensors`` into ``folder``; an older one is replaced only at the end."""
+        """Write ``config.json`` and ``codecs.safetensors`` into ``folder``; an older one stays until the end."""
         folder = Path(folder)
         temporary = folder.with_name(folder.name + ".part")
         shutil.rmtree(temporary, ignore_errors=True)

@@ -19,9 +19,9 @@ from vqkv.errors import DataError, UnknownNameError
 
 PACKAGES = (
     "accelerate", "aiohttp", "anyio", "dask", "datasets", "distributed", "fontTools", "fsspec", "huggingface_hub",
-    "hypothesis", "IPython", "jedi", "jinja2", "joblib", "jupyter_server", "lm_eval", "matplotlib", "mpmath", "networkx",
-    "nltk", "numpy", "pandas", "pip", "prompt_toolkit", "pydantic", "pygments", "rich", "scipy", "setuptools", "sklearn",
-    "sympy", "torch", "tornado", "transformers", "triton",
+    "hypothesis", "IPython", "jedi", "jinja2", "joblib", "jupyter_server", "lm_eval", "matplotlib", "mpmath",
+    "networkx", "nltk", "numpy", "pandas", "pip", "prompt_toolkit", "pydantic", "pygments", "rich", "scipy",
+    "setuptools", "sklearn", "sympy", "torch", "tornado", "transformers", "triton",
 )  # fmt: skip
 HUB_CORPORA = {  # name -> (data set, configuration, text column, split names that differ from train / test)
     "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", {}),

@@ -16,9 +16,9 @@ from vqkv.errors import UnknownNameError
 class Preset:
     """How a cache is stored: a codec for the keys and one for the values of each layer, and what stays exact.
 
-    ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first ``sink_tokens`` and the
-    last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time. ``pre_rope``: keys are
-    stored before RoPE and rotated when read.
+    ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
+    ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
+    ``pre_rope``: keys are stored before RoPE and rotated when read.
     """
 
     name: str
@@ -58,9 +58,9 @@ def vqllm(
 ) -> Preset:
     """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
 
-    Scale by the vector's standard deviation, split into groups of ``group_size`` channels, quantize every group with the
-    same ``num_quantizers`` codebooks of ``codebook_size`` codes; no sinks and no recent window. The default stores 2.875
-    bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays in fp16.
+    Scale by the vector's standard deviation, split into groups of ``group_size`` channels, quantize every group with
+    the same ``num_quantizers`` codebooks of ``codebook_size`` codes; no sinks and no recent window. The default stores
+    2.875 bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays fp16.
     """
     arguments = dict(locals())
     if quantize not in ("key+value", "key", "value"):

@@ -1,5 +1,7 @@
 """What a model shows of the published phenomena: magnitudes, outlier channels, attention sinks, EVR, recall."""
 
+from itertools import pairwise
+
 import torch
 
 from vqkv.capture import capture
@@ -61,7 +63,7 @@ def recall_by_distance(
         hits.append(logits[:, :-1].argmax(-1) == tokens[:, 1:])
     hits, answers, distance = torch.cat(hits), batch.answers[:, 1:], batch.distance[:, 1:]
     found = {}
-    for low, high in zip(RECALL_EDGES[:-1], RECALL_EDGES[1:], strict=True):
+    for low, high in pairwise(RECALL_EDGES):
         chosen = answers & (distance > low) & (distance <= high)
         if chosen.any():
             found[f"{low + 1}-{high}"] = hits[chosen].float().mean().item()

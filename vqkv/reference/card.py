@@ -4,6 +4,10 @@ from pathlib import Path
 
 from vqkv.reference.data import RECALL_SHARE, VOCAB_SIZE
 
+DATA = (
+    "Python source installed with the pinned environment (standard library and packages), deduplicated by content "
+    f"hash, 6% of the modules held out by name; {RECALL_SHARE:.0%} of the sequences are generated key-value recall"
+)
 TEMPLATE = """---
 license: apache-2.0
 library_name: transformers
@@ -21,7 +25,7 @@ can rerun it without a model hub. It is a reference for measuring KV-cache compr
 | hidden size, KV width | {hidden}, {kv_width} |
 | context | {context} tokens |
 | tokenizer | byte-level BPE, {vocab:,} tokens, shared by both reference models |
-| data | Python source installed with the pinned environment (standard library and packages), deduplicated by content hash, 6% of the modules held out by name; {recall:.0%} of the sequences are generated key-value recall |
+| data | {data} |
 | tokens seen | {tokens:,} in {steps:,} steps |
 | optimizer | AdamW, learning rate 2e-3, warm-up / constant / decay |
 | held-out bits per byte | **{bits:.3f}** |
@@ -68,7 +72,7 @@ def write(folder: Path, name: str, model, log: dict) -> None:
         kv_width=kv_heads * head_dim,
         context=config.max_position_embeddings,
         vocab=VOCAB_SIZE,
-        recall=RECALL_SHARE,
+        data=DATA,
         tokens=log["tokens"],
         steps=log["steps"],
         bits=log["held_out"][-1][1],

@@ -1,8 +1,8 @@
 """Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini --minutes 60``.
 
-One script for any device. AdamW, because the models that the four sources study were trained with it, and their outlier
-channels are partly its doing. The learning rate warms up, stays constant, and decays over the last fifth of the run; the
-state before the decay is kept in ``--state``, so that the next run continues from it as if there had been no decay.
+One script for any device. AdamW, because the models that the four sources study were trained with it, and their
+outlier channels are partly its doing. The learning rate warms up, stays constant, and decays over the last fifth of
+the run; the state before the decay is kept in ``--state``, so that the next run goes on as if there had been none.
 Without that state the next run continues from the released weights and warms up again.
 """
 
