@@ -28,7 +28,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab notebooks
 
 bench: $(READY)
-	$(BIN)/python -m vqkv.bench
+	$(BIN)/python -m vqkv.bench --out results/bench_rvq.csv
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
 $(READY): pyproject.toml constraints.txt

@@ -51,14 +51,14 @@ def test_training_stops_releases_and_goes_on_without_a_seam(tmp_path, monkeypatc
     monkeypatch.setitem(train.SCHEDULES, "cpu", [(0, 2, 64)])
     monkeypatch.setattr(train.Trainer, "bits_per_byte", lambda self: 1.0)
     folders = {"data": tmp_path, "state": tmp_path / "state", "release": tmp_path / "out"}
-    first = train.Trainer("gpt2-mini", "cpu", **folders, compile_model=False)
+    first = train.Trainer("gpt2-mini", "cpu", **folders)
     first.run(minutes=1e9, tokens=5 * 128)
     assert first.log["tokens"] == 640 and (tmp_path / "out" / "README.md").exists()
-    second = train.Trainer("gpt2-mini", "cpu", **folders, compile_model=False)
+    second = train.Trainer("gpt2-mini", "cpu", **folders)
     assert second.log["tokens"] == 512  # the state before the decay, which takes the last fifth
     weights = load_file(tmp_path / "state" / "model.safetensors")
     assert torch.equal(second.model.transformer.wte.weight, weights["transformer.wte.weight"])
-    moments = second.optimizer.state[second.model.transformer.wte.weight]
+    moments = second.optimizers[0].state[second.model.transformer.wte.weight]
     assert moments["step"] == 4 and moments["exp_avg"].abs().sum() > 0
     second.run(minutes=1e9, tokens=5 * 128)
     assert second.log["tokens"] == 512 + 640

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codec import ResidualVQ, perplexity
+from vqkv.codec import ResidualVQ
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import cpu, dispatch, reference
+from vqkv.metrics import code_perplexity
 
 
 def gaussian(*shape, seed=0):
@@ -142,7 +143,7 @@ def test_usage_counts_every_vector_once_a_stage():
     x = gaussian(1, 1, 900, 8)
     usage = fitted(x).usage(x)
     assert usage.shape == (3, 32) and usage.sum(dim=-1).tolist() == [900] * 3
-    assert torch.equal(perplexity(torch.tensor([[5, 5, 5, 5], [9, 0, 0, 0]])), torch.tensor([4.0, 1.0]).double())
+    assert torch.equal(code_perplexity(torch.tensor([[5, 5, 5, 5], [9, 0, 0, 0]])), torch.tensor([4.0, 1.0]).double())
 
 
 def test_moving_averages_follow_a_drift():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels import cpu, reference
+from vqkv.machine import processor
 
 COLUMNS = (
     "operation", "implementation", "shape", "dtype", "device", "threads", "repetitions", "median_ms", "min_ms",
@@ -137,7 +138,7 @@ def table(entries: list[Entry], times: list[list[float]], shape: str) -> list[di
     for entry, taken in zip(entries, times, strict=True):
         median = statistics.median(taken)
         values = (
-            entry.operation, entry.implementation, shape, entry.dtype, "cpu", torch.get_num_threads(), len(taken),
+            entry.operation, entry.implementation, shape, entry.dtype, processor(), torch.get_num_threads(), len(taken),
             f"{median:.3f}", f"{min(taken):.3f}", f"{max(taken):.3f}", f"{median / medians[entry.operation, OURS]:.2f}",
             "" if entry.equal is None else f"{entry.equal:.6f}", versions,
         )  # fmt: skip

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from vqkv.codec.base import Codec, Payload
+from vqkv.codec.base import Codec
+from vqkv.codec.payload import Payload
 from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
 from vqkv.models import rotary_embedding

@@ -35,4 +35,4 @@ def top1_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tenso
 def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
     """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
     p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
-    return torch.exp(-(p * p.clamp_min(1e-300).log()).sum(-1))
+    return torch.special.entr(p).sum(-1).exp()

@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.machine import processor
 
 RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
 
@@ -226,16 +227,7 @@ def _device() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{processor()}, {torch.get_num_threads()} threads"
 
 
 def _commit() -> dict:

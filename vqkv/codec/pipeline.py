@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vqkv.codec.base import Codec, Part, Payload, check_head_dim, payload_field
+from vqkv.codec.base import Codec, Part, check_head_dim
 from vqkv.codec.packing import pack, unpack
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
 
 Side = dict[str, Tensor]

@@ -161,9 +161,3 @@ class ResidualVQ(Quantizer):
         bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
         generator = torch.Generator().manual_seed(self.seed + stage)
         return (torch.rand(self.codebook_size, self.group_size, generator=generator) * 2 - 1) * bound
-
-
-def perplexity(counts: Tensor) -> Tensor:
-    """Effective number of codes in use, exp of the entropy: counts (..., codebook_size) -> (...)."""
-    share = counts.double() / counts.sum(dim=-1, keepdim=True)
-    return torch.special.entr(share).sum(dim=-1).exp()

@@ -27,7 +27,7 @@ can rerun it without a model hub. It is a reference for measuring KV-cache compr
 | tokenizer | byte-level BPE, {vocab:,} tokens, shared by both reference models |
 | data | {data} |
 | tokens seen | {tokens:,} in {steps:,} steps |
-| optimizer | AdamW, learning rate 2e-3, warm-up / constant / decay |
+| learning rate | 2e-3: warm-up, constant, decay over the last fifth of the last run |
 | held-out bits per byte | **{bits:.3f}** |
 {runs}
 ## Loss
@@ -52,7 +52,7 @@ def write(folder: Path, name: str, model, log: dict) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     runs = "".join(
         f"| run {i} | {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['device']}, "
-        f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}, torch {run['torch']} |\n"
+        f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}, {run['optimizer']}, torch {run['torch']} |\n"
         for i, run in enumerate(log["runs"], 1)
     )
     stride = max(1, len(log["loss"]) // 12)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from vqkv.machine import processor
 from vqkv.reference import card
 from vqkv.reference.architectures import ARCHITECTURES
 from vqkv.reference.data import TOKENIZER_DIR, TrainingStream, token_bytes, write_stream
@@ -39,14 +39,23 @@ SCHEDULES = {
 class Trainer:
     """A model, its optimizer and the number of tokens seen; everything else follows from those."""
 
-    def __init__(self, name: str, device: str, data: Path, state: Path, release: Path, compile_model: bool):
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        data: Path,
+        state: Path,
+        release: Path,
+        compile_model: bool = False,
+        optimizer: str = "adamw",
+    ):
         self.name, self.device, self.state_dir, self.release_dir = name, device, state, release
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
         self.train_stream = TrainingStream(data / "train.bin", self.tokenizer)
         self.test_stream = TrainingStream(data / "test.bin", self.tokenizer)
         torch.manual_seed(0)
         self.model = ARCHITECTURES[name]().to(device)
-        self.optimizer = _optimizer(self.model)
+        self.optimizers = _optimizers(self.model, optimizer)
         self.log = {"tokens": 0, "steps": 0, "loss": [], "held_out": [], "runs": []}
         self.warm_from = 0
         self._resume()
@@ -57,8 +66,9 @@ class Trainer:
         if (self.state_dir / "log.json").exists():
             self.log = json.loads((self.state_dir / "log.json").read_text())
             self.model.load_state_dict(load_file(self.state_dir / "model.safetensors"), strict=False)
-            _load_moments(self.optimizer, load_file(self.state_dir / "optimizer.safetensors"))
-            self.warm_from = -WARMUP_STEPS
+            moments = load_file(self.state_dir / "optimizer.safetensors")
+            same = _load_moments(self.optimizers, moments)
+            self.warm_from = -WARMUP_STEPS if same else self.log["steps"]
         elif released.exists():
             self.log = json.loads(released.read_text())
             weights = AutoModelForCausalLM.from_pretrained(self.release_dir, dtype=torch.float32)
@@ -67,22 +77,27 @@ class Trainer:
         self.model.tie_weights()
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean next-token cross-entropy in nats; matrix products in bf16 where the device is fast at them."""
+        """Next-token cross-entropy in nats, bf16 where the device is fast at it: the mean over sequences of each one's
+        mean over its labelled tokens, so that a recall sequence's few answers weigh as much as a sequence of text."""
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         with _autocast(self.device):
             logits = self.forward(input_ids=tokens, use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        targets = labels[:, 1:]
+        nats = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="none")
+        labelled = (targets != -100).sum(1).clamp_min(1)
+        return (nats.view_as(targets).sum(1) / labelled).mean()
 
     def step(self, scale: float) -> float:
         """One optimizer step at ``scale`` times the learning rate; returns the training loss."""
         batch_size, seq_len = self._shape()
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = LEARNING_RATE * scale
         loss = self.loss(*self.train_stream.batch(batch_size, seq_len, seed=self.log["steps"]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.log["steps"] += 1
         self.log["tokens"] += batch_size * seq_len
         return loss.item()
@@ -93,7 +108,13 @@ class Trainer:
     def run(self, minutes: float, tokens: int) -> None:
         """Train until the budget (whichever of minutes and tokens ends first) is spent, then write the release."""
         begin, begin_tokens = time.monotonic(), self.log["tokens"]
-        self.log["runs"].append({"device": _device_name(self.device), "threads": torch.get_num_threads()})
+        self.log["runs"].append(
+            {
+                "device": torch.cuda.get_device_name() if self.device == "cuda" else processor(),
+                "threads": torch.get_num_threads(),
+                "optimizer": "+".join(type(optimizer).__name__ for optimizer in self.optimizers),
+            }
+        )
         saved, decaying, losses = begin, False, []
         with tqdm(total=100, desc=self.name, unit="%") as bar:
             while True:
@@ -137,7 +158,7 @@ class Trainer:
         self.state_dir.mkdir(parents=True, exist_ok=True)
         weights = {k: v.clone().contiguous() for k, v in self.model.state_dict().items() if k != "lm_head.weight"}
         _save(weights, self.state_dir / "model.safetensors")
-        _save(_moments(self.optimizer), self.state_dir / "optimizer.safetensors")
+        _save(_moments(self.optimizers), self.state_dir / "optimizer.safetensors")
         _write(self.state_dir / "log.json", json.dumps(self.log))
 
     def release(self) -> None:
@@ -159,24 +180,43 @@ class Trainer:
         print(f"{self.name}: {self.log['tokens']:,} tokens, held-out {bits:.4f} bits per byte -> {self.release_dir}")
 
 
-def _optimizer(model) -> torch.optim.AdamW:
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+def _optimizers(model, kind: str) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the layers' matrices and AdamW for the rest."""
+    matrices = [
+        p for n, p in model.named_parameters() if p.ndim == 2 and "emb" not in n and "wte" not in n and "wpe" not in n
+    ]
+    embeddings = [p for n, p in model.named_parameters() if p.ndim == 2 and all(p is not m for m in matrices)]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    rest = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "fused": True}
+    if kind == "muon":
+        muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(rest, **adamw)]
+    return [torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, *rest], **adamw)]
 
 
-def _moments(optimizer) -> dict[str, torch.Tensor]:
-    states = optimizer.state_dict()["state"]
-    return {f"{i}.{key}": value.clone() for i, state in states.items() for key, value in state.items()}
+def _moments(optimizers) -> dict[str, torch.Tensor]:
+    return {
+        f"{type(optimizer).__name__}.{i}.{key}": value.clone()
+        for optimizer in optimizers
+        for i, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
 
 
-def _load_moments(optimizer, flat: dict[str, torch.Tensor]) -> None:
-    whole = optimizer.state_dict()
-    for name, value in flat.items():
-        index, key = name.split(".")
-        whole["state"].setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict(whole)
+def _load_moments(optimizers, flat: dict[str, torch.Tensor]) -> bool:
+    """Whether the moments were those of the same optimizers, and so were taken over."""
+    kinds = {type(optimizer).__name__ for optimizer in optimizers}
+    if {name.split(".")[0] for name in flat} != kinds:
+        return False
+    for optimizer in optimizers:
+        whole = optimizer.state_dict()
+        for name, value in flat.items():
+            kind, index, key = name.split(".")
+            if kind == type(optimizer).__name__:
+                whole["state"].setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict(whole)
+    return True
 
 
 def _autocast(device: str):
@@ -194,16 +234,6 @@ def _write(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(ARCHITECTURES))
@@ -211,6 +241,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000_000, help="token budget of this run")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: all)")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon wants fast bf16 products")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (1.4x on a CPU with AMX)")
     parser.add_argument("--data", type=Path, default=Path.home() / ".cache/vqkv/reference-data")
     parser.add_argument(
@@ -226,7 +257,7 @@ def main() -> None:
             write_stream(args.data / f"{split}.bin", tokenizer, split)
     state = args.state or args.data.parent / "reference-state" / args.name
     out = args.out or Path(__file__).parent / args.name
-    trainer = Trainer(args.name, args.device, args.data, state, out, args.compile)
+    trainer = Trainer(args.name, args.device, args.data, state, out, args.compile, args.optimizer)
     trainer.run(args.minutes, args.tokens)
 
 

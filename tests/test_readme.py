@@ -1,0 +1,47 @@
+"""The README's code runs, and its numbers are those of the committed tables."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from vqkv.models import BUNDLED
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_code_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_results_table_is_the_committed_one():
+    rows = pd.read_csv(ROOT / "results/03_grouping.csv")
+    means = rows.groupby(["model", "quantised"], sort=False).mean(numeric_only=True)
+    for (model, quantised), row in means.iterrows():
+        line = f"| {model} | {quantised} | {row.bits_per_value:.2f} | {row.kl_mean:.4f} | {row.ppl_increase:.2f}% | "
+        line += f"{100 * row.recall_exact:.1f}% | {100 * row.recall:.1f}% |"
+        assert line in TEXT, line
+
+
+def test_the_bench_table_is_the_committed_one():
+    for row in pd.read_csv(ROOT / "results/bench_rvq.csv").itertuples():
+        if row.dtype == "float32":
+            line = f"| {row.operation} | {row.implementation} | {row.median_ms:.1f} | {row.ratio_to_ours:.1f}x |"
+            assert line in TEXT, line
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_the_models_table_is_what_the_cards_say(name):
+    log = json.loads((BUNDLED[name] / "training.json").read_text())
+    assert re.search(rf"\| `{name}` \|.*\| {log['tokens'] / 1e6:.1f}M \| {log['held_out'][-1][1]:.3f} \|", TEXT)
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("http") or (ROOT / target).exists(), target

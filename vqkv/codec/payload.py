@@ -1,0 +1,98 @@
+"""Tokens as they are stored: named tensors, one row for each token or block of tokens."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.errors import DataError, FormatError
+
+
+@dataclass(eq=False)
+class Payload:
+    """Tokens as they are stored: named tensors, each (batch, num_kv_heads, rows, ...), and nothing else.
+
+    One row holds ``tokens_per_row`` tokens: 1, or a block for codecs that share parameters along tokens. Every field is
+    contiguous and owns its storage, so ``nbytes`` is what the payload really occupies. Fields whose size depends on
+    the data belong in a subclass that overrides the methods along tokens and batch.
+    """
+
+    fields: dict[str, Tensor]
+    tokens_per_row: int = 1
+
+    def __post_init__(self):
+        self.fields = {name: _own(tensor) for name, tensor in self.fields.items()}
+        if not self.fields or len({tensor.shape[:3] for tensor in self.fields.values()}) != 1:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.fields.items()}
+            raise FormatError(f"payload fields must agree in (batch, num_kv_heads, rows), got {shapes}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, num_kv_heads, rows)."""
+        return tuple(next(iter(self.fields.values())).shape[:3])
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens."""
+        return self.shape[2] * self.tokens_per_row
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the fields' storage occupies."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.fields.values())
+
+    @staticmethod
+    def concat(payloads: "list[Payload]") -> "Payload":
+        """Join along tokens. Raises ``DataError`` for no payloads, or payloads of different codecs."""
+        payloads = list(payloads)
+        if not payloads:
+            raise DataError("nothing to concatenate: pass at least one payload")
+        first = payloads[0]
+        kinds = {(type(p), p.tokens_per_row, tuple(sorted(p.fields))) for p in payloads}
+        if len(kinds) > 1:
+            raise DataError("cannot concatenate payloads of different codecs: encode all of them with the same one")
+        joined = {name: torch.cat([p.fields[name] for p in payloads], dim=2) for name in first.fields}
+        return dataclasses.replace(first, fields=joined)
+
+    def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
+        """A copy of tokens ``start:stop`` (Python slice rules). Raises ``DataError`` if that cuts a block of tokens."""
+        start, stop, _ = slice(start, stop).indices(self.seq_len)
+        stop = max(start, stop)
+        if start % self.tokens_per_row or stop % self.tokens_per_row:
+            raise DataError(
+                f"tokens {start}:{stop} cut through a block of {self.tokens_per_row} tokens: use multiples of it"
+            )
+        rows = slice(start // self.tokens_per_row, stop // self.tokens_per_row)
+        return self._map(lambda tensor: tensor[:, :, rows])
+
+    def batch_select(self, index) -> "Payload":
+        """The sequences ``index`` (1-D integers) of the batch, in that order."""
+        index = torch.as_tensor(index, dtype=torch.long)
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def batch_repeat(self, repeats: int) -> "Payload":
+        """Every sequence ``repeats`` times in a row, as ``torch.repeat_interleave`` does."""
+        return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def to(self, device) -> "Payload":
+        """The same payload on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change) -> "Payload":
+        return dataclasses.replace(self, fields={name: change(tensor) for name, tensor in self.fields.items()})
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Contiguous, and without the rest of a larger tensor kept alive behind a view."""
+    tensor = tensor.detach().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+
+
+def payload_field(payload: Payload, name: str, tokens_per_row: int = 1) -> Tensor:
+    """A field of a payload. Raises ``FormatError`` if another codec wrote it."""
+    if name not in payload.fields or payload.tokens_per_row != tokens_per_row:
+        found = sorted(payload.fields)
+        raise FormatError(f"payload holds {found}, not {name!r}: decode it with the codec that made it")
+    return payload.fields[name]
