@@ -72,7 +72,7 @@ def test_recall_answers_are_the_values_and_distances_count_tokens(mini):
     for row, column in batch.answers.nonzero().tolist():
         back = int(batch.distance[row, column])
         assert batch.tokens[row, column - back] == batch.tokens[row, column]  # the same value
-        assert batch.tokens[row, column - back - 2] == batch.tokens[row, column - 2]  # after the same key
+        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]  # after the same key
     again = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
     assert torch.equal(batch.tokens, again.tokens)
     with pytest.raises(DataError, match="too short"):

@@ -55,7 +55,7 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
 def recall_by_distance(
     model, tokenizer, seq_len: int, num_seqs: int, seed: int, batch_size: int = 4
 ) -> dict[str, float]:
-    """Greedy accuracy of key-value recall, by how many tokens back the value stands; chance is 1 in 256."""
+    """Greedy accuracy of key-value recall, by how many tokens back the value stands; chance is 1 in 128."""
     batch = RecallTask(tokenizer).batch(seq_len, num_seqs, seed, num_pairs=None)
     hits = []
     for tokens in batch.tokens.split(batch_size):

@@ -8,7 +8,7 @@ import torch
 
 from vqkv.errors import DataError
 
-VOCABULARY = 256  # chance is 1 in 256; the earliest tokens of a BPE vocabulary are its most frequent
+VOCABULARY = 128  # chance is 1 in 128; the earliest tokens of a BPE vocabulary are its most frequent
 WORD = re.compile(r"^[a-z]{3,9}$")
 
 
@@ -25,18 +25,17 @@ class RecallBatch:
 class RecallTask:
     """Writes recall sequences with one token for each key and value, so that distances are exact.
 
-    An episode is ``k = v`` for each pair, one to a line, then the same lines in another order: the second time a key
-    appears, its value is the answer.
+    An episode is ``key value`` for each pair, one to a line, then the same lines in another order: the second time a
+    key appears, its value is the answer.
     """
 
     def __init__(self, tokenizer):
         self.words = single_token_words(tokenizer)[:VOCABULARY]
         if len(self.words) < 64:
             raise DataError(f"the tokenizer has only {len(self.words)} whole-word tokens; recall needs at least 64")
-        self.equals = tokenizer.encode(" =", add_special_tokens=False)
         self.newline = tokenizer.encode("\n", add_special_tokens=False)
         self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.line = len(self.equals) + len(self.newline) + 2
+        self.line = len(self.newline) + 2
 
     def batch(self, seq_len: int, num_seqs: int, seed, num_pairs: int | None = None) -> RecallBatch:
         """``num_seqs`` sequences; ``num_pairs`` a sequence, or (None) episodes of random size until it is full."""
@@ -53,7 +52,7 @@ class RecallTask:
                 f"seq_len {seq_len} is too short for a recall episode of two pairs ({4 * self.line} tokens)"
             )
         while len(tokens) < seq_len:
-            pairs = num_pairs or int(2 * (min(largest, len(self.words) // 2) / 2) ** rng.random())
+            pairs = num_pairs or int(2 * (min(largest, len(self.words)) / 2) ** rng.random())
             self._episode(pairs, rng, tokens, distance)
         tokens, distance = tokens[:seq_len], distance[:seq_len]
         return tokens, [d > 0 for d in distance], distance
@@ -64,8 +63,8 @@ class RecallTask:
         order = list(range(pairs))
         for ask in (False, True):
             for i in order:
-                tokens += [keys[i], *self.equals]
-                distance += [0] * (1 + len(self.equals))
+                tokens.append(keys[i])
+                distance.append(0)
                 distance.append(len(tokens) - value_at[i] if ask else 0)
                 value_at.setdefault(i, len(tokens))
                 tokens += [values[i], *self.newline]
