@@ -151,9 +151,18 @@ def test_generate_runs_and_reports(llama, compressor):
 
 def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
     cache = compressor.new_cache(llama)
-    states = torch.full((1, 2, 1, 32), float("nan"))
+    weight = kv_sources(llama)[1].value_module.weight
+    before = weight[0, 0].item()
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
     with pytest.raises(DataError, match="NaN"):
-        cache.update(states, states, 0)
+        run(llama, cache, pieces=(48,))
+    with torch.no_grad():
+        weight[0, 0] = before
+    with pytest.raises(DataError, match="failed half-way"):
+        run(llama, cache, pieces=(48,))
+    cache.reset()
+    run(llama, cache)
 
 
 def test_saved_compressor_reloads_to_identical_codes(llama, compressor, tmp_path):
@@ -169,15 +178,15 @@ def test_saved_compressor_reloads_to_identical_codes(llama, compressor, tmp_path
 
 def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
     other = load("gpt2", tmp_path)
-    with pytest.raises(FormatError, match="was fitted to .* model_type"):
+    with pytest.raises(FormatError, match="was fitted to .* with model_type"):
         compressor.new_cache(other)
 
 
-@pytest.mark.parametrize("name", ["config.json", "codecs.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "codecs"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_damaged_compressors_are_refused(compressor, tmp_path, name, damage):
     compressor.save_pretrained(tmp_path / "c")
-    path = tmp_path / "c" / name
+    path = next((tmp_path / "c").glob(f"{name}*"))
     data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
@@ -198,5 +207,5 @@ def test_calibrate_refuses_what_it_cannot_fit(llama):
         calibrate(
             llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False
         )
-    with pytest.raises(DataError, match="not empty"):
+    with pytest.raises(DataError, match="empty"):
         calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)

@@ -1,11 +1,13 @@
 """Pre-RoPE keys and values of every supported architecture."""
 
+import copy
+
 import pytest
 import small_models
 import torch
 
 from vqkv import DataError, UnknownNameError, capture, load_model
-from vqkv.models import fingerprint, kv_sources, rotary_embedding
+from vqkv.models import describe, difference, fingerprint, kv_sources, rotary_embedding
 from vqkv.rope import rotate, unrotate
 
 
@@ -33,12 +35,13 @@ def test_hooked_keys_rotate_to_what_the_cache_sees_and_back(model):
         torch.testing.assert_close(unrotate(k_rope, cos, sin), k, rtol=1e-5, atol=1e-5)
 
 
-def test_fingerprint_survives_dtype_but_not_other_weights(model):
-    before = fingerprint(model)
-    assert fingerprint(model.to(torch.bfloat16).float()) == before
+def test_a_model_is_known_again_in_another_dtype_but_not_with_other_weights(model):
+    before, name = describe(model), fingerprint(model)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert difference(before, copy.deepcopy(model).to(dtype)) is None
     with torch.no_grad():
         kv_sources(model)[1].value_module.weight.mul_(1.5)
-    assert fingerprint(model) != before
+    assert difference(before, model) == "other key or value weights" and fingerprint(model) != name
 
 
 def test_unknown_model_names_the_known_ones():
@@ -48,7 +51,7 @@ def test_unknown_model_names_the_known_ones():
 
 def test_empty_and_broken_inputs(tmp_path):
     model, _ = load_model(str(small_models.make("llama", tmp_path)))
-    with pytest.raises(DataError, match="nothing to capture"):
+    with pytest.raises(DataError, match="empty"):
         capture(model, torch.zeros(0, 5, dtype=torch.long))
     with torch.no_grad():
         kv_sources(model)[1].key_module.weight[0, 0] = float("nan")

@@ -1,5 +1,6 @@
 """A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
 
+import copy
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -17,6 +18,21 @@ from vqkv.rope import rotate, unrotate
 CHANGING_ROPE = ("dynamic", "longrope")
 
 
+class _Watch:
+    """Hands a rotary embedding's position_ids to ``Positions`` without keeping a dropped cache alive."""
+
+    def __init__(self, positions: "Positions | None" = None):
+        self.positions = positions and weakref.ref(positions)
+
+    def __call__(self, module, args, kwargs) -> None:
+        if self.positions and (positions := self.positions()) is not None:
+            step = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+            positions._step = weakref.ref(step)  # lives as long as the forward pass, and no longer
+
+    def __reduce__(self):
+        return _Watch, ()  # a saved or copied model watches for no cache
+
+
 class Positions:
     """The position of every cached token and the model's own cos and sin for them.
 
@@ -28,7 +44,7 @@ class Positions:
         self.rotary = rotary
         self.explicit: torch.Tensor | None = None
         self.seq_len = 0
-        self._step: torch.Tensor | None = None
+        self._step: weakref.ref | None = None
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.rotary is None:
             return
@@ -37,12 +53,14 @@ class Positions:
                 f"rope_type {self.rotary.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
                 "cannot be rotated back as they were: use a preset with pre_rope=False"
             )
-        me = weakref.ref(self)  # the hook must not keep a dropped cache alive
-        hook = self.rotary.register_forward_pre_hook(lambda _, a, k: me() and me()._watch(a, k), with_kwargs=True)
+        hook = self.rotary.register_forward_pre_hook(_Watch(self), with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
-    def _watch(self, args, kwargs) -> None:
-        self._step = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    def __deepcopy__(self, memo) -> "Positions":
+        """A copy that watches the same rotary embedding on its own."""
+        twin = Positions(self.rotary)
+        twin.seq_len, twin.explicit = self.seq_len, None if self.explicit is None else self.explicit.clone()
+        return twin
 
     def advance(self, new_tokens: int, batch_size: int, like: torch.Tensor) -> None:
         """Take in the positions of this step's ``new_tokens`` and make the cos and sin of all tokens."""
@@ -50,8 +68,10 @@ class Positions:
         if self.rotary is None:
             return
         implicit = torch.arange(start, self.seq_len, device=like.device, dtype=torch.int32)[None]
-        step, self._step = self._step, None
-        step = implicit if step is None or step.shape[-1] != new_tokens else step.to(torch.int32)
+        step, self._step = self._step and self._step(), None
+        if step is None:
+            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
+        step = step.to(torch.int32)
         if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
             before = self.explicit
             if before is None:
@@ -122,8 +142,8 @@ class Role:
 
     def write(self, states: torch.Tensor, positions: Positions, settings: "Settings") -> None:
         """Store new tokens, then pack the oldest of those beyond the sinks and the recent window."""
-        states = states.float()
-        exact = torch.float16 if settings.dtype is torch.float32 else settings.dtype
+        states = states.detach().float()  # a stored graph would hold every activation
+        exact = settings.dtype if settings.dtype.itemsize == 2 else torch.float16
         missing = settings.sink_tokens - self.parts[0]
         if missing > 0:
             head, states = states[..., :missing, :], states[..., missing:, :]
@@ -199,6 +219,11 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         if self.index == 0:
             self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
+        if self.get_seq_length() and key_states.shape[0] != self.batch_size:
+            raise DataError(
+                f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} came: "
+                "reset() it or make a new one"
+            )
         self.batch_size = key_states.shape[0]
         out = []
         for role, states in zip(self.roles, (key_states, value_states), strict=True):
@@ -271,6 +296,8 @@ class CompressedCache(Cache):
     def __init__(self, compressor, model, in_place: bool = False):
         self.compressor = compressor
         compressor.check(model)
+        for codec in (codec for pair in compressor.codecs for codec in pair):
+            codec.to(model.device)
         preset = compressor.settings
         positions = Positions(rotary_embedding(model) if preset.pre_rope else None)
         rows = math.lcm(*(codec.tokens_per_row for pair in compressor.codecs for codec in pair))
@@ -288,9 +315,24 @@ class CompressedCache(Cache):
         ]
         super().__init__(layers=layers)
 
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        """See ``CompressedLayer.update``. Raises ``DataError`` if an earlier forward pass broke off between layers."""
+        if layer_idx == 0 and len({layer.get_seq_length() for layer in self.layers}) > 1:
+            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __deepcopy__(self, memo) -> "CompressedCache":
+        """A copy with its own tokens; the compressor, which never changes, is shared."""
+        codecs = [codec for pair in self.compressor.codecs for codec in pair]
+        memo |= {id(shared): shared for shared in (self.compressor, *codecs)}
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def report(self) -> Report:
         """Bytes by kind, measured from the storage of the tensors held now."""
-        kinds: dict[str, int] = {"sinks": 0, "window": 0, "positions": tensor_bytes(self.layers[0].positions)}
+        kinds: dict[str, int] = {"sinks": 0, "window": 0, "positions": tensor_bytes(self.layers[0].positions.explicit)}
         packed_bytes = packed_values = values = 0
         per_token = (
             self.layers[0].batch_size * self.compressor.model["num_kv_heads"] * self.compressor.model["head_dim"]

@@ -3,7 +3,7 @@
 import torch
 from tqdm import tqdm
 
-from vqkv.capture import capture
+from vqkv.capture import capture, check_batch_size, check_rope, check_tokens
 from vqkv.compressor import CacheSettings, Compressor
 from vqkv.errors import DataError
 from vqkv.models import describe
@@ -17,8 +17,12 @@ def calibrate(model, tokens: torch.Tensor, preset: Preset, batch_size: int = 8, 
     The first batch initialises the codebooks, each further batch is one learning step. Raises ``DataError`` for an
     empty input, a head_dim that the preset cannot divide, or fewer vectors in the first batch than codes.
     """
-    if tokens.ndim != 2 or tokens.numel() == 0:
-        raise DataError(f"tokens must be (num_seqs, seq_len) and not empty, but have shape {tuple(tokens.shape)}")
+    if not isinstance(preset, Preset):
+        raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
+    check_tokens(model, tokens)
+    check_batch_size(batch_size)
+    if preset.pre_rope:
+        check_rope(model, tokens)
     about = describe(model)
     codecs = [
         (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])

@@ -6,7 +6,8 @@ import torch
 from transformers import DynamicCache
 
 from vqkv.errors import DataError
-from vqkv.models import KVSource, kv_sources
+from vqkv.models import KVSource, kv_sources, rotary_embedding
+from vqkv.rope import rotate
 
 
 @contextmanager
@@ -34,8 +35,8 @@ def capture(model, tokens: torch.Tensor, batch_size: int = 8, post_rope: bool = 
     ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. Raises ``DataError`` for an empty
     input or if the model made NaN or infinity.
     """
-    if tokens.numel() == 0:
-        raise DataError(f"tokens of shape {tuple(tokens.shape)}: nothing to capture; give at least one token")
+    check_tokens(model, tokens)
+    check_batch_size(batch_size)
     one_pass = _post_rope_pass if post_rope else _pre_rope_pass
     passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
     keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
@@ -43,6 +44,46 @@ def capture(model, tokens: torch.Tensor, batch_size: int = 8, post_rope: bool = 
         if not all(x.isfinite().all() for x in layer):
             raise DataError(f"layer {index} made NaN or infinite keys or values: check the model's weights and dtype")
     return keys, values
+
+
+def check_tokens(model, tokens: torch.Tensor) -> None:
+    """Raise ``DataError`` unless ``tokens`` are (num_seqs, seq_len) int64 that the model has embeddings for."""
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype is not torch.int64:
+        got = f"{tuple(tokens.shape)} {tokens.dtype}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise DataError(f"tokens must be an int64 tensor (num_seqs, seq_len), got {got}")
+    if tokens.numel() == 0:
+        raise DataError(f"tokens of shape {tuple(tokens.shape)} are empty: give at least one token")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise DataError(
+            f"token ids from {tokens.min()} to {tokens.max()}, but the model knows 0 to {vocab_size - 1}: "
+            "use the model's own tokenizer"
+        )
+    longest = model.config.get_text_config().max_position_embeddings
+    if rotary_embedding(model) is None and tokens.shape[1] > longest:
+        raise DataError(f"{tokens.shape[1]} tokens, but the model learned {longest} positions: use shorter sequences")
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ``DataError`` unless it is a positive integer."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise DataError(f"batch_size {batch_size!r} must be a positive integer")
+
+
+def check_rope(model, tokens: torch.Tensor) -> None:
+    """Raise ``DataError`` if ``rope.rotate`` does not turn the captured keys into those that attention reads."""
+    rotary, tokens = rotary_embedding(model), tokens[:1, :16]
+    for index, (before, after) in enumerate(
+        zip(capture(model, tokens)[0], capture(model, tokens, post_rope=True)[0], strict=True)
+    ):
+        if rotary is not None:
+            cos, sin = rotary.forward(before, torch.arange(tokens.shape[1], device=before.device)[None])
+            before = rotate(before.float(), cos.float(), sin.float())
+        if (before - after).abs().max() > 0.05 * after.abs().max():
+            raise DataError(
+                f"layer {index} of {type(model).__name__} does not rotate its keys as the Llama family does, so they "
+                "cannot be stored before RoPE: use a preset with pre_rope=False"
+            )
 
 
 def _pre_rope_pass(model, tokens):

@@ -1,5 +1,6 @@
 """``vqkv calibrate | evaluate | inspect``."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,7 @@ class _plain_errors:
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, ValueError):
+        if isinstance(error, (ValueError, OSError)):
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
         return False
@@ -94,7 +95,17 @@ def _assignments(pairs: list[str]) -> dict:
     for pair in pairs:
         if "=" not in pair:
             raise DataError(f"-p {pair!r}: write name=value")
-    return {pair.split("=", 1)[0]: yaml.safe_load(pair.split("=", 1)[1]) for pair in pairs}
+    try:
+        return {pair.split("=", 1)[0]: _literal(yaml.safe_load(pair.split("=", 1)[1])) for pair in pairs}
+    except yaml.YAMLError as error:
+        raise DataError(f"-p: not a value: {error}") from error
+
+
+def _literal(value):
+    """YAML reads 1e-3 as a word."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 if __name__ == "__main__":

@@ -3,19 +3,22 @@
 import hashlib
 import json
 import os
-import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 
 from vqkv.cache import CompressedCache
 from vqkv.codec.base import Codec, codec_from_config
 from vqkv.errors import FormatError
-from vqkv.models import describe
+from vqkv.models import difference
+from vqkv.presets import check_settings
 
 FORMAT, VERSION = "vqkv-compressor", 1
+MODEL_KEYS = ("name", "model_type", "num_layers", "num_kv_heads", "head_dim", "weights")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class CacheSettings:
     recent_window: int = 0
     flush_block: int = 1
     pre_rope: bool = True
+
+    def __post_init__(self):
+        check_settings(self.sink_tokens, self.recent_window, self.flush_block)
 
 
 class Compressor:
@@ -45,28 +51,29 @@ class Compressor:
         return CompressedCache(self, model, in_place=in_place)
 
     def check(self, model) -> None:
-        """Raise ``FormatError`` that names the first difference if ``model`` is not the one this was fitted to."""
-        for key, ours in self.model.items():
-            theirs = describe(model).get(key)
-            if key != "name" and theirs != ours:
-                raise FormatError(
-                    f"compressor {self.name!r} was fitted to {self.model['name']!r} ({key} {ours!r}), but this model "
-                    f"has {key} {theirs!r}: calibrate a compressor for this model"
-                )
+        """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
+        found = difference(self.model, model)
+        if found:
+            raise FormatError(
+                f"compressor {self.name!r} was fitted to {self.model['name']!r} with {found}: "
+                "calibrate a compressor for this model"
+            )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``config.json`` and ``codecs.safetensors`` into ``folder``; an older one stays until the end."""
-        folder = Path(folder)
-        temporary = folder.with_name(folder.name + ".part")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        """Write ``config.json`` and ``codecs-<hash>.safetensors`` into ``folder``. The header is moved into place last;
+        until then an older compressor there stays whole. Raises ``FormatError`` if ``folder`` is a file."""
+        folder = Path(folder).resolve()
+        if folder.exists() and not folder.is_dir():
+            raise FormatError(f"{folder} is a file: name a folder for the compressor")
         tensors = {
-            f"{layer}.{role}.{name}": tensor.contiguous()
+            f"{layer}.{role}.{name}": tensor.contiguous().clone()
             for layer, pair in enumerate(self.codecs)
             for role, codec in zip(("key", "value"), pair, strict=True)
             for name, tensor in codec.state().items()
         }
-        save_file(tensors, temporary / "codecs.safetensors")
+        folder.mkdir(parents=True, exist_ok=True)
+        data = serialize(tensors)
+        digest = hashlib.sha256(data).hexdigest()
         config = {
             "format": FORMAT,
             "version": VERSION,
@@ -75,21 +82,22 @@ class Compressor:
             "settings": asdict(self.settings),
             "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
             "notes": self.notes,
-            "codecs_sha256": _sha256(temporary / "codecs.safetensors"),
+            "codecs_file": f"codecs-{digest[:16]}.safetensors",
+            "codecs_sha256": digest,
         }
         config["config_sha256"] = _config_sha256(config)
-        (temporary / "config.json").write_text(json.dumps(config, indent=1))
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("codecs.safetensors", "config.json"):
-            os.replace(temporary / name, folder / name)
-        temporary.rmdir()
+        _replace(folder / config["codecs_file"], data)
+        _replace(folder / "config.json", json.dumps(config, indent=1).encode())  # from here on the new one counts
+        for old in folder.glob("codecs-*.safetensors"):
+            if old.name != config["codecs_file"]:
+                old.unlink()
 
     @classmethod
     def from_pretrained(cls, folder) -> "Compressor":
         """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, truncated or altered."""
         folder = Path(folder)
         config = _read_config(folder)
-        path = folder / "codecs.safetensors"
+        path = folder / Path(config["codecs_file"]).name
         if not path.is_file() or _sha256(path) != config["codecs_sha256"]:
             raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
         try:
@@ -102,10 +110,11 @@ class Compressor:
                 for layer, pair in enumerate(config["codecs"])
             ]
             settings = CacheSettings(**config["settings"])
-            if len(codecs) != config["model"]["num_layers"]:
-                raise FormatError(f"{len(codecs)} layers of codecs for a model of {config['model']['num_layers']}")
-            return cls(config["name"], codecs, settings, config["model"], config["notes"])
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            about = {key: config["model"][key] for key in MODEL_KEYS}
+            if len(codecs) != about["num_layers"]:
+                raise FormatError(f"{len(codecs)} layers of codecs for a model of {about['num_layers']}")
+            return cls(config["name"], codecs, settings, about, config["notes"])
+        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise FormatError(f"{folder} holds no valid compressor: {error}") from error
 
     def __repr__(self) -> str:
@@ -121,7 +130,7 @@ def _read_config(folder: Path) -> dict:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON ({error}): truncated or altered") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise FormatError(f"{path} is not the header of a {FORMAT}")
@@ -129,7 +138,16 @@ def _read_config(folder: Path) -> dict:
         raise FormatError(f"{path} has version {config.get('version')!r}; this vqkv reads {VERSION}")
     if config.get("config_sha256") != _config_sha256(config):
         raise FormatError(f"{path} was altered: its contents do not match its config_sha256")
+    missing = {"name", "model", "settings", "codecs", "notes", "codecs_file", "codecs_sha256"} - config.keys()
+    if missing:
+        raise FormatError(f"{path} lacks {', '.join(sorted(missing))}")
     return config
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
 
 
 def _state(tensors: dict, prefix: str) -> dict:

@@ -32,6 +32,7 @@ HUB_CORPORA = {  # name -> (data set, configuration, text column, split names th
 SPLITS = ("train", "test")
 HELD_OUT_PERCENT = 6
 MAX_BYTES = 400_000  # longer files are generated tables, not prose or code
+PIECE = 8_000  # characters of a local text that count as one document
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl", ".json")
 
 
@@ -49,7 +50,7 @@ def load_corpus(
     """
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
-    if seq_len < 2 or num_seqs < 1:
+    if type(seq_len) is not int or type(num_seqs) is not int or seq_len < 2 or num_seqs < 1:
         raise DataError(f"seq_len {seq_len} and num_seqs {num_seqs}: need at least 2 tokens and 1 sequence")
     rng = random.Random(f"{name}/{split}/{seed}")
     windows = _pack(_pieces(documents(name, split, seed), tokenizer, seq_len, rng), tokenizer, seq_len)
@@ -71,15 +72,23 @@ def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
     if files is None:
         yield from _hub_documents(name, split, seed)
         return
-    chosen = [path for module, path in files if (name not in LOCAL_CORPORA) or held_out(module) == (split == "test")]
-    random.Random(f"{seed}").shuffle(chosen)
+    if name in LOCAL_CORPORA:
+        texts = (path.read_text(encoding="utf-8", errors="ignore") for path in _chosen(files, split, seed))
+    else:
+        texts = _chosen([piece for label, path in files for piece in _local_pieces(label, path)], split, seed)
     seen = set()
-    for path in chosen:
-        for text in _texts(path):
-            digest = hashlib.sha256(text.encode()).digest()
-            if text.strip() and digest not in seen:
-                seen.add(digest)
-                yield text
+    for text in texts:
+        digest = hashlib.sha256(text.encode(errors="ignore")).digest()
+        if text.strip() and digest not in seen:
+            seen.add(digest)
+            yield text
+
+
+def _chosen(named: list[tuple[str, object]], split: str, seed: int) -> list:
+    """What belongs to ``split`` by the hash of its name, shuffled."""
+    found = [item for label, item in named if held_out(label) == (split == "test")]
+    random.Random(f"{seed}").shuffle(found)
+    return found
 
 
 def held_out(module: str) -> bool:
@@ -96,6 +105,8 @@ def _files(name: str) -> list[tuple[str, Path]] | None:
     if name in LOCAL_CORPORA:
         return LOCAL_CORPORA[name]()
     path = Path(name).expanduser()
+    if not str(name).strip():
+        raise UnknownNameError("corpus", name, [*LOCAL_CORPORA, *HUB_CORPORA])
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
@@ -132,18 +143,31 @@ def _modules(root: Path, paths, depth: int) -> list[tuple[str, Path]]:
     return found
 
 
-def _texts(path: Path) -> Iterator[str]:
-    raw = path.read_bytes()
-    text = raw.decode("utf-8", errors="ignore")
-    if path.suffix == ".jsonl":
-        for line in text.splitlines():
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict) or "text" not in row:
-                    raise DataError(f"{path}: each line must be a JSON object with a 'text' field")
-                yield row["text"]
-    else:
-        yield text
+def _local_pieces(label: str, path: Path) -> list[tuple[str, str]]:
+    """(name, text) of each row of a .jsonl file, or of each stretch of about ``PIECE`` characters of any other: a
+    single long text also has many windows, and a test split."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except ValueError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    if path.suffix != ".jsonl":
+        lines, pieces = text.splitlines(keepends=True), [""]
+        for line in lines:
+            pieces[-1] += line
+            if len(pieces[-1]) >= PIECE:
+                pieces.append("")
+        return [(f"{label}#{i}", piece) for i, piece in enumerate(pieces)]
+    rows = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+    return [(f"{label}#{number}", _row_text(path, number, line)) for number, line in rows]
+
+
+def _row_text(path: Path, number: int, line: str) -> str:
+    try:
+        return json.loads(line)["text"] + ""
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}, line {number}: each line must be a JSON object with a 'text' field that is a string ({error!r})"
+        ) from error
 
 
 def _hub_documents(name: str, split: str, seed: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vqkv.capture import capture
+from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.metrics import relative_mse, token_kl, token_nll, top1_agreement
 from vqkv.models import kv_sources
@@ -36,8 +36,12 @@ def evaluate(
     """
     if protocol not in PROTOCOLS:
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
-    if tokens.ndim != 2 or tokens.shape[0] == 0 or tokens.shape[1] < 3:
-        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need (num_seqs, seq_len) with at least 3 tokens each")
+    check_tokens(model, tokens)
+    if tokens.shape[1] < 3:
+        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
+    if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
+        raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
+    check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len)
     totals = []
     for i in range(0, len(tokens), batch_size):
@@ -64,10 +68,15 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     if protocol == "in_place":
         return [seq_len], 0
     if protocol == "chunked":
+        if not isinstance(chunk_size, int) or not 0 < chunk_size < seq_len:
+            raise DataError(
+                f"chunk_size {chunk_size} leaves none of {seq_len} tokens that reads packed history: "
+                f"use 1 to {seq_len - 1}"
+            )
         whole, rest = divmod(seq_len, chunk_size)
         return [chunk_size] * whole + [rest] * (rest > 0), 0
-    prompt_len = prompt_len or seq_len * 3 // 4
-    if not 0 < prompt_len < seq_len - 1:
+    prompt_len = seq_len * 3 // 4 if prompt_len is None else prompt_len
+    if not isinstance(prompt_len, int) or not 0 < prompt_len < seq_len - 1:
         raise DataError(f"prompt_len {prompt_len} must leave at least two of the {seq_len} tokens to decode")
     return [prompt_len] + [1] * (seq_len - prompt_len), prompt_len
 
@@ -76,6 +85,8 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
     """Per-sequence sums and means of one batch."""
     with _attention_outputs(model) as exact_attention:
         exact = model(tokens, use_cache=False).logits[:, start:-1]
+    if not exact.isfinite().all():
+        raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
     with _attention_outputs(model) as packed_attention:
         logits = [model(p, past_key_values=cache, use_cache=True).logits for p in tokens.split(pieces, dim=1)]
     logits, targets = torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
@@ -84,7 +95,7 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
         "nll": token_nll(logits, targets).mean(1),
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
-        "attention_mse": _attention_error(exact_attention, packed_attention, start),
+        "attention": _attention_sums(exact_attention, packed_attention, start),
         "report": cache.report(),
     }
     if answers is not None:
@@ -95,7 +106,7 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
 
 
 def _summary(batches: list[dict]) -> dict:
-    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in ("report", "attention_mse")}
+    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in ("report", "attention")}
     reports = [b["report"] for b in batches]
     packed = sum(r.packed_values for r in reports)
     kl = joined["kl"]
@@ -108,7 +119,7 @@ def _summary(batches: list[dict]) -> dict:
         "kl_std": kl.std(correction=0).item(),
         "kl_worst": kl.max().item(),
         "top1": joined["top1"].mean().item(),
-        "attention_mse": sum(b["attention_mse"] for b in batches) / len(batches),
+        "attention_mse": _mean_ratio([b["attention"] for b in batches]),
         "bits_per_value": 8 * sum(r.packed_bytes for r in reports) / packed if packed else float("nan"),
         "ratio": 2 * sum(r.values for r in reports) / sum(r.cache_bytes for r in reports),
         "side_bytes": reports[0].side_bytes,
@@ -133,9 +144,16 @@ def _attention_outputs(model):
             handle.remove()
 
 
-def _attention_error(exact: dict, packed: dict, start: int) -> float:
-    """Relative MSE of the attention blocks' outputs, errors of earlier layers included, averaged over layers."""
-    errors = [
-        relative_mse(torch.cat(exact[layer], 1)[:, start:], torch.cat(packed[layer], 1)[:, start:]) for layer in exact
-    ]
-    return sum(errors) / len(errors)
+def _attention_sums(exact: dict, packed: dict, start: int) -> torch.Tensor:
+    """(num_layers, 2): squared error and squared size of the attention blocks' outputs, earlier errors included."""
+    rows = []
+    for layer in exact:
+        x, x_hat = (torch.cat(outputs[layer], 1)[:, start:].double() for outputs in (exact, packed))
+        rows.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]))
+    return torch.stack(rows)
+
+
+def _mean_ratio(sums: list[torch.Tensor]) -> float:
+    """Relative MSE per layer over all batches, averaged over layers."""
+    error, size = sum(sums).unbind(-1)
+    return (error / size).mean().item()

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
+ROUNDING = 2**-7  # bf16 keeps 8 bits
+# What transformers, safetensors and torch raise for a name or files that cannot be loaded.
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, SafetensorError)
 BUNDLED = {f"vqkv/{name}": Path(__file__).parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
 
 
@@ -48,6 +52,8 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     that comes with a model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name
     can be loaded.
     """
+    if str(name).startswith("vqkv/") and name not in BUNDLED:
+        raise UnknownNameError("model", name, BUNDLED)
     path = BUNDLED.get(name, name)
     if dtype is None:
         dtype = torch.float32 if device == "cpu" else "auto"
@@ -56,12 +62,16 @@ def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = 
     try:
         with _quiet():
             model, tokenizer = _load(path, dtype, trust_remote_code)
-    except (OSError, ValueError) as error:
+            model = model.to(device)
+    except LOADING_ERRORS as error:
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        if Path(path).is_dir():
+            raise FormatError(f"folder {name!r} holds no model that can be loaded on {device!r}: {reason}") from error
         raise UnknownNameError(
-            "model", name, BUNDLED, f"A local folder or a hub name also works, but here: {error}"
+            "model", name, BUNDLED, f"A folder or hub name also works, but here: {reason}"
         ) from error
     model.vqkv_name = str(name)
-    return model.to(device).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 @contextmanager
@@ -80,9 +90,16 @@ def _quiet():
 def _load(path, dtype, trust_remote_code: bool):
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
     )
+    if info["missing_keys"]:
+        raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
     return model, tokenizer
 
 
@@ -113,15 +130,46 @@ def rotary_embedding(model) -> nn.Module | None:
 
 
 def fingerprint(model) -> str:
-    """Sixteen hex digits from the shape and a sample of the key and value weights: the same in fp32, fp16 and bf16."""
-    digest = hashlib.sha256()
-    for source in kv_sources(model):
-        digest.update(f"{source.layer_idx}/{source.num_kv_heads}/{source.head_dim}".encode())
-        for module in (source.attention, source.key_module, source.value_module):
-            for parameter in module.parameters():
-                sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-                digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """Sixteen hex digits that name the key and value weights as they were loaded (another dtype, another name)."""
+    sample = str([describe(model)["weights"], str(model.dtype)])
+    return hashlib.sha256(sample.encode()).hexdigest()[:16]
+
+
+def describe(model) -> dict:
+    """What a compressor must know of the model that it was fitted to; see ``difference``. ``weights`` is a sample of
+    each layer's key and value weights, the same in fp32, fp16 and bf16 up to rounding."""
+    sources = kv_sources(model)
+    return {
+        "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
+        "model_type": model.config.model_type,
+        "num_layers": len(sources),
+        "num_kv_heads": sources[0].num_kv_heads,
+        "head_dim": sources[0].head_dim,
+        "weights": [
+            _sample(parameter)
+            for source in sources
+            for module in dict.fromkeys((source.key_module, source.value_module))
+            for parameter in module.parameters()
+        ],
+    }
+
+
+def difference(fitted: dict, model) -> str | None:
+    """The first thing in which ``model`` is not what ``describe`` gave as ``fitted``, or None."""
+    here = describe(model)
+    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
+        if fitted[key] != here[key]:
+            return f"{key} {fitted[key]!r}, not {here[key]!r}"
+    for ours, theirs in zip(fitted["weights"], here["weights"], strict=True):
+        ours, theirs = torch.tensor(ours), torch.tensor(theirs)
+        if ours.shape != theirs.shape or (ours - theirs).abs().max() > ROUNDING * ours.abs().max():
+            return "other key or value weights"
+    return None
+
+
+def _sample(parameter: torch.Tensor) -> list[float]:
+    flat = parameter.detach().flatten()
+    return [float(f"{x:.5g}") for x in flat[:: max(1, flat.numel() // 16)][:16].float().tolist()]
 
 
 def _kv_source(module: nn.Module) -> KVSource | None:
@@ -143,16 +191,3 @@ def _dtype(name: str) -> torch.dtype:
     if name not in known:
         raise UnknownNameError("dtype", name, known)
     return known[name]
-
-
-def describe(model) -> dict:
-    """What a compressor must know of the model that it was fitted to; compared by ``Compressor.check``."""
-    sources = kv_sources(model)
-    return {
-        "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
-        "model_type": model.config.model_type,
-        "num_layers": len(sources),
-        "num_kv_heads": sources[0].num_kv_heads,
-        "head_dim": sources[0].head_dim,
-        "fingerprint": fingerprint(model),
-    }

@@ -1,5 +1,6 @@
 """Each published system in a few lines, so that what differs between them is visible at a glance."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from vqkv.codec.pipeline import Chain
 from vqkv.codec.residual import ResidualVQ
 from vqkv.codec.scaling import VectorScale
 from vqkv.codec.transform import Grouping
-from vqkv.errors import UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Preset:
     flush_block: int = 1
     pre_rope: bool = True
     arguments: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        check_settings(self.sink_tokens, self.recent_window, self.flush_block)
 
     def key_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""
@@ -85,10 +89,24 @@ PRESETS = {"fp16": fp16, "vqllm": vqllm}
 
 def make(name: str, **arguments) -> Preset:
     """The preset called ``name``; raises ``UnknownNameError`` for an unknown name or argument."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
-    try:
-        return PRESETS[name](**arguments)
-    except TypeError as error:
-        known = PRESETS[name].__code__.co_varnames[: PRESETS[name].__code__.co_argcount]
-        raise UnknownNameError(f"argument of preset {name}:", str(error), known) from error
+    known = inspect.signature(PRESETS[name]).parameters
+    for argument, value in arguments.items():
+        if argument not in known:
+            raise UnknownNameError(f"argument of preset {name!r}", argument, known)
+        kind = type(known[argument].default)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise DataError(f"argument {argument} of preset {name!r} must be {kind.__name__}, not {value!r}")
+    return PRESETS[name](**arguments)
+
+
+def check_settings(sink_tokens, recent_window, flush_block) -> None:
+    """Raise ``DataError`` unless they are whole numbers that a cache can keep."""
+    for label, value, least in (
+        ("sink_tokens", sink_tokens, 0),
+        ("recent_window", recent_window, 0),
+        ("flush_block", flush_block, 1),
+    ):
+        if type(value) is not int or value < least:
+            raise DataError(f"{label} {value!r} must be a whole number from {least} on")

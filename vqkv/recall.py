@@ -39,6 +39,10 @@ class RecallTask:
 
     def batch(self, seq_len: int, num_seqs: int, seed, num_pairs: int | None = None) -> RecallBatch:
         """``num_seqs`` sequences; ``num_pairs`` a sequence, or (None) episodes of random size until it is full."""
+        if num_pairs is not None and not 1 <= num_pairs <= len(self.words):
+            raise DataError(
+                f"num_pairs {num_pairs} must be from 1 to {len(self.words)}, the number of words to draw from"
+            )
         rng = random.Random(f"recall/{seed}")
         rows = [self._sequence(seq_len, rng, num_pairs) for _ in range(num_seqs)]
         tokens, answers, distance = (torch.tensor(column) for column in zip(*rows, strict=True))

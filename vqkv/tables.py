@@ -167,9 +167,25 @@ def _store(root: Path, name: str, frame: pd.DataFrame, record: dict) -> None:
     frame, columns = _typed(frame)
     csv, _ = _paths(root, name)
     data = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode()
+    _check_readable(name, frame, _read_csv(data, columns))
     sha256 = write_atomically(csv, data)
     contents = {"rows": len(frame), "columns": columns, "sha256": sha256, "sources": sources, "figures": {}}
     _write_provenance(root, name, record | contents)
+
+
+def _check_readable(name: str, frame: pd.DataFrame, back: pd.DataFrame) -> None:
+    """Raise ``DataError`` if a CSV cannot hold the frame: it must come back with the same shape, integers and words."""
+    same = back.shape == frame.shape and list(back.columns) == list(frame.columns)
+    exact = [c for c in frame if not pd.api.types.is_float_dtype(frame[c])] if same else []
+    bad = [
+        c
+        for c in exact
+        if not (frame[c].isna() == back[c].isna()).all() or (frame[c] != back[c])[frame[c].notna()].any()
+    ]
+    if not same or bad:
+        raise DataError(
+            f"table {name!r} does not survive a CSV (columns {bad or list(frame.columns)}): use plain words"
+        )
 
 
 def _write_provenance(root: Path, name: str, record: dict) -> None:
@@ -190,6 +206,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
 def _kind(column: pd.Series) -> str:
     if pd.api.types.is_bool_dtype(column) and not column.isna().any():
         return "bool"
+    if pd.api.types.is_complex_dtype(column):
+        raise DataError(f"column {column.name!r} holds complex numbers: store their parts in two columns")
     if pd.api.types.is_integer_dtype(column) and not column.isna().any():
         return "int64"
     if pd.api.types.is_numeric_dtype(column):
