@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from vqkv.reference.data import RECALL_SHARE, VOCAB_SIZE
+from vqkv.reference.data import VOCAB_SIZE
 
 DATA = (
     "Python source installed with the pinned environment (standard library and packages), deduplicated by content "
-    f"hash, 6% of the modules held out by name; {RECALL_SHARE:.0%} of the sequences are generated key-value recall"
+    "hash, 6% of the modules held out by name; besides, generated key-value recall sequences, their share named below"
 )
 TEMPLATE = """---
 license: apache-2.0
@@ -50,11 +50,7 @@ def write(folder: Path, name: str, model, log: dict) -> None:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    runs = "".join(
-        f"| run {i} | {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['device']}, "
-        f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}, {run['optimizer']}, torch {run['torch']} |\n"
-        for i, run in enumerate(log["runs"], 1)
-    )
+    runs = "".join(_run_line(i, run) for i, run in enumerate(log["runs"], 1))
     stride = max(1, len(log["loss"]) // 12)
     curve = "\n".join(f"| {tokens:,} | {loss:.3f} |" for tokens, loss in log["loss"][::stride])
     text = TEMPLATE.format(
@@ -80,3 +76,9 @@ def write(folder: Path, name: str, model, log: dict) -> None:
         curve=curve,
     )
     (folder / "README.md").write_text(text)
+
+
+def _run_line(number: int, run: dict) -> str:
+    threads = f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}"
+    how = f"{run['optimizer']}, {run['recall_share']:.0%} recall sequences, torch {run['torch']}"
+    return f"| run {number} | {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min on {run['device']}, {threads}, {how} |\n"

@@ -15,7 +15,7 @@ from vqkv.recall import RecallTask
 
 VOCAB_SIZE = 4096
 BOS = "<|bos|>"
-RECALL_SHARE = 0.2  # a tenth taught no recall in 7M tokens
+RECALL_SHARE = 0.2  # a tenth taught neither model any recall in its first 5M to 8M tokens
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 
 

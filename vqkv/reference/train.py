@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from vqkv.machine import processor
 from vqkv.reference import card
 from vqkv.reference.architectures import ARCHITECTURES
-from vqkv.reference.data import TOKENIZER_DIR, TrainingStream, token_bytes, write_stream
+from vqkv.reference.data import RECALL_SHARE, TOKENIZER_DIR, TrainingStream, token_bytes, write_stream
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 200
@@ -112,6 +112,7 @@ class Trainer:
             {
                 "device": torch.cuda.get_device_name() if self.device == "cuda" else processor(),
                 "threads": torch.get_num_threads(),
+                "recall_share": RECALL_SHARE,
                 "optimizer": "+".join(type(optimizer).__name__ for optimizer in self.optimizers),
             }
         )
