@@ -22,13 +22,14 @@ def evaluate(
     chunk_size: int = 32,
     prompt_len: int | None = None,
     batch_size: int = 8,
+    reconstruction: bool = True,
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest token by token).
+    them, then decode and score the rest token by token). ``reconstruction``: whether to measure the MSE of K and V.
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
     relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
@@ -50,7 +51,7 @@ def evaluate(
         marked = None if answers is None else answers[i : i + batch_size].to(model.device)
         totals.append(_compare(model, cache, batch, pieces, start, marked))
     row = {"protocol": protocol, **_summary(totals)}
-    return row | reconstruction_error(model, compressor, tokens, batch_size)
+    return row | (reconstruction_error(model, compressor, tokens, batch_size) if reconstruction else {})
 
 
 def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:

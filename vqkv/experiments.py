@@ -17,7 +17,7 @@ from vqkv.corpus import fingerprint as corpus_fingerprint
 from vqkv.corpus import load_corpus
 from vqkv.evaluate import evaluate
 from vqkv.metrics import code_perplexity
-from vqkv.models import describe, kv_sources, load_model
+from vqkv.models import describe, kv_sources, load_model, rotary_embedding
 from vqkv.models import fingerprint as model_fingerprint
 from vqkv.recall import RecallTask
 
@@ -25,15 +25,17 @@ from vqkv.recall import RecallTask
 def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
     """Notebook 01: one row per model, role, layer and KV head with the largest |value| and the channel outlier ratio.
 
-    Roles are ``key`` (before RoPE), ``key_post_rope`` and ``value``. ``step`` is max|v| / 16, the size that the source
-    calls the 4-bit step.
+    Roles are ``key`` (before RoPE), ``value`` and, in a model with RoPE, ``key_post_rope``. ``step`` is max|v| / 16,
+    the size that the source calls the 4-bit step.
     """
     rows, sources = [], {}
     for name in models:
         model, tokenizer = _load(name, dtype, device, sources)
         tokens = _tokens(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
         keys, values = capture(model, tokens)
-        roles = {"key": keys, "value": values, "key_post_rope": capture(model, tokens, post_rope=True)[0]}
+        roles = {"key": keys, "value": values}
+        if rotary_embedding(model) is not None:
+            roles["key_post_rope"] = capture(model, tokens, post_rope=True)[0]
         for role, layers in roles.items():
             for layer, x in enumerate(layers):
                 largest, ratio = x.float().abs().amax(dim=(0, 2, 3)), probes.channel_outlier_ratio(x)
@@ -103,7 +105,7 @@ def grouping(
             settings = {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size}
             for label, compressor in _table_1(model, train, settings | {"seed": seed}).items():
                 row = evaluate(model, compressor, test, "chunked", chunk_size=chunk_size)
-                answers = {"answers": recall.answers, "chunk_size": chunk_size}
+                answers = {"answers": recall.answers, "chunk_size": chunk_size, "reconstruction": False}
                 hits = evaluate(model, compressor, recall.tokens, "chunked", **answers)
                 row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
                 row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
@@ -153,7 +155,8 @@ def _layer_vectors(model, tokenizer, corpus, split, role, layer, group_size, cou
     seq_len = min(512, count // per_token)
     num_seqs = -(-count // (per_token * seq_len))
     tokens = _tokens(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
-    x = capture(model, tokens)[0 if role == "key" else 1][layer].float()
+    which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
+    x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
     return x.flatten(0, 2)[: count * group_size // source.head_dim][None, None]  # (1, 1, vectors, head_dim)
 
 

@@ -113,15 +113,16 @@ def magnitude_boxes(table, published):
     fig, axes = plt.subplots(1, len(models), figsize=(10, 3.8), sharey=True, squeeze=False)
     for ax, model in zip(axes[0], models, strict=True):
         mine = table[table["model"] == model]
-        for i, role in enumerate(ROLE_NAMES):
+        roles = [role for role in ROLE_NAMES if (mine["role"] == role).any()]
+        for i, role in enumerate(roles):
             values = mine.loc[mine["role"] == role, "max_abs"]
             box = ax.boxplot(values, positions=[i], widths=0.6, whis=(0, 100), patch_artist=True)
             box["boxes"][0].set(facecolor=PALETTE[role], alpha=0.8)
             box["medians"][0].set(color="black")
-        ax.set_xticks(range(len(ROLE_NAMES)), [name.replace(" ", "\n", 1) for name in ROLE_NAMES.values()])
-        ax.set_title(f"{model}: {len(mine) // 3} KV heads")
+        ax.set_xticks(range(len(roles)), [ROLE_NAMES[role].replace(" ", "\n", 1) for role in roles])
+        ax.set_title(f"{model}: {len(mine) // len(roles)} KV heads")
         if model in published:
-            _published_marks(ax, len(ROLE_NAMES), *published[model])
+            _published_marks(ax, len(roles), *published[model])
     axes[0, 0].set_ylabel("largest |value| of a head")
     axes[0, 0].set_ylim(bottom=0)
     return fig
@@ -153,12 +154,12 @@ def channel_ratios(table):
         ax.axhline(1, color=PALETTE["bound"], linewidth=1)
         ax.set(title=model, xlabel="layer", xticks=sorted(set(table["layer"])), yscale="log")
     axes[0, 0].set_ylabel("loudest channel / median channel\n(mean |value|)")
-    axes[0, -1].legend()
+    axes[0, 0].legend()
     return fig
 
 
-def recall_bars(table, prefix: str = "recall accuracy, ", suffix: str = " tokens back"):
-    """Key-value recall accuracy of each model by distance."""
+def recall_bars(table, chance: float, prefix: str = "recall accuracy, ", suffix: str = " tokens back"):
+    """Key-value recall accuracy of each model by distance, and what guessing (``chance``) would give."""
     rows = table[table["quantity"].str.startswith(prefix)]
     distances = [q.removeprefix(prefix).removesuffix(suffix) for q in dict.fromkeys(rows["quantity"])]
     models = list(dict.fromkeys(rows["model"]))
@@ -168,16 +169,19 @@ def recall_bars(table, prefix: str = "recall accuracy, ", suffix: str = " tokens
         heights = [100 * mine.get(f"{prefix}{d}{suffix}", float("nan")) for d in distances]
         positions = [x + (i - (len(models) - 1) / 2) * 0.4 for x in range(len(distances))]
         ax.bar(positions, heights, 0.38, color=PALETTE[_short(model)], label=model)
+    ax.axhline(
+        100 * chance, color=PALETTE["bound"], linestyle="--", linewidth=1, label=f"guessing: {100 * chance:.1f}%"
+    )
     ax.set(xticks=range(len(distances)), xticklabels=distances, ylim=(0, 100))
     ax.set(xlabel="tokens between a value and the query for it", ylabel="recall accuracy (%)")
     ax.legend(loc="upper right")
     return fig
 
 
-def learning_curves(table, groups: dict[str, list[tuple[str, dict]]]):
+def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float | None = None):
     """Held-out loss after the last stage against moving-average steps; line: mean over seeds, band: their range.
 
-    ``groups``: panel title -> [(label, {column: value}), ...].
+    ``groups``: panel title -> [(label, {column: value}), ...]; ``top`` cuts the axis, where a start is far above it.
     """
     last = table[table["stage"] == table["stage"].max()]
     fig, axes = plt.subplots(1, len(groups), figsize=(9, 3.6), sharey=True, squeeze=False)
@@ -191,6 +195,7 @@ def learning_curves(table, groups: dict[str, list[tuple[str, dict]]]):
         ax.set(title=title, xlabel="moving-average steps", yscale="log")
         ax.legend(loc="center right")
     axes[0, 0].set_ylabel("held-out relative MSE")
+    axes[0, 0].set_ylim(top=top)
     return fig
 
 

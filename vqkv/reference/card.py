@@ -81,4 +81,5 @@ def write(folder: Path, name: str, model, log: dict) -> None:
 def _run_line(number: int, run: dict) -> str:
     threads = f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}"
     how = f"{run['optimizer']}, {run['recall_share']:.0%} recall sequences, torch {run['torch']}"
-    return f"| run {number} | {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} min on {run['device']}, {threads}, {how} |\n"
+    where = f"{run['seconds'] / 60:.0f} minutes on {run['device']}, {threads}"
+    return f"| run {number} | {run['tokens']:,} tokens in {where}, {how} |\n"
