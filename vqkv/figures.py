@@ -238,7 +238,8 @@ def grouping_bars(table, metrics: dict[str, str]):
             for y, (row, colour) in enumerate(GROUPING_COLOURS.items()):
                 values = mine.loc[mine["quantised"] == row, column]
                 mean = values.mean()
-                spread = [[mean - values.min()], [values.max() - mean]]
+                # equal values have a mean that rounding may put outside their range
+                spread = [[max(0.0, mean - values.min())], [max(0.0, values.max() - mean)]]
                 ax.barh(y, mean, 0.7, xerr=spread, color=PALETTE[colour], error_kw={"capsize": 3})
             ax.set_yticks(range(len(GROUPING_COLOURS)), list(GROUPING_COLOURS))
             ax.locator_params(axis="x", nbins=4)
