@@ -1,6 +1,12 @@
 """vqkv: ways to store a KV cache, on one harness, under one byte meter."""
 
+# ruff: noqa: E402
+
+import warnings
 from importlib.metadata import PackageNotFoundError, version
+
+# transformers imports tqdm.auto, which would open every page with a warning that widgets are not installed.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 # Some functions bear their module's name; importing them here, eagerly, makes the function win on the package.
 from vqkv.cache import CompressedCache
