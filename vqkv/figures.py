@@ -193,7 +193,7 @@ def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float
         ax.axvline(50, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.text(52, 0.98, '"50 steps"', color=PALETTE["published"], va="top", transform=ax.get_xaxis_transform())
         ax.set(title=title, xlabel="moving-average steps", yscale="log")
-        ax.legend(loc="center right")
+        ax.legend(loc="upper right")
     axes[0, 0].set_ylabel("held-out relative MSE")
     axes[0, 0].set_ylim(top=top)
     return fig
@@ -230,7 +230,7 @@ def grouping_bars(table, metrics: dict[str, str]):
     """One panel per metric (column -> axis label), one bar per row of Table 1 and model: mean and range over seeds."""
     models = list(dict.fromkeys(table["model"]))
     fig, axes = plt.subplots(
-        len(models), len(metrics), figsize=(9.5, 1.4 + 1.9 * len(models)), squeeze=False, sharey=True
+        len(models), len(metrics), figsize=(9.5, 1.4 + 1.9 * len(models)), squeeze=False, sharey="row"
     )
     for model, line in zip(models, axes, strict=True):
         mine = table[table["model"] == model]
