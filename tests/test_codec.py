@@ -153,7 +153,7 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(size, seed):
 def test_mean_removal_learns_the_mean_of_a_stream():
     x = gaussian(2, 3, 50, 8) + torch.arange(3.0).view(3, 1, 1)
     stage = MeanRemoval()
-    stage.build((8,))
+    stage.build((3, 8))
     for part in (x[:, :, :10], x[:, :, 10:]):
         stage.partial_fit(part)
     stage.finalize()

@@ -17,7 +17,7 @@ def gaussian(*shape, seed=0):
 
 def fitted(x, **settings):
     quantizer = ResidualVQ(**{"num_quantizers": 3, "codebook_size": 32, "group_size": x.shape[-1], **settings})
-    quantizer.build(x.shape[3:])
+    quantizer.build((1, *x.shape[3:]))
     quantizer.partial_fit(x)
     return quantizer
 
@@ -212,7 +212,7 @@ def test_bad_settings_and_data_are_named():
     with pytest.raises(DataError, match="codebook_size 0 must be"):
         ResidualVQ(codebook_size=0)
     with pytest.raises(DataError, match="group_size 32: add a Grouping"):
-        ResidualVQ().build((128,))
+        ResidualVQ().build((1, 128))
     huge = fitted(gaussian(1, 1, 500, 8) * 1e6)
     with pytest.raises(DataError, match="overflows fp16"):
         huge.finalize()

@@ -341,7 +341,7 @@ class CompressedCache(Cache):
             kinds["sinks"] += tensor_bytes(role.sinks)
             kinds["window"] += tensor_bytes(role.window)
             if role.packed is not None:
-                for name, tensor in role.packed.fields.items():
+                for name, tensor in role.packed.tensors.items():
                     kinds[name] = kinds.get(name, 0) + tensor_bytes(tensor)
                 packed_bytes += tensor_bytes(role.packed)
             packed_values += role.parts[1] * per_token

@@ -10,7 +10,7 @@ from torch import Tensor
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
 
-MAX_HEAD_DIM = 32768  # an altered config must not make us allocate without bound
+MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096  # an altered config must not make us allocate without bound
 FP16_MAX = 65504.0
 
 
@@ -132,6 +132,7 @@ class Codec(Part):
     """
 
     head_dim: int | None = None
+    num_kv_heads: int | None = None  # what it was fitted on; only parts that depend on it insist on it
     ready: bool = False
 
     @property
@@ -149,19 +150,22 @@ class Codec(Part):
         return self.partial_fit(x).finalize()
 
     def partial_fit(self, x: Tensor) -> "Codec":
-        """Learn from one batch of a stream: the first call initialises, later calls go on learning."""
+        """Learn from one batch of a stream: the first call initialises, later calls go on learning.
+
+        Tokens beyond the last whole block of ``tokens_per_row`` are left out.
+        """
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
-        values = check_values(x, self.head_dim, self.tokens_per_row)
-        if self.head_dim is None:
-            self.head_dim = values.shape[-1]
+        values = check_values(whole_blocks(x, self.tokens_per_row), self.head_dim, self.tokens_per_row)
+        if self.num_kv_heads is None:
+            self.num_kv_heads, self.head_dim = values.shape[1], values.shape[-1]
             self._build()
         self._partial_fit(values)
         return self
 
     def finalize(self) -> "Codec":
         """Freeze what was learned in the precision it is stored in."""
-        if self.head_dim is None:
+        if self.head_dim is None or (self.num_kv_heads is None and not self.ready):
             raise RuntimeError(f"this {type(self).__name__} has learned nothing yet: call partial_fit(x) first")
         if not self.ready:
             self._finalize()
@@ -207,6 +211,23 @@ def check_head_dim(head_dim) -> None:
     """Raises ``DataError`` unless ``head_dim`` is a plausible number of channels."""
     if not isinstance(head_dim, int) or not 0 < head_dim <= MAX_HEAD_DIM:
         raise DataError(f"head_dim {head_dim!r} is not an integer from 1 to {MAX_HEAD_DIM}")
+
+
+def check_num_kv_heads(num_kv_heads) -> int:
+    """``num_kv_heads``, or 1 in its place while it is None. Raises ``DataError`` for an implausible number."""
+    if num_kv_heads is not None and (not isinstance(num_kv_heads, int) or not 0 < num_kv_heads <= MAX_NUM_KV_HEADS):
+        raise DataError(f"num_kv_heads {num_kv_heads!r} is not an integer from 1 to {MAX_NUM_KV_HEADS}")
+    return num_kv_heads or 1
+
+
+def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
+    """x (batch, num_kv_heads, seq_len, head_dim) without the tokens after the last whole block. Raises ``DataError`` if
+    there is no whole block."""
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        return x  # check_values says what is wrong
+    if 0 < x.shape[2] < tokens_per_row:
+        raise DataError(f"seq_len {x.shape[2]} is shorter than the codec's block of {tokens_per_row} tokens")
+    return x[:, :, : x.shape[2] - x.shape[2] % tokens_per_row]
 
 
 @dataclass(eq=False)

@@ -1,11 +1,12 @@
 """scale . transform . quantize . store: every system in this study is one such chain."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vqkv.codec.base import Codec, Part, check_head_dim
+from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
 from vqkv.codec.packing import pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
@@ -16,15 +17,15 @@ Side = dict[str, Tensor]
 class Stage(Part):
     """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape.
 
-    ``side_fields`` names what it stores per row. A stage that folds tokens into rows sets ``tokens_per_row``.
+    Shapes that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what it stores per row. A stage that folds tokens into rows sets ``tokens_per_row``.
     """
 
     side_fields: tuple[str, ...] = ()
     tokens_per_row: int = 1
 
-    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Prepare for rows of this shape and return the shape of rows going out. Raises ``DataError`` if impossible."""
-        return row_shape
+        return shape
 
     def partial_fit(self, x: Tensor) -> None:
         """Learn from one batch; nothing to learn by default."""
@@ -42,13 +43,17 @@ class Stage(Part):
 
 
 class Quantizer(Part):
-    """Rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back."""
+    """Rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back.
+
+    ``store`` and ``load`` keep the codes of a row as one packed bit string; what stores them otherwise overrides both.
+    """
 
     code_bits: int
     codes_per_row: int
 
-    def build(self, row_shape: tuple[int, ...]) -> None:
-        """Prepare for rows of this shape: sets ``codes_per_row``. Raises ``DataError`` if impossible."""
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Prepare for rows of shape (num_kv_heads, *row_shape): sets ``codes_per_row``. Raises ``DataError`` if
+        impossible."""
         raise NotImplementedError
 
     def partial_fit(self, x: Tensor) -> None:
@@ -65,18 +70,29 @@ class Quantizer(Part):
         """Values in float32."""
         raise NotImplementedError
 
+    def store(self, y: Tensor) -> Payload:
+        """Rows of values as a payload."""
+        return Payload({"codes": pack(self.encode(y), self.code_bits)})
+
+    def load(self, payload: Payload) -> Tensor:
+        """The inverse. Raises ``FormatError`` for another quantizer's payload."""
+        packed = payload_field(payload, "codes", payload.tokens_per_row)
+        return self.decode(unpack(packed, self.code_bits, self.codes_per_row))
+
 
 @dataclass(eq=False)
 class Chain(Codec):
-    """``stages`` in order, then ``quantizer``, then codes packed into one bit string per row.
+    """``stages`` in order, then ``quantizer``, which stores its codes (by default in one bit string per row).
 
-    The payload has the fields ``codes`` (uint8) and each stage's side fields; a name that stages share gets a number.
-    With ``head_dim`` given, sizes that do not fit raise ``DataError`` at once; otherwise at the first fit.
+    The payload has what the quantizer stores and each stage's side fields; a name that stages share gets a number.
+    With ``head_dim`` given, sizes that do not fit raise ``DataError`` at once; otherwise at the first fit, which also
+    sets ``num_kv_heads``.
     """
 
     stages: list[Stage]
     quantizer: Quantizer
     head_dim: int | None = None
+    num_kv_heads: int | None = None
     _names: list[dict[str, str]] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -116,10 +132,10 @@ class Chain(Codec):
 
     def _build(self) -> None:
         check_head_dim(self.head_dim)
-        row_shape = (self.head_dim,)
+        shape = (check_num_kv_heads(self.num_kv_heads), self.head_dim)
         for stage in self.stages:
-            row_shape = stage.build(row_shape)
-        self.quantizer.build(row_shape)
+            shape = stage.build(shape)
+        self.quantizer.build(shape)
 
     def _partial_fit(self, x: Tensor) -> None:
         for stage in self.stages:
@@ -140,12 +156,11 @@ class Chain(Codec):
 
     def _encode(self, x: Tensor) -> Payload:
         y, fields = self._forward(x)
-        codes = pack(self.quantizer.encode(y), self.quantizer.code_bits)
-        return Payload({"codes": codes, **fields}, self.tokens_per_row)
+        stored = self.quantizer.store(y)
+        return dataclasses.replace(stored, fields={**stored.fields, **fields}, tokens_per_row=self.tokens_per_row)
 
     def _decode(self, payload: Payload) -> Tensor:
-        packed = payload_field(payload, "codes", self.tokens_per_row)
-        y = self.quantizer.decode(unpack(packed, self.quantizer.code_bits, self.quantizer.codes_per_row))
+        y = self.quantizer.load(payload)
         for stage, names in zip(reversed(self.stages), reversed(self._names), strict=True):
             y = stage.decode(y, {name: payload_field(payload, names[name], self.tokens_per_row) for name in names})
         return y

@@ -48,8 +48,9 @@ class ResidualVQ(Quantizer):
         """Bits of a code: ceil(log2 codebook_size), at least 1."""
         return max(1, (self.codebook_size - 1).bit_length())
 
-    def build(self, row_shape: tuple[int, ...]) -> None:
+    def build(self, shape: tuple[int, ...]) -> None:
         """Rows are (..., group_size). Raises ``DataError`` otherwise."""
+        row_shape = shape[1:]
         if row_shape[-1] != self.group_size:
             raise DataError(f"rows of {row_shape} reach a quantizer of group_size {self.group_size}: add a Grouping")
         self._groups = torch.Size(row_shape[:-1])

@@ -36,16 +36,16 @@ class Grouping(Stage):
         if self.group_size < 1:
             raise DataError(f"group_size {self.group_size} must be at least 1")
 
-    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if head_dim is not divisible by group_size."""
-        (channels,) = row_shape
+        *outer, channels = shape
         if channels % self.group_size:
             admitted = [size for size in range(1, channels + 1) if channels % size == 0]
             raise DataError(
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {admitted}"
             )
         self._set(ORDERS[self.kind](channels, self.group_size, self.seed))
-        return channels // self.group_size, self.group_size
+        return *outer, channels // self.group_size, self.group_size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., head_dim) -> (..., num_groups, group_size)."""
@@ -80,16 +80,16 @@ class Hadamard(Stage):
     The size must be a power of two. The matrix is symmetric and its own inverse.
     """
 
-    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if the last axis is no power of two."""
-        size = row_shape[-1]
+        size = shape[-1]
         if size & (size - 1):
             raise DataError(f"a Hadamard rotation needs a power of two, not {size}: put a Grouping first")
         matrix = torch.ones(1, 1)
         while len(matrix) < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         self._matrix = matrix / size**0.5
-        return row_shape
+        return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x @ H."""
@@ -102,27 +102,19 @@ class Hadamard(Stage):
 
 @dataclass(eq=False)
 class MeanRemoval(Stage):
-    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly).
+    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly)."""
 
-    ``num_kv_heads`` is set by the first fit.
-    """
-
-    num_kv_heads: int | None = None
-
-    def build(self, row_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Any shape."""
-        self._row_shape = row_shape
-        self._count = 0
-        return row_shape
+        self._count, self._mean = 0, torch.zeros(shape)
+        return shape
 
     def partial_fit(self, x: Tensor) -> None:
         """Update the running mean."""
-        if self.num_kv_heads is None:
-            self.num_kv_heads = x.shape[1]
-            self._mean = torch.zeros(x.shape[1], *self._row_shape, device=x.device)
-        self._check_heads(x)
+        check_heads(x, self._mean)
         count = x.shape[0] * x.shape[2]
         self._count += count
+        self._mean = self._mean.to(x.device)
         self._mean = self._mean + (x.mean(dim=(0, 2)) - self._mean) * (count / self._count)
 
     def finalize(self) -> None:
@@ -133,7 +125,7 @@ class MeanRemoval(Stage):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x - mean."""
-        self._check_heads(x)
+        check_heads(x, self._mean)
         return x - self._mean.float().unsqueeze(1), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
@@ -147,9 +139,11 @@ class MeanRemoval(Stage):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Raises ``FormatError`` for a mean of another shape."""
         state = dict(state)
-        self._mean = take(state, "mean", (self.num_kv_heads or 0, *self._row_shape), torch.float16)
+        self._mean = take(state, "mean", tuple(self._mean.shape), torch.float16)
         super().load_state(state)
 
-    def _check_heads(self, x: Tensor) -> None:
-        if x.shape[1] != self.num_kv_heads:
-            raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {self.num_kv_heads}: fit again")
+
+def check_heads(x: Tensor, learned: Tensor) -> None:
+    """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
+    if x.shape[1] != len(learned):
+        raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {len(learned)}: fit again")
