@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vqkv.errors import DataError, FormatError
 
-
 TENSOR_DICTS = ("fields", "ragged")
 
 

@@ -17,7 +17,8 @@ Side = dict[str, Tensor]
 class Stage(Part):
     """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape.
 
-    Shapes that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what it stores per row. A stage that folds tokens into rows sets ``tokens_per_row``.
+    Shapes that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what a stage stores
+    per row. A stage that folds tokens into rows sets ``tokens_per_row``.
     """
 
     side_fields: tuple[str, ...] = ()
