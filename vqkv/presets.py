@@ -1,15 +1,22 @@
 """Each published system in a few lines, so that what differs between them is visible at a glance."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from vqkv.codec.affine import Uniform
 from vqkv.codec.base import Codec, Fp16
-from vqkv.codec.pipeline import Chain
+from vqkv.codec.fallback import Fallback
+from vqkv.codec.grid import Grid
+from vqkv.codec.layout import MergeHeads, TokenBlock
+from vqkv.codec.nonuniform import NonUniform, SparseOutliers
+from vqkv.codec.pipeline import Chain, Quantizer, Stage
+from vqkv.codec.product import ProductVQ
 from vqkv.codec.residual import ResidualVQ
-from vqkv.codec.scaling import VectorScale
-from vqkv.codec.transform import Grouping
+from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codec.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 
 
@@ -84,7 +91,121 @@ def vqllm(
     )
 
 
-PRESETS = {"fp16": fp16, "vqllm": vqllm}
+def quanto(bits: int = 4, group_size: int = 64) -> Preset:
+    """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
+    after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=group_size, shrink=True), MinMax()], Uniform(bits), head_dim)
+
+    return Preset("quanto", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+
+
+def hqq(bits: int = 4, group_size: int = 64) -> Preset:
+    """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
+    values of different tokens together, which a growing cache cannot do without packing everything again."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=group_size, shrink=True), HalfQuadratic(bits)], Uniform(bits), head_dim)
+
+    return Preset("hqq", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+
+
+def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128) -> Preset:
+    """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
+    groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(group_size, channels_first=True), MinMax()], Uniform(bits), head_dim)
+
+    def values(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=group_size, shrink=True), MinMax()], Uniform(bits), head_dim)
+
+    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=False, arguments=arguments)
+
+
+def kvquant(bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0) -> Preset:
+    """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
+    scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        stages = [ChannelScale(), TokenBlock(block), SparseOutliers(outliers)]
+        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+
+    def values(head_dim: int | None) -> Codec:
+        stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
+        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+
+    return Preset("kvquant", keys, values, sink_tokens=1, arguments=arguments)
+
+
+def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128) -> Preset:
+    """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
+    most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits."""
+    arguments = dict(locals())
+    if bits not in (2, 3, 4):
+        raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
+
+    def codec(head_dim: int | None) -> Codec:
+        stages = [MergeHeads(), Grouping(group_size=group_size, shrink=True), Hadamard(), VectorScale("rms")]
+        return Chain(stages, Grid(4**bits), head_dim)
+
+    return Preset("higgs", codec, codec, sink_tokens, recent_window, arguments=arguments)
+
+
+def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
+    values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
+    arguments = dict(locals())
+    return _framework(
+        "vqq", keyframe, arguments, lambda: _fallback(ResidualVQ(1, codebook_size, 8, seed=seed), threshold)
+    )
+
+
+def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
+    arguments = dict(locals())
+    return _framework(
+        "vqq_product", keyframe, arguments, lambda: _fallback(ProductVQ(2, codebook_size, 4, seed=seed), threshold)
+    )
+
+
+def vq(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes."""
+    arguments = dict(locals())
+    return _framework(
+        "vq", keyframe, arguments, lambda: ResidualVQ(1, codebook_size, block, seed=seed), Grouping(group_size=block)
+    )
+
+
+def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
+    arguments = dict(locals())
+    return _framework(
+        "rvq2", keyframe, arguments, lambda: ResidualVQ(2, codebook_size, block, seed=seed), Grouping(group_size=block)
+    )
+
+
+def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *grouping: Stage) -> Preset:
+    """What the VQ quality framework's systems share: blocks of tokens, scaled per head, keys as attention sees them."""
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
+
+    return Preset(name, codec, codec, pre_rope=False, arguments=arguments)
+
+
+def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
+    return Fallback(Chain([], quantizer, 8), threshold, 8)
+
+
+PRESETS = {
+    preset.__name__: preset for preset in (fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2)
+}
 
 
 def make(name: str, **arguments) -> Preset:

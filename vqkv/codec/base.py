@@ -220,6 +220,12 @@ def check_num_kv_heads(num_kv_heads) -> int:
     return num_kv_heads or 1
 
 
+def check_heads(x: Tensor, learned: Tensor) -> None:
+    """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
+    if x.shape[1] != len(learned):
+        raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {len(learned)}: fit again")
+
+
 def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
     """x (batch, num_kv_heads, seq_len, head_dim) without the tokens after the last whole block. Raises ``DataError`` if
     there is no whole block."""

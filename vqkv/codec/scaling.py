@@ -1,13 +1,13 @@
-"""Divide every vector by its own size, kept in fp16: per-vector std, rms or absmax."""
+"""Bring values to the range a quantizer expects: by vector, by head and block, between two ends, or by channel."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX
+from vqkv.codec.base import FP16_MAX, check_heads, take
 from vqkv.codec.pipeline import Side, Stage
-from vqkv.errors import UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -48,3 +48,135 @@ class VectorScale(Stage):
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
         return y * side["scale"].float().unsqueeze(-1)
+
+
+@dataclass(eq=False)
+class HeadScale(Stage):
+    """Divide a whole row (a head's block of tokens) by its largest magnitude, kept in fp32, so that values lie in
+    [-1, 1] (VQ quality framework, section 3.1). Stores ``scale``: one number per row; 0 for a row of zeros."""
+
+    side_fields = ("scale",)
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Any shape."""
+        self._row_axes = tuple(range(-len(shape) + 1, 0))
+        return shape
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x / max|x|, and max|x|."""
+        scale = x.abs().amax(dim=self._row_axes, keepdim=True)
+        return x / scale.where(scale > 0, torch.ones_like(scale)), {"scale": scale.flatten(3).squeeze(3)}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y * scale."""
+        return y * side["scale"][(..., *[None] * len(self._row_axes))]
+
+
+@dataclass(eq=False)
+class MinMax(Stage):
+    """Map each vector's smallest and largest value to 0 and 1: asymmetric affine quantization's scale and zero point.
+
+    Both ends are rounded to fp16 first, so that decoding uses the same numbers; the step of a quantizer with L levels
+    is (high - low) / (L - 1). Acts on the last axis. Stores ``low`` and ``high``: fp16, the shape of x without it.
+    """
+
+    side_fields = ("low", "high")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(x - low) / (high - low), and both ends."""
+        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
+        span = _span(low, high)
+        y = (x - low.float().unsqueeze(-1)) / span.where(span > 0, torch.ones_like(span))
+        return y, {"low": low, "high": high}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """low + y * (high - low)."""
+        return side["low"].float().unsqueeze(-1) + y * _span(side["low"], side["high"])
+
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.aminmax(x, dim=-1)
+
+
+@dataclass(eq=False)
+class HalfQuadratic(MinMax):
+    """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
+    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``).
+
+    Each vector keeps its best of ``iterations`` offsets by mean absolute error, where HQQ stops by the error of the
+    whole tensor: so a token's codes do not depend on its neighbours.
+    """
+
+    bits: int = 4
+    iterations: int = 20
+    norm: float = 0.7
+    beta: float = 10.0
+
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = (end.unsqueeze(-1) for end in super()._ends(x))
+        levels = 2**self.bits - 1
+        step = ((high - low) / levels).clamp_min(FP16_MIN_NORMAL)
+        best, best_error = low, torch.full_like(low, torch.inf)
+        for _ in range(self.iterations):
+            codes = ((x - low) / step).round().clamp(0, levels)
+            error = x - (low + codes * step)
+            size = error.abs().mean(dim=-1, keepdim=True)
+            best, best_error = torch.where(size < best_error, low, best), torch.minimum(size, best_error)
+            low = (x - self._shrink(error) - codes * step).mean(dim=-1, keepdim=True)
+        return best.squeeze(-1), (best + high - super()._ends(x)[0].unsqueeze(-1)).squeeze(-1)
+
+    def _shrink(self, error: Tensor) -> Tensor:
+        size = error.abs()
+        return error.sign() * (size - size.clamp_min(1e-12).pow(self.norm - 1) / self.beta).clamp_min(0)
+
+
+def _span(low: Tensor, high: Tensor) -> Tensor:
+    return (high.float() - low.float()).unsqueeze(-1)
+
+
+@dataclass(eq=False)
+class ChannelScale(Stage):
+    """Subtract the mean and divide by the standard deviation of every channel of every head, both learned over tokens
+    and stored once, in fp16: per-channel quantization that costs nothing per token (KVQuant, section 3.1)."""
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Any shape."""
+        self._count = 0
+        self._mean, self._square, self._scale = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)
+        return shape
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Update the running mean and spread (Chan's parallel formula)."""
+        check_heads(x, self._mean)
+        count = x.shape[0] * x.shape[2]
+        mean, total = x.mean(dim=(0, 2)), self._count + count
+        delta = mean - self._mean.to(x.device)
+        self._square = self._square.to(x.device) + (x - mean.unsqueeze(1)).square().sum(dim=(0, 2))
+        self._square = self._square + delta.square() * (self._count * count / total)
+        self._mean, self._count = self._mean.to(x.device) + delta * (count / total), total
+        self._scale = (self._square / total).sqrt()
+
+    def finalize(self) -> None:
+        """Round to fp16. Raises ``DataError`` if a mean overflows it."""
+        if self._mean.abs().max() > FP16_MAX:
+            raise DataError("a channel's mean overflows fp16: scale the values first")
+        self._mean = self._mean.half()
+        self._scale = self._scale.clamp(FP16_MIN_NORMAL, FP16_MAX).half()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(x - mean) / std."""
+        check_heads(x, self._mean)
+        return (x - self._mean.float().unsqueeze(1)) / self._scale.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y * std + mean."""
+        return y * self._scale.float().unsqueeze(1) + self._mean.float().unsqueeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Mean and standard deviation, fp16 (num_kv_heads, *row_shape)."""
+        return {"mean": self._mean, "scale": self._scale}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for tensors of another shape."""
+        state, shape = dict(state), tuple(self._mean.shape)
+        self._mean, self._scale = (take(state, name, shape, torch.float16) for name in ("mean", "scale"))
+        super().load_state(state)

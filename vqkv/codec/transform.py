@@ -1,11 +1,12 @@
 """Which channels are quantised together, and in which basis: grouping, Hadamard rotation, mean removal."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import take
+from vqkv.codec.base import check_heads, take
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
@@ -24,11 +25,13 @@ class Grouping(Stage):
 
     ``contiguous``: 0..g-1, g..2g-1, ... ``strided``: group j has channels j, j + head_dim/g, j + 2 head_dim/g, ...
     (residual VQ paper, section 3.1). ``random``: a permutation drawn from ``seed`` and stored as side information.
+    ``shrink``: where group_size does not divide the channels, use their greatest common divisor.
     """
 
     kind: str = "contiguous"
     group_size: int = 32
     seed: int = 0
+    shrink: bool = False
 
     def __post_init__(self):
         if self.kind not in ORDERS:
@@ -39,17 +42,19 @@ class Grouping(Stage):
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if head_dim is not divisible by group_size."""
         *outer, channels = shape
-        if channels % self.group_size:
+        size = math.gcd(channels, self.group_size) if self.shrink else self.group_size
+        if channels % size:
             admitted = [size for size in range(1, channels + 1) if channels % size == 0]
             raise DataError(
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {admitted}"
             )
-        self._set(ORDERS[self.kind](channels, self.group_size, self.seed))
-        return *outer, channels // self.group_size, self.group_size
+        self._size = size
+        self._set(ORDERS[self.kind](channels, size, self.seed))
+        return *outer, channels // size, size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., head_dim) -> (..., num_groups, group_size)."""
-        return x.index_select(-1, self._order).unflatten(-1, (-1, self.group_size)), {}
+        return x.index_select(-1, self._order).unflatten(-1, (-1, self._size)), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """(..., num_groups, group_size) -> (..., head_dim)."""
@@ -141,9 +146,3 @@ class MeanRemoval(Stage):
         state = dict(state)
         self._mean = take(state, "mean", tuple(self._mean.shape), torch.float16)
         super().load_state(state)
-
-
-def check_heads(x: Tensor, learned: Tensor) -> None:
-    """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
-    if x.shape[1] != len(learned):
-        raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {len(learned)}: fit again")

@@ -1,0 +1,70 @@
+"""Fixed grids that are optimal for a Gaussian, for values that a rotation has made Gaussian (HIGGS)."""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.base import take
+from vqkv.codec.pipeline import Quantizer
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import rvq_decode, rvq_encode
+
+DIM = 2
+
+
+@cache
+def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
+    """Number of points -> (grid (points, 2), its mean squared error per value on a standard Gaussian).
+
+    Constants in ``gaussian_grids.json``, found by ``vqkv.learn.gaussian``.
+    """
+    stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
+    return {len(grid["points"]): (torch.tensor(grid["points"]), grid["mse"]) for grid in stored.values()}
+
+
+@dataclass(eq=False)
+class Grid(Quantizer):
+    """Each pair of neighbouring values -> the nearest of ``size`` points of a grid optimal for a standard Gaussian
+    (HIGGS with d = 2; 16, 64 or 256 points: 2, 3 or 4 bits a value). Nothing is learned; ``grid``, fp16 (size, 2), is
+    counted as side information all the same.
+    """
+
+    size: int = 16
+
+    def __post_init__(self):
+        if self.size not in gaussian_grids():
+            raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
+        self.code_bits = (self.size - 1).bit_length()
+        self._grid = gaussian_grids()[self.size][0].half()
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` for an odd last axis."""
+        self._row_shape = shape[1:]
+        if self._row_shape[-1] % DIM:
+            raise DataError(f"a grid of pairs needs an even number of values, not {self._row_shape[-1]}")
+        self.codes_per_row = math.prod(self._row_shape) // DIM
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(..., *row_shape) -> int64 (..., pairs of a row)."""
+        return rvq_encode(x.flatten(3).unflatten(-1, (-1, DIM)), self._grid.unsqueeze(0)).squeeze(-1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code outside the grid."""
+        if codes.numel() and (largest := int(codes.max())) >= self.size:
+            raise FormatError(f"code {largest} is not below the grid's size {self.size}: altered payload")
+        return rvq_decode(codes.unsqueeze(-1), self._grid.unsqueeze(0)).flatten(-2).unflatten(-1, self._row_shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """The grid."""
+        return {"grid": self._grid}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for a grid of another shape."""
+        state = dict(state)
+        self._grid = take(state, "grid", (self.size, DIM), torch.float16)
+        super().load_state(state)

@@ -1,0 +1,66 @@
+"""Which values make up a row: blocks of tokens, all KV heads together."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vqkv.codec.pipeline import Side, Stage
+from vqkv.errors import DataError
+
+MAX_TOKENS = 65536
+
+
+@dataclass(eq=False)
+class TokenBlock(Stage):
+    """Fold ``tokens`` tokens into one row, so that they can share parameters: (..., seq_len, *row) ->
+    (..., seq_len / tokens, tokens, *row), or (..., *row, tokens) with ``channels_first``, where what follows acts on
+    the last axis per channel and along tokens (KIVI's keys)."""
+
+    tokens: int = 64
+    channels_first: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.tokens, int) or not 1 <= self.tokens <= MAX_TOKENS:
+            raise DataError(f"a block of {self.tokens!r} tokens: use 1 to {MAX_TOKENS}")
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that are encoded together."""
+        return self.tokens
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Any shape."""
+        heads, *row = shape
+        return (heads, *row, self.tokens) if self.channels_first else (heads, self.tokens, *row)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """Fold."""
+        rows = x.unflatten(2, (-1, self.tokens))
+        return (rows.movedim(3, -1) if self.channels_first else rows), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """Unfold."""
+        return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)
+
+
+@dataclass(eq=False)
+class MergeHeads(Stage):
+    """A token's KV heads side by side as one vector: (batch, num_kv_heads, rows, head_dim) ->
+    (batch, 1, rows, num_kv_heads * head_dim)."""
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows must be vectors. Raises ``DataError`` otherwise."""
+        if len(shape) != 2:
+            raise DataError(f"rows of shape {shape[1:]} reach MergeHeads: put it first")
+        self._heads = shape[0]
+        return 1, shape[0] * shape[1]
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """Merge. Raises ``DataError`` for another number of heads than it was built for."""
+        if x.shape[1] != self._heads:
+            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {self._heads}: fit again")
+        return x.transpose(1, 2).flatten(2).unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """Split."""
+        return y.squeeze(1).unflatten(-1, (self._heads, -1)).transpose(1, 2)

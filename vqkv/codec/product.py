@@ -1,0 +1,78 @@
+"""Product quantization: a vector is cut into pieces, each with a codebook of its own."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.base import take
+from vqkv.codec.pipeline import Quantizer
+from vqkv.codec.residual import ResidualVQ
+from vqkv.errors import DataError
+
+
+@dataclass(eq=False)
+class ProductVQ(Quantizer):
+    """Rows (..., num_subvectors * sub_dim): every piece of ``sub_dim`` values -> one of ``codebook_size`` codes of that
+    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011). Learned like ``ResidualVQ``'s stages.
+
+    Side information: ``codebooks``, fp16 (num_subvectors, codebook_size, sub_dim).
+    """
+
+    num_subvectors: int = 2
+    codebook_size: int = 256
+    sub_dim: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.num_subvectors, int) or not 1 <= self.num_subvectors <= 4096:
+            raise DataError(f"num_subvectors {self.num_subvectors!r} must be an integer from 1 to 4096")
+        self._pieces = [
+            ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
+        ]
+        self.code_bits = self._pieces[0].code_bits
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` unless the last axis is num_subvectors * sub_dim."""
+        width = self.num_subvectors * self.sub_dim
+        if shape[-1] != width:
+            raise DataError(f"rows of {shape[1:]} reach a product quantizer of {width} values: add a Grouping")
+        for piece in self._pieces:
+            piece.build((*shape[:-1], self.sub_dim))
+        self.codes_per_row = self._pieces[0].codes_per_row * self.num_subvectors
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        for piece, values in zip(self._pieces, self._split(x), strict=True):
+            piece.partial_fit(values)
+
+    def finalize(self) -> None:
+        """Round to fp16."""
+        for piece in self._pieces:
+            piece.finalize()
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors)."""
+        codes = [piece.encode(values) for piece, values in zip(self._pieces, self._split(x), strict=True)]
+        return torch.stack(codes, dim=-1).flatten(3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
+        pieces = codes.unflatten(-1, (-1, self.num_subvectors)).unbind(-1)
+        return torch.cat([piece.decode(c) for piece, c in zip(self._pieces, pieces, strict=True)], dim=-1)
+
+    def state(self) -> dict[str, Tensor]:
+        """The codebooks."""
+        found = [piece.codebooks for piece in self._pieces]
+        return {} if found[0] is None else {"codebooks": torch.cat(found)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for codebooks of another shape or type."""
+        state = dict(state)
+        shape = (self.num_subvectors, self.codebook_size, self.sub_dim)
+        for piece, codebook in zip(self._pieces, take(state, "codebooks", shape, torch.float16), strict=True):
+            piece.load_state({"codebooks": codebook.unsqueeze(0)})
+        super().load_state(state)
+
+    def _split(self, x: Tensor) -> list[Tensor]:
+        return x.split(self.sub_dim, dim=-1)
