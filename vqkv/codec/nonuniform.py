@@ -12,7 +12,7 @@ from vqkv.codec.pipeline import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
 from vqkv.learn import Ema, KMeans, Statistics
 
-SAMPLES = 65536
+SAMPLES, ITERATIONS = 65536, 30
 
 
 @dataclass(eq=False)
@@ -40,13 +40,11 @@ class NonUniform(Quantizer):
 
     def partial_fit(self, x: Tensor) -> None:
         """Raises ``DataError`` at the first call for fewer distinct values than levels."""
-        values = x.reshape(-1, 1)
+        values = self._sample(x.reshape(-1, 1))
         if self._levels is None:
             self._start(values)
         else:
-            levels = self._ema.update(Statistics.of(values, self._nearest(values[:, 0]), 2**self.bits))
-            self._levels = levels[:, 0].sort().values
-            self._ema.codebook = self._levels[:, None]
+            self._levels = self._ema.update(self._statistics(values))[:, 0].sort().values
 
     def finalize(self) -> None:
         """Round to fp16."""
@@ -73,14 +71,22 @@ class NonUniform(Quantizer):
         super().load_state(state)
 
     def _start(self, values: Tensor) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-        sample = values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
-        sample = values if len(values) <= SAMPLES else sample
-        learner = KMeans(2**self.bits, iterations=30, seed=self.seed)
-        self._levels = learner.fit(sample)[:, 0].sort().values
+        learner = KMeans(2**self.bits, seed=self.seed)
+        self._levels = learner.start(values)[:, 0].sort().values
+        learner.codebook = self._levels[:, None]
+        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
+            self._levels = learner.solve(self._statistics(values))[:, 0]
         self._ema = Ema(self.decay)
-        counts = torch.bincount(self._nearest(values[:, 0]), minlength=2**self.bits)
-        self._ema.start(self._levels[:, None], counts)
+        self._ema.start(self._levels[:, None], self._statistics(values).counts)
+
+    def _statistics(self, values: Tensor) -> Statistics:
+        return Statistics.of(values, self._nearest(values[:, 0]), 2**self.bits)
+
+    def _sample(self, values: Tensor) -> Tensor:
+        if len(values) <= SAMPLES:
+            return values
+        generator = torch.Generator().manual_seed(self.seed)
+        return values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
 
     def _nearest(self, x: Tensor) -> Tensor:
         levels = self._levels.float()

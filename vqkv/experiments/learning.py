@@ -1,0 +1,61 @@
+"""Notebook 02: how codebooks are learned."""
+
+import torch
+from tqdm import tqdm
+
+from vqkv import presets
+from vqkv.capture import capture
+from vqkv.experiments.common import draw, frame, load
+from vqkv.metrics import code_perplexity
+from vqkv.models import kv_sources
+
+
+def codebook_learning(
+    model: str, corpus: str, role: str, layer: int, codebook_size: int, num_quantizers: int, group_size: int,
+    vectors_per_step: int, steps: int, every: int, variants: list[dict], seeds: list[int], dtype: str, device: str,
+):  # fmt: skip
+    """Notebook 02: held-out loss (relative MSE), code perplexity and unused codes against moving-average steps.
+
+    ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive); each is learned with each of ``seeds``, which
+    also draw the text. One row per variant, seed, step and stage; a stage's loss is what it and those before leave.
+    """
+    sources = {}
+    loaded, tokenizer = load(model, dtype, device, sources)
+    test = _layer_vectors(loaded, tokenizer, corpus, "test", role, layer, group_size, vectors_per_step, 0, sources)
+    rows = []
+    for seed in seeds:
+        needed = vectors_per_step * (steps + 1)
+        train = _layer_vectors(loaded, tokenizer, corpus, "train", role, layer, group_size, needed, seed, sources)
+        for variant in variants:
+            preset = presets.vqllm(num_quantizers, codebook_size, group_size, seed=seed, **variant)
+            codec = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
+            label = {"init": "kmeans", "decay": 0.99, "revive": False} | variant | {"seed": seed}
+            rows += [label | row for row in _learning_curve(codec, train.chunk(steps + 1, dim=2), test, every)]
+    return frame(rows, sources)
+
+
+def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every: int) -> list[dict]:
+    """Step 0 is the initial codebooks; each further batch (1, 1, vectors, head_dim) is one step."""
+    rows, steps = [], len(train) - 1
+    for step, batch in enumerate(tqdm(train, desc="moving-average steps", leave=False, disable=None)):
+        codec.partial_fit(batch)
+        if step % every == 0 or step == steps:
+            vectors = codec.vectors(test)
+            loss, usage = codec.quantizer.loss(vectors), codec.quantizer.usage(vectors)
+            effective, unused = code_perplexity(usage), (usage == 0).float().mean(dim=1)
+            for stage in range(len(loss)):
+                row = {"step": step, "stage": stage + 1, "loss": loss[stage].item()}
+                rows.append(row | {"perplexity": effective[stage].item(), "unused": unused[stage].item()})
+    return rows
+
+
+def _layer_vectors(model, tokenizer, corpus, split, role, layer, group_size, count, seed, sources) -> torch.Tensor:
+    """Keys or values of one layer, cut into batches that hold ``count`` group vectors in all (test: one batch)."""
+    source = kv_sources(model)[layer]
+    per_token = source.num_kv_heads * source.head_dim // group_size
+    seq_len = min(512, count // per_token)
+    num_seqs = -(-count // (per_token * seq_len))
+    tokens = draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
+    which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
+    x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
+    return x.flatten(0, 2)[: count * group_size // source.head_dim][None, None]  # (1, 1, vectors, head_dim)
