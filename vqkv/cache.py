@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from vqkv.codec.base import Codec
 from vqkv.codec.payload import Payload
@@ -352,6 +352,15 @@ class CompressedCache(Cache):
 
     def __repr__(self) -> str:
         return f"CompressedCache({self.compressor.name}: {self.report()})"
+
+
+def full_cache(model, keys: list[torch.Tensor], values: list[torch.Tensor]) -> DynamicCache:
+    """transformers' uncompressed cache holding given keys (after RoPE) and values, lists over layers of
+    (batch, num_kv_heads, seq_len, head_dim), in the model's dtype."""
+    cache = DynamicCache()
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        cache.update(*(x.to(model.device, model.dtype) for x in pair), layer)
+    return cache
 
 
 def _append(stored: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,10 @@ class Compressor:
         """An empty cache for ``model``; raises ``FormatError`` if this compressor was fitted to another model."""
         return CompressedCache(self, model, in_place=in_place)
 
+    def reconstruct(self, layer: int, keys, values) -> tuple:
+        """What a layer's codecs give back for keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32."""
+        return tuple(codec.decode(codec.encode(x)) for codec, x in zip(self.codecs[layer], (keys, values), strict=True))
+
     def check(self, model) -> None:
         """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
         found = difference(self.model, model)

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vqkv.cache import full_cache
 from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.metrics import relative_mse, token_kl, token_nll, top1_agreement
@@ -23,13 +24,16 @@ def evaluate(
     prompt_len: int | None = None,
     batch_size: int = 8,
     reconstruction: bool = True,
+    per_sequence: bool = False,
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
+    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.peers``.
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest token by token). ``reconstruction``: whether to measure the MSE of K and V.
+    them, then decode and score the rest token by token). ``reconstruction``: whether to measure the MSE of K and V;
+    ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
     relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
@@ -51,16 +55,37 @@ def evaluate(
         marked = None if answers is None else answers[i : i + batch_size].to(model.device)
         totals.append(_compare(model, cache, batch, pieces, start, marked))
     row = {"protocol": protocol, **_summary(totals)}
+    if per_sequence:
+        row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
     return row | (reconstruction_error(model, compressor, tokens, batch_size) if reconstruction else {})
+
+
+@torch.inference_mode()
+def evaluate_restored(model, tokens: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> dict:
+    """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
+    them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
+    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache.
+    """
+    check_tokens(model, tokens)
+    tokens, start = tokens.to(model.device), keys[0].shape[2]
+    if not 0 < start < tokens.shape[1] - 1:
+        raise DataError(f"{start} restored tokens must leave at least two of the {tokens.shape[1]} tokens to decode")
+    exact = model(tokens, use_cache=False).logits[:, start:-1]
+    logits = model(tokens[:, start:], past_key_values=full_cache(model, keys, values), use_cache=True).logits[:, :-1]
+    kl, top1 = token_kl(exact, logits).mean(1), top1_agreement(exact, logits).mean(1)
+    spread = {"kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
+    return {"kl_mean": kl.mean().item(), **spread, "top1": top1.mean().item()}
 
 
 def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
     """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; no error feeds into another."""
     keys, values = capture(model, tokens, batch_size, post_rope=not compressor.settings.pre_rope)
     errors = {"key_mse": [], "value_mse": []}
-    for pair, layer in zip(compressor.codecs, zip(keys, values, strict=True), strict=True):
-        for codec, x, out in zip(pair, layer, errors.values(), strict=True):
-            out.append(relative_mse(x.float(), codec.decode(codec.encode(x.float()))))
+    for layer, exact in enumerate(zip(keys, values, strict=True)):
+        batches = zip(*(x.split(batch_size) for x in exact), strict=True)
+        stored = [compressor.reconstruct(layer, *batch) for batch in batches]
+        for x, x_hat, out in zip(exact, zip(*stored, strict=True), errors.values(), strict=True):
+            out.append(relative_mse(x, torch.cat(x_hat)))
     return {name: sum(found) / len(found) for name, found in errors.items()}
 
 

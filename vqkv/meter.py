@@ -63,14 +63,17 @@ def tensor_bytes(*objects) -> int:
 
 
 def tensors(*objects) -> list[torch.Tensor]:
-    """Every tensor reachable from ``objects``."""
+    """Every tensor reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's) has
+    a storage in name only: the tensors that it wraps stand for it."""
     found, seen, stack = [], set(), list(objects)
     while stack:
         item = stack.pop()
         if id(item) in seen or isinstance(item, (torch.nn.Module, type, str, bytes, int, float)):
             continue
         seen.add(id(item))
-        if isinstance(item, torch.Tensor):
+        if hasattr(type(item), "__tensor_flatten__"):
+            stack += [getattr(item, name) for name in item.__tensor_flatten__()[0]]
+        elif isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]
