@@ -1,0 +1,382 @@
+"""Heavy-hitter eviction: drop the tokens that attention passes over, and pack the kept ones with any codec.
+
+Source: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for efficient generative inference of large language models".
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vqkv.attention import (
+    attention_scores,
+    check_shares,
+    compare_scores,
+    heavy_hitters,
+    random_tokens,
+    token_mask,
+    watching_attention,
+)
+from vqkv.cache import CompressedCache, CompressedLayer, Positions, Role
+from vqkv.codec.packing import pack, unpack
+from vqkv.codec.payload import Payload
+from vqkv.errors import DataError
+from vqkv.meter import Report, tensor_bytes
+from vqkv.rope import rotate, unrotate
+
+__all__ = ["H2O", "EvictingCache", "attention_scores", "compare_scores", "heavy_hitters", "random_tokens"]
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` (batch, num_kv_heads, kept) of ``x`` (batch, num_kv_heads, rows, ...), each head its own."""
+    index = index.view(*index.shape, *[1] * (x.ndim - 3))
+    return x.gather(2, index.expand(*index.shape[:3], *x.shape[3:]))
+
+
+@dataclass(frozen=True)
+class H2O:
+    """A fitted compressor whose caches evict: ``evaluate`` and ``generate`` take it as they take the compressor.
+
+    ``retain`` and ``recent`` are shares of the tokens seen; see ``heavy_hitters``, which ``choose`` may replace. The
+    compressor's own sinks and recent window are never evicted. By default a cache evicts once, after its first forward
+    pass (the prompt, or its first chunk) and before anything is packed, which suits every codec; later tokens are all
+    kept. A codec that merges heads or blocks of tokens then merges tokens of different positions. ``streaming`` evicts
+    after every forward pass, by dropping rows of what is packed without packing it anew: this takes a codec that packs
+    token by token and head by head. Kept tokens keep their positions. Raises ``DataError`` for impossible shares.
+    """
+
+    compressor: object
+    retain: float = 0.75
+    recent: float = 0.1
+    streaming: bool = False
+    choose: Callable[..., Tensor] = heavy_hitters
+
+    def __post_init__(self):
+        check_shares(self.retain, self.recent)
+
+    @property
+    def name(self) -> str:
+        """The compressor's name and the share retained."""
+        return f"{self.compressor.name}+h2o{self.retain:g}"
+
+    @property
+    def settings(self):
+        """The compressor's cache settings."""
+        return self.compressor.settings
+
+    @property
+    def codecs(self):
+        """The compressor's (key codec, value codec) per layer."""
+        return self.compressor.codecs
+
+    @property
+    def side_bytes(self) -> int:
+        """The compressor's side information; eviction has none."""
+        return self.compressor.side_bytes
+
+    def reconstruct(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Compressor.reconstruct``: the codecs' error alone, as if all tokens were kept."""
+        return self.compressor.reconstruct(layer, keys, values)
+
+    def new_cache(self, model, in_place: bool = False) -> "EvictingCache":
+        """An empty cache. Raises ``DataError`` for ``in_place`` and for streaming with a codec of token blocks."""
+        if in_place:
+            raise DataError("one pass in place reads nothing that was evicted: use the snapshot or chunked protocol")
+        blocks = max(codec.tokens_per_row for pair in self.codecs for codec in pair)
+        if self.streaming and blocks > 1:
+            raise DataError(
+                f"{self.compressor.name!r} packs blocks of {blocks} tokens, from which none can be dropped alone: "
+                "use H2O(..., streaming=False) or a codec that packs token by token"
+            )
+        return EvictingCache(self, model)
+
+
+@dataclass(eq=False)
+class KeptPositions:
+    """The positions of one layer's stored tokens: those of ``whole``, less the evicted tokens', for each KV head.
+
+    ``bits`` (uint8, batch x num_kv_heads x bytes) has a bit for each of the first ``upto`` tokens, set if the token is
+    kept; all tokens from ``upto`` on are. Nothing is stored where keys need no rotation.
+    """
+
+    whole: Positions
+    bits: Tensor | None = None
+    upto: int = 0
+
+    @property
+    def explicit(self) -> Tensor | None:
+        """See ``Positions``."""
+        return self.whole.explicit
+
+    def advance(self, new_tokens: int, batch_size: int, like: Tensor) -> None:
+        """See ``Positions.advance``."""
+        self.whole.advance(new_tokens, batch_size, like)
+
+    def done(self) -> None:
+        """Keep the tables: tokens are packed after attention, and only then is the layer done with them."""
+
+    def rotate(self, keys: Tensor, start: int) -> Tensor:
+        """See ``Positions.rotate``; ``start`` counts stored tokens."""
+        return self.whole.rotate(keys, start) if self.bits is None else self._turn(rotate, keys, start)
+
+    def unrotate(self, keys: Tensor, start: int) -> Tensor:
+        """See ``Positions.unrotate``; ``start`` counts stored tokens."""
+        return self.whole.unrotate(keys, start) if self.bits is None else self._turn(unrotate, keys, start)
+
+    def keep(self, chosen: Tensor) -> None:
+        """Of the stored tokens, forget all but ``chosen`` (batch, num_kv_heads, kept)."""
+        if self.whole.rotary is None:
+            return
+        seen = self.whole.seq_len
+        chosen = chosen if self.bits is None else self._tokens().gather(-1, chosen)
+        self.bits, self.upto = pack(token_mask(chosen, seen), 1), seen
+
+    def truncate(self, seq_len: int) -> None:
+        """See ``Positions.truncate``; possible while nothing was evicted, or to forget all."""
+        self.whole.truncate(seq_len)
+
+    def select(self, pick) -> None:
+        """See ``Positions.select``."""
+        self.whole.select(pick)
+
+    def _tokens(self) -> Tensor:
+        """The numbers of the stored tokens among all seen: (batch, num_kv_heads, stored)."""
+        kept = unpack(self.bits, 1, self.upto)
+        new = torch.ones(*kept.shape[:2], self.whole.seq_len - self.upto, dtype=kept.dtype, device=kept.device)
+        return torch.cat([kept, new], dim=-1).nonzero()[:, -1].view(*kept.shape[:2], -1)
+
+    def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
+        index = self._tokens()[..., start : start + keys.shape[-2]]
+        tables = self.whole._slice(0, self.whole.seq_len)
+        cos, sin = (_pick(table[:, None].expand(*keys.shape[:2], -1, -1), index).flatten(0, 1) for table in tables)
+        return turn(keys.flatten(0, 1)[:, None], cos, sin).view_as(keys)  # each head as a sequence of its own
+
+
+@dataclass
+class HeldRole(Role):
+    """Keys or values that are packed only once attention has told which of them matter."""
+
+    fresh: Tensor | None = None
+
+    def write(self, states: Tensor, positions, settings) -> None:
+        """Hold new tokens back until ``store``."""
+        if self.fresh is not None:
+            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
+        self.fresh = states.detach()
+
+    def store(self, positions, settings) -> None:
+        """Store the tokens held back, as ``Role.write`` does."""
+        states, self.fresh = self.fresh, None
+        super().write(states, positions, settings)
+
+    def evict(self, chosen: Tensor) -> None:
+        """Drop all packed tokens but ``chosen`` (of the stored ones; all sinks and the window are among them)."""
+        sinks, packed, window = self.parts
+        rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
+        if rows.shape[-1] < packed:
+            self.packed = _pick_rows(self.packed, rows)
+
+
+def _pick_rows(payload: Payload, index: Tensor) -> Payload | None:
+    if type(payload) is not Payload or payload.shape[:2] != index.shape[:2]:
+        raise DataError(
+            f"this codec's {type(payload).__name__} of shape {payload.shape} mixes heads or has rows of unequal size, "
+            "from which one head's tokens cannot be dropped: use H2O(..., streaming=False)"
+        )
+    if not index.shape[-1]:
+        return None
+    return dataclasses.replace(payload, fields={name: _pick(x, index) for name, x in payload.fields.items()})
+
+
+@dataclass(eq=False)
+class EvictingLayer(CompressedLayer):
+    """One layer of an ``EvictingCache``. ``scores`` is the attention received by each stored token, while needed."""
+
+    is_croppable = False
+
+    policy: H2O
+    seen: int = field(default=0, init=False)
+    stored: int = field(default=0, init=False)
+    scores: Tensor | None = field(default=None, init=False)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """As ``CompressedLayer.update``, but new tokens are packed after attention where it decides what is kept."""
+        waiting = self.evicts_next
+        out = super().update(key_states, value_states, *args, **kwargs)
+        self.seen += key_states.shape[-2]
+        self.stored += key_states.shape[-2]
+        if not waiting:
+            self._store()
+        return out
+
+    @property
+    def evicts_next(self) -> bool:
+        """Whether the next forward pass ends in an eviction and so must be watched."""
+        return self.policy.streaming or self.seen == 0
+
+    def attended(self, scores: Tensor) -> None:
+        """Store the new tokens and evict, given what each key (batch, num_kv_heads, kv_len) got in this pass."""
+        if self.policy.streaming:
+            self._evict_packed(scores)
+        else:
+            chosen = self._choose(scores, self.settings.sink_tokens, self.settings.recent_window)
+            for role in self.roles:
+                role.fresh = _pick(role.fresh, chosen)
+            self._store()
+
+    def _evict_packed(self, scores: Tensor) -> None:
+        if self.scores is not None:
+            scores[..., : self.scores.shape[-1]] += self.scores
+        self._store()
+        sinks, _, window = self.roles[0].parts
+        chosen = self._choose(scores, sinks, window)
+        for role in self.roles:
+            role.evict(chosen)
+        self.scores = scores.gather(-1, chosen)
+
+    def _choose(self, scores: Tensor, sinks: int, window: int) -> Tensor:
+        chosen = self.policy.choose(scores, self.policy.retain, self.policy.recent, self.seen, sinks, window)
+        if chosen.shape[-1] < self.stored:
+            self.positions.keep(chosen)
+            self.stored = chosen.shape[-1]
+        return chosen
+
+    def _store(self) -> None:
+        for role in self.roles:
+            role.store(self.positions, self.settings)
+        if self.index == self.settings.last_layer:
+            self.positions.whole.done()
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, the evicted ones included: new tokens get the positions after them."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        """Kept tokens count as the newest of those seen, so that a causal mask hides none of them."""
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.stored + length, self.seen - self.stored
+
+    def reset(self) -> None:
+        """Forget every token."""
+        super().reset()
+        self.seen, self.stored, self.scores = 0, 0, None
+        self.positions.bits, self.positions.upto = None, 0
+        for role in self.roles:
+            role.fresh = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not possible: what made room for the last tokens is gone."""
+        raise DataError("a cache that evicts cannot take tokens back: reset() it, or use the compressor without H2O")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See ``CompressedLayer``."""
+        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
+        super().batch_select_indices(indices)
+        if self.scores is not None:
+            self.scores = self.scores[indices.to(self.scores.device)]
+        if self.positions.bits is not None:
+            self.positions.bits = self.positions.bits[indices.to(self.positions.bits.device)]
+
+
+class EvictingCache(CompressedCache):
+    """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``.
+
+    A pass that ends in an eviction runs with the model's eager attention, which hooks on ``model`` switch on for this
+    cache alone. Left padding is right, as padded tokens score lowest and are evicted first; right padding is not.
+    """
+
+    def __init__(self, policy: H2O, model):
+        super().__init__(policy.compressor, model)
+        self.model, self._watching = model, None
+        self.layers = [
+            EvictingLayer(
+                layer.index,
+                tuple(HeldRole(role.codec, role.rotated) for role in layer.roles),
+                KeptPositions(layer.positions),
+                layer.settings,
+                policy,
+            )
+            for layer in self.layers
+        ]
+        self._hook()
+
+    def _hook(self) -> None:
+        cache = weakref.ref(self)
+        for handle in (
+            self.model.register_forward_pre_hook(_Start(cache), with_kwargs=True),
+            self.model.register_forward_hook(_Stop(cache), always_call=True),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def start(self) -> None:
+        """A forward pass with this cache begins."""
+        if self.layers[0].evicts_next:
+            self._watching = ExitStack()
+            self._watching.enter_context(
+                watching_attention(self.model, lambda layer, scores: self.layers[layer].attended(scores))
+            )
+
+    def stop(self) -> None:
+        """It has ended, or failed."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.close()
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        """See ``CompressedCache.update``. Raises ``DataError`` where attention cannot be watched, or reaches less far
+        back than the tokens seen (a sliding window goes by positions, which kept tokens no longer line up with)."""
+        layer = self.layers[layer_idx]
+        if layer.evicts_next and self._watching is None:
+            raise DataError("attention is not watched: call the model that the cache was made for, not a part of it")
+        window = getattr(self.model.config.get_text_config(), "sliding_window", None)
+        if window and layer.seen + key_states.shape[-2] > window:
+            raise DataError(f"the model's sliding window of {window} tokens does its own eviction: use fewer tokens")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def report(self) -> Report:
+        """Bytes of what is kept. ``values``, and so ``ratio`` and ``bits_per_value_total``, count all tokens seen;
+        ``packed_values`` and ``bits_per_value`` those kept and packed. ``positions`` has one bit for each token seen
+        and KV head where keys are stored before RoPE; ``scores`` is what streaming must remember."""
+        report = super().report()
+        stored = self.layers[0].stored
+        kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.layers])}
+        kinds["positions"] += tensor_bytes([layer.positions.bits for layer in self.layers])
+        values = report.values * report.seq_len // stored if stored else 0
+        return dataclasses.replace(report, kinds=kinds, values=values)
+
+    def __deepcopy__(self, memo) -> "EvictingCache":
+        """A copy with its own tokens that watches the same model."""
+        twin = super().__deepcopy__(memo | {id(self.model): self.model})
+        twin._hook()
+        return twin
+
+
+@dataclass
+class _Hook:
+    """Tells a cache of a forward pass without keeping a dropped cache alive."""
+
+    cache: Callable | None = None
+
+    def __reduce__(self):
+        return type(self), ()  # a saved or copied model watches for no cache
+
+    def found(self) -> EvictingCache | None:
+        return self.cache and self.cache()
+
+
+class _Start(_Hook):
+    def __call__(self, module, args, kwargs) -> None:
+        cache = self.found()
+        if cache is not None and any(value is cache for value in (*args, *kwargs.values())):
+            cache.start()
+
+
+class _Stop(_Hook):
+    def __call__(self, module, args, output) -> None:
+        cache = self.found()
+        if cache is not None:
+            cache.stop()
