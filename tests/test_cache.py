@@ -209,3 +209,26 @@ def test_calibrate_refuses_what_it_cannot_fit(llama):
         )
     with pytest.raises(DataError, match="empty"):
         calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)
+
+
+@pytest.mark.parametrize("name", ["kivi", "kvquant", "vqq"])
+@pytest.mark.parametrize("removed", [1, 5, 11, 30])
+def test_crop_into_a_block_of_tokens_keeps_the_tokens_before_it(llama, name, removed):
+    """As far as the block's own quantization: the kept tokens read as they did before, and go on from there."""
+    preset = {"kivi": presets.kivi(4, 8, 0), "kvquant": presets.kvquant(4, block=8), "vqq": presets.vqq(0.0, 8, 16)}[
+        name
+    ]
+    cache = calibrate(llama, TOKENS, preset, progress=False).new_cache(llama)
+    run(llama, cache, TOKENS[:2, :41], pieces=(41,))
+    before = [layer.roles[1].read(layer.positions, torch.float32) for layer in cache.layers]
+    cache.crop(-removed)
+    assert cache.get_seq_length() == 41 - removed
+    for layer, values in zip(cache.layers, before, strict=True):
+        after = torch.cat(layer.roles[1].read(layer.positions, torch.float32), dim=-2)
+        torch.testing.assert_close(after, torch.cat(values, dim=-2)[..., : 41 - removed, :], rtol=1e-3, atol=1e-3)
+    follow = TOKENS[:2, 41 - removed : 42]
+    logits = run(llama, cache, follow, pieces=(follow.shape[1],))
+    exact = run(llama, DynamicCache(), TOKENS[:2, :42], pieces=(42,))[:, 41 - removed :]
+    assert logits.isfinite().all() and (logits - exact).abs().max() < 0.5 * exact.abs().max()
+    if name == "vqq":  # all blocks in fp16: nothing but that rounding is lost, keys' positions included
+        torch.testing.assert_close(logits, exact, rtol=2e-2, atol=2e-2)

@@ -46,6 +46,7 @@ class Positions:
         self.seq_len = 0
         self._step: weakref.ref | None = None
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._like = torch.empty(0)
         if self.rotary is None:
             return
         if getattr(self.rotary, "rope_type", "default") in CHANGING_ROPE:
@@ -59,11 +60,12 @@ class Positions:
     def __deepcopy__(self, memo) -> "Positions":
         """A copy that watches the same rotary embedding on its own."""
         twin = Positions(self.rotary)
+        twin._like = self._like
         twin.seq_len, twin.explicit = self.seq_len, None if self.explicit is None else self.explicit.clone()
         return twin
 
     def advance(self, new_tokens: int, batch_size: int, like: torch.Tensor) -> None:
-        """Take in the positions of this step's ``new_tokens`` and make the cos and sin of all tokens."""
+        """Take in the positions of this step's ``new_tokens``."""
         start, self.seq_len = self.seq_len, self.seq_len + new_tokens
         if self.rotary is None:
             return
@@ -78,11 +80,7 @@ class Positions:
                 before = torch.arange(start, device=like.device, dtype=torch.int32)[None]
             rows = max(before.shape[0], step.shape[0], batch_size)
             self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
-        whole = self.explicit
-        if whole is None:
-            whole = torch.arange(self.seq_len, device=like.device, dtype=torch.int32)[None]
-        cos, sin = self.rotary.forward(like.new_empty(0), whole)  # .forward: not through the hook
-        self._table = cos.float(), sin.float()
+        self._like, self._table = like.new_empty(0), None
 
     def rotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
         """fp32 keys of tokens start, start + 1, ... -> the keys that attention reads."""
@@ -93,10 +91,16 @@ class Positions:
         return keys if self.rotary is None else unrotate(keys, *self._slice(start, keys.shape[-2]))
 
     def _slice(self, start: int, length: int):
+        if self._table is None:
+            whole = self.explicit
+            if whole is None:
+                whole = torch.arange(self.seq_len, device=self._like.device, dtype=torch.int32)[None]
+            cos, sin = self.rotary.forward(self._like, whole)  # .forward: not through the hook
+            self._table = cos.float(), sin.float()
         return tuple(table[:, start : start + length] for table in self._table)
 
     def done(self) -> None:
-        """Drop the tables: they may be kept for one forward pass only."""
+        """Drop the cos and sin of all tokens, which are made when first needed and serve one forward pass."""
         self._table = None
 
     def truncate(self, seq_len: int) -> None:
@@ -143,11 +147,10 @@ class Role:
     def write(self, states: torch.Tensor, positions: Positions, settings: "Settings") -> None:
         """Store new tokens, then pack the oldest of those beyond the sinks and the recent window."""
         states = states.detach().float()  # a stored graph would hold every activation
-        exact = settings.dtype if settings.dtype.itemsize == 2 else torch.float16
         missing = settings.sink_tokens - self.parts[0]
         if missing > 0:
             head, states = states[..., :missing, :], states[..., missing:, :]
-            self.sinks = _append(self.sinks, _checked(head, exact))
+            self.sinks = _append(self.sinks, _checked(head, settings.exact))
         sinks, packed, window = self.parts
         if window:
             states = torch.cat([self.window.float(), states], dim=-2)
@@ -157,16 +160,23 @@ class Role:
             old = states[..., :flush, :]
             payload = self.codec.encode(positions.unrotate(old, sinks + packed) if self.rotated else old)
             self.packed = payload if self.packed is None else Payload.concat([self.packed, payload])
-        self.window = _checked(states[..., flush:, :], exact) if states.shape[-2] > flush else None
+        self.window = _checked(states[..., flush:, :], settings.exact) if states.shape[-2] > flush else None
 
-    def truncate(self, seq_len: int) -> None:
-        """Keep the first ``seq_len`` tokens."""
+    def truncate(self, seq_len: int, positions: Positions, settings: "Settings") -> None:
+        """Keep the first ``seq_len`` tokens; what is left of a block of tokens goes back to the window."""
         sinks, packed, _ = self.parts
         keep_window = seq_len - sinks - packed
         if self.window is not None:
             self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None
         if self.packed is not None and keep_window < 0:
-            self.packed = self.packed.tokens(0, seq_len - sinks) if seq_len > sinks else None
+            keep = max(0, seq_len - sinks)
+            whole = keep - keep % self.packed.tokens_per_row
+            if keep > whole:
+                block = self.packed.tokens(whole, whole + self.packed.tokens_per_row)
+                tail = self.codec.decode(block)[..., : keep - whole, :]
+                tail = positions.rotate(tail, sinks + whole) if self.rotated else tail
+                self.window = _checked(tail, settings.exact)
+            self.packed = self.packed.tokens(0, whole) if whole else None
         if self.sinks is not None and seq_len < sinks:
             self.sinks = self.sinks[..., :seq_len, :].clone() if seq_len else None
 
@@ -190,6 +200,11 @@ class Settings:
     block: int
     dtype: torch.dtype
     last_layer: int
+
+    @property
+    def exact(self) -> torch.dtype:
+        """What sinks and window are kept in: the model's dtype if it has 16 bits, else fp16."""
+        return self.dtype if self.dtype.itemsize == 2 else torch.float16
 
 
 @dataclass(eq=False)
@@ -264,9 +279,10 @@ class CompressedLayer(CacheLayerMixin):
 
     def _truncate(self, seq_len: int) -> None:
         for role in self.roles:
-            role.truncate(seq_len)
+            role.truncate(seq_len, self.positions, self.settings)
         if self.index == 0:
             self.positions.truncate(seq_len)
+        self.positions.done()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the batch for beam search."""

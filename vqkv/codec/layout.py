@@ -45,22 +45,20 @@ class TokenBlock(Stage):
 
 @dataclass(eq=False)
 class MergeHeads(Stage):
-    """A token's KV heads side by side as one vector: (batch, num_kv_heads, rows, head_dim) ->
-    (batch, 1, rows, num_kv_heads * head_dim)."""
+    """KV heads side by side along the last axis: (batch, num_kv_heads, rows, ..., head_dim) ->
+    (batch, 1, rows, ..., num_kv_heads * head_dim)."""
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows must be vectors. Raises ``DataError`` otherwise."""
-        if len(shape) != 2:
-            raise DataError(f"rows of shape {shape[1:]} reach MergeHeads: put it first")
+        """Any shape."""
         self._heads = shape[0]
-        return 1, shape[0] * shape[1]
+        return 1, *shape[1:-1], shape[0] * shape[-1]
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """Merge. Raises ``DataError`` for another number of heads than it was built for."""
         if x.shape[1] != self._heads:
             raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {self._heads}: fit again")
-        return x.transpose(1, 2).flatten(2).unsqueeze(1), {}
+        return x.movedim(1, -2).flatten(-2).unsqueeze(1), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """Split."""
-        return y.squeeze(1).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+        return y.squeeze(1).unflatten(-1, (self._heads, -1)).movedim(-2, 1)
