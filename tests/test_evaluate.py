@@ -1,5 +1,6 @@
 """Metrics, protocols and the harness around them."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, metrics, presets
+from vqkv.capture import capture
+from vqkv.evaluate import evaluate_restored
 from vqkv.recall import RecallTask
 
 
@@ -77,3 +80,36 @@ def test_recall_answers_are_the_values_and_distances_count_tokens(mini):
     assert torch.equal(batch.tokens, again.tokens)
     with pytest.raises(DataError, match="too short"):
         RecallTask(mini[1]).batch(seq_len=10, num_seqs=1, seed=0)
+
+
+def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
+    """The exact cache restores to the exact model; a coarse one scores as the snapshot protocol does."""
+    model = mini[0]
+    keys, values = capture(model, tokens[:, :48], post_rope=True)
+    assert evaluate_restored(model, tokens, keys, values)["kl_mean"] < 1e-6
+    cache = one_bit.new_cache(model)
+    with torch.inference_mode():
+        model(tokens[:, :48], past_key_values=cache)
+    cache.layers[0].positions.done()
+    stored = [
+        [torch.cat(role.read(layer.positions, torch.float32), -2) for role in layer.roles] for layer in cache.layers
+    ]
+    restored = evaluate_restored(model, tokens, *zip(*stored, strict=True))
+    row = evaluate(model, one_bit, tokens, "snapshot", prompt_len=48, per_sequence=True)
+    # there the decoded tokens are packed too, one by one: near, not equal
+    assert 0.3 * row["kl_mean"] < restored["kl_mean"] < 3 * row["kl_mean"]
+    assert len(row["kl_each"]) == 3 and sum(row["kl_each"]) / 3 == pytest.approx(row["kl_mean"])
+    with pytest.raises(DataError, match="64 restored tokens"):
+        evaluate_restored(model, tokens, *capture(model, tokens, post_rope=True))
+
+
+@pytest.mark.parametrize("preset", [presets.kivi(2), presets.kvquant(3), presets.vqq(0.2), presets.higgs(3)])
+def test_every_kind_of_codec_goes_through_every_protocol(mini, preset):
+    """Also where the tokens are no multiple of a block: what is left of it stays exact in the window."""
+    model, tokenizer = mini
+    train = vqkv.load_corpus("python-stdlib", tokenizer, "train", seq_len=150, num_seqs=8)
+    test = vqkv.load_corpus("python-stdlib", tokenizer, "test", seq_len=141, num_seqs=2)
+    compressor = vqkv.calibrate(model, train, dataclasses.replace(preset, recent_window=0), progress=False)
+    for protocol in ("in_place", "chunked", "snapshot"):
+        row = evaluate(model, compressor, test, protocol)
+        assert 0 < row["kl_mean"] < 1 and 0 < row["key_mse"] < 1 and row["ratio"] > 1

@@ -419,3 +419,18 @@ def test_altered_payloads_never_crash(codecs):
 
 def payload_tensors(payload):
     return {name: tensor.clone() for name, tensor in payload.tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["vqllm", "higgs", "kvquant", "rvq2", "quanto"])
+def test_entropy_coding_changes_bytes_and_nothing_else(name):
+    preset = presets.vqllm(2, 20, 8) if name == "vqllm" else SMALL[name]
+    x, y = gaussian(1, HEADS, 420, HEAD_DIM), gaussian(2, HEADS, 84, HEAD_DIM, seed=1)
+    for role in ("key", "value"):
+        plain = getattr(preset, f"{role}_codec")().fit(x)
+        coded = getattr(presets.entropy_coded(preset, block=12), f"{role}_codec")().fit(x)
+        assert coded.tokens_per_row in (12, plain.tokens_per_row)
+        payload = coded.encode(y)
+        torch.testing.assert_close(coded.decode(payload), plain.decode(plain.encode(y)))
+        assert payload.fields["lengths"].sum() == len(payload.ragged["stream"])
+    with pytest.raises(DataError, match="fp16 has no codes"):
+        presets.entropy_coded(presets.fp16()).key_codec()

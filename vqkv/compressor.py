@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
 from vqkv.cache import CompressedCache
-from vqkv.codec.base import Codec, codec_from_config
+from vqkv.codec.base import Codec, codec_from_config, whole_blocks
 from vqkv.errors import FormatError
 from vqkv.models import difference
 from vqkv.presets import check_settings
@@ -51,8 +51,10 @@ class Compressor:
         return CompressedCache(self, model, in_place=in_place)
 
     def reconstruct(self, layer: int, keys, values) -> tuple:
-        """What a layer's codecs give back for keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32."""
-        return tuple(codec.decode(codec.encode(x)) for codec, x in zip(self.codecs[layer], (keys, values), strict=True))
+        """What a layer's codecs give back for keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens
+        after a codec's last whole block are left out. Raises ``DataError`` if there is none."""
+        pairs = zip(self.codecs[layer], (keys, values), strict=True)
+        return tuple(codec.decode(codec.encode(whole_blocks(x, codec.tokens_per_row))) for codec, x in pairs)
 
     def check(self, model) -> None:
         """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""

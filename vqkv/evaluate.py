@@ -85,7 +85,8 @@ def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: in
         batches = zip(*(x.split(batch_size) for x in exact), strict=True)
         stored = [compressor.reconstruct(layer, *batch) for batch in batches]
         for x, x_hat, out in zip(exact, zip(*stored, strict=True), errors.values(), strict=True):
-            out.append(relative_mse(x, torch.cat(x_hat)))
+            x_hat = torch.cat(x_hat)
+            out.append(relative_mse(x[:, :, : x_hat.shape[2]], x_hat))
     return {name: sum(found) / len(found) for name, found in errors.items()}
 
 

@@ -1,6 +1,7 @@
 """Each published system in a few lines, so that what differs between them is visible at a glance."""
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from functools import partial
 
 from vqkv.codec.affine import Uniform
 from vqkv.codec.base import Codec, Fp16
+from vqkv.codec.entropy import Entropy
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock
@@ -66,21 +68,22 @@ def vqllm(
     decay: float = 0.99,
     revive: bool = False,
     seed: int = 0,
+    beam: int = 1,
 ) -> Preset:
     """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
 
     Scale by the vector's standard deviation, split into groups of ``group_size`` channels, quantize every group with
     the same ``num_quantizers`` codebooks of ``codebook_size`` codes; no sinks and no recent window. The default stores
     2.875 bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays fp16.
+    ``beam`` > 1 searches for better codes of the same size (not in the paper).
     """
     arguments = dict(locals())
     if quantize not in ("key+value", "key", "value"):
         raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
 
     def chain(grouping: str, head_dim: int | None) -> Codec:
-        quantizer = ResidualVQ(
-            num_quantizers, codebook_size, group_size, init=init, decay=decay, revive=revive, seed=seed
-        )
+        learned = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
+        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, **learned)
         return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
 
     return Preset(
@@ -201,6 +204,29 @@ def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *group
 
 def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
     return Fallback(Chain([], quantizer, 8), threshold, 8)
+
+
+def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
+    """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
+    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+
+    def coded(make: Callable, head_dim: int | None) -> Codec:
+        chain = make(head_dim)
+        if not isinstance(chain, Chain):
+            raise DataError(f"{preset.name} has no codes to entropy-code")
+        stages = chain.stages
+        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
+            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
+            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
+        return Chain(stages, Entropy(chain.quantizer, tables, context), head_dim)
+
+    return dataclasses.replace(
+        preset,
+        name=f"{preset.name}+ans",
+        make_key_codec=partial(coded, preset.make_key_codec),
+        make_value_codec=partial(coded, preset.make_value_codec),
+        arguments=preset.arguments | {"tables": tables, "context": context, "block": block},
+    )
 
 
 PRESETS = {

@@ -2,6 +2,7 @@
 
 from vqkv.codec.affine import Uniform
 from vqkv.codec.base import Codec, Fp16, codec_from_config
+from vqkv.codec.entropy import Entropy
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock
@@ -15,8 +16,8 @@ from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, V
 from vqkv.codec.transform import Grouping, Hadamard, MeanRemoval
 
 __all__ = [
-    "Chain", "ChannelScale", "Codec", "Fallback", "Fp16", "Grid", "Grouping", "Hadamard", "HalfQuadratic", "HeadScale",
-    "MaskedPayload", "MeanRemoval", "MergeHeads", "MinMax", "NonUniform", "Payload", "ProductVQ", "Quantizer",
-    "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "StreamPayload", "TokenBlock", "Uniform", "VectorScale",
-    "codec_from_config", "payload_from",
+    "Chain", "ChannelScale", "Codec", "Entropy", "Fallback", "Fp16", "Grid", "Grouping", "Hadamard", "HalfQuadratic",
+    "HeadScale", "MaskedPayload", "MeanRemoval", "MergeHeads", "MinMax", "NonUniform", "Payload", "ProductVQ",
+    "Quantizer", "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "StreamPayload", "TokenBlock", "Uniform",
+    "VectorScale", "codec_from_config", "payload_from",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ class ProductVQ(Quantizer):
             ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
         ]
         self.code_bits = self._pieces[0].code_bits
+        self.num_tables = self.num_subvectors  # codes of a row take turns between the pieces' distributions
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Raises ``DataError`` unless the last axis is num_subvectors * sub_dim."""

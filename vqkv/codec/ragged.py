@@ -99,7 +99,7 @@ class MaskedPayload(RaggedPayload):
 
 @dataclass(eq=False)
 class StreamPayload(RaggedPayload):
-    """``fields["lengths"]`` (int32) says how many pieces of the ragged tensors each row owns."""
+    """``fields["lengths"]`` says how many pieces of the ragged tensors each row owns."""
 
     def counts(self, name: str) -> Tensor:
         """See ``RaggedPayload.counts``."""

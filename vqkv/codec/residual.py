@@ -8,7 +8,7 @@ from torch import Tensor
 from vqkv.codec.base import take
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import rvq_decode, rvq_encode
+from vqkv.kernels import rvq_candidates, rvq_decode, rvq_encode
 from vqkv.learn import Ema, KMeans, Statistics
 
 INITS = ("kmeans", "random")
@@ -22,6 +22,10 @@ class ResidualVQ(Quantizer):
     stages before, by k-means (on at most ``samples_per_code * codebook_size`` vectors) or ``random`` (small uniform
     codes, upstream's default without k-means); every later call is one moving-average step of all stages.
     ``finalize`` rounds the codebooks (num_quantizers, codebook_size, group_size) to fp16.
+
+    ``beam`` > 1 keeps that many partial sequences of codes from stage to stage: better codes for the same bytes, at the
+    encoder's expense only. Then k-means sees what all kept sequences leave over (as faiss's ResidualQuantizer trains),
+    and a moving-average step moves each code towards what the other stages leave to it.
     """
 
     num_quantizers: int = 8
@@ -33,11 +37,13 @@ class ResidualVQ(Quantizer):
     revive: bool = False
     seed: int = 0
     samples_per_code: int = 16
+    beam: int = 1
 
     def __post_init__(self):
         if self.init not in INITS:
             raise UnknownNameError("init", self.init, INITS)
-        for name, limit in (("num_quantizers", 64), ("codebook_size", 65536), ("group_size", 32768)):
+        limits = {"num_quantizers": 64, "codebook_size": 65536, "group_size": 32768, "beam": 256}
+        for name, limit in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= limit:
                 raise DataError(f"{name} {value!r} must be an integer from 1 to {limit}")
@@ -47,6 +53,11 @@ class ResidualVQ(Quantizer):
     def code_bits(self) -> int:
         """Bits of a code: ceil(log2 codebook_size), at least 1."""
         return max(1, (self.codebook_size - 1).bit_length())
+
+    @property
+    def num_tables(self) -> int:
+        """Codes of a row take turns between this many distributions (for entropy coding): one per stage."""
+        return self.num_quantizers
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Rows are (..., group_size). Raises ``DataError`` otherwise."""
@@ -66,9 +77,9 @@ class ResidualVQ(Quantizer):
 
     def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
         """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
-        codes = rvq_encode(x, self.codebooks)
+        codes = self._codes(x)
         statistics, samples = [], []
-        for k, residual in enumerate(self._residuals(x, codes)):
+        for k, residual in enumerate(self._targets(x, codes)):
             statistics.append(Statistics.of(residual, codes[:, k], self.codebook_size))
             samples.append(residual[torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size)).long()])
         return statistics, samples
@@ -87,7 +98,7 @@ class ResidualVQ(Quantizer):
 
     def encode(self, x: Tensor) -> Tensor:
         """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
-        return rvq_encode(x, self.codebooks).flatten(3)
+        return self._codes(x).flatten(3)
 
     def decode(self, codes: Tensor) -> Tensor:
         """The inverse. Raises ``FormatError`` for a code that no codebook has."""
@@ -98,13 +109,13 @@ class ResidualVQ(Quantizer):
     def loss(self, x: Tensor) -> Tensor:
         """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""
         vectors = x.reshape(-1, self.group_size)
-        residuals = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)][1:]
+        residuals = [*self._residuals(vectors, self._codes(vectors), last=True)][1:]
         energies = [residual.double().square().sum() for residual in residuals]
         return torch.stack(energies) / vectors.double().square().sum()
 
     def usage(self, x: Tensor) -> Tensor:
         """How often each code is chosen: x (..., group_size) -> int64 (num_quantizers, codebook_size)."""
-        codes = rvq_encode(x.reshape(-1, self.group_size), self.codebooks)
+        codes = self._codes(x.reshape(-1, self.group_size))
         return torch.stack([torch.bincount(stage, minlength=self.codebook_size) for stage in codes.T])
 
     def state(self) -> dict[str, Tensor]:
@@ -118,6 +129,19 @@ class ResidualVQ(Quantizer):
         self.codebooks = take(state, "codebooks", shape, torch.float16)
         super().load_state(state)
 
+    def _codes(self, x: Tensor) -> Tensor:
+        return rvq_encode(x, self.codebooks, self.beam)
+
+    def _targets(self, x: Tensor, codes: Tensor):
+        """What each stage's codes are to move towards. Greedy: the residuals. With a beam, which weighs stages against
+        each other, what the others leave over; as all move at once, together no farther than x."""
+        if self.beam == 1:
+            yield from self._residuals(x, codes)
+            return
+        error = (x - rvq_decode(codes, self.codebooks)) / max(1.0, self.num_quantizers * (1 - self.decay))
+        for k, codebook in enumerate(self.codebooks.float()):
+            yield codebook[codes[:, k]] + error
+
     def _residuals(self, x: Tensor, codes: Tensor, last: bool = False):
         """What each stage sees: x, then what the stages before left; with ``last`` also what remains at the end."""
         for k, codebook in enumerate(self.codebooks.float()):
@@ -127,8 +151,7 @@ class ResidualVQ(Quantizer):
             yield x
 
     def _start(self, x: Tensor) -> None:
-        residual = self._subsample(x)
-        weight = len(x) / len(residual)
+        sample = residual = self._subsample(x)
         codebooks, self._emas = [], []
         for k in range(self.num_quantizers):
             learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
@@ -137,12 +160,17 @@ class ResidualVQ(Quantizer):
             else:
                 self._fit_stage(learner, residual, k)
             codes = learner.assign(residual)
-            counts = Statistics.of(residual, codes, self.codebook_size).counts * weight
+            counts = Statistics.of(residual, codes, self.codebook_size).counts * (len(x) / len(residual))
             self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
             self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
             codebooks.append(learner.codebook)
-            residual = residual - learner.codebook[codes]
+            residual = residual - learner.codebook[codes] if self.beam == 1 else self._left_over(sample, codebooks)
         self.codebooks = torch.stack(codebooks)
+
+    def _left_over(self, x: Tensor, codebooks: list[Tensor]) -> Tensor:
+        """x (rows, group_size) less each of the sequences that the beam ends with: (rows * sequences, group_size)."""
+        stages = torch.stack(codebooks)
+        return (x.unsqueeze(1) - rvq_decode(rvq_candidates(x, stages, self.beam), stages)).flatten(0, 1)
 
     def _fit_stage(self, learner: KMeans, residual: Tensor, stage: int) -> None:
         try:

@@ -16,12 +16,11 @@ def code_entropy(
     models: list[str], corpus: str, train_seqs: int, num_seqs: int, seq_len: int, codebook_size: int,
     num_quantizers: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
-    """One row per model, codec, role and stage: ``entropy`` of the stage's held-out codes in bits, over all heads and
-    ``by_head`` (mean of each head's own), beside ``code_bits``.
+    """One row per model, codec, role and stage: ``entropy`` of the stage's held-out codes in bits, beside their width.
 
-    Beside it, the same for all stages, stored bits a value with packed codes and with ANS on tables learned in
-    calibration (``static``; ``table_bytes`` of side information) or also updated while coding (``adaptive``). Means
-    over layers.
+    Beside it, the same for all stages, bits a value of the codes alone: packed, and by ANS with one table for each
+    stage (``by_stage``), one for each place in a token (``by_place``; ``table_bytes`` of side information), and the
+    latter updated while coding (``adaptive``). Means over layers.
     """
     rows, sources = [], {}
     for name in models:
@@ -34,38 +33,39 @@ def code_entropy(
             "2 residual stages of 8 values": presets.rvq2(**shared),
             "residual VQ": presets.vqllm(num_quantizers, **shared),
         }.items():
-            compressor = calibrate(model, train, presets.entropy_coded(preset), progress=False)
+            fitted = {
+                context: calibrate(model, train, presets.entropy_coded(preset, context=context), progress=False)
+                for context in ("stage", "position")
+            }
             roles = capture(model, test, post_rope=not preset.pre_rope)
             for i, role in enumerate(("key", "value")):
-                codecs = [pair[i] for pair in compressor.codecs]
-                layers = tqdm(list(zip(codecs, roles[i], strict=True)), desc=label, leave=False, disable=None)
-                found = [_layer(codec, x.float()) for codec, x in layers]
-                shown = {"model": name, "codec": label, "role": role}
-                rows += [shown | row for row in _mean_rows(found)]
+                codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted.values()]
+                layers = tqdm(list(zip(*codecs, roles[i], strict=True)), desc=label, leave=False, disable=None)
+                found = [_layer(*codecs, x.float()) for *codecs, x in layers]
+                rows += [{"model": name, "codec": label, "role": role} | row for row in _mean_rows(found)]
     return frame(rows, sources)
 
 
-def _layer(codec, x) -> tuple[dict[str, list[float]], dict]:
-    """Entropies by stage, and stored bits a value by way of coding the codes."""
-    quantizer, inner = codec.quantizer, codec.quantizer.quantizer
-    codes = inner.encode(codec.vectors(x)).transpose(0, 1).flatten(1).unflatten(1, (-1, inner.num_quantizers))
-    counts = torch.nn.functional.one_hot(codes, inner.codebook_size).sum(1)  # (heads, stages, codebook_size)
-    entropies = {"entropy": code_perplexity(counts.sum(0)).log2(), "by_head": code_perplexity(counts).log2().mean(0)}
-    numbers = {"code_bits": inner.code_bits, "table_bytes": codec.side_bytes - inner.codebooks.nbytes}
-    for tables in ("static", "adaptive"):
-        quantizer.tables = tables
-        payload = codec.encode(x)
-        codes_bytes = payload.nbytes - payload.fields["scale"].nbytes
-        numbers[tables] = 8 * codes_bytes / x.numel()
+def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:
+    """Entropy by stage, and bits a value of the codes by way of coding them."""
+    quantizer, inner = by_place.quantizer, by_place.quantizer.quantizer
+    codes = inner.encode(by_place.vectors(x)).reshape(-1, inner.num_quantizers)
+    counts = torch.stack([torch.bincount(stage, minlength=inner.codebook_size) for stage in codes.T])
+    numbers = {"code_bits": inner.code_bits, "packed": codes.numel() * inner.code_bits / x.numel()}
+    numbers |= {"by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
+    quantizer.tables = "adaptive"
+    numbers["adaptive"] = _code_bits(by_place, x)
     quantizer.tables = "static"
-    numbers["packed"] = codes.numel() * inner.code_bits / x.numel()
-    return {name: stages.tolist() for name, stages in entropies.items()}, numbers
+    numbers["table_bytes"] = by_place.side_bytes - inner.codebooks.nbytes
+    return code_perplexity(counts).log2().tolist(), numbers
 
 
-def _mean_rows(layers: list[tuple[dict[str, list[float]], dict]]) -> list[dict]:
+def _code_bits(codec, x) -> float:
+    payload = codec.encode(x)
+    return 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
+
+
+def _mean_rows(layers: list[tuple[list[float], dict]]) -> list[dict]:
     numbers = {name: statistics.mean(found[name] for _, found in layers) for name in layers[0][1]}
-    stages = range(len(layers[0][0]["entropy"]))
-    return [
-        {"stage": k + 1} | {name: statistics.mean(e[name][k] for e, _ in layers) for name in layers[0][0]} | numbers
-        for k in stages
-    ]
+    by_stage = [statistics.mean(stage) for stage in zip(*(entropies for entropies, _ in layers), strict=True)]
+    return [{"stage": i + 1, "entropy": entropy} | numbers for i, entropy in enumerate(by_stage)]

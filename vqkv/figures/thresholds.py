@@ -94,30 +94,26 @@ def ladder_bars(table, claimed: dict[str, float]):
     return fig
 
 
+CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a token", "adaptive": "... that adapts"}
+
+
 def entropy_bars(table):
-    """What ANS leaves of packed codes, in percent, by codec and role: static and adaptive tables; a panel per model."""
+    """How many times smaller ANS makes the codes, by codec and role, with three kinds of tables; a panel per model."""
     models, codecs = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table["codec"]))
-    fig, axes = plt.subplots(1, len(models), figsize=(10, 3.4), sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(models), figsize=(10, 3.6), sharey=True, squeeze=False)
     for ax, model in zip(axes[0], models, strict=True):
-        rows = (
-            table[table["model"] == model]
-            .groupby(["codec", "role"], sort=False)[["packed", "static", "adaptive"]]
-            .mean()
-        )
-        for i, codec in enumerate(codecs):
-            for j, role in enumerate(("key", "value")):
-                row, x = rows.loc[(codec, role)], i + 0.4 * j - 0.2
-                ax.bar(
-                    x, 100 * row["static"] / row["packed"], 0.36, color=PALETTE[role], label=role if i == 0 else None
-                )
-                ax.plot(x, 100 * row["adaptive"] / row["packed"], "_", color=PALETTE["bound"], markersize=14)
-        ax.axhline(100, color=PALETTE["bound"], linewidth=1)
-        ax.axhspan(100 / 1.5, 100 / 1.2, color=PALETTE["published"], alpha=0.25)
-        ax.set_xticks(range(len(codecs)), [codec.replace(" of ", "\nof ") for codec in codecs], fontsize=9)
-        ax.set_title(model)
-    axes[0, 0].set(ylabel="bytes of codes left (%)", ylim=(0, 115))
-    axes[0, 0].text(-0.45, 100 / 1.2 - 6, "guessed: 1.2 to 1.5x", fontsize=9, color=PALETTE["bound"])
-    axes[0, -1].legend(loc="lower right")
+        mine = table[table["model"] == model].groupby(["codec", "role"], sort=False)[["packed", *CODERS]].mean()
+        places = [(codec, role) for codec in codecs for role in ("key", "value")]
+        for i, (coder, label) in enumerate(CODERS.items()):
+            gains = [mine.loc[place, "packed"] / mine.loc[place, coder] for place in places]
+            ax.bar([x + 0.27 * (i - 1) for x in range(len(places))], gains, 0.25, color=f"C{i}", label=label)
+        ax.axhline(1, color=PALETTE["bound"], linewidth=1)
+        ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source")
+        labels = [f"{codec.replace(' of ', chr(10) + 'of ')}\n{role}s" for codec, role in places]
+        ax.set_xticks(range(len(places)), labels, fontsize=8)
+        ax.set(title=model, ylim=(0.9, None))
+    axes[0, 0].set_ylabel("times smaller than packed codes")
+    axes[0, -1].legend(fontsize=9)
     return fig
 
 

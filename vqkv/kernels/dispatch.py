@@ -15,9 +15,17 @@ def name(x: Tensor) -> str:
     return implementation(x).__name__.rpartition(".")[2]
 
 
-def rvq_encode(x: Tensor, codebooks: Tensor) -> Tensor:
-    """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64."""
-    return implementation(x).rvq_encode(x, codebooks)
+def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
+    """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64.
+
+    ``beam``: how many partial sequences of codes are kept from stage to stage.
+    """
+    return implementation(x).rvq_encode(x, codebooks, beam)
+
+
+def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
+    """All sequences that beam search ends with, best first: (..., candidates, num_quantizers). For learning."""
+    return cpu.rvq_candidates(x, codebooks, beam)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
