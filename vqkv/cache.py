@@ -2,7 +2,6 @@
 
 import copy
 import math
-import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -13,106 +12,7 @@ from vqkv.codec.payload import Payload
 from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
 from vqkv.models import rotary_embedding
-from vqkv.rope import rotate, unrotate
-
-CHANGING_ROPE = ("dynamic", "longrope")
-
-
-class _Watch:
-    """Hands a rotary embedding's position_ids to ``Positions`` without keeping a dropped cache alive."""
-
-    def __init__(self, positions: "Positions | None" = None):
-        self.positions = positions and weakref.ref(positions)
-
-    def __call__(self, module, args, kwargs) -> None:
-        if self.positions and (positions := self.positions()) is not None:
-            step = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-            positions._step = weakref.ref(step)  # lives as long as the forward pass, and no longer
-
-    def __reduce__(self):
-        return _Watch, ()  # a saved or copied model watches for no cache
-
-
-class Positions:
-    """The position of every cached token and the model's own cos and sin for them.
-
-    The positions are read off the model's rotary embedding as it runs, so left padding and explicit position_ids are
-    right; they are stored only where they differ from 0, 1, 2, ...
-    """
-
-    def __init__(self, rotary):
-        self.rotary = rotary
-        self.explicit: torch.Tensor | None = None
-        self.seq_len = 0
-        self._step: weakref.ref | None = None
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._like = torch.empty(0)
-        if self.rotary is None:
-            return
-        if getattr(self.rotary, "rope_type", "default") in CHANGING_ROPE:
-            raise DataError(
-                f"rope_type {self.rotary.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
-                "cannot be rotated back as they were: use a preset with pre_rope=False"
-            )
-        hook = self.rotary.register_forward_pre_hook(_Watch(self), with_kwargs=True)
-        weakref.finalize(self, hook.remove)
-
-    def __deepcopy__(self, memo) -> "Positions":
-        """A copy that watches the same rotary embedding on its own."""
-        twin = Positions(self.rotary)
-        twin._like = self._like
-        twin.seq_len, twin.explicit = self.seq_len, None if self.explicit is None else self.explicit.clone()
-        return twin
-
-    def advance(self, new_tokens: int, batch_size: int, like: torch.Tensor) -> None:
-        """Take in the positions of this step's ``new_tokens``."""
-        start, self.seq_len = self.seq_len, self.seq_len + new_tokens
-        if self.rotary is None:
-            return
-        implicit = torch.arange(start, self.seq_len, device=like.device, dtype=torch.int32)[None]
-        step, self._step = self._step and self._step(), None
-        if step is None:
-            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
-        step = step.to(torch.int32)
-        if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
-            before = self.explicit
-            if before is None:
-                before = torch.arange(start, device=like.device, dtype=torch.int32)[None]
-            rows = max(before.shape[0], step.shape[0], batch_size)
-            self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
-        self._like, self._table = like.new_empty(0), None
-
-    def rotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
-        """fp32 keys of tokens start, start + 1, ... -> the keys that attention reads."""
-        return keys if self.rotary is None else rotate(keys, *self._slice(start, keys.shape[-2]))
-
-    def unrotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
-        """The keys that attention reads -> fp32 keys before RoPE."""
-        return keys if self.rotary is None else unrotate(keys, *self._slice(start, keys.shape[-2]))
-
-    def _slice(self, start: int, length: int):
-        if self._table is None:
-            whole = self.explicit
-            if whole is None:
-                whole = torch.arange(self.seq_len, device=self._like.device, dtype=torch.int32)[None]
-            cos, sin = self.rotary.forward(self._like, whole)  # .forward: not through the hook
-            self._table = cos.float(), sin.float()
-        return tuple(table[:, start : start + length] for table in self._table)
-
-    def done(self) -> None:
-        """Drop the cos and sin of all tokens, which are made when first needed and serve one forward pass."""
-        self._table = None
-
-    def truncate(self, seq_len: int) -> None:
-        """Forget all but the first ``seq_len`` tokens' positions."""
-        self.seq_len = seq_len
-        if self.explicit is not None:
-            self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
-
-    def select(self, pick) -> None:
-        """Apply ``pick`` (a function of a tensor whose first dimension is the batch) to per-sequence positions."""
-        if self.explicit is not None:
-            self.explicit = pick(self.explicit)
+from vqkv.positions import Positions
 
 
 @dataclass

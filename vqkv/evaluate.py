@@ -22,6 +22,7 @@ def evaluate(
     answers: torch.Tensor | None = None,
     chunk_size: int = 32,
     prompt_len: int | None = None,
+    step_size: int = 1,
     batch_size: int = 8,
     reconstruction: bool = True,
     per_sequence: bool = False,
@@ -32,8 +33,8 @@ def evaluate(
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest token by token). ``reconstruction``: whether to measure the MSE of K and V;
-    ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
+    them, then decode and score the rest ``step_size`` tokens at a time). ``reconstruction``: whether to measure the MSE
+    of K and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
     relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
@@ -47,7 +48,7 @@ def evaluate(
     if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
         raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
     check_batch_size(batch_size)
-    pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len)
+    pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     totals = []
     for i in range(0, len(tokens), batch_size):
         batch = tokens[i : i + batch_size].to(model.device)
@@ -90,7 +91,7 @@ def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: in
     return {name: sum(found) / len(found) for name, found in errors.items()}
 
 
-def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None) -> tuple[list[int], int]:
+def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None, step_size: int):
     """Lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
     if protocol == "in_place":
         return [seq_len], 0
@@ -105,7 +106,10 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     prompt_len = seq_len * 3 // 4 if prompt_len is None else prompt_len
     if not isinstance(prompt_len, int) or not 0 < prompt_len < seq_len - 1:
         raise DataError(f"prompt_len {prompt_len} must leave at least two of the {seq_len} tokens to decode")
-    return [prompt_len] + [1] * (seq_len - prompt_len), prompt_len
+    if not isinstance(step_size, int) or step_size < 1:
+        raise DataError(f"step_size {step_size!r} must be a positive integer")
+    whole, rest = divmod(seq_len - prompt_len, step_size)
+    return [prompt_len] + [step_size] * whole + [rest] * (rest > 0), prompt_len
 
 
 def _compare(model, cache, tokens, pieces, start, answers) -> dict:

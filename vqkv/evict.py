@@ -18,23 +18,15 @@ from vqkv.attention import (
     compare_scores,
     heavy_hitters,
     random_tokens,
-    token_mask,
     watching_attention,
 )
-from vqkv.cache import CompressedCache, CompressedLayer, Positions, Role
-from vqkv.codec.packing import pack, unpack
+from vqkv.cache import CompressedCache, CompressedLayer, Role
 from vqkv.codec.payload import Payload
 from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
-from vqkv.rope import rotate, unrotate
+from vqkv.positions import KeptPositions, pick_rows
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "compare_scores", "heavy_hitters", "random_tokens"]
-
-
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` (batch, num_kv_heads, kept) of ``x`` (batch, num_kv_heads, rows, ...), each head its own."""
-    index = index.view(*index.shape, *[1] * (x.ndim - 3))
-    return x.gather(2, index.expand(*index.shape[:3], *x.shape[3:]))
 
 
 @dataclass(frozen=True)
@@ -95,67 +87,6 @@ class H2O:
         return EvictingCache(self, model)
 
 
-@dataclass(eq=False)
-class KeptPositions:
-    """The positions of one layer's stored tokens: those of ``whole``, less the evicted tokens', for each KV head.
-
-    ``bits`` (uint8, batch x num_kv_heads x bytes) has a bit for each of the first ``upto`` tokens, set if the token is
-    kept; all tokens from ``upto`` on are. Nothing is stored where keys need no rotation.
-    """
-
-    whole: Positions
-    bits: Tensor | None = None
-    upto: int = 0
-
-    @property
-    def explicit(self) -> Tensor | None:
-        """See ``Positions``."""
-        return self.whole.explicit
-
-    def advance(self, new_tokens: int, batch_size: int, like: Tensor) -> None:
-        """See ``Positions.advance``."""
-        self.whole.advance(new_tokens, batch_size, like)
-
-    def done(self) -> None:
-        """Keep the tables: tokens are packed after attention, and only then is the layer done with them."""
-
-    def rotate(self, keys: Tensor, start: int) -> Tensor:
-        """See ``Positions.rotate``; ``start`` counts stored tokens."""
-        return self.whole.rotate(keys, start) if self.bits is None else self._turn(rotate, keys, start)
-
-    def unrotate(self, keys: Tensor, start: int) -> Tensor:
-        """See ``Positions.unrotate``; ``start`` counts stored tokens."""
-        return self.whole.unrotate(keys, start) if self.bits is None else self._turn(unrotate, keys, start)
-
-    def keep(self, chosen: Tensor) -> None:
-        """Of the stored tokens, forget all but ``chosen`` (batch, num_kv_heads, kept)."""
-        if self.whole.rotary is None:
-            return
-        seen = self.whole.seq_len
-        chosen = chosen if self.bits is None else self._tokens().gather(-1, chosen)
-        self.bits, self.upto = pack(token_mask(chosen, seen), 1), seen
-
-    def truncate(self, seq_len: int) -> None:
-        """See ``Positions.truncate``; possible while nothing was evicted, or to forget all."""
-        self.whole.truncate(seq_len)
-
-    def select(self, pick) -> None:
-        """See ``Positions.select``."""
-        self.whole.select(pick)
-
-    def _tokens(self) -> Tensor:
-        """The numbers of the stored tokens among all seen: (batch, num_kv_heads, stored)."""
-        kept = unpack(self.bits, 1, self.upto)
-        new = torch.ones(*kept.shape[:2], self.whole.seq_len - self.upto, dtype=kept.dtype, device=kept.device)
-        return torch.cat([kept, new], dim=-1).nonzero()[:, -1].view(*kept.shape[:2], -1)
-
-    def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
-        index = self._tokens()[..., start : start + keys.shape[-2]]
-        tables = self.whole._slice(0, self.whole.seq_len)
-        cos, sin = (_pick(table[:, None].expand(*keys.shape[:2], -1, -1), index).flatten(0, 1) for table in tables)
-        return turn(keys.flatten(0, 1)[:, None], cos, sin).view_as(keys)  # each head as a sequence of its own
-
-
 @dataclass
 class HeldRole(Role):
     """Keys or values that are packed only once attention has told which of them matter."""
@@ -189,7 +120,7 @@ def _pick_rows(payload: Payload, index: Tensor) -> Payload | None:
         )
     if not index.shape[-1]:
         return None
-    return dataclasses.replace(payload, fields={name: _pick(x, index) for name, x in payload.fields.items()})
+    return dataclasses.replace(payload, fields={name: pick_rows(x, index) for name, x in payload.fields.items()})
 
 
 @dataclass(eq=False)
@@ -225,7 +156,7 @@ class EvictingLayer(CompressedLayer):
         else:
             chosen = self._choose(scores, self.settings.sink_tokens, self.settings.recent_window)
             for role in self.roles:
-                role.fresh = _pick(role.fresh, chosen)
+                role.fresh = pick_rows(role.fresh, chosen)
             self._store()
 
     def _evict_packed(self, scores: Tensor) -> None:

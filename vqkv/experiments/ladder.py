@@ -112,7 +112,7 @@ def eviction(
         model, tokenizer = load(name, dtype, device, sources)
         train = draw(corpus, tokenizer, "train", prompt_len, train_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", prompt_len + new_tokens, num_seqs, seed, sources)
-        settings = {"prompt_len": prompt_len, "batch_size": num_seqs, "reconstruction": False}
+        settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": num_seqs, "reconstruction": False}
         for codec in (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed)):
             codec = dataclasses.replace(codec, sink_tokens=sink_tokens)
             compressor = calibrate(model, train, codec, progress=False)

@@ -50,6 +50,7 @@ def _without_fallback(shared: dict) -> dict:
 def _per_sequence(model, compressor, tokens, prompt_len: int, label: dict) -> list[dict]:
     """One row a sequence: KL and top-1 agreement of the tokens after the prompt."""
     settings = {"prompt_len": prompt_len, "batch_size": len(tokens), "reconstruction": False, "per_sequence": True}
+    settings["step_size"] = tokens.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
     found = evaluate(model, compressor, tokens, "snapshot", **settings)
     shared = label | {"bits_per_value": found["bits_per_value"], "ratio": 16 / found["bits_per_value"]}
     return [
