@@ -124,12 +124,14 @@ def test_beam_4_cuts_the_error_by_15_percent_and_wider_beams_cut_more():
     for quantizer.beam in (1, 2, 4, 8):
         losses.append(float(quantizer.loss(x)[-1]))
     assert losses == sorted(losses, reverse=True) and losses[2] < 0.85 * losses[0]
-    assert float(fitted(train, beam=4).loss(x)[-1]) < losses[2]  # learning with the beam helps once more
+    assert (
+        float(fitted(train, beam=4, learning_beam=4).loss(x)[-1]) < losses[2]
+    )  # learning with the beam helps once more
 
 
 def test_loss_and_usage_are_those_of_the_stored_codes():
     x = gaussian(1, 2, 900, 8)
-    quantizer = fitted(x, beam=3)
+    quantizer = fitted(x, beam=3, learning_beam=3)
     codes = quantizer.encode(x)
     error = (x - quantizer.decode(codes)).square().sum() / x.square().sum()
     torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)
@@ -141,7 +143,7 @@ def test_loss_and_usage_are_those_of_the_stored_codes():
 def test_moving_averages_with_a_beam_lower_the_loss(decay):
     """Also at decay 0, where all stages together would overshoot if each took the whole error."""
     x = gaussian(1, 1, 6000, 8) + 0.3
-    quantizer = fitted(x, beam=4, decay=decay, samples_per_code=8)
+    quantizer = fitted(x, beam=4, learning_beam=4, decay=decay, samples_per_code=8)
     before = quantizer.loss(x)[-1]
     for _ in range(6):
         quantizer.partial_fit(x)
@@ -150,7 +152,7 @@ def test_moving_averages_with_a_beam_lower_the_loss(decay):
 
 def test_moving_averages_with_a_beam_follow_a_drift():
     x = gaussian(1, 1, 4000, 8)
-    quantizer = fitted(x, beam=2, decay=0.8)
+    quantizer = fitted(x, beam=2, learning_beam=2, decay=0.8)
     before = quantizer.loss(x + 2)[-1]
     for _ in range(15):
         quantizer.partial_fit(x + 2)
@@ -159,7 +161,7 @@ def test_moving_averages_with_a_beam_follow_a_drift():
 
 def test_statistics_of_processes_add_up_with_a_beam():
     x = gaussian(1, 1, 1000, 8)
-    alone, shared = fitted(x, beam=3), fitted(x, beam=3)
+    alone, shared = fitted(x, beam=3, learning_beam=3), fitted(x, beam=3, learning_beam=3)
     alone.partial_fit(x)
     parts = [shared.statistics(part) for part in x.reshape(-1, 8).split(300)]
     shared.learn([sum(stage[1:], stage[0]) for stage in zip(*[p[0] for p in parts], strict=True)], parts[0][1])
@@ -170,7 +172,7 @@ def test_a_codec_saved_before_there_were_beams_still_loads():
     x = gaussian(1, 2, 300, 16)
     codec = Chain([VectorScale(), Grouping(group_size=8)], ResidualVQ(2, 20, 8, beam=4), 16).fit(x)
     config = codec.config()
-    assert config["quantizer"].pop("beam") == 4
+    assert config["quantizer"].pop("beam") == 4 and config["quantizer"].pop("learning_beam") == 1
     again = codec_from_config(config, codec.state())
     assert again.quantizer.beam == 1
     payload = codec.encode(x)

@@ -218,6 +218,17 @@ def test_bad_settings_and_data_are_named():
         huge.finalize()
 
 
+@pytest.mark.parametrize("learning_beam", [1, 3])
+def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry(learning_beam):
+    """As a first layer's keys before RoPE, which repeat with their tokens: unseen vectors gain by each stage."""
+    words = gaussian(1, 1, 100, 8)
+    x = words[:, :, torch.randint(100, (2000,), generator=torch.Generator().manual_seed(1))]
+    quantizer = fitted(x, num_quantizers=6, learning_beam=learning_beam)
+    assert quantizer.loss(x)[-1] < 1e-2
+    unseen = quantizer.loss(gaussian(1, 1, 500, 8, seed=2))
+    assert (unseen[1:] <= unseen[:-1] * 1.001).all() and unseen[-1] < 0.8 * unseen[0]
+
+
 def test_a_code_beyond_the_codebook_is_refused():
     quantizer = fitted(gaussian(1, 1, 900, 8), codebook_size=30)
     with pytest.raises(FormatError, match="code 31 is not below codebook_size 30"):

@@ -24,8 +24,10 @@ class ResidualVQ(Quantizer):
     ``finalize`` rounds the codebooks (num_quantizers, codebook_size, group_size) to fp16.
 
     ``beam`` > 1 keeps that many partial sequences of codes from stage to stage: better codes for the same bytes, at the
-    encoder's expense only. Then k-means sees what all kept sequences leave over (as faiss's ResidualQuantizer trains),
-    and a moving-average step moves each code towards what the other stages leave to it.
+    encoder's expense. Codebooks are learned greedily all the same, unless ``learning_beam`` > 1: then k-means sees what
+    all kept sequences leave over (as faiss trains), and a moving-average step moves each code towards what all other
+    stages leave to it. That gains less than the search itself, takes several times as long, and on data with many
+    repeated vectors (a first layer's keys before RoPE) can lose.
     """
 
     num_quantizers: int = 8
@@ -38,11 +40,12 @@ class ResidualVQ(Quantizer):
     seed: int = 0
     samples_per_code: int = 16
     beam: int = 1
+    learning_beam: int = 1
 
     def __post_init__(self):
         if self.init not in INITS:
             raise UnknownNameError("init", self.init, INITS)
-        limits = {"num_quantizers": 64, "codebook_size": 65536, "group_size": 32768, "beam": 256}
+        limits = {"num_quantizers": 64, "codebook_size": 65536, "group_size": 32768, "beam": 256, "learning_beam": 256}
         for name, limit in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= limit:
@@ -77,7 +80,7 @@ class ResidualVQ(Quantizer):
 
     def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
         """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
-        codes = self._codes(x)
+        codes = rvq_encode(x, self.codebooks, self.learning_beam)
         statistics, samples = [], []
         for k, residual in enumerate(self._targets(x, codes)):
             statistics.append(Statistics.of(residual, codes[:, k], self.codebook_size))
@@ -135,7 +138,7 @@ class ResidualVQ(Quantizer):
     def _targets(self, x: Tensor, codes: Tensor):
         """What each stage's codes are to move towards. Greedy: the residuals. With a beam, which weighs stages against
         each other, what the others leave over; as all move at once, together no farther than x."""
-        if self.beam == 1:
+        if self.learning_beam == 1:
             yield from self._residuals(x, codes)
             return
         error = (x - rvq_decode(codes, self.codebooks)) / max(1.0, self.num_quantizers * (1 - self.decay))
@@ -151,32 +154,45 @@ class ResidualVQ(Quantizer):
             yield x
 
     def _start(self, x: Tensor) -> None:
-        sample = residual = self._subsample(x)
+        sample = residual = before = self._subsample(x)
         codebooks, self._emas = [], []
         for k in range(self.num_quantizers):
             learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
             if self.init == "random":
                 learner.codebook = self._random_codebook(k).to(x.device)
             else:
-                self._fit_stage(learner, residual, k)
+                self._fit_stage(learner, k, sample, before, residual)
             codes = learner.assign(residual)
             counts = Statistics.of(residual, codes, self.codebook_size).counts * (len(x) / len(residual))
             self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
             self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
             codebooks.append(learner.codebook)
-            residual = residual - learner.codebook[codes] if self.beam == 1 else self._left_over(sample, codebooks)
+            before = residual
+            greedy = residual - learner.codebook[codes]
+            residual = greedy if self.learning_beam == 1 else self._left_over(sample, codebooks)
         self.codebooks = torch.stack(codebooks)
 
     def _left_over(self, x: Tensor, codebooks: list[Tensor]) -> Tensor:
         """x (rows, group_size) less each of the sequences that the beam ends with: (rows * sequences, group_size)."""
         stages = torch.stack(codebooks)
-        return (x.unsqueeze(1) - rvq_decode(rvq_candidates(x, stages, self.beam), stages)).flatten(0, 1)
+        return (x.unsqueeze(1) - rvq_decode(rvq_candidates(x, stages, self.learning_beam), stages)).flatten(0, 1)
 
-    def _fit_stage(self, learner: KMeans, residual: Tensor, stage: int) -> None:
+    def _fit_stage(self, learner: KMeans, stage: int, sample: Tensor, before: Tensor, residual: Tensor) -> None:
         try:
             learner.fit(residual)
-        except DataError as error:  # a vector alone in its cluster leaves nothing over, so later stages may run dry
-            raise DataError(f"stage {stage + 1} of {self.num_quantizers}: {error}") from error
+        except DataError as error:
+            if stage == 0 or len(sample.unique(dim=0)) < 2 * self.codebook_size:  # too little data, not too regular
+                raise DataError(f"stage {stage + 1} of {self.num_quantizers}: {error}") from error
+            learner.codebook = self._spare_codes(residual, before, stage)
+
+    def _spare_codes(self, residual: Tensor, before: Tensor, stage: int) -> Tensor:
+        """Codes for a stage that has fewer distinct vectors left than codes. A vector alone in its cluster leaves
+        nothing over, and a first layer's keys before RoPE repeat with every token of the vocabulary. Those vectors, and
+        for vectors unseen so far some of what the stage before was given, at half its size."""
+        left = residual.unique(dim=0)[: self.codebook_size]
+        generator = torch.Generator().manual_seed(self.seed + stage)
+        picks = torch.randint(len(before), (self.codebook_size - len(left),), generator=generator)
+        return torch.cat([left, before[picks.to(before.device)] / 2])
 
     def _subsample(self, x: Tensor) -> Tensor:
         limit = self.samples_per_code * self.codebook_size

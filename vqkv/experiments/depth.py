@@ -1,5 +1,7 @@
 """Notebook 06: residual depth, codebook size and beam; and every system at equal bits."""
 
+import itertools
+
 import torch
 from tqdm import tqdm
 
@@ -28,10 +30,10 @@ def gaussian_depth(
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
-        for size, beam in tqdm([(c, b) for c in codebook_sizes for b in beams], desc="Gaussian", disable=None):
-            codec = Chain([], ResidualVQ(max(depths), size, group_size, seed=seed, beam=beam)).fit(train)
-            for depth in depths:
-                cut = shallower(codec, depth)
+        for size in tqdm(codebook_sizes, desc="Gaussian", disable=None):
+            codec = Chain([], ResidualVQ(max(depths), size, group_size, seed=seed)).fit(train)
+            for beam, depth in itertools.product(beams, depths):
+                cut = recut(codec, depth, beam)
                 error = relative_mse(test, cut.decode(cut.encode(test)))
                 bits = depth * cut.quantizer.code_bits / group_size
                 label = {"codebook_size": size, "beam": beam, "num_quantizers": depth, "seed": seed}
@@ -46,8 +48,8 @@ def residual_depth(
 ):  # fmt: skip
     """Table 2's question on both roles: MSE, chunked perplexity, KL and recall by codebook size, depth and beam.
 
-    Codebooks are learned once per size and beam; a shallower quantizer is the first stages of the deepest, which is
-    what greedy learning of fewer stages gives.
+    Codebooks are learned once per size, greedily; a shallower quantizer is the first stages of the deepest, which is
+    what learning fewer stages gives, and a beam is the encoder's alone.
     """
     sources = {}
     loaded, tokenizer = load(model, dtype, device, sources)
@@ -56,11 +58,11 @@ def residual_depth(
     recall = RecallTask(tokenizer).batch(seq_len, recall_seqs, 0)
     settings = {"chunk_size": chunk_size, "reconstruction": False}
     rows = []
-    for size, beam in tqdm([(c, b) for c in codebook_sizes for b in beams], desc="depth", disable=None):
-        preset = presets.vqllm(max(depths), size, group_size, beam=beam, seed=seed)
+    for size in tqdm(codebook_sizes, desc="depth", disable=None):
+        preset = presets.vqllm(max(depths), size, group_size, seed=seed)
         deepest = calibrate(loaded, train, preset, batch_size=train_seqs, progress=False)
-        for depth in depths:
-            codecs = [tuple(shallower(codec, depth) for codec in pair) for pair in deepest.codecs]
+        for beam, depth in tqdm([*itertools.product(beams, depths)], desc=f"{size} codes", leave=False, disable=None):
+            codecs = [tuple(recut(codec, depth, beam) for codec in pair) for pair in deepest.codecs]
             compressor = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
             row = evaluate(loaded, compressor, test, **settings)
             hits = evaluate(loaded, compressor, recall.tokens, answers=recall.answers, **settings)
@@ -71,9 +73,9 @@ def residual_depth(
     return frame(rows, sources)
 
 
-def shallower(codec: Codec, num_quantizers: int) -> Codec:
-    """A fitted residual VQ chain cut to its first stages."""
+def recut(codec: Codec, num_quantizers: int, beam: int) -> Codec:
+    """A fitted residual VQ chain with its first stages only, and another encoder."""
     config, state = codec.config(), codec.state()
-    config["quantizer"] |= {"num_quantizers": num_quantizers}
+    config["quantizer"] |= {"num_quantizers": num_quantizers, "beam": beam}
     state["quantizer.codebooks"] = state["quantizer.codebooks"][:num_quantizers].clone()
     return codec_from_config(config, state)
