@@ -15,14 +15,17 @@ from vqkv.evict import H2O, attention_scores, compare_scores, heavy_hitters, ran
 from vqkv.experiments.common import draw, frame, load
 from vqkv.snapshots import SnapshotReader, SnapshotWriter
 
-KEPT = ("file_bytes", "keyframe_bytes", "delta_bytes", "side_bytes", "every_fp32_bytes", "live_fp16_bytes")
+KEPT = (
+    "file_bytes", "keyframe_bytes", "delta_bytes", "header_bytes", "side_bytes", "every_fp32_bytes", "live_fp16_bytes",
+)  # fmt: skip
 
 
 def tier_ladder(
     models: list[str], corpus: str, steps: int, interval: int, new_tokens: int, num_seqs: int, train_seqs: int,
     retain: float, recent: float, codebook_size: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Each tier as a snapshot stream of caches that grow by one token a step, and the KL of going on from the last one.
+    """Each tier as a snapshot stream of caches that grow by one token a step, and the KL of going on from one of them:
+    the last but one, which with ``steps`` a multiple of ``interval`` has the most deltas.
 
     One row per model and tier. Ratios are from bytes on disk, the header (codebooks) apart: against every snapshot in
     fp32, the source's baseline, and against the live fp16 cache after the last step.
@@ -30,7 +33,7 @@ def tier_ladder(
     rows, sources = [], {}
     for name in models:
         model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", interval, train_seqs, seed, sources)
+        train = draw(corpus, tokenizer, "train", max(interval, steps), train_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", steps + new_tokens, num_seqs, seed, sources)
         live = capture(model, test[:, :steps], batch_size=num_seqs, post_rope=True)
         found = {}
@@ -58,7 +61,7 @@ def _tiers(model, train, keyframe: int, codebook_size: int, seed: int) -> dict:
 
 
 def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
-    """Write the growing cache to a file; its sizes, and its last snapshot read back."""
+    """Write the growing cache to a file; its sizes, and its last snapshot but one (if there are two) read back."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream"
         with SnapshotWriter(path, keyframes, deltas, interval) as writer:
@@ -66,7 +69,7 @@ def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
                 writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
         stream = SnapshotReader(path)
         report = stream.report()
-        return {name: report[name] for name in KEPT} | {"header_bytes": report["header_bytes"]}, stream.state()
+        return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
 
 
 def _evicted(model, train, test, live, interval: int, plain: dict, retain: float, recent: float) -> dict:
@@ -110,8 +113,9 @@ def eviction(
     rows, sources = [], {}
     for name in models:
         model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", prompt_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", prompt_len + new_tokens, num_seqs, seed, sources)
+        length = prompt_len + new_tokens  # calibrated on as many: a model may tell positions apart
+        train = draw(corpus, tokenizer, "train", length, train_seqs, seed, sources)
+        test = draw(corpus, tokenizer, "test", length, num_seqs, seed, sources)
         settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": num_seqs, "reconstruction": False}
         for codec in (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed)):
             codec = dataclasses.replace(codec, sink_tokens=sink_tokens)

@@ -1,15 +1,20 @@
 """Notebook 06: every system of the four sources, and transformers' own cache, at equal bits on the same tokens."""
 
 import dataclasses
+import itertools
 
 from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
+from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
 from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.depth import recut
 from vqkv.models import load_model
 from vqkv.peers import TransformersQuantized
+
+BY_BITS = (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs)
 
 
 def systems(
@@ -28,15 +33,18 @@ def systems(
         train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
         short, _ = load_model(name, "bfloat16", device)
-        for label, system in tqdm(_systems(codebook_size, num_quantizers, beam, seed), desc=name, disable=None):
-            if peer := isinstance(system, TransformersQuantized):
-                row = evaluate(model, system, test, chunk_size=chunk_size)
-                row["bits_per_value"] = evaluate(short, system, test[:1], chunk_size=chunk_size)["bits_per_value"]
-            else:
-                compressor = calibrate(model, train, bare(system), progress=False)
-                row = evaluate(model, compressor, test, chunk_size=chunk_size)
+        residual = calibrate(model, train, presets.vqllm(max(num_quantizers), codebook_size, seed=seed), progress=False)
+        compressors = _depths(residual, num_quantizers, beam)
+        for label, preset in tqdm(_presets(codebook_size, seed).items(), desc=name, leave=False, disable=None):
+            compressors[label] = calibrate(model, train, bare(preset), progress=False)
+        peers = _peers()
+        for label, compressor in tqdm((compressors | peers).items(), desc=name, leave=False, disable=None):
+            row = evaluate(model, compressor, test, chunk_size=chunk_size)
+            if label in peers:
+                metered = evaluate(short, compressor, test[:1], chunk_size=chunk_size, reconstruction=False)
+                row["bits_per_value"] = metered["bits_per_value"]
             row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-            rows.append({"model": name, "system": system.name, "label": label, "peer": peer} | row)
+            rows.append({"model": name, "system": compressor.name, "label": label, "peer": label in peers} | row)
     return frame(rows, sources)
 
 
@@ -45,20 +53,28 @@ def bare(preset: presets.Preset) -> presets.Preset:
     return dataclasses.replace(preset, sink_tokens=0, recent_window=0, flush_block=1)
 
 
-def _systems(codebook_size: int, num_quantizers: list[int], beam: int, seed: int):
+def _depths(deepest: Compressor, num_quantizers: list[int], beam: int) -> dict[str, Compressor]:
+    """Residual VQ of several depths out of the deepest, with and without a beam."""
+    found = {}
+    for depth, width in itertools.product(num_quantizers, (1, beam)):
+        codecs = [tuple(recut(codec, depth, width) for codec in pair) for pair in deepest.codecs]
+        label = f"vqllm {depth}" + f" beam {width}" * (width > 1)
+        found[label] = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
+    return found
+
+
+def _presets(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
     shared = {"codebook_size": codebook_size, "seed": seed}
-    chains = [
-        *((f"{make.__name__} {bits}", make(bits)) for make in (presets.quanto, presets.hqq) for bits in (2, 3, 4)),
-        *((f"kivi {bits}", presets.kivi(bits)) for bits in (2, 3, 4)),
-        *((f"kvquant {bits}", presets.kvquant(bits, seed=seed)) for bits in (2, 3, 4)),
-        *((f"higgs {bits}", presets.higgs(bits)) for bits in (2, 3, 4)),
-        ("vq 8", presets.vq(8, **shared)),
-        ("vq 2", presets.vq(2, **shared)),
-        ("rvq2", presets.rvq2(**shared)),
-        *((f"vqq_product {threshold}", presets.vqq_product(threshold, **shared)) for threshold in (0.3, 0.2)),
-        *((f"vqllm {k}", presets.vqllm(k, **shared)) for k in num_quantizers),
-        *((f"vqllm {k} beam {beam}", presets.vqllm(k, beam=beam, **shared)) for k in num_quantizers),
-        *((f"vqllm {k} entropy", presets.entropy_coded(presets.vqllm(k, **shared))) for k in num_quantizers),
-    ]
-    peers = [(backend, bits) for backend in ("quanto", "hqq") for bits in (2, 4)]
-    return chains + [(f"transformers {name} {bits}", TransformersQuantized(name, bits)) for name, bits in peers]
+    affine = {f"{make.__name__} {bits}": make(bits) for make in BY_BITS for bits in (2, 3, 4)}
+    return affine | {
+        "vq 8": presets.vq(8, **shared),
+        "vq 2": presets.vq(2, **shared),
+        "rvq2": presets.rvq2(**shared),
+        "vqq_product 0.3": presets.vqq_product(0.3, **shared),
+        "vqq_product 0.2": presets.vqq_product(0.2, **shared),
+    }
+
+
+def _peers() -> dict[str, TransformersQuantized]:
+    kinds = itertools.product(("quanto", "hqq"), (2, 4))
+    return {f"transformers {backend} {bits}": TransformersQuantized(backend, bits) for backend, bits in kinds}

@@ -27,16 +27,19 @@ def distance_to_bound(table):
 
 
 def depth_curves(table, metrics: dict[str, str]):
-    """Each metric (column -> axis label) against stored bits, a line per codebook size and beam over depths."""
+    """Each metric (column -> axis label) against stored bits, a line per codebook size and beam over depths; for KL
+    with the standard error over sequences."""
     fig, axes = plt.subplots(1, len(metrics), figsize=(10, 3.9), squeeze=False)
     sizes = sorted(set(table["codebook_size"]))
-    for ax, (column, label) in zip(axes[0], metrics.items(), strict=True):
+    for ax, (column, axis_label) in zip(axes[0], metrics.items(), strict=True):
         for (size, beam), rows in table.groupby(["codebook_size", "beam"]):
             rows = rows.sort_values("bits_per_value")
             style = "o-" if beam > 1 else "o:"
             colour = SIZE_COLOURS[sizes.index(size) % 3]
-            ax.plot(rows["bits_per_value"], rows[column], style, color=colour, label=f"{size} codes, beam {beam}")
-        ax.set(xlabel="stored bits per value", ylabel=label, yscale="log")
+            error = rows["kl_std"] / rows["num_seqs"] ** 0.5 if column == "kl_mean" else None
+            label = f"{size} codes, beam {beam}"
+            ax.errorbar(rows["bits_per_value"], rows[column], error, fmt=style, color=colour, label=label, capsize=2)
+        ax.set(xlabel="stored bits per value", ylabel=axis_label, yscale="log")
     axes[0, -1].legend(fontsize=9)
     return fig
 
@@ -57,8 +60,9 @@ SYSTEMS = {
 }
 
 
-def systems_plane(table, column: str = "kl_mean", label: str = "KL (nats)"):
-    """Damage against stored bits, a line per system; crosses are transformers' own cache. One panel per model."""
+def systems_plane(table):
+    """KL, with its standard error over sequences, against stored bits; a line per system, crosses for transformers' own
+    cache. One panel per model."""
     models = list(dict.fromkeys(table["model"]))
     fig, axes = plt.subplots(1, len(models), figsize=(11, 4.8), sharey=True, squeeze=False)
     for ax, model in zip(axes[0], models, strict=True):
@@ -67,9 +71,10 @@ def systems_plane(table, column: str = "kl_mean", label: str = "KL (nats)"):
             rows = mine[_is(mine, name)].sort_values("bits_per_value")
             line = "" if name.startswith("transformers") else "-"
             size = 10 if marker in "*+x" else 5
-            ax.plot(rows["bits_per_value"], rows[column], marker + line, color=PALETTE[colour], label=name, ms=size)
+            style = {"fmt": marker + line, "ms": size, "color": PALETTE[colour], "label": name}
+            ax.errorbar(rows["bits_per_value"], rows["kl_mean"], rows["kl_std"] / rows["num_seqs"] ** 0.5, **style)
         ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
-    axes[0, 0].set_ylabel(label)
+    axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=8, ncols=2)
     return fig
 

@@ -43,7 +43,7 @@ def ratios_by_threshold(measured, claimed):
     for model, rows in measured[measured["threshold"] > 0].groupby("model", sort=False):
         ax.plot(rows["threshold"], rows["ratio"], "o-", color=PALETTE[short(model)], label=f"measured ({model})")
     ax.axhline(1, color=PALETTE["bound"], linewidth=1)
-    ax.text(0.05, 1.08, "the live fp16 cache", fontsize=9)
+    ax.text(1, 1.08, "as large as the live fp16 cache", fontsize=9, ha="right")
     ax.set(xscale="log", yscale="log", xlabel="error threshold (share of the head's maximum)")
     ax.set(
         ylabel="compression ratio", xticks=claimed["threshold"], xticklabels=[f"{t:g}" for t in claimed["threshold"]]
@@ -68,6 +68,7 @@ def sequence_spread(table, chosen: list[tuple[str, str, float | None]]):
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.set_xticks(range(len(chosen)), [label for label, *_ in chosen], rotation=20, ha="right")
         ax.set(title=model, yscale="log")
+    axes[0, 0].text(0.6, 0.115, "KL 0.1", color=PALETTE["published"], fontsize=9)
     axes[0, 0].set_ylabel("KL of a sequence (nats)")
     return fig
 
@@ -80,8 +81,10 @@ def ladder_bars(table, claimed: dict[str, float]):
     for y, (tier, row) in enumerate(rows.iterrows()):
         ax.barh(y - 0.18, row["ratio_every_fp32"] - 0.05, 0.34, left=0.05, color=PALETTE["vqq"])
         ax.barh(y + 0.2, row["ratio_live_fp16"] - 0.05, 0.34, left=0.05, color=PALETTE["vq"])
-        ax.text(row["ratio_every_fp32"] * 1.1, y - 0.18, f"{row['ratio_every_fp32']:.0f}x", va="center", fontsize=9)
-        ax.text(row["ratio_live_fp16"] * 1.1, y + 0.2, f"{row['ratio_live_fp16']:.2g}x", va="center", fontsize=9)
+        ax.text(1.15, y - 0.18, f"{row['ratio_every_fp32']:.0f}x", va="center", fontsize=9)
+        ax.text(
+            max(1.15, row["ratio_live_fp16"] * 1.1), y + 0.2, f"{row['ratio_live_fp16']:.2g}x", va="center", fontsize=9
+        )
         ax.plot(claimed.get(tier, float("nan")), y - 0.18, "D", color=PALETTE["bound"], label="_" if y else "claimed")
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
     ax.barh(0, 0, color=PALETTE["vqq"], label="against every snapshot in fp32")
@@ -100,18 +103,19 @@ CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a t
 def entropy_bars(table):
     """How many times smaller ANS makes the codes, by codec and role, with three kinds of tables; a panel per model."""
     models, codecs = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table["codec"]))
-    fig, axes = plt.subplots(1, len(models), figsize=(10, 3.6), sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(models), figsize=(10, 4.2), sharey=True, squeeze=False)
     for ax, model in zip(axes[0], models, strict=True):
         mine = table[table["model"] == model].groupby(["codec", "role"], sort=False)[["packed", *CODERS]].mean()
         places = [(codec, role) for codec in codecs for role in ("key", "value")]
         for i, (coder, label) in enumerate(CODERS.items()):
             gains = [mine.loc[place, "packed"] / mine.loc[place, coder] for place in places]
-            ax.bar([x + 0.27 * (i - 1) for x in range(len(places))], gains, 0.25, color=f"C{i}", label=label)
+            heights = [gain - 1 for gain in gains]
+            ax.bar([x + 0.27 * (i - 1) for x in range(len(places))], heights, 0.25, 1, color=f"C{i}", label=label)
         ax.axhline(1, color=PALETTE["bound"], linewidth=1)
-        ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source")
-        labels = [f"{codec.replace(' of ', chr(10) + 'of ')}\n{role}s" for codec, role in places]
-        ax.set_xticks(range(len(places)), labels, fontsize=8)
-        ax.set(title=model, ylim=(0.9, None))
+        ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source", zorder=0)
+        labels = [f"{codec}, {role}s" for codec, role in places]
+        ax.set_xticks(range(len(places)), labels, fontsize=9, rotation=25, ha="right")
+        ax.set(title=model, ylim=(0.98, None))
     axes[0, 0].set_ylabel("times smaller than packed codes")
     axes[0, -1].legend(fontsize=9)
     return fig
