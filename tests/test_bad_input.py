@@ -23,6 +23,7 @@ from vqkv import (
     presets,
 )
 from vqkv.codec import VectorScale
+from vqkv.compressor import _config_sha256
 from vqkv.corpus import documents
 from vqkv.meter import tensor_bytes
 
@@ -51,7 +52,11 @@ def compressor(model):
         ({"chunk_size": 48}, "leaves none of 48 tokens"),  # would read no packed history and look perfect
         ({"chunk_size": 0}, "chunk_size 0"),
         ({"batch_size": 0}, "batch_size 0"),
+        ({"chunk_size": True}, "chunk_size True"),
+        ({"batch_size": True}, "batch_size True"),
         ({"protocol": "snapshot", "prompt_len": 0}, "prompt_len 0"),
+        ({"protocol": "snapshot", "prompt_len": True}, "prompt_len True"),
+        ({"protocol": "snapshot", "step_size": True}, "step_size True"),
         ({"answers": torch.zeros(4, 48, dtype=torch.long)}, "booleans"),
         ({"answers": torch.zeros(4, 48, dtype=torch.bool)}, "booleans"),
         ({"tokens": TOKENS.int()}, "int64"),
@@ -141,6 +146,52 @@ def test_a_compressor_is_never_half_written(compressor, tmp_path, monkeypatch):
         compressor.save_pretrained(tmp_path / "file")
 
 
+def _signed(folder, change):
+    """Rewrite a compressor's header as an attacker who knows the format would."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    config["config_sha256"] = _config_sha256(config)
+    path.write_text(json.dumps(config))
+
+
+def _nested(config):
+    for _ in range(300):
+        config["codecs"][0][0] = {"part": "Chain", "stages": [], "quantizer": config["codecs"][0][0]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(codecs_file=5),
+        lambda config: config.update(codecs_file=None),
+        lambda config: config.update(codecs_sha256=["x"]),
+        lambda config: config["settings"].update(pre_rope="no"),
+        lambda config: config["settings"].update(pre_rope=1),
+        lambda config: (config.update(codecs=[]), config["model"].update(num_layers=0)),
+        lambda config: config.update(codecs=5),
+        _nested,
+    ],
+)
+def test_altered_headers_with_the_right_checksum_are_refused(compressor, tmp_path, change):
+    compressor.save_pretrained(tmp_path)
+    Compressor.from_pretrained(tmp_path)
+    _signed(tmp_path, change)
+    with pytest.raises(FormatError):
+        Compressor.from_pretrained(tmp_path)
+
+
+def test_a_header_nested_without_end_is_refused(compressor, tmp_path):
+    """At whatever depth Python's stack ends, in reading or in hashing."""
+    compressor.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    text = path.read_text()
+    for depth in range(800, 1000):
+        path.write_text(text.replace('"notes": {', '"notes": {"x": ' + "[" * depth + "]" * depth + ", ", 1))
+        with pytest.raises(FormatError):
+            Compressor.from_pretrained(tmp_path)
+
+
 def test_models_that_cannot_be_loaded(folder, tmp_path):
     for name, damage in (
         ("cut", lambda f: (f / "model.safetensors").write_bytes(b"12345678")),
@@ -191,3 +242,5 @@ def test_arguments_of_presets_are_checked():
         presets.make("vqllm", codebooksize=3)
     with pytest.raises(DataError, match="flush_block 0"):
         presets.Preset("x", presets.Fp16, presets.Fp16, flush_block=0)
+    with pytest.raises(DataError, match="pre_rope 1"):
+        presets.Preset("x", presets.Fp16, presets.Fp16, pre_rope=1)

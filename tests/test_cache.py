@@ -165,6 +165,44 @@ def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
     run(llama, cache)
 
 
+def refused(model, cache, tokens, message):
+    with pytest.raises(DataError, match=message):
+        run(model, cache, tokens, (tokens.shape[1],))
+
+
+@pytest.mark.parametrize("pre_rope", [True, False])
+def test_a_refused_batch_leaves_no_trace(llama, compressor, pre_rope):
+    base = with_settings(compressor, pre_rope=pre_rope, sink_tokens=1, recent_window=2)
+    cache, undisturbed = base.new_cache(llama), base.new_cache(llama)
+    expected = run(llama, undisturbed, pieces=(20, 10, 18))
+    first = run(llama, cache, TOKENS[:2, :20], (20,))
+    refused(llama, cache, TOKENS[:1, 20:25], "holds 2 sequences, but 1 came")
+    rest = run(llama, cache, TOKENS[:2, 20:], (10, 18))
+    assert torch.equal(torch.cat([first, rest], dim=1), expected)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("sizes", [{}, {"sink_tokens": 2, "recent_window": 4}, {"recent_window": 64}])
+def test_a_write_that_fails_anywhere_is_noticed(llama, compressor, place, sizes):
+    """Also in the values of the last layer, which no later layer misses, and where the window's old tokens and the
+    newly packed ones add up to the right number."""
+    cache = with_settings(compressor, **sizes).new_cache(llama)
+    run(llama, cache, TOKENS[:2, :20], (20,))
+    layer, role = place
+    module = (kv_sources(llama)[layer].key_module, kv_sources(llama)[layer].value_module)[role]
+
+    def spoil(m, a, out):
+        return torch.cat([out[:, :-1], out[:, -1:] * float("nan")], dim=1)
+
+    handle = module.register_forward_hook(spoil)
+    refused(llama, cache, TOKENS[:2, 20:23], "NaN")
+    handle.remove()
+    refused(llama, cache, TOKENS[:2, 23:26], "failed half-way")
+    refused(llama, cache, TOKENS[:2, 23:26], "failed half-way")  # and again: asking changes nothing
+    cache.reset()
+    assert torch.equal(run(llama, cache), run(llama, with_settings(compressor, **sizes).new_cache(llama)))
+
+
 def test_saved_compressor_reloads_to_identical_codes(llama, compressor, tmp_path):
     compressor.save_pretrained(tmp_path / "c")
     again = Compressor.from_pretrained(tmp_path / "c")

@@ -10,6 +10,7 @@ import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, metrics, presets
 from vqkv.capture import capture
 from vqkv.evaluate import evaluate_restored
+from vqkv.evict import H2O
 from vqkv.recall import RecallTask
 
 
@@ -101,6 +102,45 @@ def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
     assert len(row["kl_each"]) == 3 and sum(row["kl_each"]) / 3 == pytest.approx(row["kl_mean"])
     with pytest.raises(DataError, match="64 restored tokens"):
         evaluate_restored(model, tokens, *capture(model, tokens, post_rope=True))
+
+
+def test_a_cache_that_is_not_the_models_is_not_gone_on_from(mini, tokens):
+    keys, values = capture(mini[0], tokens[:, :48], post_rope=True)
+    nan = [keys[0] * float("nan"), *keys[1:]]
+    shorter = [*values[:-1], values[-1][:, :, :40]]
+    cases = [
+        (keys[:2], values[:2], "the model has 6"),
+        (keys, values[:5], "the model has 6"),
+        (nan, values, "layer 0: .* NaN"),
+        (keys, shorter, r"layer 5: \(3, 2, 40, 64\) is not \(3, 2, 48, 64\)"),
+        ([x[:2] for x in keys], [x[:2] for x in values], "layer 0"),
+        ([x[0] for x in keys], [x[0] for x in values], "layer 0"),
+        ([], [], "keys of 0 layers"),
+    ]
+    for wrong_keys, wrong_values, message in cases:
+        with pytest.raises(DataError, match=message):
+            evaluate_restored(mini[0], tokens, wrong_keys, wrong_values)
+
+
+@pytest.mark.parametrize("protocol", ["chunked", "snapshot"])
+@pytest.mark.parametrize("preset", [presets.quanto(), presets.vqllm(1, 8, 32)], ids=lambda preset: preset.name)
+def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens, preset, protocol):
+    """64 tokens wait for 128, or all lie in the window: KL 0 would be the model against itself."""
+    compressor = vqkv.calibrate(mini[0], tokens, dataclasses.replace(preset, recent_window=64), progress=False)
+    for system in (compressor, H2O(compressor, 0.5, 0.1)):
+        with pytest.raises(DataError, match="no packed token was read"):
+            evaluate(mini[0], system, tokens, protocol, reconstruction=False)
+    settings = dataclasses.replace(compressor.settings, recent_window=8, flush_block=1)
+    fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16)["kl_mean"] > 0
+    assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there
+
+
+def test_in_place_with_less_than_a_block_reads_nothing_packed(mini, tokens):
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)
+    assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0
+    with pytest.raises(DataError, match="no packed token was read"):
+        evaluate(mini[0], compressor, tokens[:, :60], "in_place", reconstruction=False)
 
 
 @pytest.mark.parametrize("preset", [presets.kivi(2), presets.kvquant(3), presets.vqq(0.2), presets.higgs(3)])

@@ -294,7 +294,7 @@ def test_what_cannot_be_right_is_refused(llama):
         llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
     with pytest.raises(DataError, match="snapshot or chunked"):
         policy.new_cache(llama, in_place=True)
-    for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0)):
+    for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
     with pytest.raises(DataError, match="NaN"):
@@ -321,6 +321,26 @@ def test_a_failed_pass_leaves_the_model_as_it_was(llama):
         run(llama, cache)
     cache.reset()
     torch.testing.assert_close(run(llama, cache), run(llama, H2O(exact(llama)).new_cache(llama)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_refused_and_failed_writes_are_as_in_a_cache_that_keeps_all(llama, streaming):
+    policy = H2O(exact(llama), 0.5, 0.2, streaming=streaming)
+    cache, undisturbed = policy.new_cache(llama), policy.new_cache(llama)
+    expected, first = run(llama, undisturbed), run(llama, cache, TOKENS[:, :27], (20, 7))
+    with pytest.raises(DataError, match="holds 2 sequences, but 1 came"):
+        run(llama, cache, TOKENS[:1, :3], (3,))
+    rest = run(llama, cache, TOKENS[:, 27:], (1, 1, 11))
+    assert torch.equal(torch.cat([first, rest], dim=1), expected)
+    source = kv_sources(llama)[-1]
+    handle = source.value_module.register_forward_hook(lambda m, a, out: out * float("nan"))
+    with pytest.raises(DataError, match="NaN"):
+        run(llama, cache, TOKENS[:, :3], (3,))
+    handle.remove()
+    with pytest.raises(DataError, match="failed half-way"):
+        run(llama, cache, TOKENS[:, :3], (3,))
+    cache.reset()
+    assert torch.equal(run(llama, cache), expected)
 
 
 def test_heavy_hitters_beat_random_tokens_and_more_is_better(mini):

@@ -143,6 +143,11 @@ def test_a_row_has_the_columns_of_our_presets(llama, tokens, protocol):
     assert theirs["key_mse"] == pytest.approx(sum(errors) / len(errors))
 
 
+def test_settings_of_another_kind_are_named():
+    with pytest.raises(UnknownNameError, match="backend"):
+        TransformersQuantized(["quanto"])
+
+
 @pytest.mark.parametrize("name", sorted(small_models.CONFIGS))
 def test_any_decoder_with_full_attention(tmp_path, name):
     model, _ = vqkv.load_model(str(small_models.make(name, tmp_path)))

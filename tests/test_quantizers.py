@@ -45,7 +45,7 @@ HEADS, HEAD_DIM = 3, 16
 SMALL = {
     "quanto": presets.quanto(4, 8),
     "hqq": presets.hqq(2, 8),
-    "kivi": presets.kivi(2, 5),
+    "kivi": presets.kivi(2, 9),
     "kvquant": presets.kvquant(3, block=7),
     "higgs": presets.higgs(2),
     "vqq": presets.vqq(0.3, keyframe=3, codebook_size=20),

@@ -91,14 +91,16 @@ def random_tokens(seed: int = 0) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def choose(scores: Tensor, *shares, **counts) -> Tensor:
-        return heavy_hitters(torch.rand(scores.shape, generator=generator).to(scores.device), *shares, **counts)
+        drawn = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
+        return heavy_hitters(drawn.to(scores.device), *shares, **counts)
 
     return choose
 
 
 def check_shares(retain: float, recent: float) -> None:
     """Raise ``DataError`` unless 0 <= recent <= retain <= 1 and retain > 0."""
-    if not (0 <= recent <= retain <= 1 and retain > 0):
+    numbers = isinstance(retain, int | float) and isinstance(recent, int | float)
+    if not (numbers and 0 <= recent <= retain <= 1 and retain > 0):
         raise DataError(f"retain {retain!r} and recent {recent!r} must be shares with 0 <= recent <= retain <= 1")
 
 

@@ -56,11 +56,12 @@ class Role:
             states = torch.cat([self.window.float(), states], dim=-2)
         spare = max(0, states.shape[-2] - settings.recent_window)
         flush = spare - spare % settings.block
-        if flush:
+        window = _checked(states[..., flush:, :], settings.exact) if states.shape[-2] > flush else None
+        if flush:  # last of all that may fail: a write that is refused must not look like one that was not
             old = states[..., :flush, :]
             payload = self.codec.encode(positions.unrotate(old, sinks + packed) if self.rotated else old)
             self.packed = payload if self.packed is None else Payload.concat([self.packed, payload])
-        self.window = _checked(states[..., flush:, :], settings.exact) if states.shape[-2] > flush else None
+        self.window = window
 
     def truncate(self, seq_len: int, positions: Positions, settings: "Settings") -> None:
         """Keep the first ``seq_len`` tokens; what is left of a block of tokens goes back to the window."""
@@ -132,13 +133,13 @@ class CompressedLayer(CacheLayerMixin):
         """Store new keys (after RoPE) and values (batch, num_kv_heads, new_tokens, head_dim); return what attention
         reads: decoded history and, unless ``in_place``, the new tokens as they came."""
         self.lazy_initialization(key_states, value_states)
-        if self.index == 0:
-            self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
         if self.get_seq_length() and key_states.shape[0] != self.batch_size:
             raise DataError(
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} came: "
                 "reset() it or make a new one"
             )
+        if self.index == 0:
+            self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
         self.batch_size = key_states.shape[0]
         out = []
         for role, states in zip(self.roles, (key_states, value_states), strict=True):
@@ -152,6 +153,11 @@ class CompressedLayer(CacheLayerMixin):
         if self.index == self.settings.last_layer:
             self.positions.done()
         return tuple(out)
+
+    @property
+    def intact(self) -> bool:
+        """Whether keys and values hold the tokens whose positions are known: not so after a write that failed."""
+        return {sum(role.parts) for role in self.roles} == {self.positions.seq_len}
 
     def get_seq_length(self) -> int:
         """Tokens stored in this layer."""
@@ -232,8 +238,8 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
-        """See ``CompressedLayer.update``. Raises ``DataError`` if an earlier forward pass broke off between layers."""
-        if layer_idx == 0 and len({layer.get_seq_length() for layer in self.layers}) > 1:
+        """See ``CompressedLayer.update``. Raises ``DataError`` if an earlier forward pass broke off half-way."""
+        if layer_idx == 0 and not all(layer.intact for layer in self.layers):
             raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -66,7 +66,7 @@ def check_tokens(model, tokens: torch.Tensor) -> None:
 
 def check_batch_size(batch_size: int) -> None:
     """Raise ``DataError`` unless it is a positive integer."""
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if type(batch_size) is not int or batch_size < 1:
         raise DataError(f"batch_size {batch_size!r} must be a positive integer")
 
 

@@ -31,7 +31,7 @@ class CacheSettings:
     pre_rope: bool = True
 
     def __post_init__(self):
-        check_settings(self.sink_tokens, self.recent_window, self.flush_block)
+        check_settings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
 
 
 class Compressor:
@@ -103,10 +103,10 @@ class Compressor:
         """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, truncated or altered."""
         folder = Path(folder)
         config = _read_config(folder)
-        path = folder / Path(config["codecs_file"]).name
-        if not path.is_file() or _sha256(path) != config["codecs_sha256"]:
-            raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
         try:
+            path = folder / Path(config["codecs_file"]).name
+            if not path.is_file() or _sha256(path) != config["codecs_sha256"]:
+                raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
             tensors = load_file(path)
             codecs = [
                 tuple(
@@ -117,7 +117,7 @@ class Compressor:
             ]
             settings = CacheSettings(**config["settings"])
             about = {key: config["model"][key] for key in MODEL_KEYS}
-            if len(codecs) != about["num_layers"]:
+            if not codecs or len(codecs) != about["num_layers"]:
                 raise FormatError(f"{len(codecs)} layers of codecs for a model of {about['num_layers']}")
             return cls(config["name"], codecs, settings, about, config["notes"])
         except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -136,13 +136,14 @@ def _read_config(folder: Path) -> dict:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        unaltered = isinstance(config, dict) and config.get("config_sha256") == _config_sha256(config)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON ({error}): truncated or altered") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise FormatError(f"{path} is not the header of a {FORMAT}")
     if config.get("version") != VERSION:
         raise FormatError(f"{path} has version {config.get('version')!r}; this vqkv reads {VERSION}")
-    if config.get("config_sha256") != _config_sha256(config):
+    if not unaltered:
         raise FormatError(f"{path} was altered: its contents do not match its config_sha256")
     missing = {"name", "model", "settings", "codecs", "notes", "codecs_file", "codecs_sha256"} - config.keys()
     if missing:

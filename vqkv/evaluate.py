@@ -8,7 +8,7 @@ from vqkv.cache import full_cache
 from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.metrics import relative_mse, token_kl, token_nll, top1_agreement
-from vqkv.models import kv_sources
+from vqkv.models import describe, kv_sources
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 
@@ -38,7 +38,7 @@ def evaluate(
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
     relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
-    protocol and ``DataError`` for tokens too short to score.
+    protocol and ``DataError`` for tokens too short to score, or too few for any packed token to be read.
     """
     if protocol not in PROTOCOLS:
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
@@ -65,17 +65,31 @@ def evaluate(
 def evaluate_restored(model, tokens: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
-    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache.
+    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. Raises ``DataError`` for a
+    cache that is not this model's, of other sequences, or not finite.
     """
     check_tokens(model, tokens)
-    tokens, start = tokens.to(model.device), keys[0].shape[2]
-    if not 0 < start < tokens.shape[1] - 1:
-        raise DataError(f"{start} restored tokens must leave at least two of the {tokens.shape[1]} tokens to decode")
+    tokens, start = tokens.to(model.device), _restored_tokens(model, tokens, keys, values)
     exact = model(tokens, use_cache=False).logits[:, start:-1]
     logits = model(tokens[:, start:], past_key_values=full_cache(model, keys, values), use_cache=True).logits[:, :-1]
     kl, top1 = token_kl(exact, logits).mean(1), top1_agreement(exact, logits).mean(1)
     spread = {"kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
     return {"kl_mean": kl.mean().item(), **spread, "top1": top1.mean().item()}
+
+
+def _restored_tokens(model, tokens: torch.Tensor, keys, values) -> int:
+    """How many tokens the given keys and values are of. Raises ``DataError`` if they are no cache to go on from."""
+    about = describe(model)
+    if not len(keys) == len(values) == about["num_layers"]:
+        raise DataError(f"keys of {len(keys)} layers, values of {len(values)}: the model has {about['num_layers']}")
+    length = keys[0].shape[2] if keys[0].ndim == 4 else 0
+    shape = (len(tokens), about["num_kv_heads"], length, about["head_dim"])
+    for layer, x in enumerate(x for pair in zip(keys, values, strict=True) for x in pair):
+        if tuple(x.shape) != shape or not x.isfinite().all():
+            raise DataError(f"layer {layer // 2}: {tuple(x.shape)} is not {shape}, or holds NaN or infinity")
+    if not 0 < length < tokens.shape[1] - 1:
+        raise DataError(f"{length} restored tokens must leave at least two of the {tokens.shape[1]} tokens to decode")
+    return length
 
 
 def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
@@ -96,7 +110,7 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     if protocol == "in_place":
         return [seq_len], 0
     if protocol == "chunked":
-        if not isinstance(chunk_size, int) or not 0 < chunk_size < seq_len:
+        if type(chunk_size) is not int or not 0 < chunk_size < seq_len:
             raise DataError(
                 f"chunk_size {chunk_size} leaves none of {seq_len} tokens that reads packed history: "
                 f"use 1 to {seq_len - 1}"
@@ -104,9 +118,9 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
         whole, rest = divmod(seq_len, chunk_size)
         return [chunk_size] * whole + [rest] * (rest > 0), 0
     prompt_len = seq_len * 3 // 4 if prompt_len is None else prompt_len
-    if not isinstance(prompt_len, int) or not 0 < prompt_len < seq_len - 1:
+    if type(prompt_len) is not int or not 0 < prompt_len < seq_len - 1:
         raise DataError(f"prompt_len {prompt_len} must leave at least two of the {seq_len} tokens to decode")
-    if not isinstance(step_size, int) or step_size < 1:
+    if type(step_size) is not int or step_size < 1:
         raise DataError(f"step_size {step_size!r} must be a positive integer")
     whole, rest = divmod(seq_len - prompt_len, step_size)
     return [prompt_len] + [step_size] * whole + [rest] * (rest > 0), prompt_len
@@ -119,7 +133,7 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
     if not exact.isfinite().all():
         raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
     with _attention_outputs(model) as packed_attention:
-        logits = [model(p, past_key_values=cache, use_cache=True).logits for p in tokens.split(pieces, dim=1)]
+        logits = _read_packed(model, cache, tokens.split(pieces, dim=1))
     logits, targets = torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),
@@ -134,6 +148,23 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
         out["recall_exact"] = (exact.argmax(-1) == targets)[marked]
         out["recall"] = (logits.argmax(-1) == targets)[marked]
     return out
+
+
+def _read_packed(model, cache, pieces) -> list[torch.Tensor]:
+    """Logits of each piece. Raises ``DataError`` if the last one, which may be the only one, reads nothing packed."""
+    logits = []
+    for number, piece in enumerate(pieces, 1):
+        if number == len(pieces) > 1:
+            _check_packed(cache)
+        logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
+    if len(pieces) == 1:  # in place: packed before it is read
+        _check_packed(cache)
+    return logits
+
+
+def _check_packed(cache) -> None:
+    if not cache.report().packed_values:
+        raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
 
 
 def _summary(batches: list[dict]) -> dict:

@@ -145,6 +145,12 @@ class EvictingLayer(CompressedLayer):
         return out
 
     @property
+    def intact(self) -> bool:
+        """See ``CompressedLayer``."""
+        stored = {sum(role.parts) for role in self.roles} == {self.stored}
+        return stored and self.seen == self.positions.whole.seq_len and all(role.fresh is None for role in self.roles)
+
+    @property
     def evicts_next(self) -> bool:
         """Whether the next forward pass ends in an eviction and so must be watched."""
         return self.policy.streaming or self.seen == 0

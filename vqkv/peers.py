@@ -53,7 +53,7 @@ class TransformersQuantized:
     side_bytes: ClassVar[int] = 0
 
     def __post_init__(self):
-        if self.backend not in LAYERS:
+        if not isinstance(self.backend, str) or self.backend not in LAYERS:
             raise UnknownNameError("backend", self.backend, LAYERS)
         for name in ("q_group_size", "residual_length"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:

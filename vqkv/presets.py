@@ -41,7 +41,7 @@ class Preset:
     arguments: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        check_settings(self.sink_tokens, self.recent_window, self.flush_block)
+        check_settings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
 
     def key_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""
@@ -69,6 +69,7 @@ def vqllm(
     revive: bool = False,
     seed: int = 0,
     beam: int = 1,
+    kmeans_iterations: int = 10,
 ) -> Preset:
     """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
 
@@ -83,7 +84,7 @@ def vqllm(
 
     def chain(grouping: str, head_dim: int | None) -> Codec:
         learned = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
-        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, **learned)
+        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
         return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
 
     return Preset(
@@ -100,7 +101,7 @@ def quanto(bits: int = 4, group_size: int = 64) -> Preset:
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=group_size, shrink=True), MinMax()], Uniform(bits), head_dim)
+        return Chain([Grouping(group_size=group_size, shrink="divisor"), MinMax()], Uniform(bits), head_dim)
 
     return Preset("quanto", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
 
@@ -111,7 +112,8 @@ def hqq(bits: int = 4, group_size: int = 64) -> Preset:
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=group_size, shrink=True), HalfQuadratic(bits)], Uniform(bits), head_dim)
+        stages = [Grouping(group_size=group_size, shrink="divisor"), HalfQuadratic(bits)]
+        return Chain(stages, Uniform(bits), head_dim)
 
     return Preset("hqq", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
 
@@ -125,7 +127,7 @@ def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128) -> Pres
         return Chain([TokenBlock(group_size, channels_first=True), MinMax()], Uniform(bits), head_dim)
 
     def values(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=group_size, shrink=True), MinMax()], Uniform(bits), head_dim)
+        return Chain([Grouping(group_size=group_size, shrink="divisor"), MinMax()], Uniform(bits), head_dim)
 
     return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=False, arguments=arguments)
 
@@ -154,8 +156,8 @@ def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_wi
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
 
     def codec(head_dim: int | None) -> Codec:
-        stages = [MergeHeads(), Grouping(group_size=group_size, shrink=True), Hadamard(), VectorScale("rms")]
-        return Chain(stages, Grid(4**bits), head_dim)
+        grouping = Grouping(group_size=group_size, shrink="power of two")
+        return Chain([MergeHeads(), grouping, Hadamard(), VectorScale("rms")], Grid(4**bits), head_dim)
 
     return Preset("higgs", codec, codec, sink_tokens, recent_window, arguments=arguments)
 
@@ -248,8 +250,10 @@ def make(name: str, **arguments) -> Preset:
     return PRESETS[name](**arguments)
 
 
-def check_settings(sink_tokens, recent_window, flush_block) -> None:
-    """Raise ``DataError`` unless they are whole numbers that a cache can keep."""
+def check_settings(sink_tokens, recent_window, flush_block, pre_rope) -> None:
+    """Raise ``DataError`` unless they are whole numbers that a cache can keep, and a boolean."""
+    if type(pre_rope) is not bool:
+        raise DataError(f"pre_rope {pre_rope!r} must be True or False")
     for label, value, least in (
         ("sink_tokens", sink_tokens, 0),
         ("recent_window", recent_window, 0),

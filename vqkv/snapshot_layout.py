@@ -1,7 +1,6 @@
 """A step of a snapshot stream <-> bytes: what the header record says, and the tensors that follow from it."""
 
 import json
-import math
 import os
 from dataclasses import dataclass
 
@@ -12,27 +11,19 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, Codec, check_values, codec_from_config
-from vqkv.codec.payload import Payload, payload_from
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.presets import quanto
+from vqkv.snapshot_forms import DTYPES, Coded, Cursor, Raw, check_growth, dtype_name, payload_layout, shares
 
 FORMAT, VERSION = "vqkv-snapshots", 1
 HEADER, KEYFRAME, DELTA = 1, 2, 3
 ROLES = {KEYFRAME: "keyframes", DELTA: "deltas"}
 SIZES = ("num_layers", "batch_size", "num_kv_heads", "head_dim", "interval")
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
-STORED = DTYPES | {name: getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64")}
 RAW = {"exact": None, "fp32": torch.float32, "fp16": torch.float16}  # None: the cache's own dtype
 NAMES = (*RAW, "int4")
-VALUES_PER_BYTE = 64  # no codec stores less than 1/8 bit a value, so a record cannot stand for more
 MAX_LAYERS = 4096  # in a file that has not as many bytes
 ROOM = 64 << 20  # bytes that matrices of a header's codecs may take, however small the file
 BROKEN = (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float16`` for ``torch.float16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_stored(stored):
@@ -52,86 +43,6 @@ def check_stored(stored):
 
 def _is_pair(pair) -> bool:
     return isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(codec, Codec) for codec in pair)
-
-
-class Cursor:
-    """Takes tensors off the front of ``data``, never more than it holds."""
-
-    def __init__(self, data: bytes):
-        self.data, self.at = memoryview(data), 0
-
-    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The next tensor, in memory of its own. Raises ``FormatError`` if ``data`` is too short."""
-        size = math.prod(shape) * dtype.itemsize
-        if min(shape) < 0 or size > len(self.data) - self.at:
-            raise FormatError(f"a tensor {shape} takes {size} bytes, {len(self.data) - self.at} are left")
-        piece = bytearray(self.data[self.at : self.at + size])
-        self.at += size
-        return torch.frombuffer(piece, dtype=dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Values as they are, in ``stored``."""
-
-    stored: torch.dtype
-    tokens_per_row = 1
-
-    def write(self, x: Tensor) -> bytes:
-        """The values' bytes."""
-        return _bytes(x.to(self.stored))
-
-    def read(self, cursor: Cursor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The inverse."""
-        return cursor.take(self.stored, shape).to(dtype)
-
-
-@dataclass(frozen=True)
-class Coded:
-    """A codec's payloads. ``layout``: what all of them have in common, see ``payload_layout``."""
-
-    codec: Codec
-    layout: dict
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens that the codec encodes together."""
-        return self.codec.tokens_per_row
-
-    def write(self, x: Tensor) -> bytes:
-        """The payload's tensors in the order of their names, fields first."""
-        payload = self.codec.encode(x)
-        if payload_layout(payload) != self.layout:
-            raise DataError(f"this codec's payload {payload_layout(payload)} is not always laid out as {self.layout}")
-        return b"".join(_bytes(payload.tensors[name]) for name in self.layout["tensors"])
-
-    def read(self, cursor: Cursor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The inverse. How many ragged pieces there are follows from the fields."""
-        header, rows = self.layout["payload"], (shape[0], self.layout["heads"], shape[2] // self.tokens_per_row)
-        specs = {name: (STORED[kind], tuple(size)) for name, (kind, size) in self.layout["tensors"].items()}
-        tensors = {name: cursor.take(specs[name][0], rows + specs[name][1]) for name in header["fields"]}
-        if header.get("ragged"):
-            counts = payload_from({**header, "ragged": []}, tensors).counts
-            for name in header["ragged"]:
-                kind, size = specs[name]
-                tensors[name] = cursor.take(kind, (int(counts(name).sum()), *size))
-        x = self.codec.decode(payload_from(header, tensors), dtype)
-        if x.shape != shape:
-            raise FormatError(f"a payload of {tuple(x.shape)} where the stream has {shape}")
-        return x
-
-
-def payload_layout(payload: Payload) -> dict:
-    """What any payload of one codec has in common, as JSON: its header, heads, and each tensor's type and row shape."""
-    header = payload.header()
-    sizes = {name: payload.fields[name].shape[3:] for name in header["fields"]}
-    sizes |= {name: payload.tensors[name].shape[1:] for name in header.get("ragged", ())}
-    tensors = {name: [dtype_name(payload.tensors[name].dtype), list(size)] for name, size in sizes.items()}
-    return {"payload": header, "heads": payload.shape[1], "tensors": tensors}
 
 
 @dataclass(frozen=True)
@@ -159,6 +70,8 @@ class Layout:
             sizes = {name: _size(meta, name) for name in SIZES}
             _check_room(meta, file_size)
             coded = _codecs(meta["codecs"], load_tensors(data[end:]))
+            for form in coded:
+                check_growth(form, (1, sizes["num_kv_heads"], form.tokens_per_row, sizes["head_dim"]))
             exact = DTYPES[meta["dtype"]]
             forms = _forms(meta, coded, exact, 2 * sizes["num_layers"])
             side_bytes = sum(form.codec.side_bytes for form in coded)
@@ -185,8 +98,8 @@ class Layout:
         seq_len = 0
         for number, record in enumerate(records, 1):
             before, seq_len = seq_len, record.tokens + (seq_len if record.kind == DELTA else 0)
-            enough = record.tokens * self.token_values <= VALUES_PER_BYTE * record.length
-            if record.kind != self.kind(number) or seq_len <= before or not enough:
+            follows = record.kind == self.kind(number) and seq_len > before
+            if not follows or record.length < self._least_bytes(record.kind, record.tokens):
                 raise FormatError(f"step {number}, at byte {record.offset}, does not follow from those before it")
             yield record._replace(seq_len=seq_len)
 
@@ -216,22 +129,21 @@ class Layout:
         """The inverse. Raises one of ``BROKEN`` for contents that do not fit."""
         cursor, tensors = Cursor(data), []
         for forms in self.forms[kind]:
-            parts, left = [], tokens
-            for form in forms:
-                whole, left = left - left % form.tokens_per_row, left % form.tokens_per_row
-                if whole:
-                    parts.append(form.read(cursor, self._shape(whole), self.dtype))
+            parts = [form.read(cursor, self._shape(whole), self.dtype) for form, whole in shares(forms, tokens)]
             tensors.append(torch.cat(parts, dim=2))
         if cursor.at != len(data):
             raise FormatError(f"{len(data) - cursor.at} bytes too many")
         return tensors
 
+    def _least_bytes(self, kind: int, tokens: int) -> int:
+        """What no record of so many tokens falls short of."""
+        pairs = (pair for forms in self.forms[kind] for pair in shares(forms, tokens))
+        return sum(form.least_bytes(self._shape(whole)) for form, whole in pairs)
+
 
 def _write(forms: list[Raw | Coded], x: Tensor):
-    for form in forms:
-        whole = x.shape[2] - x.shape[2] % form.tokens_per_row
-        if whole:
-            yield form.write(x[:, :, :whole])
+    for form, whole in shares(forms, x.shape[2]):
+        yield form.write(x[:, :, :whole])
         x = x[:, :, whole:]
 
 

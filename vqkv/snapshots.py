@@ -115,7 +115,10 @@ class SnapshotWriter:
 
     def _begin(self, new: list[Tensor]) -> None:
         contents = header_of(new, self._stored, self._interval)
-        self._layout = Layout.parse(contents, len(contents))  # codecs of our own, rebuilt as a reader does
+        try:
+            self._layout = Layout.parse(contents, len(contents))  # codecs of our own, rebuilt as a reader does
+        except FormatError as error:
+            raise DataError(f"no reader would open a stream of these codecs: {error}") from error
         self._layout.check(new)
         try:
             self._file = FileIO(self.path, "x")

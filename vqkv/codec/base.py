@@ -2,6 +2,7 @@
 
 import dataclasses
 from abc import abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
 
 MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096  # an altered config must not make us allocate without bound
+MAX_SEED, MAX_DEPTH = 2**63 - 1, 16  # parts within parts: an altered config must not exhaust the stack
 FP16_MAX = 65504.0
+ALTERED = (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RuntimeError)  # what bad settings raise
 
 
 class Part:
@@ -57,22 +60,23 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def part_from_config(config):
+def part_from_config(config, depth: int = 0):
     """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for anything not understood."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"settings nested more than {MAX_DEPTH} deep: the file was altered")
     if isinstance(config, list):
-        return [part_from_config(item) for item in config]
+        return [part_from_config(item, depth + 1) for item in config]
     if not isinstance(config, dict):
         return config
     settings = dict(config)
     name = settings.pop("part", None)
-    cls = Part.registry.get(name) if isinstance(name, str) else None
+    name = name if isinstance(name, str) else type(name).__name__
+    cls = Part.registry.get(name)
     if cls is None or not dataclasses.is_dataclass(cls):
         raise FormatError(f"unknown codec part {name!r}: the file was altered or needs a newer vqkv")
-    settings = {key: part_from_config(value) for key, value in settings.items()}
-    try:
+    settings = {key: part_from_config(value, depth + 1) for key, value in settings.items()}
+    with _refusing(f"settings of {name}"):
         return cls(**settings)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"settings of {name} do not fit this version of vqkv: {error}") from error
 
 
 def codec_from_config(config: dict, state: dict[str, Tensor]) -> "Codec":
@@ -83,9 +87,21 @@ def codec_from_config(config: dict, state: dict[str, Tensor]) -> "Codec":
     codec = part_from_config(config)
     if not isinstance(codec, Codec):
         raise FormatError(f"not a codec: {str(config)[:80]!r}")
-    codec.load_state(dict(state))
+    with _refusing("learned tensors"):
+        codec.load_state(dict(state))
     codec.ready = True
     return codec
+
+
+@contextmanager
+def _refusing(what: str):
+    """Whatever settings or tensors of an altered file raise becomes a ``FormatError``."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except ALTERED as error:
+        raise FormatError(f"{what} do not fit this version of vqkv: {error}") from error
 
 
 def take(state: dict[str, Tensor], name: str, shape: tuple, dtype: torch.dtype) -> Tensor:
@@ -173,9 +189,13 @@ class Codec(Part):
         return self
 
     def encode(self, x: Tensor) -> Payload:
-        """Store ``x`` (any float dtype). Raises ``DataError`` for bad values, ``RuntimeError`` before ``fit``."""
+        """Store ``x`` (any float dtype). Raises ``DataError`` for bad values or magnitudes beyond fp16's, which most
+        codecs keep scales or values in; ``RuntimeError`` before ``fit``."""
         self._check_ready()
-        return self._encode(check_values(x, self.head_dim, self.tokens_per_row))
+        values = check_values(x, self.head_dim, self.tokens_per_row)
+        if (largest := float(values.abs().max())) > FP16_MAX:
+            raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({FP16_MAX:g}): scale the values first")
+        return self._encode(values)
 
     def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
         """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``. Raises ``FormatError`` for another codec's payload."""
@@ -220,6 +240,12 @@ def check_num_kv_heads(num_kv_heads) -> int:
     return num_kv_heads or 1
 
 
+def check_whole(name: str, value, least: int, most: int) -> None:
+    """Raise ``DataError`` unless ``value``, a setting called ``name``, is an integer from ``least`` to ``most``."""
+    if type(value) is not int or not least <= value <= most:
+        raise DataError(f"{name} {value!r} must be an integer from {least} to {most}")
+
+
 def check_heads(x: Tensor, learned: Tensor) -> None:
     """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
     if x.shape[1] != len(learned):
@@ -248,9 +274,6 @@ class Fp16(Codec):
             self.ready = True
 
     def _encode(self, x: Tensor) -> Payload:
-        largest = float(x.abs().max())
-        if largest > FP16_MAX:
-            raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({FP16_MAX:g}): scale the values first")
         return Payload({"values": x.half()})
 
     def _decode(self, payload: Payload) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqkv.codec.base import take
 from vqkv.codec.payload import Payload
-from vqkv.codec.pipeline import Quantizer
+from vqkv.codec.pipeline import MAX_ROW, Quantizer
 from vqkv.codec.ragged import StreamPayload
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
@@ -85,6 +85,8 @@ class Entropy(Quantizer):
             if rest:
                 raise DataError(f"rows of {shape[1:]} do not begin with an axis of tokens: put a TokenBlock first")
         self._shape = heads, tables, max(2, codes)  # there is no model of a single code
+        if heads * tables * self._shape[2] > MAX_ROW:
+            raise DataError(f"{heads * tables} tables of {codes} frequencies: use context='stage'")
 
     def partial_fit(self, x: Tensor) -> None:
         """Let the quantizer learn, then count the codes it now has for x."""

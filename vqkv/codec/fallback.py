@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, Codec
+from vqkv.codec.base import FP16_MAX, MAX_HEAD_DIM, Codec, check_whole
 from vqkv.codec.packing import pack
 from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer
@@ -31,9 +31,10 @@ class Fallback(Quantizer):
     def __post_init__(self):
         if not isinstance(self.inner, Codec) or self.inner.tokens_per_row != 1:
             raise DataError("the inner codec of a Fallback must be a Codec that encodes tokens one by one")
+        check_whole("block_size", self.block_size, 1, MAX_HEAD_DIM)
         if self.inner.head_dim not in (None, self.block_size):
             raise DataError(f"blocks of {self.block_size} values, but the inner codec takes {self.inner.head_dim}")
-        if not self.threshold >= 0:
+        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
             raise DataError(f"threshold {self.threshold!r} must be at least 0")
 
     def build(self, shape: tuple[int, ...]) -> None:
@@ -71,7 +72,7 @@ class Fallback(Quantizer):
             raise FormatError("this payload was not made by this Fallback: decode it with the codec that made it")
         mask = payload.mask()
         good = mask.permute(2, 0, 1, 3).flatten()
-        blocks = torch.empty(len(good), self.block_size, device=good.device)
+        blocks = torch.empty(len(good), self.block_size, dtype=torch.float32, device=good.device)
         blocks[~good] = payload.ragged["exact"].float()
         inner = {name: tensor[None, None] for name, tensor in payload.ragged.items() if name != "exact"}
         if good.any():

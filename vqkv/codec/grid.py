@@ -24,7 +24,8 @@ def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
     Constants in ``gaussian_grids.json``, found by ``vqkv.learn.gaussian``.
     """
     stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
-    return {len(grid["points"]): (torch.tensor(grid["points"]), grid["mse"]) for grid in stored.values()}
+    grids = [(torch.tensor(grid["points"], dtype=torch.float32), grid["mse"]) for grid in stored.values()]
+    return {len(points): (points, mse) for points, mse in grids}
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Grid(Quantizer):
     size: int = 16
 
     def __post_init__(self):
-        if self.size not in gaussian_grids():
+        if type(self.size) is not int or self.size not in gaussian_grids():
             raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
         self.code_bits = (self.size - 1).bit_length()
         self._grid = gaussian_grids()[self.size][0].half()

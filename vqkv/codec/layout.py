@@ -20,7 +20,7 @@ class TokenBlock(Stage):
     channels_first: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.tokens, int) or not 1 <= self.tokens <= MAX_TOKENS:
+        if type(self.tokens) is not int or not 1 <= self.tokens <= MAX_TOKENS:
             raise DataError(f"a block of {self.tokens!r} tokens: use 1 to {MAX_TOKENS}")
 
     @property

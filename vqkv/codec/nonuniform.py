@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, take
+from vqkv.codec.base import FP16_MAX, MAX_SEED, check_whole, take
 from vqkv.codec.packing import pack, unpack
 from vqkv.codec.pipeline import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
-from vqkv.learn import Ema, KMeans, Statistics
+from vqkv.learn import Ema, KMeans, Statistics, check_decay
 
 SAMPLES, ITERATIONS = 65536, 30
 
@@ -30,6 +30,8 @@ class NonUniform(Quantizer):
     def __post_init__(self):
         if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
             raise DataError(f"{self.bits!r} bits a value: use 1 to 8")
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_decay(self.decay)
         self.code_bits = self.bits
         self._levels: Tensor | None = None
 

@@ -78,8 +78,8 @@ class Payload:
         return self._map(lambda tensor: tensor[:, :, rows])
 
     def batch_select(self, index) -> "Payload":
-        """The sequences ``index`` (1-D integers) of the batch, in that order."""
-        index = torch.as_tensor(index, dtype=torch.long)
+        """The sequences of the batch that ``index`` names, in its order: 1-D integers, or a mask of booleans."""
+        index = _numbers(index, self.shape[0])
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def batch_repeat(self, repeats: int) -> "Payload":
@@ -121,6 +121,16 @@ def payload_from(header: dict, tensors: dict[str, Tensor]) -> Payload:
         return cls(**{group: {name: tensors[name] for name in names} for group, names in groups.items()}, **settings)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise FormatError(f"no payload of this version of vqkv: {error}") from error
+
+
+def _numbers(index, batch_size: int) -> Tensor:
+    """``index`` as int64. Raises ``DataError`` for a mask of another length than the batch's."""
+    index = torch.as_tensor(index)
+    if index.dtype is not torch.bool:
+        return index.long()
+    if index.shape != (batch_size,):
+        raise DataError(f"a mask of shape {tuple(index.shape)} for a batch of {batch_size} sequences")
+    return index.nonzero().flatten()
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from vqkv.codec.packing import pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
 
+MAX_STAGES, MAX_ROW = 16, 1 << 24  # values of a row, all heads: an altered config must not make us allocate more
 Side = dict[str, Tensor]
 
 
@@ -81,6 +82,9 @@ class Quantizer(Part):
         return self.decode(unpack(packed, self.code_bits, self.codes_per_row))
 
 
+NOTHING_TO_LEARN = (Stage.partial_fit, Quantizer.partial_fit)  # what follows the last part that learns need not run
+
+
 @dataclass(eq=False)
 class Chain(Codec):
     """``stages`` in order, then ``quantizer``, which stores its codes (by default in one bit string per row).
@@ -100,6 +104,8 @@ class Chain(Codec):
         self.stages = list(self.stages)
         if not all(isinstance(stage, Stage) for stage in self.stages) or not isinstance(self.quantizer, Quantizer):
             raise DataError("a Chain takes a list of Stage objects and one Quantizer")
+        if len(self.stages) > MAX_STAGES:
+            raise DataError(f"{len(self.stages)} stages in one Chain: use at most {MAX_STAGES}")
         self._names = _unique_names(self.stages)
         if self.head_dim is not None:
             self._build()
@@ -133,16 +139,18 @@ class Chain(Codec):
 
     def _build(self) -> None:
         check_head_dim(self.head_dim)
-        shape = (check_num_kv_heads(self.num_kv_heads), self.head_dim)
+        shape = _bounded((check_num_kv_heads(self.num_kv_heads), self.head_dim))
         for stage in self.stages:
-            shape = stage.build(shape)
+            shape = _bounded(stage.build(shape))
         self.quantizer.build(shape)
 
     def _partial_fit(self, x: Tensor) -> None:
-        for stage in self.stages:
-            stage.partial_fit(x)
-            x, _ = stage.encode(x)
-        self.quantizer.partial_fit(x)
+        parts = [*self.stages, self.quantizer]
+        learning = [i for i, part in enumerate(parts) if type(part).partial_fit not in NOTHING_TO_LEARN]
+        for i, part in enumerate(parts[: max(learning, default=-1) + 1]):
+            part.partial_fit(x)
+            if i < learning[-1]:
+                x, _ = part.encode(x)
 
     def _finalize(self) -> None:
         for _, part in self._parts():
@@ -165,6 +173,13 @@ class Chain(Codec):
         for stage, names in zip(reversed(self.stages), reversed(self._names), strict=True):
             y = stage.decode(y, {name: payload_field(payload, names[name], self.tokens_per_row) for name in names})
         return y
+
+
+def _bounded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """``shape`` (num_kv_heads, *row_shape), before anything of that size is made. Raises ``DataError`` if too large."""
+    if math.prod(shape) > MAX_ROW:
+        raise DataError(f"rows of {tuple(shape)} have more than {MAX_ROW} values: use smaller blocks of tokens")
+    return shape
 
 
 def _unique_names(stages: list[Stage]) -> list[dict[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import take
+from vqkv.codec.base import MAX_SEED, check_whole, take
 from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.residual import ResidualVQ
 from vqkv.errors import DataError
@@ -25,8 +25,8 @@ class ProductVQ(Quantizer):
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.num_subvectors, int) or not 1 <= self.num_subvectors <= 4096:
-            raise DataError(f"num_subvectors {self.num_subvectors!r} must be an integer from 1 to 4096")
+        check_whole("num_subvectors", self.num_subvectors, 1, 4096)
+        check_whole("seed", self.seed, 0, MAX_SEED - self.num_subvectors)
         self._pieces = [
             ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
         ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.packing import unpack
-from vqkv.codec.payload import Payload, _own
+from vqkv.codec.payload import Payload, _numbers, _own
 from vqkv.errors import FormatError
 
 
@@ -49,7 +49,7 @@ class RaggedPayload(Payload):
 
     def batch_select(self, index) -> "RaggedPayload":
         """See ``Payload.batch_select``."""
-        index = torch.as_tensor(index, dtype=torch.long, device=next(iter(self.fields.values())).device)
+        index = _numbers(index, self.shape[0]).to(next(iter(self.fields.values())).device)
         index = index.where(index >= 0, index + self.shape[0])
         fields = {name: tensor.index_select(0, index) for name, tensor in self.fields.items()}
         ragged = {

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import take
+from vqkv.codec.base import MAX_SEED, check_whole, take
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import rvq_candidates, rvq_decode, rvq_encode
-from vqkv.learn import Ema, KMeans, Statistics
+from vqkv.learn import Ema, KMeans, Statistics, check_decay
 
 INITS = ("kmeans", "random")
 
@@ -46,10 +46,11 @@ class ResidualVQ(Quantizer):
         if self.init not in INITS:
             raise UnknownNameError("init", self.init, INITS)
         limits = {"num_quantizers": 64, "codebook_size": 65536, "group_size": 32768, "beam": 256, "learning_beam": 256}
-        for name, limit in limits.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= limit:
-                raise DataError(f"{name} {value!r} must be an integer from 1 to {limit}")
+        for name, most in (limits | {"samples_per_code": 1 << 20}).items():
+            check_whole(name, getattr(self, name), 1, most)
+        check_whole("kmeans_iterations", self.kmeans_iterations, 0, 10_000)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_decay(self.decay)
         self.codebooks: Tensor | None = None
 
     @property
@@ -82,9 +83,10 @@ class ResidualVQ(Quantizer):
         """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
         codes = rvq_encode(x, self.codebooks, self.learning_beam)
         statistics, samples = [], []
+        rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
         for k, residual in enumerate(self._targets(x, codes)):
             statistics.append(Statistics.of(residual, codes[:, k], self.codebook_size))
-            samples.append(residual[torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size)).long()])
+            samples.append(residual[rows])
         return statistics, samples
 
     def learn(self, statistics: list[Statistics], samples: list[Tensor]) -> None:
@@ -205,4 +207,5 @@ class ResidualVQ(Quantizer):
         """Kaiming-uniform over (codebook_size, group_size), as vector-quantize-pytorch draws it."""
         bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
         generator = torch.Generator().manual_seed(self.seed + stage)
-        return (torch.rand(self.codebook_size, self.group_size, generator=generator) * 2 - 1) * bound
+        shape = (self.codebook_size, self.group_size)
+        return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, check_heads, take
+from vqkv.codec.base import FP16_MAX, check_heads, check_whole, take
 from vqkv.codec.pipeline import Side, Stage
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -33,7 +33,7 @@ class VectorScale(Stage):
     side_fields = ("scale",)
 
     def __post_init__(self):
-        if self.kind not in STATISTICS:
+        if not isinstance(self.kind, str) or self.kind not in STATISTICS:
             raise UnknownNameError("scale", self.kind, STATISTICS)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -111,6 +111,13 @@ class HalfQuadratic(MinMax):
     norm: float = 0.7
     beta: float = 10.0
 
+    def __post_init__(self):
+        check_whole("bits", self.bits, 1, 8)
+        check_whole("iterations", self.iterations, 1, 1000)
+        numbers = isinstance(self.norm, int | float) and isinstance(self.beta, int | float)
+        if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
+            raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
+
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))
         levels = 2**self.bits - 1
@@ -141,7 +148,8 @@ class ChannelScale(Stage):
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Any shape."""
         self._count = 0
-        self._mean, self._square, self._scale = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)
+        self._mean, self._square = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
+        self._scale = torch.ones(shape, dtype=torch.float32)
         return shape
 
     def partial_fit(self, x: Tensor) -> None:
@@ -176,7 +184,9 @@ class ChannelScale(Stage):
         return {"mean": self._mean, "scale": self._scale}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Raises ``FormatError`` for tensors of another shape."""
+        """Raises ``FormatError`` for tensors of another shape, or a scale that none has."""
         state, shape = dict(state), tuple(self._mean.shape)
         self._mean, self._scale = (take(state, name, shape, torch.float16) for name in ("mean", "scale"))
+        if not (self._scale > 0).all():
+            raise FormatError("tensor 'scale' is not positive: the file was altered")
         super().load_state(state)

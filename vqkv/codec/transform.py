@@ -1,12 +1,12 @@
 """Which channels are quantised together, and in which basis: grouping, Hadamard rotation, mean removal."""
 
-import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import check_heads, take
+from vqkv.codec.base import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole, take
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
@@ -17,6 +17,13 @@ ORDERS = {
         channels, generator=torch.Generator().manual_seed(seed)
     ),
 }
+ADMITTED = {  # which divisors of the channels may stand for group_size
+    "": lambda size, group_size: size == group_size,
+    "divisor": lambda size, group_size: size == group_size or LEAST <= size < group_size,
+    "power of two": lambda size, group_size: size <= group_size and not size & (size - 1),
+}
+LEAST = 8  # smaller groups would spend more on their scales than on their values
+MAX_HADAMARD = 1 << 13
 
 
 @dataclass(eq=False)
@@ -25,30 +32,35 @@ class Grouping(Stage):
 
     ``contiguous``: 0..g-1, g..2g-1, ... ``strided``: group j has channels j, j + head_dim/g, j + 2 head_dim/g, ...
     (residual VQ paper, section 3.1). ``random``: a permutation drawn from ``seed`` and stored as side information.
-    ``shrink``: where group_size does not divide the channels, use their greatest common divisor.
+    ``shrink``: where group_size does not divide the channels, take the largest ``divisor`` of them below it that is
+    not under 8 (or all channels, if they are fewer), or the largest ``power of two`` (for ``Hadamard``).
     """
 
     kind: str = "contiguous"
     group_size: int = 32
     seed: int = 0
-    shrink: bool = False
+    shrink: str = ""
 
     def __post_init__(self):
-        if self.kind not in ORDERS:
-            raise UnknownNameError("grouping", self.kind, ORDERS)
-        if self.group_size < 1:
-            raise DataError(f"group_size {self.group_size} must be at least 1")
+        for what, name, known in (("grouping", self.kind, ORDERS), ("way to shrink groups", self.shrink, ADMITTED)):
+            if not isinstance(name, str) or name not in known:
+                raise UnknownNameError(what, name, known)
+        check_whole("group_size", self.group_size, 1, 1 << 24)
+        check_whole("seed", self.seed, 0, MAX_SEED)
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if head_dim is not divisible by group_size."""
+        """Raises ``DataError`` if the last axis is too long or not divisible by group_size."""
         *outer, channels = shape
-        size = math.gcd(channels, self.group_size) if self.shrink else self.group_size
-        if channels % size:
-            admitted = [size for size in range(1, channels + 1) if channels % size == 0]
+        if channels > MAX_HEAD_DIM:
+            raise DataError(f"{channels} channels to group: at most {MAX_HEAD_DIM}")
+        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
+        wanted = min(self.group_size, channels) if self.shrink else self.group_size
+        admitted = [size for size in divisors if ADMITTED[self.shrink](size, wanted)]
+        if not admitted:
             raise DataError(
-                f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {admitted}"
+                f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {divisors}"
             )
-        self._size = size
+        self._size = size = admitted[-1]
         self._set(ORDERS[self.kind](channels, size, self.seed))
         return *outer, channels // size, size
 
@@ -86,14 +98,13 @@ class Hadamard(Stage):
     """
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if the last axis is no power of two."""
+        """Raises ``DataError`` if the last axis is no power of two, or too long."""
         size = shape[-1]
-        if size & (size - 1):
-            raise DataError(f"a Hadamard rotation needs a power of two, not {size}: put a Grouping first")
-        matrix = torch.ones(1, 1)
-        while len(matrix) < size:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-        self._matrix = matrix / size**0.5
+        if size & (size - 1) or size > MAX_HADAMARD:
+            raise DataError(
+                f"a Hadamard rotation needs a power of two, not {size}, up to {MAX_HADAMARD}: put a Grouping first"
+            )
+        self._matrix = _hadamard(size)
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -105,13 +116,21 @@ class Hadamard(Stage):
         return y @ self._matrix
 
 
+@cache  # all layers of a model share it
+def _hadamard(size: int) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float32)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
 @dataclass(eq=False)
 class MeanRemoval(Stage):
     """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly)."""
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Any shape."""
-        self._count, self._mean = 0, torch.zeros(shape)
+        self._count, self._mean = 0, torch.zeros(shape, dtype=torch.float32)
         return shape
 
     def partial_fit(self, x: Tensor) -> None:

@@ -43,8 +43,8 @@ def gaussian_depth(
 
 def residual_depth(
     model: str, corpus: str, codebook_sizes: list[int], depths: list[int], beams: list[int], group_size: int,
-    train_seqs: int, seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, seed: int, dtype: str,
-    device: str,
+    kmeans_iterations: int, train_seqs: int, seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, seed: int,
+    dtype: str, device: str,
 ):  # fmt: skip
     """Table 2's question on both roles: MSE, chunked perplexity, KL and recall by codebook size, depth and beam.
 
@@ -59,7 +59,7 @@ def residual_depth(
     settings = {"chunk_size": chunk_size, "reconstruction": False}
     rows = []
     for size in tqdm(codebook_sizes, desc="depth", disable=None):
-        preset = presets.vqllm(max(depths), size, group_size, seed=seed)
+        preset = presets.vqllm(max(depths), size, group_size, seed=seed, kmeans_iterations=kmeans_iterations)
         deepest = calibrate(loaded, train, preset, batch_size=train_seqs, progress=False)
         for beam, depth in tqdm([*itertools.product(beams, depths)], desc=f"{size} codes", leave=False, disable=None):
             codecs = [tuple(recut(codec, depth, beam) for codec in pair) for pair in deepest.codecs]
@@ -67,7 +67,7 @@ def residual_depth(
             row = evaluate(loaded, compressor, test, **settings)
             hits = evaluate(loaded, compressor, recall.tokens, answers=recall.answers, **settings)
             row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
-            row |= reconstruction_error(loaded, compressor, test[:2])
+            row |= reconstruction_error(loaded, compressor, test[:1])
             label = {"model": model, "codebook_size": size, "beam": beam, "num_quantizers": depth}
             rows.append(label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)})
     return frame(rows, sources)

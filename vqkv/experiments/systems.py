@@ -11,7 +11,7 @@ from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
 from vqkv.experiments.common import draw, frame, load
 from vqkv.experiments.depth import recut
-from vqkv.models import load_model
+from vqkv.models import describe, load_model
 from vqkv.peers import TransformersQuantized
 
 BY_BITS = (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs)
@@ -25,7 +25,8 @@ def systems(
 
     ``chunked`` protocol, chunks of ``chunk_size`` tokens, a multiple of every system's block: all history is packed.
     ``peer`` rows are transformers' cache as it is; its bytes are metered on the model in bfloat16, where its scales
-    take 16 bits as ours do. One row per model and system.
+    take 16 bits as ours do. One row per model and system; ``bits_8k`` and ``bits_128k`` share the side information
+    (codebooks, grids, scales) out among the values of a cache of 8,192 and of 131,072 tokens.
     """
     rows, sources = [], {}
     for name in models:
@@ -43,9 +44,16 @@ def systems(
             if label in peers:
                 metered = evaluate(short, compressor, test[:1], chunk_size=chunk_size, reconstruction=False)
                 row["bits_per_value"] = metered["bits_per_value"]
+            row |= _with_side_information(row, describe(model))
             row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
             rows.append({"model": name, "system": compressor.name, "label": label, "peer": label in peers} | row)
     return frame(rows, sources)
+
+
+def _with_side_information(row: dict, about: dict) -> dict:
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    lengths = {"bits_8k": 8192, "bits_128k": 131072}
+    return {k: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for k, n in lengths.items()}
 
 
 def bare(preset: presets.Preset) -> presets.Preset:

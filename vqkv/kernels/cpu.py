@@ -49,7 +49,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     rows = x.detach().reshape(-1, x.shape[-1])
     tables = prepare(codebooks)
     codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64, device=x.device)
-    scores = torch.empty(min(CHUNK, len(rows)), tables.weights.shape[-1], device=x.device)
+    scores = tables.weights.new_empty(min(CHUNK, len(rows)), tables.weights.shape[-1])
     with _full_precision(x.device):
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
@@ -95,7 +95,7 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
 def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, codes: Tensor) -> None:
     """Fill ``codes`` (rows, K) for up to CHUNK rows. ``scores`` is a buffer (CHUNK, C padded)."""
     dim = x.shape[-1]
-    extended = torch.ones(len(x), dim + 1, device=x.device)  # [residual, 1]: the 1 meets the squared norms
+    extended = tables.weights.new_ones(len(x), dim + 1)  # [residual, 1]: the 1 meets the squared norms
     residual = extended[:, :dim].copy_(x)
     scores = scores[: len(x)]
     size = _norm(residual)
@@ -140,7 +140,8 @@ class _Errors:
     def bound(self, best: Tensor) -> Tensor:
         """Per row. Such a code is no farther from r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying
         code elsewhere in the codebook does not loosen the bound."""
-        distance = (self.size.square() + best + self._at(torch.tensor(self.largest))).clamp(min=0).sqrt()
+        farthest = self._at(torch.tensor(self.largest, dtype=torch.float32))
+        distance = (self.size.square() + best + farthest).clamp(min=0).sqrt()
         bound = self._at((self.size + distance).mul(1.001).clamp(max=self.largest))
         overflow = (2 * self.size + self.largest) * self.largest > HUGE
         return bound.masked_fill(overflow, torch.inf)

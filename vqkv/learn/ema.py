@@ -24,8 +24,7 @@ class Ema:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.decay < 1:
-            raise DataError(f"decay {self.decay} must be at least 0 and below 1")
+        check_decay(self.decay)
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def start(self, codebook: Tensor, counts: Tensor) -> None:
@@ -50,3 +49,9 @@ class Ema:
         picks = torch.randint(len(samples), (len(dead),), generator=self._generator).to(samples.device)
         self.counts[dead] = self.revive_below
         self.sums[dead] = samples[picks].double() * self.revive_below
+
+
+def check_decay(decay: float) -> None:
+    """Raise ``DataError`` unless 0 <= decay < 1."""
+    if not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise DataError(f"decay {decay!r} must be at least 0 and below 1")
