@@ -165,6 +165,7 @@ EXPECTED = [
     # one byte for 8 (or 2) values, an fp32 scale for 64 tokens
     (presets.vq(8).key_codec(), 64, 1 + 32 / 4096),
     (presets.vq(2).key_codec(), 64, 4 + 32 / 4096),
+    (presets.vq(8, per_head_scale=False).key_codec(), 64, 1),
     (presets.rvq2().key_codec(), 64, 2 + 32 / 4096),
     # with no block or every block in fp16, and a mask bit for every 8 values
     (presets.vqq(100.0).key_codec(), 64, 1 + 1 / 8 + 32 / 4096),

@@ -179,12 +179,24 @@ def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int 
     )
 
 
-def vq(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
-    """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes."""
+def vq(
+    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
+) -> Preset:
+    """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
+    ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
     arguments = dict(locals())
-    return _framework(
-        "vq", keyframe, arguments, lambda: ResidualVQ(1, codebook_size, block, seed=seed), Grouping(group_size=block)
-    )
+
+    def quantizer() -> Quantizer:
+        return ResidualVQ(1, codebook_size, block, seed=seed)
+
+    preset = _framework("vq", keyframe, arguments, quantizer, Grouping(group_size=block))
+    if per_head_scale:
+        return preset
+
+    def naive(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(keyframe), Grouping(group_size=block)], quantizer(), head_dim)
+
+    return dataclasses.replace(preset, make_key_codec=naive, make_value_codec=naive)
 
 
 def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:

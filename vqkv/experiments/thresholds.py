@@ -19,7 +19,8 @@ def threshold_sweep(
 
     ``snapshot`` protocol: the whole prompt is one keyframe (one scale per head), then ``new_tokens`` tokens are
     decoded. One row per model, method, threshold (NaN without fallback) and sequence; ``vq_blocks`` is the share of
-    blocks that are not in fp16, ``ratio`` is against the live fp16 cache of the prompt.
+    blocks that are not in fp16, ``ratio`` is against the live fp16 cache of the prompt, ``median_error`` the median
+    absolute error of a value, in shares of its head's maximum.
     """
     rows, sources = [], {}
     for name in models:
@@ -35,16 +36,23 @@ def threshold_sweep(
                     codec.quantizer.threshold = threshold
                 share = _vq_share(compressor, keys, values)
                 label = {"model": name, "method": preset.name, "threshold": threshold, "vq_blocks": share}
+                label["median_error"] = _median_error(compressor, keys, values)
                 rows += _per_sequence(model, compressor, test, prompt_len, label)
         for method, preset in _without_fallback(shared).items():
             compressor = calibrate(model, train, preset, progress=False)
             label = {"model": name, "method": method, "threshold": float("nan"), "vq_blocks": 1.0}
+            label["median_error"] = _median_error(compressor, keys, values)
             rows += _per_sequence(model, compressor, test, prompt_len, label)
     return frame(rows, sources)
 
 
 def _without_fallback(shared: dict) -> dict:
-    return {"vq, 2": presets.vq(2, **shared), "vq, 8": presets.vq(8, **shared), "rvq2": presets.rvq2(**shared)}
+    return {
+        "vq, 2": presets.vq(2, **shared),
+        "vq, 8": presets.vq(8, **shared),
+        "vq, 8, unscaled": presets.vq(8, per_head_scale=False, **shared),
+        "rvq2": presets.rvq2(**shared),
+    }
 
 
 def _per_sequence(model, compressor, tokens, prompt_len: int, label: dict) -> list[dict]:
@@ -64,3 +72,13 @@ def _vq_share(compressor, keys, values) -> float:
     pairs = zip(compressor.codecs, zip(keys, values, strict=True), strict=True)
     masks = [codec.encode(x).mask() for codecs, layer in pairs for codec, x in zip(codecs, layer, strict=True)]
     return statistics.mean(mask.float().mean().item() for mask in masks)
+
+
+def _median_error(compressor, keys, values) -> float:
+    """Mean over layers and roles."""
+    medians = []
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair), strict=True):
+            error = (x - x_hat).abs() / x.abs().amax(dim=(2, 3), keepdim=True)
+            medians.append(error.median().item())
+    return statistics.mean(medians)

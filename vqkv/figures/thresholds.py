@@ -9,6 +9,7 @@ METHODS = {
     "vqq_product": ("product codes + fp16 fallback", "pq", "s"),
     "vq, 2": ("VQ of 2 values", "vq", "^"),
     "vq, 8": ("VQ of 8 values", "vq", "v"),
+    "vq, 8, unscaled": ("... without per-head scale", "vq", "x"),
     "rvq2": ("2 residual stages", "vqllm", "D"),
 }
 
