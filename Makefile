@@ -16,11 +16,12 @@ study: $(READY)
 smoke: $(READY)
 	out=$$(mktemp -d) && $(BIN)/python -m vqkv.study --profile smoke --out "$$out" && rm -rf "$$out"
 
+# one thread a process: two processes of two threads on two cores stall each other
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 2
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
 	$(MAKE) --no-print-directory smoke
 	@echo "make test: lint, library tests, committed notebooks and the smoke study passed"
 
