@@ -224,7 +224,7 @@ def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry(learning_beam):
     words = gaussian(1, 1, 100, 8)
     x = words[:, :, torch.randint(100, (2000,), generator=torch.Generator().manual_seed(1))]
     quantizer = fitted(x, num_quantizers=6, learning_beam=learning_beam)
-    assert quantizer.loss(x)[-1] < 5e-3
+    assert quantizer.loss(x)[-1] < 1e-2
     unseen = quantizer.loss(gaussian(1, 1, 500, 8, seed=2))
     assert (unseen[1:] <= unseen[:-1] * 1.001).all() and unseen[-1] < 0.8 * unseen[0]
 
