@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from codec_zoo import chain, fitted_codecs, gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,28 +12,9 @@ from vqkv.codec import Chain, Fp16, Grouping, Hadamard, MeanRemoval, Payload, Re
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
 
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def chain(head_dim=16, kind="strided", stages=(), **settings):
-    quantizer = ResidualVQ(**{"num_quantizers": 2, "codebook_size": 20, "group_size": 8, **settings})
-    return Chain([*stages, VectorScale(), Grouping(kind, quantizer.group_size)], quantizer, head_dim)
-
-
 @pytest.fixture(scope="module")
 def codecs():
-    """A fitted codec of every kind for 3 heads of 16 channels."""
-    x = gaussian(2, 3, 200, 16)
-    made = {kind: chain(kind=kind) for kind in ("contiguous", "strided", "random")}
-    made["rotated"] = chain(stages=[MeanRemoval(), Hadamard()])
-    made["two scales"] = Chain(
-        [VectorScale("rms"), VectorScale("absmax"), Grouping(group_size=8)], ResidualVQ(2, 20, 8)
-    )
-    return {"fp16": Fp16(), **made} | {name: codec.fit(x) for name, codec in {"fp16": Fp16(), **made}.items()}
-
-
-KINDS = ["fp16", "contiguous", "strided", "random", "rotated", "two scales"]
+    return fitted_codecs()
 
 
 @pytest.mark.parametrize(("head_dim", "codes", "bits"), [(128, 44, 2.875), (64, 22, 3.0)])
@@ -50,53 +32,6 @@ def test_default_setting_stores_exactly_the_published_bits(head_dim, codes, bits
     assert payload.nbytes * 8 / x.numel() == bits
     assert sum(field.untyped_storage().nbytes() for field in payload.fields.values()) == payload.nbytes
     assert codec.side_bytes == 8 * 2048 * 32 * 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=15)
-@given(batch=st.integers(1, 3), length=st.integers(1, 9), cut=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, length, cut, seed):
-    codec, cut = codecs[kind], min(cut, length)
-    x = gaussian(batch, 3, length, 16, seed=seed)
-    payload = codec.encode(x)
-    whole = codec.decode(payload)
-    assert whole.shape == x.shape and payload.seq_len == length
-    parts = [payload.tokens(0, cut), payload.tokens(cut)]
-    assert same(Payload.concat(parts), payload)
-    if 0 < cut < length:
-        assert same(Payload.concat([codec.encode(x[:, :, :cut]), codec.encode(x[:, :, cut:])]), payload)
-    assert sum(part.nbytes for part in parts) == payload.nbytes
-    assert torch.equal(codec.decode(payload.tokens(-1)), whole[:, :, -1:])
-    index = torch.tensor([batch - 1, 0])
-    assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
-    assert torch.equal(codec.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
-
-
-def same(a, b):
-    return a.fields.keys() == b.fields.keys() and all(torch.equal(a.fields[n], b.fields[n]) for n in a.fields)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_reloaded_codecs_agree_bit_for_bit(codecs, kind):
-    codec, x = codecs[kind], gaussian(1, 3, 50, 16, seed=9)
-    config = json.loads(json.dumps(codec.config()))
-    again = codec_from_config(config, {name: tensor.clone() for name, tensor in codec.state().items()})
-    payload = codec.encode(x)
-    assert same(again.encode(x), payload)
-    assert torch.equal(again.decode(payload), codec.decode(payload))
-    assert again.side_bytes == codec.side_bytes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_zero_vectors_decode_to_zero_and_extremes_stay_finite(codecs, kind):
-    codec = codecs[kind]
-    if kind != "rotated":  # there a zero is not zero: the mean was subtracted
-        assert codec.decode(codec.encode(torch.zeros(1, 3, 2, 16))).abs().max() == 0
-    for size in (1e-30, 1e-6, 60000.0):
-        x = gaussian(1, 3, 4, 16).clamp(-1, 1) * size
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            decoded = codec.decode(codec.encode(x), dtype=dtype)
-            assert decoded.dtype == dtype and torch.isfinite(decoded).all()
 
 
 def test_an_all_zero_codebook_batch_does_not_hide_zero_vectors():

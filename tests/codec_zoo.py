@@ -1,0 +1,74 @@
+"""Small codecs of every kind, for the tests of codecs."""
+
+import torch
+
+from vqkv import presets
+from vqkv.codec import (
+    Chain,
+    Fallback,
+    Fp16,
+    Grouping,
+    Hadamard,
+    HeadScale,
+    MeanRemoval,
+    MinMax,
+    ResidualVQ,
+    TokenBlock,
+    Uniform,
+    VectorScale,
+)
+
+HEADS, HEAD_DIM = 3, 16
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chain(head_dim=16, kind="strided", stages=(), **settings):
+    quantizer = ResidualVQ(**{"num_quantizers": 2, "codebook_size": 20, "group_size": 8, **settings})
+    return Chain([*stages, VectorScale(), Grouping(kind, quantizer.group_size)], quantizer, head_dim)
+
+
+def same(a, b):
+    """Whether two payloads hold the same bits."""
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
+
+
+SMALL = {
+    "quanto": presets.quanto(4, 8),
+    "hqq": presets.hqq(2, 8),
+    "kivi": presets.kivi(2, 9),
+    "kvquant": presets.kvquant(3, block=7),
+    "higgs": presets.higgs(2),
+    "vqq": presets.vqq(0.3, keyframe=3, codebook_size=20),
+    "vqq_product": presets.vqq_product(0.2, keyframe=5, codebook_size=20),
+    "vq": presets.vq(2, keyframe=6, codebook_size=20),
+    "rvq2": presets.rvq2(keyframe=3, codebook_size=20),
+}
+
+
+EXTRA = {
+    "symmetric": Chain([Grouping(group_size=8), VectorScale("absmax")], Uniform(3, signed=True)),
+    "symmetric per channel": Chain(
+        [TokenBlock(5, channels_first=True), VectorScale("absmax")], Uniform(8, signed=True)
+    ),
+    "affine per channel in groups": Chain([TokenBlock(6, True), Grouping(group_size=3), MinMax()], Uniform(2)),
+    "fallback of affine": Chain([HeadScale()], Fallback(Chain([MinMax()], Uniform(2)), 0.1, 4)),
+    "fallback of residual VQ": Chain([TokenBlock(2), HeadScale()], Fallback(Chain([], ResidualVQ(2, 20, 8)), 0.1, 8)),
+}
+
+EXTRA |= {kind: chain(kind=kind) for kind in ("contiguous", "strided", "random")}
+EXTRA |= {
+    "fp16": Fp16(),
+    "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
+    "two scales": Chain([VectorScale("rms"), VectorScale("absmax"), Grouping(group_size=8)], ResidualVQ(2, 20, 8)),
+}
+KINDS = [*(f"{name} {role}" for name in SMALL for role in ("key", "value")), *EXTRA]
+
+
+def fitted_codecs():
+    """One of every kind, fitted for 3 heads of 16 channels."""
+    x = gaussian(2, HEADS, 210, HEAD_DIM)
+    made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
+    return {name: codec if codec.ready else codec.fit(x) for name, codec in (made | EXTRA).items()}
