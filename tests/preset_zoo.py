@@ -1,0 +1,27 @@
+"""Every preset, small enough for a random checkpoint and a few dozen tokens."""
+
+from vqkv import presets
+
+LEARNED = {"num_quantizers": 2, "codebook_size": 16, "group_size": 8}
+
+
+SMALL = {
+    "fp16": presets.fp16(),
+    "vqllm": presets.vqllm(**LEARNED),
+    "beam": presets.vqllm(**LEARNED, beam=4),
+    "quanto": presets.quanto(),
+    "hqq": presets.hqq(),
+    "kivi": presets.kivi(group_size=16, recent_window=8),
+    "kvquant": presets.kvquant(bits=2, block=16),
+    "higgs": presets.higgs(recent_window=8),
+    "vqq": presets.vqq(codebook_size=16, keyframe=16),
+    "vqq_product": presets.vqq_product(codebook_size=16, keyframe=16),
+    "vq": presets.vq(codebook_size=16, keyframe=16),
+    "rvq2": presets.rvq2(codebook_size=16, keyframe=16),
+}
+
+
+CODED = {name: presets.entropy_coded(SMALL[name], "adaptive", block=16) for name in ("vqllm", "kivi")}
+
+
+EVERY = SMALL | {f"{name}+ans": preset for name, preset in CODED.items()}

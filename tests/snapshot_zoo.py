@@ -1,0 +1,74 @@
+"""Small caches written to snapshot streams, for the tests of streams and of damage to them."""
+
+import functools
+
+import torch
+
+from vqkv import presets, records
+from vqkv.snapshots import SnapshotReader, SnapshotWriter
+
+FRAMING = records.FRAMING
+
+
+def cache(layers=2, batch=1, heads=1, tokens=9, head_dim=4, dtype=torch.float32, seed=0):
+    """(keys, values) of a random cache, with zeros of both signs in it."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, layers, batch, heads, tokens, head_dim, generator=generator).to(dtype)
+    x[0, 0, 0, 0, 0, 0] = -0.0
+    return list(x[0]), list(x[1])
+
+
+def cut(state, start, stop):
+    return tuple([x[:, :, start:stop] for x in role] for role in state)
+
+
+def feed(writer, state, steps, done=0):
+    """Append ``steps`` (tokens of each) of a cache."""
+    for new in steps:
+        writer.append(*cut(state, done, done + new))
+        done += new
+
+
+def write(path, state, steps, **arguments):
+    with SnapshotWriter(path, **arguments) as writer:
+        feed(writer, state, steps)
+    return SnapshotReader(path)
+
+
+def bits(state):
+    return [x.contiguous().view(torch.uint8) for role in state for x in role]
+
+
+def same(a, b):
+    """Bit for bit."""
+    return len(a[0]) == len(b[0]) and all(map(torch.equal, bits(a), bits(b)))
+
+
+@functools.cache
+def coded_pairs():
+    """Codecs by name, fitted for 2 heads of 16 channels: scalar, blocks of tokens, ragged, learned, merged heads."""
+    x = torch.randn(2, 2, 96, 16, generator=torch.Generator().manual_seed(5))
+    made = {
+        "fp16": presets.fp16(),
+        "quanto": presets.quanto(4, 8),
+        "kivi": presets.kivi(2, 4),
+        "vqq": presets.vqq(0.2, 4, 16),
+        "vqq_product": presets.vqq_product(0.1, 4, 16),
+        "kvquant": presets.kvquant(3, 0.1, block=4),
+        "vqllm": presets.vqllm(2, 16, 8),
+        "higgs": presets.higgs(2, 16),
+    }
+    return {name: (preset.key_codec().fit(x), preset.value_codec().fit(x)) for name, preset in made.items()}
+
+
+SMALL = {
+    "exact": {"keyframes": "fp32", "deltas": "exact"},
+    "int4": {},
+}
+
+
+def small(path, name, seed=0):
+    """A small stream: its cache, its bytes, and the state of every step."""
+    state, steps = cache(1, 1, 1, 6, 3, seed=seed), [1, 2, 1, 2]
+    stream = write(path, state, steps, interval=2, **SMALL[name])
+    return state, steps, path.read_bytes(), list(stream), [record.end for record in stream._records]
