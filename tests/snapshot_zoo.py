@@ -67,8 +67,8 @@ SMALL = {
 }
 
 
-def small(path, name, seed=0):
+def small(path, name, seed=0, layers=1, heads=1, head_dim=3):
     """A small stream: its cache, its bytes, and the state of every step."""
-    state, steps = cache(1, 1, 1, 6, 3, seed=seed), [1, 2, 1, 2]
+    state, steps = cache(layers, 1, heads, 6, head_dim, seed=seed), [1, 2, 1, 2]
     stream = write(path, state, steps, interval=2, **SMALL[name])
     return state, steps, path.read_bytes(), list(stream), [record.end for record in stream._records]

@@ -59,13 +59,13 @@ def mutate(rng, data, other, ends):
     return bytes(data)
 
 
-def fuzz(folder, count, seed=0, name="int4"):
+def fuzz(folder, count, seed=0, name="int4", **sizes):
     """``count`` mutated files: each opens to exactly the whole records before its first altered byte, with the
     original's states, or raises ``FormatError`` if that is in the header. Returns how many did which, and the largest
     allocation seen (bytes of Python's allocator) over the file's size."""
     rng, path = random.Random(seed), folder / "mutated"
-    _, _, data, states, ends = small(folder / f"original-{seed}", name)
-    other = small(folder / f"other-{seed}", name, seed=1)[2]
+    _, _, data, states, ends = small(folder / f"original-{seed}", name, **sizes)
+    other = small(folder / f"other-{seed}", name, seed=1, **sizes)[2]
     outcome = {"refused": 0, "prefix": 0, "whole": 0, "largest": 0.0}
     tracemalloc.start()
     for _ in range(count):
@@ -93,7 +93,13 @@ def fuzz(folder, count, seed=0, name="int4"):
 def test_mutated_files_open_to_a_correct_prefix_or_are_refused(tmp_path, name):
     outcome = fuzz(tmp_path, 150, seed=7, name=name)
     assert min(outcome[kind] for kind in ("refused", "prefix", "whole")) > 5  # the mutations reach all of them
-    assert outcome["largest"] < 100  # a file of 2 kB: objects of Python, not what a length claims
+    assert outcome["largest"] < 20  # of 1 kB: objects of Python, not what a length claims
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_mutated_file_takes_more_than_ten_times_its_size(tmp_path, name):
+    """Once a file is larger than the objects that read it: 150 kB here."""
+    assert fuzz(tmp_path, 40, seed=3, name=name, layers=8, heads=4, head_dim=64)["largest"] < 10
 
 
 def test_every_bit_of_a_records_kind_tokens_and_length_counts(tmp_path):
