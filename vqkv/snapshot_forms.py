@@ -47,9 +47,9 @@ class Raw:
     stored: torch.dtype
     tokens_per_row = 1
 
-    def write(self, x: Tensor) -> bytes:
-        """The values' bytes."""
-        return _bytes(x.to(self.stored))
+    def write(self, tensors: list[Tensor]) -> list[bytes]:
+        """The bytes of each tensor's values."""
+        return [_bytes(x.to(self.stored)) for x in tensors]
 
     def least_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that values of this shape take, whatever they are."""
@@ -72,12 +72,14 @@ class Coded:
         """Tokens that the codec encodes together."""
         return self.codec.tokens_per_row
 
-    def write(self, x: Tensor) -> bytes:
-        """The payload's tensors in the order of their names, fields first."""
-        payload = self.codec.encode(x)
+    def write(self, tensors: list[Tensor]) -> list[bytes]:
+        """Of each tensor (all of one shape) the payload's tensors in the order of their names, fields first. They are
+        encoded as one batch: a step of one token is many small tensors."""
+        payload, size = self.codec.encode(torch.cat(tensors)), len(tensors[0])
         if payload_layout(payload) != self.layout:
             raise DataError(f"this codec's payload {payload_layout(payload)} is not always laid out as {self.layout}")
-        return b"".join(_bytes(payload.tensors[name]) for name in self.layout["tensors"])
+        pieces = [payload.batch_select(range(i * size, (i + 1) * size)) for i in range(len(tensors))]
+        return [b"".join(_bytes(piece.tensors[name]) for name in self.layout["tensors"]) for piece in pieces]
 
     def least_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the fields alone; ragged tensors may be empty."""

@@ -123,7 +123,14 @@ class Layout:
 
     def encode(self, kind: int, tensors: list[Tensor]) -> bytes:
         """A step's contents."""
-        return b"".join(part for forms, x in zip(self.forms[kind], tensors, strict=True) for part in _write(forms, x))
+        alike: dict[tuple, list[int]] = {}  # tensors that the same forms store are written together
+        for i, forms in enumerate(self.forms[kind]):
+            alike.setdefault(tuple(map(id, forms)), []).append(i)
+        written = [b""] * len(tensors)
+        for places in alike.values():
+            for i, data in zip(places, _write(self.forms[kind][places[0]], [tensors[i] for i in places]), strict=True):
+                written[i] = data
+        return b"".join(written)
 
     def decode(self, kind: int, tokens: int, data: bytes) -> list[Tensor]:
         """The inverse. Raises one of ``BROKEN`` for contents that do not fit."""
@@ -141,10 +148,14 @@ class Layout:
         return sum(form.least_bytes(self._shape(whole)) for form, whole in pairs)
 
 
-def _write(forms: list[Raw | Coded], x: Tensor):
-    for form, whole in shares(forms, x.shape[2]):
-        yield form.write(x[:, :, :whole])
-        x = x[:, :, whole:]
+def _write(forms: list[Raw | Coded], tensors: list[Tensor]) -> list[bytes]:
+    """Each tensor's bytes: its whole blocks, then what is left of them, as ``shares`` says."""
+    written = [b""] * len(tensors)
+    for form, whole in shares(forms, tensors[0].shape[2]):
+        parts = form.write([x[:, :, :whole] for x in tensors])
+        written = [before + part for before, part in zip(written, parts, strict=True)]
+        tensors = [x[:, :, whole:] for x in tensors]
+    return written
 
 
 def header_of(new: list[Tensor], stored: dict, interval: int) -> bytes:
@@ -201,7 +212,8 @@ def _forms(meta: dict, coded: list[Coded], exact: torch.dtype, count: int) -> di
             raise FormatError(f"{name} names {len(numbers)} codecs for {count} tensors")
         first[kind] = [coded[i] for i in numbers] or [Raw(RAW[stored] or exact)] * count
     forms = {KEYFRAME: zip(first[KEYFRAME], first[DELTA], strict=True), DELTA: zip(first[DELTA], strict=True)}
-    return {kind: [[*chain, Raw(exact)] for chain in chains] for kind, chains in forms.items()}
+    rest = Raw(exact)
+    return {kind: [[*chain, rest] for chain in chains] for kind, chains in forms.items()}
 
 
 def _codecs(described: list[dict], tensors: dict[str, Tensor]) -> list[Coded]:
