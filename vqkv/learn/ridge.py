@@ -1,8 +1,22 @@
 """Streamed least squares: sums of X'X and X'Y in float64, then one solve."""
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from vqkv.errors import DataError
+
+
+@dataclass
+class Moments:
+    """Means and centred sums of samples x (n, in_features), y (n, out_features), all float64: ``xx`` is the sum of
+    (x - mean_x)(x - mean_x)', ``xy`` that of (x - mean_x)(y - mean_y)'."""
+
+    mean_x: Tensor
+    mean_y: Tensor
+    xx: Tensor
+    xy: Tensor
 
 
 class Ridge:
@@ -15,28 +29,51 @@ class Ridge:
 
     def __init__(self, strength: float = 1e-3):
         self.strength = strength
-        self.xx: torch.Tensor | None = None
-        self.xy: torch.Tensor | None = None
+        self.xx: Tensor | None = None
+        self.xy: Tensor | None = None
 
-    def accumulate(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def accumulate(self, x: Tensor, y: Tensor) -> None:
         """Add samples x (n, in_features), y (n, out_features)."""
         x = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
         xx, xy = x.T @ x, x.T @ y.double()
         self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
 
     def merge(self, other: "Ridge") -> None:
-        """Add the sums of ``other``."""
-        self.xx, self.xy = (other.xx, other.xy) if self.xx is None else (self.xx + other.xx, self.xy + other.xy)
+        """Add the sums of ``other``, which may have seen nothing."""
+        if other.xx is not None:
+            self.xx, self.xy = (other.xx, other.xy) if self.xx is None else (self.xx + other.xx, self.xy + other.xy)
 
-    def solve(self) -> torch.Tensor:
-        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` before any sample."""
+    def moments(self) -> Moments:
+        """What was accumulated, about its mean. Raises ``DataError`` before any sample."""
         if self.xx is None:
             raise DataError("no samples: call accumulate(x, y) before solve()")
-        penalty = torch.full((len(self.xx),), self.strength * self.xx.diagonal()[:-1].mean().item())
-        penalty[-1] = 0
-        return torch.linalg.solve(self.xx + penalty.double().diag().to(self.xx.device), self.xy)
+        count = self.xx[-1, -1]
+        mean_x, mean_y = self.xx[-1, :-1] / count, self.xy[-1] / count
+        xx = self.xx[:-1, :-1] - count * torch.outer(mean_x, mean_x)
+        return Moments(mean_x, mean_y, xx, self.xy[:-1] - count * torch.outer(mean_x, mean_y))
+
+    def penalized(self) -> Tensor:
+        """The centred X'X with the penalty on its diagonal (in_features, in_features)."""
+        xx, raw = self.moments().xx, self.xx.diagonal()[:-1]
+        if not raw.any():  # nothing but zeros: any penalty gives the weights that it should, zero
+            return torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+        return xx + torch.full_like(raw, self.strength * raw.mean().item()).diag()
+
+    def solve(self) -> Tensor:
+        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` before any sample, and if
+        inputs depend on each other while the strength is 0.
+
+        Solved about the mean, which leaves the solution as it is: a mean that is large against the spread would cost
+        the solver's precision, and the bias has no penalty.
+        """
+        moments = self.moments()
+        factor, failed = torch.linalg.cholesky_ex(self.penalized())
+        if failed:
+            raise DataError(f"X'X is singular at strength {self.strength:g}: give a larger one, or more samples")
+        weights = torch.cholesky_solve(moments.xy, factor)
+        return torch.cat([weights, (moments.mean_y - moments.mean_x @ weights)[None]])
 
 
-def predict(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def predict(weights: Tensor, x: Tensor) -> Tensor:
     """[x, 1] W for x (n, in_features)."""
     return x.to(weights.dtype) @ weights[:-1] + weights[-1]
