@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import small_models
 import torch
-from preset_zoo import EVERY
+from preset_zoo import EVERY, PREDICTED
 from typer.testing import CliRunner
 
 from vqkv import Compressor, DataError, calibrate, evaluate, load_model
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 @cache
 def compressor_of(model, name):
-    return calibrate(model, TOKENS, EVERY[name], progress=False)
+    return calibrate(model, TOKENS, (EVERY | PREDICTED)[name], progress=False)
 
 
 def feed(model, cache, tokens, *lengths):
@@ -31,7 +31,7 @@ def feed(model, cache, tokens, *lengths):
         return torch.cat([model(x, past_key_values=cache).logits for x in tokens.split(lengths, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY | PREDICTED)
 def test_a_cache_can_be_saved_reset_cropped_and_reordered(model, name, tmp_path):
     compressor, tokens = compressor_of(model, name), TOKENS[:2, :60]
     cache = compressor.new_cache(model)
@@ -55,7 +55,7 @@ def test_a_cache_can_be_saved_reset_cropped_and_reordered(model, name, tmp_path)
     assert cache.report().cache_bytes == 0 and cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["kivi", "kvquant", "vqq", "kivi+ans"])
+@pytest.mark.parametrize("name", ["kivi", "kvquant", "vqq", "kivi+ans", *PREDICTED])
 def test_generate_is_the_greedy_loop_and_beams_do_not_mix_sequences(model, name):
     compressor, prompt = compressor_of(model, name), TOKENS[:2, :40]
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

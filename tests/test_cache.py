@@ -131,10 +131,11 @@ def test_crop_then_continue_equals_never_having_seen_the_cropped(llama, compress
 def test_batch_operations_follow_the_rows(llama, compressor):
     cache = with_settings(compressor, sink_tokens=2, recent_window=4).new_cache(llama)
     run(llama, cache)
-    before = cache.layers[1].roles[1].read(cache.layers[0].positions, torch.float32)
+    layer = cache.layers[1]
+    before = layer.roles[1].read(layer.positions, torch.float32, layer.step.past)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0]))
-    after = cache.layers[1].roles[1].read(cache.layers[0].positions, torch.float32)
+    after = layer.roles[1].read(layer.positions, torch.float32, layer.step.past)
     for b, a in zip(before, after, strict=True):
         assert torch.equal(a, b[[1, 0, 0]])
     assert cache.report().batch_size == 3
@@ -258,11 +259,11 @@ def test_crop_into_a_block_of_tokens_keeps_the_tokens_before_it(llama, name, rem
     ]
     cache = calibrate(llama, TOKENS, preset, progress=False).new_cache(llama)
     run(llama, cache, TOKENS[:2, :41], pieces=(41,))
-    before = [layer.roles[1].read(layer.positions, torch.float32) for layer in cache.layers]
+    before = [layer.roles[1].read(layer.positions, torch.float32, layer.step.past) for layer in cache.layers]
     cache.crop(-removed)
     assert cache.get_seq_length() == 41 - removed
     for layer, values in zip(cache.layers, before, strict=True):
-        after = torch.cat(layer.roles[1].read(layer.positions, torch.float32), dim=-2)
+        after = torch.cat(layer.roles[1].read(layer.positions, torch.float32, layer.step.past), dim=-2)
         torch.testing.assert_close(after, torch.cat(values, dim=-2)[..., : 41 - removed, :], rtol=1e-3, atol=1e-3)
     follow = TOKENS[:2, 41 - removed : 42]
     logits = run(llama, cache, follow, pieces=(follow.shape[1],))

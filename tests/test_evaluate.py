@@ -93,7 +93,8 @@ def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
         model(tokens[:, :48], past_key_values=cache)
     cache.layers[0].positions.done()
     stored = [
-        [torch.cat(role.read(layer.positions, torch.float32), -2) for role in layer.roles] for layer in cache.layers
+        [torch.cat(role.read(layer.positions, torch.float32, layer.step.past), -2) for role in layer.roles]
+        for layer in cache.layers
     ]
     restored = evaluate_restored(model, tokens, *zip(*stored, strict=True))
     row = evaluate(model, one_bit, tokens, "snapshot", prompt_len=48, step_size=16, per_sequence=True)

@@ -15,10 +15,11 @@ from vqkv import DataError, calibrate, evaluate, evict, presets
 from vqkv.attention import token_mask, watching_attention
 from vqkv.capture import capture
 from vqkv.codec import Codec, Payload
-from vqkv.compressor import CacheSettings, Compressor
+from vqkv.compressor import Compressor
 from vqkv.evict import H2O, heavy_hitters
 from vqkv.meter import tensor_bytes
 from vqkv.models import describe, kv_sources
+from vqkv.settings import CacheSettings
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -233,7 +234,10 @@ SMALL = {
 } | {name: {"keyframe": 16, "codebook_size": 16} for name in ("vq", "vqq", "vqq_product", "rvq2")}
 
 
-@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+PREDICTED = {"aqua": {"recent_window": 8}, "kvsharer": {"threshold": -1.0}}
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS.keys() - PREDICTED))
 def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why_not(llama, name):
     tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
     compressor = calibrate(llama, tokens, presets.make(name, **SMALL.get(name, {})), progress=False)
@@ -251,6 +255,13 @@ def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why
         assert "streaming=False" in str(error) and name not in ("fp16", "vqllm", "quanto", "hqq")
     else:
         assert sum(stream.layers[2].roles[1].parts) == 165
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
+    compressor = calibrate(llama, TOKENS, presets.make(name, **PREDICTED[name]), progress=False)
+    with pytest.raises(DataError, match="use a compressor without predictors"):
+        H2O(compressor)
 
 
 def test_payloads_that_mix_heads_are_refused(llama):

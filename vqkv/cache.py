@@ -7,105 +7,29 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from vqkv.codec.base import Codec
-from vqkv.codec.payload import Payload
+from vqkv.coder import Known
 from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
 from vqkv.models import rotary_embedding
 from vqkv.positions import Positions
+from vqkv.role import Role, Settings
 
 
 @dataclass
-class Role:
-    """One layer's keys or its values: full-precision sinks, packed history, full-precision recent window."""
+class Step:
+    """What the layers tell each other in one forward pass, so that no history is decoded twice: reconstructions of the
+    ``past`` tokens that were packed before, and of those that are packed now (``fresh``). Empty between passes."""
 
-    codec: Codec
-    rotated: bool
-    sinks: torch.Tensor | None = None
-    packed: Payload | None = None
-    window: torch.Tensor | None = None
+    last_reader: dict
+    past: Known = field(init=False)
+    fresh: Known = field(init=False)
 
-    @property
-    def parts(self) -> tuple[int, int, int]:
-        """Tokens in the sinks, in the packed history and in the window."""
-        window = 0 if self.window is None else self.window.shape[-2]
-        return (
-            0 if self.sinks is None else self.sinks.shape[-2],
-            0 if self.packed is None else self.packed.seq_len,
-            window,
-        )
+    def __post_init__(self):
+        self.begin()
 
-    def read(self, positions: Positions, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The stored tokens in order, as attention reads them."""
-        sinks, packed, _ = self.parts
-        out = [] if self.sinks is None else [self.sinks.to(dtype)]
-        if packed:
-            history = self.codec.decode(self.packed)
-            out.append((positions.rotate(history, sinks) if self.rotated else history).to(dtype))
-        return out if self.window is None else [*out, self.window.to(dtype)]
-
-    def write(self, states: torch.Tensor, positions: Positions, settings: "Settings") -> None:
-        """Store new tokens, then pack the oldest of those beyond the sinks and the recent window."""
-        states = states.detach().float()  # a stored graph would hold every activation
-        missing = settings.sink_tokens - self.parts[0]
-        if missing > 0:
-            head, states = states[..., :missing, :], states[..., missing:, :]
-            self.sinks = _append(self.sinks, _checked(head, settings.exact))
-        sinks, packed, window = self.parts
-        if window:
-            states = torch.cat([self.window.float(), states], dim=-2)
-        spare = max(0, states.shape[-2] - settings.recent_window)
-        flush = spare - spare % settings.block
-        window = _checked(states[..., flush:, :], settings.exact) if states.shape[-2] > flush else None
-        if flush:  # last of all that may fail: a write that is refused must not look like one that was not
-            old = states[..., :flush, :]
-            payload = self.codec.encode(positions.unrotate(old, sinks + packed) if self.rotated else old)
-            self.packed = payload if self.packed is None else Payload.concat([self.packed, payload])
-        self.window = window
-
-    def truncate(self, seq_len: int, positions: Positions, settings: "Settings") -> None:
-        """Keep the first ``seq_len`` tokens; what is left of a block of tokens goes back to the window."""
-        sinks, packed, _ = self.parts
-        keep_window = seq_len - sinks - packed
-        if self.window is not None:
-            self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None
-        if self.packed is not None and keep_window < 0:
-            keep = max(0, seq_len - sinks)
-            whole = keep - keep % self.packed.tokens_per_row
-            if keep > whole:
-                block = self.packed.tokens(whole, whole + self.packed.tokens_per_row)
-                tail = self.codec.decode(block)[..., : keep - whole, :]
-                tail = positions.rotate(tail, sinks + whole) if self.rotated else tail
-                self.window = _checked(tail, settings.exact)
-            self.packed = self.packed.tokens(0, whole) if whole else None
-        if self.sinks is not None and seq_len < sinks:
-            self.sinks = self.sinks[..., :seq_len, :].clone() if seq_len else None
-
-    def select(self, index: torch.Tensor) -> None:
-        """Keep (or repeat) the sequences of the batch that ``index`` names."""
-        if self.sinks is not None:
-            self.sinks = self.sinks[index.to(self.sinks.device)]
-        if self.window is not None:
-            self.window = self.window[index.to(self.window.device)]
-        if self.packed is not None:
-            self.packed = self.packed.batch_select(index)
-
-
-@dataclass
-class Settings:
-    """What the layers of one cache share. ``block``: tokens are packed in multiples of it."""
-
-    sink_tokens: int
-    recent_window: int
-    in_place: bool
-    block: int
-    dtype: torch.dtype
-    last_layer: int
-
-    @property
-    def exact(self) -> torch.dtype:
-        """What sinks and window are kept in: the model's dtype if it has 16 bits, else fp16."""
-        return self.dtype if self.dtype.itemsize == 2 else torch.float16
+    def begin(self) -> None:
+        """Forget the pass before."""
+        self.past, self.fresh = Known(self.last_reader), Known(self.last_reader)
 
 
 @dataclass(eq=False)
@@ -120,6 +44,7 @@ class CompressedLayer(CacheLayerMixin):
     roles: tuple[Role, Role]
     positions: Positions
     settings: Settings
+    step: "Step"
     batch_size: int = field(default=0, init=False)
 
     def __post_init__(self):
@@ -140,18 +65,20 @@ class CompressedLayer(CacheLayerMixin):
             )
         if self.index == 0:
             self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
+            self.step.begin()
         self.batch_size = key_states.shape[0]
         out = []
         for role, states in zip(self.roles, (key_states, value_states), strict=True):
             if self.settings.in_place:
-                role.write(states, self.positions, self.settings)
-                parts = role.read(self.positions, states.dtype)
+                role.write(states, self.positions, self.settings, self.step.fresh)
+                parts = role.read(self.positions, states.dtype, self.step.past)
             else:
-                parts = [*role.read(self.positions, states.dtype), states]
-                role.write(states, self.positions, self.settings)
+                parts = [*role.read(self.positions, states.dtype, self.step.past), states]
+                role.write(states, self.positions, self.settings, self.step.fresh)
             out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))
         if self.index == self.settings.last_layer:
             self.positions.done()
+            self.step.begin()
         return tuple(out)
 
     @property
@@ -184,8 +111,10 @@ class CompressedLayer(CacheLayerMixin):
         self._truncate(max(0, self.get_seq_length() + tokens_to_remove))
 
     def _truncate(self, seq_len: int) -> None:
+        if self.index == 0:
+            self.step.begin()
         for role in self.roles:
-            role.truncate(seq_len, self.positions, self.settings)
+            role.truncate(seq_len, self.positions, self.settings, self.step.past)
         if self.index == 0:
             self.positions.truncate(seq_len)
         self.positions.done()
@@ -218,22 +147,23 @@ class CompressedCache(Cache):
     def __init__(self, compressor, model, in_place: bool = False):
         self.compressor = compressor
         compressor.check(model)
-        for codec in (codec for pair in compressor.codecs for codec in pair):
-            codec.to(model.device)
+        compressor.to(model.device)
         preset = compressor.settings
         positions = Positions(rotary_embedding(model) if preset.pre_rope else None)
-        rows = math.lcm(*(codec.tokens_per_row for pair in compressor.codecs for codec in pair))
+        rows = compressor.tokens_per_row
         settings = Settings(
             sink_tokens=0 if in_place else preset.sink_tokens,
             recent_window=0 if in_place else preset.recent_window,
             in_place=in_place,
+            rows=rows,
             block=rows if in_place else math.lcm(rows, preset.flush_block),
             dtype=model.dtype,
             last_layer=len(compressor.codecs) - 1,
         )
+        step = Step(compressor.last_readers)
         layers = [
-            CompressedLayer(i, (Role(key, preset.pre_rope), Role(value, False)), positions, settings)
-            for i, (key, value) in enumerate(compressor.codecs)
+            CompressedLayer(i, (Role(key, preset.pre_rope), Role(value, False)), positions, settings, step)
+            for i, (key, value) in enumerate(compressor.coders)
         ]
         super().__init__(layers=layers)
 
@@ -245,8 +175,8 @@ class CompressedCache(Cache):
 
     def __deepcopy__(self, memo) -> "CompressedCache":
         """A copy with its own tokens; the compressor, which never changes, is shared."""
-        codecs = [codec for pair in self.compressor.codecs for codec in pair]
-        memo |= {id(shared): shared for shared in (self.compressor, *codecs)}
+        coders = [coder for pair in self.compressor.coders for coder in pair]
+        memo |= {id(shared): shared for shared in (self.compressor, *coders)}
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -283,15 +213,3 @@ def full_cache(model, keys: list[torch.Tensor], values: list[torch.Tensor]) -> D
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         cache.update(*(x.to(model.device, model.dtype) for x in pair), layer)
     return cache
-
-
-def _append(stored: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    return new if stored is None else torch.cat([stored, new], dim=-2)
-
-
-def _checked(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in 16 bits that owns just its own storage; refuses what the dtype cannot hold."""
-    out = states.to(dtype, copy=True).contiguous()
-    if not out.isfinite().all():
-        raise DataError(f"keys or values hold NaN, infinity or numbers beyond {dtype}'s range and cannot be cached")
-    return out

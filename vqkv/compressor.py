@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,48 +14,82 @@ from safetensors.torch import save as serialize
 
 from vqkv.cache import CompressedCache
 from vqkv.codec.base import Codec, codec_from_config, whole_blocks
+from vqkv.coder import ROLES, Coder, Known, Place, Prediction, check_order, last_readers
 from vqkv.errors import FormatError
 from vqkv.models import difference
-from vqkv.presets import check_settings
+from vqkv.predict import predictor_from_config
+from vqkv.settings import CacheSettings
 
-FORMAT, VERSION = "vqkv-compressor", 1
+FORMAT, VERSION = "vqkv-compressor", 2
+READABLE = (1, 2)  # version 1 had no predictors
 MODEL_KEYS = ("name", "model_type", "num_layers", "num_kv_heads", "head_dim", "weights")
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """What a cache of this compressor keeps exact; see ``presets.Preset``."""
-
-    sink_tokens: int = 0
-    recent_window: int = 0
-    flush_block: int = 1
-    pre_rope: bool = True
-
-    def __post_init__(self):
-        check_settings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
-
-
 class Compressor:
-    """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to."""
+    """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to;
+    ``predictions``: what is predicted from other layers, by place. Raises ``DataError`` for predictions that read what
+    is decoded after them."""
 
-    def __init__(self, name: str, codecs: list[tuple[Codec, Codec]], settings: CacheSettings, model: dict, notes=None):
+    def __init__(
+        self,
+        name: str,
+        codecs: list[tuple[Codec, Codec]],
+        settings: CacheSettings,
+        model: dict,
+        notes: dict | None = None,
+        predictions: dict[Place, Prediction] | None = None,
+    ):
         self.name, self.codecs, self.settings, self.model = name, codecs, settings, model
-        self.notes = notes or {}
+        self.notes, self.predictions = notes or {}, predictions or {}
+        check_order(self.predictions)
+        self.last_readers = last_readers(self.predictions)
+        self.coders = [
+            tuple(
+                Coder(codec, (role, layer), self.predictions.get((role, layer)))
+                for role, codec in zip(ROLES, pair, strict=True)
+            )
+            for layer, pair in enumerate(codecs)
+        ]
 
     @property
     def side_bytes(self) -> int:
-        """Bytes of codebooks and everything else that is stored once, not per token."""
-        return sum(codec.side_bytes for pair in self.codecs for codec in pair)
+        """Bytes of codebooks, predictors and everything else that is stored once, not per token."""
+        return sum(codec.side_bytes for pair in self.codecs for codec in pair) + self.predictor_bytes
+
+    @property
+    def predictor_bytes(self) -> int:
+        """The predictors' share of ``side_bytes``."""
+        return sum(prediction.predictor.side_bytes for prediction in self.predictions.values())
+
+    def to(self, device) -> "Compressor":
+        """Move everything learned to ``device``, in place."""
+        for codec in (codec for pair in self.codecs for codec in pair):
+            codec.to(device)
+        for prediction in self.predictions.values():
+            prediction.predictor.to(device)
+        return self
 
     def new_cache(self, model, in_place: bool = False) -> CompressedCache:
         """An empty cache for ``model``; raises ``FormatError`` if this compressor was fitted to another model."""
         return CompressedCache(self, model, in_place=in_place)
 
-    def reconstruct(self, layer: int, keys, values) -> tuple:
-        """What a layer's codecs give back for keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens
-        after a codec's last whole block are left out. Raises ``DataError`` if there is none."""
-        pairs = zip(self.codecs[layer], (keys, values), strict=True)
-        return tuple(codec.decode(codec.encode(whole_blocks(x, codec.tokens_per_row))) for codec, x in pairs)
+    def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
+        """What is read back of a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens
+        after the last whole block that every codec can pack are left out. ``known``: ``new_pass()``, handed from the
+        first layer to the last, where predictors read other layers. Raises ``DataError`` without a whole block."""
+        known = self.new_pass() if known is None else known
+        block = self.tokens_per_row if self.predictions else 1
+        pairs = zip(self.coders[layer], (keys, values), strict=True)
+        return tuple(coder.through(whole_blocks(x, max(block, coder.tokens_per_row)), known) for coder, x in pairs)
+
+    def new_pass(self) -> Known:
+        """Nothing known yet; see ``reconstruct``."""
+        return Known(self.last_readers)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that every codec can pack and unpack without others."""
+        return math.lcm(*(codec.tokens_per_row for pair in self.codecs for codec in pair))
 
     def check(self, model) -> None:
         """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
@@ -76,6 +111,10 @@ class Compressor:
             for layer, pair in enumerate(self.codecs)
             for role, codec in zip(("key", "value"), pair, strict=True)
             for name, tensor in codec.state().items()
+        } | {
+            f"{layer}.{role}.predictor.{name}": tensor.contiguous().clone()
+            for (role, layer), prediction in self.predictions.items()
+            for name, tensor in prediction.predictor.state().items()
         }
         folder.mkdir(parents=True, exist_ok=True)
         data = serialize(tensors)
@@ -87,6 +126,10 @@ class Compressor:
             "model": self.model,
             "settings": asdict(self.settings),
             "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
+            "predictions": [
+                {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}
+                for place, prediction in self.predictions.items()
+            ],
             "notes": self.notes,
             "codecs_file": f"codecs-{digest[:16]}.safetensors",
             "codecs_sha256": digest,
@@ -110,7 +153,7 @@ class Compressor:
             tensors = load_file(path)
             codecs = [
                 tuple(
-                    codec_from_config(codec, _state(tensors, f"{layer}.{role}."))
+                    codec_from_config(codec, _state(tensors, f"{layer}.{role}.", apart="predictor."))
                     for role, codec in zip(("key", "value"), pair, strict=True)
                 )
                 for layer, pair in enumerate(config["codecs"])
@@ -119,7 +162,8 @@ class Compressor:
             about = {key: config["model"][key] for key in MODEL_KEYS}
             if not codecs or len(codecs) != about["num_layers"]:
                 raise FormatError(f"{len(codecs)} layers of codecs for a model of {about['num_layers']}")
-            return cls(config["name"], codecs, settings, about, config["notes"])
+            predictions = _predictions(config.get("predictions", []), tensors, about)
+            return cls(config["name"], codecs, settings, about, config["notes"], predictions)
         except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise FormatError(f"{folder} holds no valid compressor: {error}") from error
 
@@ -141,8 +185,8 @@ def _read_config(folder: Path) -> dict:
         raise FormatError(f"{path} is not valid JSON ({error}): truncated or altered") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise FormatError(f"{path} is not the header of a {FORMAT}")
-    if config.get("version") != VERSION:
-        raise FormatError(f"{path} has version {config.get('version')!r}; this vqkv reads {VERSION}")
+    if config.get("version") not in READABLE:
+        raise FormatError(f"{path} has version {config.get('version')!r}; this vqkv reads {READABLE}")
     if not unaltered:
         raise FormatError(f"{path} was altered: its contents do not match its config_sha256")
     missing = {"name", "model", "settings", "codecs", "notes", "codecs_file", "codecs_sha256"} - config.keys()
@@ -151,14 +195,30 @@ def _read_config(folder: Path) -> dict:
     return config
 
 
+def _predictions(described: list[dict], tensors: dict, about: dict) -> dict[Place, Prediction]:
+    """The predictions that ``save_pretrained`` wrote. Raises ``FormatError`` for one that does not fit the model."""
+    width, found = about["num_kv_heads"] * about["head_dim"], {}
+    for entry in described:
+        (role, layer), sources = entry["place"], tuple((role, layer) for role, layer in entry["sources"])
+        if any(r not in ROLES or layer not in range(about["num_layers"]) for r, layer in ((role, layer), *sources)):
+            raise FormatError(f"a prediction of {entry['place']} from {sources} in {about['num_layers']} layers")
+        predictor = predictor_from_config(entry["predictor"], _state(tensors, f"{layer}.{role}.predictor."))
+        if (predictor.in_features, predictor.out_features) != (width * len(sources), width):
+            raise FormatError(f"the predictor of {entry['place']} is not of the model's width {width}")
+        found[role, layer] = Prediction(predictor, sources)
+    return found
+
+
 def _replace(path: Path, data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         file.write(data)
     os.replace(file.name, path)
 
 
-def _state(tensors: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _state(tensors: dict, prefix: str, apart: str | None = None) -> dict:
+    """The tensors whose names start with ``prefix``, by the rest of the name, but for those that go on as ``apart``."""
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {name: tensor for name, tensor in found.items() if apart is None or not name.startswith(apart)}
 
 
 def _config_sha256(config: dict) -> str:

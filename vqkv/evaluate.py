@@ -7,7 +7,7 @@ import torch
 from vqkv.cache import full_cache
 from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.metrics import relative_mse, token_kl, token_nll, top1_agreement
+from vqkv.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models import describe, kv_sources
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -93,16 +93,20 @@ def _restored_tokens(model, tokens: torch.Tensor, keys, values) -> int:
 
 
 def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
-    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; no error feeds into another."""
-    keys, values = capture(model, tokens, batch_size, post_rope=not compressor.settings.pre_rope)
-    errors = {"key_mse": [], "value_mse": []}
-    for layer, exact in enumerate(zip(keys, values, strict=True)):
-        batches = zip(*(x.split(batch_size) for x in exact), strict=True)
-        stored = [compressor.reconstruct(layer, *batch) for batch in batches]
-        for x, x_hat, out in zip(exact, zip(*stored, strict=True), errors.values(), strict=True):
-            x_hat = torch.cat(x_hat)
-            out.append(relative_mse(x[:, :, : x_hat.shape[2]], x_hat))
-    return {name: sum(found) / len(found) for name, found in errors.items()}
+    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers. The model itself reads exact keys
+    and values; only predictors read reconstructed ones."""
+    sums = {"key_mse": {}, "value_mse": {}}  # by layer: squared error, squared size
+    for batch in tokens.split(batch_size):
+        keys, values = capture(model, batch, batch_size, post_rope=not compressor.settings.pre_rope)
+        known = compressor.new_pass()
+        for layer, exact in enumerate(zip(keys, values, strict=True)):
+            stored = compressor.reconstruct(layer, *exact, known)
+            for x, x_hat, found in zip(exact, stored, sums.values(), strict=True):
+                x, x_hat = x[:, :, : x_hat.shape[2]].double(), x_hat.double()
+                pair = torch.stack([(x - x_hat).square().sum(), x.square().sum()])
+                found[layer] = found.get(layer, 0) + pair
+    return {name: sum((error / size).item() for error, size in layers.values()) / len(layers)
+            for name, layers in sums.items()}  # fmt: skip
 
 
 def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None, step_size: int):

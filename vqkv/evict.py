@@ -20,11 +20,11 @@ from vqkv.attention import (
     random_tokens,
     watching_attention,
 )
-from vqkv.cache import CompressedCache, CompressedLayer, Role
-from vqkv.codec.payload import Payload
+from vqkv.cache import CompressedCache, CompressedLayer
 from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
 from vqkv.positions import KeptPositions, pick_rows
+from vqkv.role import HeldRole
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "compare_scores", "heavy_hitters", "random_tokens"]
 
@@ -49,6 +49,11 @@ class H2O:
 
     def __post_init__(self):
         check_shares(self.retain, self.recent)
+        if self.compressor.predictions:
+            raise DataError(
+                f"{self.compressor.name!r} predicts a layer's tokens from those of other layers, each of which would "
+                "evict tokens of its own: use a compressor without predictors"
+            )
 
     @property
     def name(self) -> str:
@@ -70,9 +75,13 @@ class H2O:
         """The compressor's side information; eviction has none."""
         return self.compressor.side_bytes
 
-    def reconstruct(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def reconstruct(self, layer: int, keys: Tensor, values: Tensor, known=None) -> tuple[Tensor, Tensor]:
         """See ``Compressor.reconstruct``: the codecs' error alone, as if all tokens were kept."""
-        return self.compressor.reconstruct(layer, keys, values)
+        return self.compressor.reconstruct(layer, keys, values, known)
+
+    def new_pass(self):
+        """See ``Compressor.new_pass``."""
+        return self.compressor.new_pass()
 
     def new_cache(self, model, in_place: bool = False) -> "EvictingCache":
         """An empty cache. Raises ``DataError`` for ``in_place`` and for streaming with a codec of token blocks."""
@@ -85,42 +94,6 @@ class H2O:
                 "use H2O(..., streaming=False) or a codec that packs token by token"
             )
         return EvictingCache(self, model)
-
-
-@dataclass
-class HeldRole(Role):
-    """Keys or values that are packed only once attention has told which of them matter."""
-
-    fresh: Tensor | None = None
-
-    def write(self, states: Tensor, positions, settings) -> None:
-        """Hold new tokens back until ``store``."""
-        if self.fresh is not None:
-            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
-        self.fresh = states.detach()
-
-    def store(self, positions, settings) -> None:
-        """Store the tokens held back, as ``Role.write`` does."""
-        states, self.fresh = self.fresh, None
-        super().write(states, positions, settings)
-
-    def evict(self, chosen: Tensor) -> None:
-        """Drop all packed tokens but ``chosen`` (of the stored ones; all sinks and the window are among them)."""
-        sinks, packed, window = self.parts
-        rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
-        if rows.shape[-1] < packed:
-            self.packed = _pick_rows(self.packed, rows)
-
-
-def _pick_rows(payload: Payload, index: Tensor) -> Payload | None:
-    if type(payload) is not Payload or payload.shape[:2] != index.shape[:2]:
-        raise DataError(
-            f"this codec's {type(payload).__name__} of shape {payload.shape} mixes heads or has rows of unequal size, "
-            "from which one head's tokens cannot be dropped: use H2O(..., streaming=False)"
-        )
-    if not index.shape[-1]:
-        return None
-    return dataclasses.replace(payload, fields={name: pick_rows(x, index) for name, x in payload.fields.items()})
 
 
 @dataclass(eq=False)
@@ -184,7 +157,7 @@ class EvictingLayer(CompressedLayer):
 
     def _store(self) -> None:
         for role in self.roles:
-            role.store(self.positions, self.settings)
+            role.store(self.positions, self.settings, self.step.fresh)
         if self.index == self.settings.last_layer:
             self.positions.whole.done()
 
@@ -232,9 +205,10 @@ class EvictingCache(CompressedCache):
         self.layers = [
             EvictingLayer(
                 layer.index,
-                tuple(HeldRole(role.codec, role.rotated) for role in layer.roles),
+                tuple(HeldRole(role.coder, role.rotated) for role in layer.roles),
                 KeptPositions(layer.positions),
                 layer.settings,
+                layer.step,
                 policy,
             )
             for layer in self.layers

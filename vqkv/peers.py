@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache, QuantizedLayer, QuantoQuantizedLayer
 
-from vqkv.compressor import CacheSettings
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.meter import Report, tensor_bytes
+from vqkv.settings import CacheSettings
 
 LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
 PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq.core.quantize", "hqq")}
@@ -84,7 +84,10 @@ class TransformersQuantized:
             )
         return MeteredQuantizedCache(self.backend, model.config, **self._arguments())
 
-    def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def new_pass(self) -> None:
+        """See ``Compressor.new_pass``: no layer reads another here."""
+
+    def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor, known=None) -> tuple:
         """What one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once,
         all together: without the error of storing a growing history again and again."""
         store = self._layer()

@@ -20,6 +20,8 @@ from vqkv.codec.residual import ResidualVQ
 from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
 from vqkv.codec.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.plans import FromPrevious, Shared
+from vqkv.settings import check_settings
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Preset:
 
     ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
     ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
-    ``pre_rope``: keys are stored before RoPE and rotated when read.
+    ``pre_rope``: keys are stored before RoPE and rotated when read. ``plan``: which layers are predicted from which.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Preset:
     flush_block: int = 1
     pre_rope: bool = True
     arguments: dict = field(default_factory=dict)
+    plan: FromPrevious | Shared | None = None
 
     def __post_init__(self):
         check_settings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
@@ -220,6 +223,45 @@ def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
     return Fallback(Chain([], quantizer, 8), threshold, 8)
 
 
+def aqua(
+    backbone: Preset | str = "higgs",
+    predictor: str = "linear",
+    first_layer_bits: int = 4,
+    sink_tokens: int = 4,
+    recent_window: int = 128,
+    key_from: str = "K-1",
+    value_from: str = "V-1+K",
+    pre_rope: bool = True,
+    **settings,
+) -> Preset:
+    """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
+    keys; ``backbone`` (a preset, or the name of one) stores what the predictors leave.
+
+    ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
+    layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
+    backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
+    """
+    backbone = make(backbone) if isinstance(backbone, str) else backbone
+    if not isinstance(backbone, Preset) or backbone.plan is not None:
+        raise DataError(f"backbone {backbone!r} must be a preset without predictors of its own, such as higgs(2)")
+    arguments = dict(locals()) | {"backbone": {"name": backbone.name, **backbone.arguments}}
+    first = fp16() if first_layer_bits == 16 else higgs(first_layer_bits)
+    return dataclasses.replace(
+        backbone,
+        name=f"aqua-{backbone.name}",
+        sink_tokens=sink_tokens,
+        recent_window=recent_window,
+        pre_rope=pre_rope,
+        arguments=arguments,
+        plan=FromPrevious(first, predictor, key_from, value_from, settings),
+    )
+
+
+def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
+    """KVSharer (Yang et al. 2024): ``pairs`` layers store nothing and read an earlier layer's cache, which is fp16."""
+    return dataclasses.replace(fp16(), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
+
+
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
     """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
     preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
@@ -244,7 +286,8 @@ def entropy_coded(preset: Preset, tables: str = "static", context: str = "positi
 
 
 PRESETS = {
-    preset.__name__: preset for preset in (fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2)
+    preset.__name__: preset
+    for preset in (fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer)
 }
 
 
@@ -260,16 +303,3 @@ def make(name: str, **arguments) -> Preset:
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise DataError(f"argument {argument} of preset {name!r} must be {kind.__name__}, not {value!r}")
     return PRESETS[name](**arguments)
-
-
-def check_settings(sink_tokens, recent_window, flush_block, pre_rope) -> None:
-    """Raise ``DataError`` unless they are whole numbers that a cache can keep, and a boolean."""
-    if type(pre_rope) is not bool:
-        raise DataError(f"pre_rope {pre_rope!r} must be True or False")
-    for label, value, least in (
-        ("sink_tokens", sink_tokens, 0),
-        ("recent_window", recent_window, 0),
-        ("flush_block", flush_block, 1),
-    ):
-        if type(value) is not int or value < least:
-            raise DataError(f"{label} {value!r} must be a whole number from {least} on")

@@ -1,7 +1,7 @@
 """A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
 
 from vqkv.codec.affine import Uniform
-from vqkv.codec.base import Codec, Fp16, codec_from_config
+from vqkv.codec.base import Codec, Fp16, Nothing, codec_from_config
 from vqkv.codec.entropy import Entropy
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
@@ -17,7 +17,7 @@ from vqkv.codec.transform import Grouping, Hadamard, MeanRemoval
 
 __all__ = [
     "Chain", "ChannelScale", "Codec", "Entropy", "Fallback", "Fp16", "Grid", "Grouping", "Hadamard", "HalfQuadratic",
-    "HeadScale", "MaskedPayload", "MeanRemoval", "MergeHeads", "MinMax", "NonUniform", "Payload", "ProductVQ",
-    "Quantizer", "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "StreamPayload", "TokenBlock", "Uniform",
-    "VectorScale", "codec_from_config", "payload_from",
+    "HeadScale", "MaskedPayload", "MeanRemoval", "MergeHeads", "MinMax", "NonUniform", "Nothing", "Payload",
+    "ProductVQ", "Quantizer", "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "StreamPayload", "TokenBlock",
+    "Uniform", "VectorScale", "codec_from_config", "payload_from",
 ]  # fmt: skip

@@ -157,6 +157,11 @@ class Codec(Part):
         return 1
 
     @property
+    def learns(self) -> bool:
+        """Whether more than the first batch has anything to teach it."""
+        return type(self)._partial_fit is not Codec._partial_fit
+
+    @property
     def side_bytes(self) -> int:
         """Bytes of side information: everything learned that decoding needs."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state().values())
@@ -278,3 +283,22 @@ class Fp16(Codec):
 
     def _decode(self, payload: Payload) -> Tensor:
         return payload_field(payload, "values").float()
+
+
+@dataclass(eq=False)
+class Nothing(Codec):
+    """Stores nothing and reads back zeros: for what is predicted, or shared, entirely."""
+
+    head_dim: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim is not None:
+            self._build()
+            self.ready = True
+
+    def _encode(self, x: Tensor) -> Payload:
+        return Payload({"nothing": x.new_empty(*x.shape[:3], 0, dtype=torch.uint8)})
+
+    def _decode(self, payload: Payload) -> Tensor:
+        none = payload_field(payload, "nothing")
+        return none.new_zeros(*none.shape[:3], self.head_dim, dtype=torch.float32)

@@ -115,6 +115,11 @@ class Chain(Codec):
         """Tokens that the stages fold into one row."""
         return math.prod(stage.tokens_per_row for stage in self.stages)
 
+    @property
+    def learns(self) -> bool:
+        """See ``Codec.learns``."""
+        return any(type(part).partial_fit not in NOTHING_TO_LEARN for _, part in self._parts())
+
     def vectors(self, x: Tensor) -> Tensor:
         """What the quantizer sees of ``x``: scaled and transformed rows, float32 (for losses and plots)."""
         return self._forward(x.detach().float())[0]

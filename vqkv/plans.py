@@ -1,0 +1,138 @@
+"""Which layers are predicted from which: what a preset with predictors arranges for each layer of a model."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.base import Nothing
+from vqkv.coder import Place
+from vqkv.errors import DataError
+from vqkv.predict import Copy, Predictor, make_predictor
+
+SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
+SYMBOLS = {"K": "key", "V": "value"}
+NOT_PREDICTED, CONSTANT = "none", "mean"
+
+
+@dataclass
+class RolePlan:
+    """How one role of one layer is stored: who makes its codec (from head_dim), and what it is predicted from."""
+
+    make_codec: object
+    predictor: Predictor | None = None
+    sources: tuple[Place, ...] = ()
+
+
+class Trial(Protocol):
+    """What a plan may ask about the model that it is made for."""
+
+    num_layers: int
+
+    def distances(self) -> Tensor:
+        """(num_layers, num_layers): Euclidean distances between the layers' mean keys and values."""
+
+    def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
+        """Cosine similarity of the last hidden states with and without ``plan``."""
+
+
+@dataclass(frozen=True)
+class FromPrevious:
+    """AQUA-KV: every layer but the first is predicted from reconstructions of those before it.
+
+    ``key_from`` and ``value_from`` name sources with ``+`` between them: ``K-1`` the keys one layer before, ``V-2`` the
+    values two before, ``K`` (for values) the layer's own keys; sources before the first layer are left out. ``mean``
+    is a constant, ``none`` no prediction. The first layer is stored as ``first`` (a preset) says.
+    """
+
+    first: object
+    kind: str = "linear"
+    key_from: str = "K-1"
+    value_from: str = "V-1+K"
+    arguments: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        make_predictor(self.kind, **self.arguments)
+        for role, sources in (("key", self.key_from), ("value", self.value_from)):
+            _parse(sources, role)
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and of its values."""
+        first = {"key": RolePlan(self.first.key_codec), "value": RolePlan(self.first.value_codec)}
+        return [first] + [
+            {"key": self._role(preset.key_codec, "key", self.key_from, layer),
+             "value": self._role(preset.value_codec, "value", self.value_from, layer)}
+            for layer in range(1, trial.num_layers)
+        ]  # fmt: skip
+
+    def _role(self, make_codec, role: str, sources: str, layer: int) -> RolePlan:
+        if sources == NOT_PREDICTED:
+            return RolePlan(make_codec)
+        places = tuple((name, layer - back) for name, back in _parse(sources, role) if back <= layer)
+        predictor = make_predictor(self.kind, **self.arguments) if places else make_predictor("linear")
+        return RolePlan(make_codec, predictor, places)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """KVSharer (Yang et al. 2024, section 3): whole layers read the cache of an earlier layer and store nothing.
+
+    Layers are paired from the least alike on (distance of their mean keys and values), and a pair is taken if the last
+    hidden states keep a cosine similarity above ``threshold``, until there are ``pairs``.
+    """
+
+    pairs: int = 1
+    threshold: float = 0.5
+
+    def __post_init__(self):
+        if type(self.pairs) is not int or self.pairs < 1:
+            raise DataError(f"pairs {self.pairs!r} must be a whole number from 1 on")
+        if not -1 <= self.threshold < 1:
+            raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs pass the threshold."""
+        source: dict[int, int] = {}
+        for earlier, later in _least_alike(trial.distances()):
+            if len(source) == self.pairs:
+                break
+            if later in source or earlier in source or later in source.values():
+                continue
+            wider = source | {later: earlier}
+            if trial.similarity(self._plan(preset, trial.num_layers, wider)) > self.threshold:
+                source = wider
+        if len(source) < self.pairs:
+            raise DataError(
+                f"only {len(source)} of {self.pairs} pairs of layers keep a similarity above {self.threshold}: "
+                "share fewer, or lower the threshold"
+            )
+        return self._plan(preset, trial.num_layers, source)
+
+    def _plan(self, preset, num_layers: int, source: dict[int, int]) -> list[dict[str, RolePlan]]:
+        own = {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
+        return [
+            {role: RolePlan(Nothing, Copy(), ((role, source[layer]),)) for role in own} if layer in source else own
+            for layer in range(num_layers)
+        ]
+
+
+def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of layers, the most distant first."""
+    earlier, later = torch.triu_indices(*distances.shape, offset=1)
+    order = distances[earlier, later].argsort(descending=True)
+    return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
+
+
+def _parse(sources: str, role: str) -> list[tuple[str, int]]:
+    """``"V-1+K"`` -> [("value", 1), ("key", 0)]: role and how many layers back."""
+    if sources in (NOT_PREDICTED, CONSTANT):
+        return []
+    found = [SOURCE.fullmatch(part) for part in sources.split("+")] if isinstance(sources, str) else [None]
+    if not all(found) or len({match[0] for match in found}) < len(found):
+        raise DataError(f"sources {sources!r} of a {role}: write e.g. 'K-1', 'V-1+K', 'mean' or 'none'")
+    places = [(SYMBOLS[match[1]], int(match[2] or 0)) for match in found]
+    if any(back == 0 and (role, name) != ("value", "key") for name, back in places):
+        raise DataError(f"sources {sources!r} of a {role}: of the same layer only a value can read the key")
+    return places

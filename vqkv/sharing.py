@@ -1,0 +1,57 @@
+"""What a plan for sharing whole layers asks about a model (KVSharer): how unlike layers are, and what sharing costs."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vqkv.coder import ROLES, Prediction
+from vqkv.compressor import Compressor
+from vqkv.models import describe
+from vqkv.plans import RolePlan
+from vqkv.settings import CacheSettings
+from vqkv.spill import CapturedTokens
+
+
+class ModelTrial:
+    """Answers from captured keys and values, and from forward passes over their first batch."""
+
+    def __init__(self, model, captured: CapturedTokens):
+        self.model, self.captured = model, captured
+        self.num_layers = captured.about["num_layers"]
+
+    def distances(self) -> Tensor:
+        """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""
+        means = [torch.cat([self._mean((role, layer)).flatten() for role in ROLES]) for layer in range(self.num_layers)]
+        return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
+
+    def _mean(self, place) -> Tensor:
+        total = sum(x.double().sum(0) for x in self.captured.batches(place))
+        return total / len(self.captured.tokens)
+
+    @torch.inference_mode()
+    def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
+        """Cosine similarity of the last hidden states, over the tokens of the first batch, when attention reads layers
+        stored as ``plan`` says, the current tokens included."""
+        tokens = self.captured.tokens[: self.captured.batch_size].to(self.model.device)
+        exact, shared = (
+            self.model(tokens, output_hidden_states=True, **cache).hidden_states[-1].float()
+            for cache in ({"use_cache": False}, {"use_cache": True, "past_key_values": self._cache(plan)})
+        )
+        return F.cosine_similarity(exact, shared, dim=-1).mean().item()
+
+    def _cache(self, plan: list[dict[str, RolePlan]]):
+        about = describe(self.model)
+        width = about["num_kv_heads"] * about["head_dim"]
+        codecs, predictions = [], {}
+        for layer, roles in enumerate(plan):
+            codecs.append(tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES))
+            for role in ROLES:
+                if roles[role].predictor is not None:
+                    predictor = dataclasses.replace(roles[role].predictor, in_features=width, out_features=width)
+                    predictor.load_state({})  # nothing is learned by what copies
+                    predictions[role, layer] = Prediction(predictor, roles[role].sources)
+        settings = CacheSettings(pre_rope=not self.captured.post_rope)
+        compressor = Compressor("trial", codecs, settings, about, predictions=predictions)
+        return compressor.new_cache(self.model, in_place=True)

@@ -1,0 +1,84 @@
+"""Keys and values of many tokens on disk, a file for each batch, so that memory does not grow with their number."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from vqkv.capture import capture, check_batch_size, check_tokens
+from vqkv.coder import Place
+from vqkv.errors import DataError
+from vqkv.models import describe
+
+HEADROOM = 1 << 28  # bytes that stay free on the disk
+
+
+class Spill:
+    """Tensors by place and batch, in a folder that is removed at the end: ``with Spill() as spill``."""
+
+    def __init__(self, folder=None):
+        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
+
+    def __enter__(self) -> "Spill":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._folder.cleanup()
+
+    def put(self, place: Place, batch: int, x: Tensor) -> None:
+        """Write."""
+        save_file({"x": x.contiguous()}, self._path(place, batch))
+
+    def get(self, place: Place, batch: int, device="cpu") -> Tensor:
+        """Read back."""
+        return load_file(self._path(place, batch), device=str(device))["x"]
+
+    def drop(self, place: Place) -> None:
+        """Remove every batch of ``place``."""
+        for path in Path(self._folder.name).glob(f"{place[0]}-{place[1]}-*.safetensors"):
+            path.unlink()
+
+    def _path(self, place: Place, batch: int) -> Path:
+        return Path(self._folder.name) / f"{place[0]}-{place[1]}-{batch}.safetensors"
+
+
+class CapturedTokens(Spill):
+    """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
+    sequences at a time, into a temporary folder within ``folder``.
+
+    Several presets can be calibrated on the same captured tokens. Raises ``DataError`` if the disk has no room.
+    """
+
+    def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
+        check_tokens(model, tokens)
+        check_batch_size(batch_size)
+        super().__init__(folder)
+        self.tokens, self.batch_size, self.post_rope = tokens, batch_size, post_rope
+        self.about = describe(model)
+        batches = tokens.split(batch_size)
+        self.num_batches = len(batches)
+        self._check_room(model.dtype.itemsize)
+        for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
+            for role, layers in zip(("key", "value"), capture(model, batch, batch_size, post_rope), strict=True):
+                for layer, x in enumerate(layers):
+                    self.put((role, layer), number, x)
+
+    def batches(self, place: Place, device="cpu") -> Iterator[Tensor]:
+        """(batch_size, num_kv_heads, seq_len, head_dim) of one place, batch by batch, always in the same order."""
+        return (self.get(place, number, device) for number in range(self.num_batches))
+
+    def _check_room(self, itemsize: int) -> None:
+        about = self.about
+        values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+        needed = self.tokens.numel() * values * itemsize
+        needed += 6 * self.tokens.numel() * 4 * values // (2 * about["num_layers"])  # reconstructions of three layers
+        free = shutil.disk_usage(self._folder.name).free - HEADROOM
+        if needed > free:
+            raise DataError(
+                f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder.name} has "
+                f"{max(0, free):,} to spare: use fewer tokens, or another folder (TMPDIR=...)"
+            )
