@@ -75,7 +75,13 @@ def inspect_command(path: Annotated[Path, typer.Argument(help="folder of a saved
         key, value = compressor.codecs[0]
         typer.echo(compressor)
         about = {"model": compressor.model, "settings": vars(compressor.settings), "notes": compressor.notes}
-        typer.echo(yaml.safe_dump(about | {"key codec": key.config(), "value codec": value.config()}, sort_keys=False))
+        about |= {"first layer": {"key codec": key.config(), "value codec": value.config()}}
+        about["predictions"] = {
+            f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]
+            for (role, layer), prediction in compressor.predictions.items()
+        }
+        about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
+        typer.echo(yaml.safe_dump(about, sort_keys=False))
 
 
 class _plain_errors:

@@ -1,0 +1,248 @@
+"""Notebook 07: AQUA-KV's predictors with every quantizer, and what each of its choices is worth."""
+
+import dataclasses
+import math
+from contextlib import ExitStack
+
+import numpy as np
+from tqdm import tqdm
+
+from vqkv import presets
+from vqkv.calibrate import calibrate
+from vqkv.capture import capture
+from vqkv.coder import ROLES, Prediction, inputs, side_by_side
+from vqkv.evaluate import evaluate, reconstruction_error
+from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.systems import bare
+from vqkv.metrics import explained_variance_ratio
+from vqkv.models import describe, rotary_embedding
+from vqkv.spill import CapturedTokens
+
+CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
+
+
+def predictor_ablation(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, batch_size: int,
+    codebook_size: int, num_quantizers: list[int], rank_share: float, sink_tokens: int, seed: int, dtype: str,
+    device: str,
+):  # fmt: skip
+    """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
+
+    ``block`` says which comparison a row belongs to, ``predicted`` whether it has predictors. ``bits_2k`` to
+    ``bits_128k`` share the side information (predictors, codebooks) out among the values of so many tokens.
+    ``plain_bits``: what HIGGS alone needs for the same KL (between its 2, 3 and 4 bits log KL is interpolated, beyond
+    them it is cut off); ``pays_from``: tokens from which the side information is smaller than that saving.
+    """
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
+        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
+        about, found = describe(model), []
+        width = about["num_kv_heads"] * about["head_dim"]
+        table = _table(codebook_size, num_quantizers, max(1, int(rank_share * width)), sink_tokens, seed)
+        if rotary_embedding(model) is None:
+            del table["RoPE"]
+        for block, label, compressor in _calibrated(model, train, table, batch_size, name):
+            row = evaluate(model, compressor, test, chunk_size=chunk_size, reconstruction=False)
+            row |= reconstruction_error(model, compressor, test[:2])
+            row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+            label = {"model": name, "block": block, "label": label, "predicted": bool(compressor.predictions)}
+            sizes = {"predictor_bytes": compressor.predictor_bytes, "width": width}
+            found.append(label | row | sizes | _with_side_information(row, about))
+        rows += [row | _against_plain(row, found, about) for row in found]
+    return frame(rows, sources)
+
+
+def error_propagation(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, batch_size: int, bits: list[int],
+    seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """What quantised inputs leave of the prediction, on held-out tokens; a row per model, bits, layer and role.
+
+    ``evr_exact``: fitted on exact inputs and read from them. ``evr_mismatched``: the same predictor reading what
+    AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
+    error of the restored layer over its variance.
+    """
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
+        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
+        layers = [x.float() for pair in zip(*capture(model, test), strict=True) for x in pair]
+        places = [(role, layer) for layer in range(len(layers) // 2) for role in ROLES]
+        exact = dict(zip(places, layers, strict=True))
+        with CapturedTokens(model, train, batch_size, progress=False) as captured:
+            fit = {"batch_size": batch_size, "progress": False, "captured": captured}
+            on_exact = calibrate(model, train, presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), **fit)
+            for width in tqdm(bits, desc=name, leave=False, disable=None):
+                preset = presets.aqua(presets.higgs(width), sink_tokens=0)
+                compressor = calibrate(model, train, preset, **fit)
+                label = {"model": name, "bits": width}
+                rows += [label | row for row in _propagation_rows(exact, on_exact, compressor)]
+    return frame(rows, sources)
+
+
+def within_budget(table, budget: float):
+    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL: a row per model, a
+    column per context length."""
+    found = {}
+    for model, rows in table.groupby("model", sort=False):
+        affordable = {name: rows[rows[name] <= budget] for name in CONTEXTS}
+        found[model] = {
+            name: fits.loc[fits["kl_mean"].idxmin(), "label"] if len(fits) else "none"
+            for name, fits in affordable.items()
+        }
+    return type(table).from_dict(found, orient="index")
+
+
+PUBLISHED = {
+    "quanto 2": "Quanto-2b-gs64",
+    "kivi 2, nothing exact": "KIVI-2b-gs128-r128",
+    "kvquant 2, nothing exact": "KVQuant-2b-s1%",
+    "kvsharer, 1 pair": "KVSharer (1 pair)",
+    "higgs 2": "HIGGS-2b-gs1024",
+    "aqua quanto 2": "before RoPE Quanto gs64",
+    "aqua quanto 2, after RoPE": "after RoPE Quanto gs64",
+    "aqua higgs 2": "AQUA-KV (HIGGS)",
+    "aqua higgs 2, after RoPE": "after RoPE HIGGS",
+    "aqua higgs 2, reduced rank": "RRR (68 MiB)",
+    "aqua higgs 2, MLP": "MLP (540 MiB)",
+    "aqua higgs 2, GPTQ 4 bits": "GPTQ (41 MiB)",
+    "aqua higgs 2, first layer 16": "BF16",
+    "aqua higgs 2, first layer 3": "HIGGS 3 bit",
+    "aqua higgs 2, first layer 2": "HIGGS 2 bit",
+    "aqua higgs 2, no sinks": "w/o 16-bit attention sink",
+    "aqua higgs 2, K only": "w/o V predictor",
+    "aqua higgs 2, V only": "w/o K predictor",
+}  # our row -> the source's name for it
+
+
+def beside_published(table, published):
+    """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
+    percent), then each model's bits, KL and perplexity increase."""
+    theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
+    theirs.index = list(PUBLISHED)
+    exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]
+    joined = theirs[["bits"]].assign(ppl_increase=100 * (theirs["wiki2_ppl"] / exact - 1)).add_prefix("published ")
+    for model, rows in table.groupby("model", sort=False):
+        ours = rows.set_index("label")[["bits_per_value", "kl_mean", "ppl_increase"]]
+        joined = joined.join(ours.add_prefix(model.split("/")[-1] + " "))
+    return joined
+
+
+def _table(codebook_size, num_quantizers, rank, sink_tokens, seed) -> dict[str, dict[str, presets.Preset]]:
+    """Blocks of rows; what several blocks compare with stands in the first of them."""
+    exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
+
+    def aqua(backbone=presets.higgs(2), *args, **changes) -> presets.Preset:  # noqa: B008
+        return dataclasses.replace(presets.aqua(backbone, *args, **changes), **(exact | _only(changes, exact)))
+
+    learned = {"codebook_size": codebook_size, "seed": seed}
+    backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)}
+    backbones["quanto 2"] = presets.quanto(2)
+    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **learned) for depth in num_quantizers}
+    backbones["product"] = presets.vqq_product(1e9, keyframe=sink_tokens or 4, **learned)
+    plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
+    return {
+        "baseline": {
+            "quanto 2, nothing exact": bare(presets.quanto(2)),
+            "kivi 2, nothing exact": bare(presets.kivi(2)),
+            "kvquant 2, nothing exact": bare(presets.kvquant(2)),
+            "kvsharer, 1 pair": presets.kvsharer(1),
+            "kvsharer, 2 pairs": presets.kvsharer(2),
+        },
+        "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
+        "first layer exact": {
+            f"{start}{label}, first layer exact": aqua(backbone, first_layer_bits=16, **sources)
+            for label, backbone in backbones.items()
+            if label not in ("higgs 3", "higgs 4", "quanto 2")
+            for start, sources in (("", {"key_from": "none", "value_from": "none"}), ("aqua ", {}))
+        },
+        "predictor": {
+            "aqua higgs 2, reduced rank": aqua(predictor="reduced_rank", rank=rank),
+            "aqua higgs 2, MLP": aqua(predictor="mlp"),
+            "aqua higgs 2, GPTQ 4 bits": aqua(predictor="gptq"),
+            "aqua higgs 2, ridge 1e-5": aqua(strength=1e-5),
+            "aqua higgs 2, constant": aqua(key_from="mean", value_from="mean"),
+            "aqua higgs 2, no predictor": aqua(key_from="none", value_from="none"),
+        },
+        "first layer": {f"aqua higgs 2, first layer {bits}": aqua(first_layer_bits=bits) for bits in (16, 3, 2)},
+        "sources": {
+            "aqua higgs 2, K only": aqua(value_from="none"),
+            "aqua higgs 2, V only": aqua(key_from="none"),
+            "aqua higgs 2, V from V-1": aqua(value_from="V-1"),
+            "aqua higgs 2, V from V-1+K-1": aqua(value_from="V-1+K-1"),
+            "aqua higgs 2, V from V-1+K-1+K": aqua(value_from="V-1+K-1+K"),
+            "aqua higgs 2, K from K-1+V-1": aqua(key_from="K-1+V-1"),
+            "aqua higgs 2, K from K-1+K-2": aqua(key_from="K-1+K-2"),
+        },
+        "sinks": {
+            "aqua higgs 2, no sinks": aqua(sink_tokens=0),
+            "higgs 2, no sinks": dataclasses.replace(plain["higgs 2"], sink_tokens=0),
+        },
+        "RoPE": {
+            "aqua higgs 2, after RoPE": aqua(pre_rope=False),
+            "aqua quanto 2, after RoPE": aqua(backbones["quanto 2"], pre_rope=False),
+            "higgs 2, after RoPE": dataclasses.replace(plain["higgs 2"], pre_rope=False),
+            "quanto 2, before RoPE": dataclasses.replace(plain["quanto 2"], pre_rope=True),
+        },
+    }
+
+
+def _only(changes: dict, names) -> dict:
+    return {name: value for name, value in changes.items() if name in names}
+
+
+def _calibrated(model, train, table: dict, batch_size: int, name: str):
+    """(block, label, compressor) of every row; tokens are captured once for each side of RoPE."""
+    rows = [(block, label, preset) for block, presets in table.items() for label, preset in presets.items()]
+    with ExitStack() as stack:
+        captured = {}
+        for block, label, preset in tqdm(rows, desc=name, leave=False, disable=None):
+            if preset.plan is not None and preset.pre_rope not in captured:
+                made = CapturedTokens(model, train, batch_size, not preset.pre_rope, progress=False)
+                captured[preset.pre_rope] = stack.enter_context(made)
+            kept = captured[preset.pre_rope] if preset.plan is not None else None
+            yield block, label, calibrate(model, train, preset, batch_size, False, kept)
+
+
+def _with_side_information(row: dict, about: dict) -> dict:
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return {name: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for name, n in CONTEXTS.items()}
+
+
+def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
+    """See ``predictor_ablation``; NaN where HIGGS alone at 2 bits has a lower KL, or nothing is saved."""
+    plain = sorted((r for r in rows if r["label"] in ("higgs 2", "higgs 3", "higgs 4")), key=lambda r: r["kl_mean"])
+    needed = np.interp(
+        math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
+    )
+    saved, values = needed - row["bits_per_value"], 2 * about["num_layers"] * row["width"]
+    worse = row["kl_mean"] > plain[-1]["kl_mean"]
+    pays = row["predicted"] and saved > 0 and not worse
+    return {
+        "plain_bits": float("nan") if worse else float(needed),
+        "pays_from": 8 * row["side_bytes"] / (values * saved) if pays else float("nan"),
+    }
+
+
+def _propagation_rows(exact: dict, on_exact, compressor) -> list[dict]:
+    restored, known, rows = {}, compressor.new_pass(), []
+    for layer in range(len(compressor.codecs)):
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+    for place, prediction in compressor.predictions.items():
+        fitted_on_exact = on_exact.predictions[place]
+        found = {
+            "evr_exact": _evr(exact, exact[place], fitted_on_exact),
+            "evr_mismatched": _evr(restored, exact[place], fitted_on_exact),
+            "evr": _evr(restored, exact[place], prediction),
+            "mse": 1 - explained_variance_ratio(side_by_side(exact[place]), side_by_side(restored[place])),
+        }
+        rows.append({"role": place[0], "layer": place[1]} | found)
+    return rows
+
+
+def _evr(known: dict, y, prediction: Prediction) -> float:
+    return explained_variance_ratio(side_by_side(y), prediction.predictor(inputs(known, prediction.sources, y)))
