@@ -1,5 +1,6 @@
 """AQUA-KV: predictors in the loop of calibration (Algorithm 1), of writing and reading caches (2 to 4), and on disk."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from vqkv.capture import capture
 from vqkv.codec.base import Codec
 from vqkv.learn.ridge import Ridge
 from vqkv.metrics import explained_variance_ratio, relative_mse
+from vqkv.models import kv_sources
 from vqkv.plans import FromPrevious
 from vqkv.spill import CapturedTokens
 
@@ -26,7 +28,7 @@ TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed
 HIGGS_ERROR = 0.1076  # of a Gaussian, 16 points for pairs
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
     return load_model(str(small_models.make(request.param, tmp_path_factory.mktemp(request.param))))[0]
 
@@ -89,6 +91,36 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
             torch.testing.assert_close(got[:, :, 2:32], restored[:, :, :30], rtol=1e-4, atol=1e-4)
             assert torch.equal(got[:, :, :2], exact[:, :, :2].half().float())
             assert torch.equal(got[:, :, 32:], exact[:, :, 32:])
+
+
+def test_in_place_equals_restoring_every_layer_by_hand(llama):
+    """In place, the model sees what is restored of x for x; hooks on the projections do the same without a cache."""
+    preset = presets.aqua(presets.vqllm(2, 16, 16), sink_tokens=0, recent_window=0)
+    compressor = calibrate(llama, TOKENS, preset, progress=False)
+    known, handles = compressor.new_pass(), []
+    for source, coders in zip(kv_sources(llama), compressor.coders, strict=True):
+        for module, coder in zip((source.key_module, source.value_module), coders, strict=True):
+
+            def through(m, a, out, source=source, coder=coder):
+                return coder.through(source.heads(out, 0), known).transpose(1, 2).reshape(out.shape)
+
+            handles.append(module.register_forward_hook(through))
+    with torch.inference_mode():
+        by_hand = llama(TOKENS[:2], use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    ours = run(llama, compressor.new_cache(llama, in_place=True), TOKENS[:2], (80,))
+    torch.testing.assert_close(ours, by_hand, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+@pytest.mark.parametrize("combine", [lambda p: presets.aqua(presets.entropy_coded(p, block=16)),
+                                     lambda p: presets.entropy_coded(presets.aqua(p), block=16)])  # fmt: skip
+def test_predictors_and_entropy_coding_combine_in_either_order(llama, protocol, combine):
+    preset = dataclasses.replace(combine(presets.vqllm(2, 16, 16)), recent_window=0, sink_tokens=0)
+    compressor = calibrate(llama, TOKENS, preset, progress=False)
+    row = evaluate(llama, compressor, TOKENS[:2], protocol, chunk_size=16)
+    assert 0 < row["kl_mean"] < 5 and row["bits_per_value"] < 4
 
 
 def test_predictors_are_fitted_on_reconstructed_inputs(llama):

@@ -23,8 +23,8 @@ CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 13
 
 def predictor_ablation(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, batch_size: int,
-    codebook_size: int, num_quantizers: list[int], rank_share: float, sink_tokens: int, seed: int, dtype: str,
-    device: str,
+    codebook_size: int, num_quantizers: list[int], rank_share: float, share_threshold: float, sink_tokens: int,
+    seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
 
@@ -40,7 +40,8 @@ def predictor_ablation(
         test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
         about, found = describe(model), []
         width = about["num_kv_heads"] * about["head_dim"]
-        table = _table(codebook_size, num_quantizers, max(1, int(rank_share * width)), sink_tokens, seed)
+        rank = max(1, int(rank_share * width))
+        table = _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed)
         if rotary_embedding(model) is None:
             del table["RoPE"]
         for block, label, compressor in _calibrated(model, train, table, batch_size, name):
@@ -131,7 +132,7 @@ def beside_published(table, published):
     return joined
 
 
-def _table(codebook_size, num_quantizers, rank, sink_tokens, seed) -> dict[str, dict[str, presets.Preset]]:
+def _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
 
@@ -149,8 +150,8 @@ def _table(codebook_size, num_quantizers, rank, sink_tokens, seed) -> dict[str, 
             "quanto 2, nothing exact": bare(presets.quanto(2)),
             "kivi 2, nothing exact": bare(presets.kivi(2)),
             "kvquant 2, nothing exact": bare(presets.kvquant(2)),
-            "kvsharer, 1 pair": presets.kvsharer(1),
-            "kvsharer, 2 pairs": presets.kvsharer(2),
+            "kvsharer, 1 pair": presets.kvsharer(1, share_threshold),
+            "kvsharer, 2 pairs": presets.kvsharer(2, share_threshold),
         },
         "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
         "first layer exact": {
