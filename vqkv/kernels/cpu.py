@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from vqkv.kernels import reference
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
+MORE_ROWS = 16384  # of small codebooks, whose calls cost more than their arithmetic, so many, with as many scores
 BLOCK = 64  # codes per block of the two-level minimum
 UNIT = 2.0**-24  # fp32 unit roundoff
 UNIT64 = 2.0**-53
@@ -49,10 +50,12 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     rows = x.detach().reshape(-1, x.shape[-1])
     tables = prepare(codebooks)
     codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64, device=x.device)
-    scores = tables.weights.new_empty(min(CHUNK, len(rows)), tables.weights.shape[-1])
+    width = tables.weights.shape[-1]
+    size = max(CHUNK, min(MORE_ROWS, CHUNK * 1024 // width))
+    scores = tables.weights.new_empty(min(size, len(rows)), width)
     with _full_precision(x.device):
-        for start in range(0, len(rows), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
             _encode_chunk(rows[part], codebooks, tables, scores, codes[part])
     return codes.view(*x.shape[:-1], len(codebooks))
 
@@ -93,7 +96,7 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
 
 
 def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, codes: Tensor) -> None:
-    """Fill ``codes`` (rows, K) for up to CHUNK rows. ``scores`` is a buffer (CHUNK, C padded)."""
+    """Fill ``codes`` (rows, K) for up to as many rows as ``scores``, a buffer (rows, C padded), has."""
     dim = x.shape[-1]
     extended = tables.weights.new_ones(len(x), dim + 1)  # [residual, 1]: the 1 meets the squared norms
     residual = extended[:, :dim].copy_(x)
@@ -114,18 +117,22 @@ def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, 
 
 def _minimum(scores: Tensor, block: int, errors: "_Errors") -> tuple[Tensor, Tensor]:
     """Index of the smallest score of every row, and the rows where rounding could have changed it."""
-    rows = len(scores)
-    minima = scores.view(rows, -1, block).amin(dim=-1)
-    best, which = minima.min(dim=-1)
-    first = torch.arange(rows, device=scores.device) * minima.shape[1]
-    inside = scores.view(-1, block).index_select(0, first + which)
-    winner = inside.min(dim=-1).indices + which * block
+    if scores.shape[-1] == block:  # a small codebook: no blocks to choose from first
+        best, winner = scores.min(dim=-1)
+        compared = [scores]
+    else:
+        minima = scores.view(len(scores), -1, block).amin(dim=-1)
+        best, which = minima.min(dim=-1)
+        first = torch.arange(len(scores), device=scores.device) * minima.shape[1]
+        inside = scores.view(-1, block).index_select(0, first + which)
+        winner = inside.min(dim=-1).indices + which * block
+        compared = [minima, inside]
     reach = (best + 2 * errors.bound(best)).unsqueeze(-1)
-    near_blocks, near_codes = minima <= reach, inside <= reach
-    if near_blocks.sum() + near_codes.sum() == 2 * rows and torch.isfinite(best).all():
+    near = [x <= reach for x in compared]
+    if sum(x.sum() for x in near) == len(near) * len(scores) and torch.isfinite(best).all():
         return winner, winner[:0]  # one sum over everything is cheaper than one a row, and mostly enough
-    rivals = near_blocks.sum(dim=-1) + near_codes.sum(dim=-1)
-    return winner, (rivals != 2).nonzero().squeeze(-1)  # also catches NaN, for which nothing compares
+    rivals = sum(x.sum(dim=-1) for x in near)
+    return winner, (rivals != len(near)).nonzero().squeeze(-1)  # also catches NaN, for which nothing compares
 
 
 @dataclass
