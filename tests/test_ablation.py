@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from vqkv import experiments, presets, tables
-from vqkv.experiments.predictors import PUBLISHED, _against_plain, _table, _with_side_information
+from vqkv.experiments.predictors import PUBLISHED, WITHOUT, _against_plain, _table, _with_side_information
 
 ABOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 64}
 
@@ -17,7 +17,7 @@ def row(label, bits, kl, side_bytes=0, predicted=False):
     return found | _with_side_information(found, ABOUT)
 
 
-PLAIN = [row("higgs 2", 2.0, 1e-1), row("higgs 3", 3.0, 1e-2), row("higgs 4", 4.0, 1e-3)]
+PLAIN = [row(label, bits, kl) for label, bits, kl in zip(WITHOUT, (2.0, 3.0, 4.0), (1e-1, 1e-2, 1e-3), strict=True)]
 
 
 def test_side_information_is_shared_by_the_tokens_of_a_context():
@@ -51,7 +51,7 @@ def test_beyond_what_higgs_was_measured_at(bits, kl, plain_bits, pays):
 def test_the_winner_within_a_budget_changes_with_the_context():
     aqua = row("aqua", 2.0, 1e-3, side_bytes=4096 * 2 * 64, predicted=True)
     found = experiments.within_budget(pd.DataFrame([*PLAIN, aqua]), 3.0)
-    assert found.loc["m"].tolist() == ["higgs 3", "higgs 3", "aqua", "aqua"]
+    assert found.loc["m"].tolist() == [WITHOUT[1], WITHOUT[1], "aqua", "aqua"]
     assert experiments.within_budget(pd.DataFrame(PLAIN), 1.0).loc["m"].tolist() == ["none"] * 4
 
 
@@ -59,7 +59,7 @@ def test_every_published_row_is_one_of_ours_and_the_sources():
     ours = {label: preset for block in _table(16, [2], 8, 0.5, 4, 0).values() for label, preset in block.items()}
     published = tables.published("aqua_detailed")
     assert set(PUBLISHED) <= set(ours) and set(PUBLISHED.values()) <= set(published["config"])
-    joined = experiments.beside_published(pd.DataFrame(PLAIN), published)
+    joined = experiments.beside_published(pd.DataFrame([row("higgs 2", 2.0, 0.1)]), published)
     assert joined.loc["higgs 2", "m kl_mean"] == 0.1
     assert joined.loc["aqua higgs 2", "published ppl_increase"] == pytest.approx(100 * (7.03 / 6.98 - 1))
     default = presets.aqua(sink_tokens=4, recent_window=0)

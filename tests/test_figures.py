@@ -8,6 +8,7 @@ from matplotlib.colors import is_color_like
 
 from vqkv import figures, tables
 from vqkv.errors import DataError
+from vqkv.experiments.predictability import catalogue
 
 
 @pytest.fixture
@@ -88,3 +89,63 @@ def test_bars_survive_seeds_that_all_agree():
     rows = [{"model": "m", "quantised": name, "kl_mean": value} for name in figures.GROUPING_COLOURS for _ in range(3)]
     fig = figures.grouping_bars(pd.DataFrame(rows), {"kl_mean": "KL (nats)"})
     assert len(fig.axes[0].patches) == len(figures.GROUPING_COLOURS)
+
+
+def evr_rows(models, reach, seeds):
+    """A table like ``experiments.predictability``'s, with an EVR that tells the sources apart."""
+    variants = [("trained", 0), *(("untrained", seed) for seed in seeds)]
+    return pd.DataFrame(
+        {"model": model, "variant": variant, "seed": seed, "group": group, "target": probe.target}
+        | {"sources": probe.sources, "layer": layer, "evr": 1 - 0.5 / (1 + i + layer + seed), "bits": 0.5 + i}
+        for model in models
+        for variant, seed in variants
+        for group, probes in catalogue(reach).items()
+        for i, probe in enumerate(probes)
+        for layer in range(4)
+        if probe.exists(layer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("models", "reach", "seeds"), [(["m"], 1, []), (["vqkv/llama-mini", "vqkv/gpt2-mini"], 3, [0, 1])]
+)
+def test_evr_bars_show_every_source_once(models, reach, seeds):
+    table = evr_rows(models, reach, seeds)
+    fig = figures.evr_bars(table, tables.published("aqua_quantizer_evr"))
+    for ax, target in zip(fig.axes, "KV", strict=True):
+        labels = [label.get_text() for label in ax.get_yticklabels()]
+        assert len(labels) == len(set(labels)) >= 8 and len(ax.patches) == len(labels) * len(models)
+        assert sum("★" in label for label in labels) == (2 if target == "V" else 0)
+        mine = table[
+            (table["target"] == target) & (table["sources"] == f"{target}-1") & (table["variant"] == "trained")
+        ]
+        assert ax.patches[0].get_width() == pytest.approx(mine[mine["model"] == models[0]]["evr"].mean())
+        diamonds = [line for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
+        assert len(diamonds) == (len(labels) * len(models) if seeds else 0)
+    assert fig.axes[0].patches[0].get_y() < fig.axes[0].patches[1].get_y()
+    plt.close(fig)
+
+
+def test_evr_heatmap_has_a_cell_for_every_layer_and_leaves_out_what_does_not_exist():
+    fig = figures.evr_heatmap(evr_rows(["m", "n"], 3, [0]))
+    panels = [ax for ax in fig.axes if ax.images]
+    assert len(panels) == 4
+    for ax in panels:
+        image = ax.images[0].get_array()
+        assert image.shape == (len(ax.get_yticklabels()), 4)
+        texts = [text.get_text() for text in ax.texts]
+        assert sum(text == "" for text in texts) == int(pd.isna(pd.DataFrame(image)).to_numpy().sum()) > 0
+    plt.close(fig)
+
+
+def test_quantised_inputs_draws_a_line_per_source():
+    rows = [
+        {"model": "m", "target": "V", "sources": sources, "inputs": inputs, "layer": layer, "evr": 0.9 - 0.1 * i}
+        for sources in ("K", "V-1+K", "K-1+V-1")
+        for i, inputs in enumerate(("exact", "2 bits"))
+        for layer in range(2)
+    ]
+    fig = figures.quantised_inputs(pd.DataFrame(rows))
+    assert [list(line.get_ydata()) for line in fig.axes[0].lines] == [[0.9, 0.8]] * 3
+    assert [label.get_text() for label in fig.axes[0].get_xticklabels()] == ["exact", "2 bits"]
+    plt.close(fig)

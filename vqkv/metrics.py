@@ -1,5 +1,7 @@
 """How far a reconstruction, or a model that read one, is from the original."""
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -14,6 +16,19 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
     """EVR = 1 - Var(y - y_hat) / Var(y) over all but the last dimension, variances summed over the last."""
     y, error = y.double().flatten(0, -2), (y - y_hat).double().flatten(0, -2)
     return 1 - (error.var(0, correction=0).sum() / y.var(0, correction=0).sum()).item()
+
+
+def participation_ratio(covariance: torch.Tensor) -> float:
+    """In how many directions data of this (width, width) covariance vary: (sum of eigenvalues)^2 / sum of squares."""
+    return (covariance.trace().square() / covariance.square().sum()).item()
+
+
+def bits_saved(evr: float) -> float:
+    """Bits per value that a prediction of this EVR saves a quantizer at equal error: 1/2 log2 of Var(y) / Var(error).
+
+    Asymptotic (many bits, channels of equal shape). At most 24, the precision of a float32.
+    """
+    return -math.log2(max(1 - evr, 2**-48)) / 2
 
 
 def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

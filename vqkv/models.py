@@ -1,5 +1,6 @@
 """Model name -> model and tokenizer, and where in a model the keys and values are made."""
 
+import copy
 import hashlib
 import sys
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -103,6 +105,16 @@ def _load(path, dtype, trust_remote_code: bool):
     return model, tokenizer
 
 
+def untrained(model, seed: int):
+    """A model of the same shape, dtype and device with random weights, as ``transformers`` draws them for training."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        fresh = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    fresh.vqkv_name = f"{getattr(model, 'vqkv_name', model.config.model_type)} untrained, seed {seed}"
+    return fresh.to(model.device).eval()
+
+
 def kv_sources(model) -> list[KVSource]:
     """One ``KVSource`` per decoder layer, in layer order.
 
@@ -116,6 +128,20 @@ def kv_sources(model) -> list[KVSource]:
             "Supported are decoders with k_proj and v_proj (Llama, Mistral, Gemma, Qwen2, Qwen3, ...) and GPT-2."
         )
     return sorted(found, key=lambda source: source.layer_idx)
+
+
+def projection_weight(source: KVSource, role: str) -> torch.Tensor:
+    """The weight that makes a layer's ``"key"`` or ``"value"`` from its hidden states: (KV width, hidden size)."""
+    module = getattr(source.attention, {"key": "k_proj", "value": "v_proj"}[role], source.key_module)
+    weight = module.weight.detach().float()
+    part = source.key_part if role == "key" else source.value_part
+    return (weight.T if isinstance(module, Conv1D) else weight).chunk(source.num_parts)[part]
+
+
+def condition_number(weight: torch.Tensor) -> float:
+    """Largest over smallest singular value, also of a matrix that is not square; infinity for one without full rank."""
+    values = torch.linalg.svdvals(weight.double())
+    return (values[0] / values[-1]).item()
 
 
 def rotary_embedding(model) -> nn.Module | None:

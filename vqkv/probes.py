@@ -1,12 +1,21 @@
 """What a model shows of the published phenomena: magnitudes, outlier channels, attention sinks, EVR, recall."""
 
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from vqkv.capture import capture
+from vqkv.capture import capture, check_batch_size, check_tokens
+from vqkv.errors import DataError
+from vqkv.learn.gram import Gram
 from vqkv.learn.ridge import Ridge, predict
-from vqkv.metrics import explained_variance_ratio
+from vqkv.metrics import bits_saved, explained_variance_ratio
+from vqkv.models import kv_sources
+from vqkv.presets import Preset
 from vqkv.recall import RecallTask
 
 RECALL_EDGES = (0, 64, 128, 256, 512, 1024)
@@ -51,6 +60,123 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
     return found
 
 
+Form = Callable[
+    [torch.Tensor, str, int], torch.Tensor
+]  # (captured keys or values, "K" or "V", layer) -> the same shape
+
+
+class Block(NamedTuple):
+    """Features of a token that probes read or predict: one role of one layer, ``lag`` tokens back, in some form."""
+
+    role: str
+    layer: int
+    lag: int = 0
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear map to ``target`` from ``sources``, for every layer in which all of these exist.
+
+    ``K`` and ``V`` are the layer's own keys and values, ``K-1`` those of the layer before, ``K@T-1`` those of the token
+    before, ``K~name`` those in the form called ``name``; sources are joined by ``+`` (``V-1+K``). Raises ``DataError``
+    for anything else, a source given twice, or the target as its own source.
+    """
+
+    target: str
+    sources: str
+
+    def __post_init__(self):
+        sources, target = self.blocks(0)
+        if len({*sources, target}) <= len(sources):
+            raise DataError(f"probe of {self.target!r} from {self.sources!r}: name each source once, not the target")
+
+    def blocks(self, layer: int) -> tuple[list[Block], Block]:
+        """Sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
+        return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
+
+    def exists(self, layer: int) -> bool:
+        """Whether all sources exist there."""
+        return min(block.layer for block in self.blocks(layer)[0]) >= 0
+
+
+def probe_sums(
+    model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, post_rope: bool = False,
+    forms: dict[str, Form] | None = None,
+) -> Gram:  # fmt: skip
+    """What all ``probes`` need to know of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
+
+    Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
+    more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at
+    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences or unknown forms.
+    """
+    check_tokens(model, tokens)
+    check_batch_size(batch_size)
+    if type(skip) is not int or skip < 0:
+        raise DataError(f"skip {skip!r} must be a whole number of tokens from 0 on")
+    layers, forms = range(len(kv_sources(model))), forms or {}
+    regressions = [probe.blocks(layer) for probe in probes for layer in layers if probe.exists(layer)]
+    used = {block for sources, target in regressions for block in (*sources, target)}
+    if unknown := {block.form for block in used} - {"", *forms}:
+        raise DataError(f"form {min(unknown)!r} of a probe is unknown: pass it in forms, which has {sorted(forms)}")
+    start = skip + max((block.lag for block in used), default=0)
+    if tokens.shape[1] <= start:
+        raise DataError(f"{tokens.shape[1]} tokens leave none after the first {start}: use longer sequences")
+    gram = Gram(regressions)
+    for batch in tokens.tensor_split(math.ceil(len(tokens) / batch_size)):  # even shares, none of one sequence alone
+        gram.accumulate(_features(capture(model, batch, batch_size, post_rope), forms, start))
+    return gram
+
+
+def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
+    """Held-out EVR: one row per probe and layer in which it exists, fitted on ``train`` and judged on ``test``.
+
+    ``source_width``: the features that it reads. ``bits``: what it would save a quantizer per value. ``mean_share``:
+    how much of the target's mean square its training mean explains, which EVR leaves out. Raises ``DataError`` unless
+    the ridge's ``strength`` is positive.
+    """
+    if not strength > 0 or not math.isfinite(strength):
+        raise DataError(f"strength {strength!r} of the ridge must be positive: 1e-6 measures without shrinking much")
+    rows = []
+    for probe in probes:
+        for layer in filter(probe.exists, range(num_layers)):
+            sources, target = probe.blocks(layer)
+            weights = train.solve(sources, target, strength)
+            evr = test.explained(weights, sources, target)
+            row = {"target": probe.target, "sources": probe.sources, "layer": layer, "source_width": len(weights)}
+            row |= {"train_tokens": train.count, "evr": evr, "bits": bits_saved(evr)}
+            rows.append(row | {"mean_share": test.mean_share(target, train.mean(target))})
+    return rows
+
+
+def shuffled(seed: int) -> Form:
+    """A form for targets: the batch's tokens in random order and with random signs, so that nothing is left to predict.
+    The order alone would leave each batch its mean, which sources of the same text do predict."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
+        tokens = x.transpose(1, 2).flatten(0, 1)
+        order = torch.randperm(len(tokens), generator=generator)
+        signs = 2 * torch.randint(2, (len(tokens), 1, 1), generator=generator) - 1
+        mixed = tokens[order.to(x.device)] * signs.to(x)
+        return mixed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+    return form
+
+
+def reconstructed(preset: Preset) -> Form:
+    """A form: what ``preset``'s codecs, one per role and layer, give back; fitted on the first batch that they see."""
+    codecs = {}
+
+    def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
+        if (role, layer) not in codecs:
+            make = {"K": preset.key_codec, "V": preset.value_codec}[role]
+            codecs[role, layer] = make(x.shape[-1]).fit(x).to(x.device)
+        return codecs[role, layer].decode(codecs[role, layer].encode(x))
+
+    return form
+
+
 @torch.inference_mode()
 def recall_by_distance(
     model, tokenizer, seq_len: int, num_seqs: int, seed: int, batch_size: int = 4
@@ -68,6 +194,31 @@ def recall_by_distance(
         if chosen.any():
             found[f"{low + 1}-{high}"] = hits[chosen].float().mean().item()
     return found
+
+
+def _block(text: str, layer: int) -> Block:
+    found = re.fullmatch(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?", text)
+    if found is None:
+        raise DataError(
+            f"{text!r} names nothing to probe: write K, V, K-1 (layer before), K@T-1 (token before), K~form"
+        )
+    role, back, lag, form = found.groups()
+    return Block(role, layer - int(back or 0), int(lag or 0), form or "")
+
+
+def _features(captured, forms: dict[str, Form], start: int):
+    """Block -> (samples, width) of one batch; samples are the tokens from ``start`` on of all its sequences."""
+    roles, formed = dict(zip("KV", captured, strict=True)), {}
+
+    def features(block: Block) -> torch.Tensor:
+        place = block.role, block.layer, block.form
+        if place not in formed:
+            x = roles[block.role][block.layer]
+            formed[place] = forms[block.form](x, block.role, block.layer) if block.form else x
+        x = formed[place]
+        return _flat(x[:, :, start - block.lag : x.shape[2] - block.lag])
+
+    return features
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,13 @@ from vqkv.experiments.grouping import grouping
 from vqkv.experiments.ladder import eviction, tier_ladder
 from vqkv.experiments.learning import codebook_learning
 from vqkv.experiments.phenomena import magnitudes, phenomena
+from vqkv.experiments.predictability import algebra, predictability
+from vqkv.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
 from vqkv.experiments.systems import systems
 from vqkv.experiments.thresholds import threshold_sweep
 
 __all__ = [
-    "code_entropy", "codebook_learning", "eviction", "gaussian_depth", "grouping", "magnitudes", "phenomena",
-    "residual_depth", "systems", "threshold_sweep", "tier_ladder",
+    "algebra", "beside_published", "code_entropy", "codebook_learning", "error_propagation", "eviction",
+    "gaussian_depth", "grouping", "magnitudes", "phenomena", "predictability", "predictor_ablation", "residual_depth",
+    "systems", "threshold_sweep", "tier_ladder", "within_budget",
 ]  # fmt: skip

@@ -30,8 +30,9 @@ def predictor_ablation(
 
     ``block`` says which comparison a row belongs to, ``predicted`` whether it has predictors. ``bits_2k`` to
     ``bits_128k`` share the side information (predictors, codebooks) out among the values of so many tokens.
-    ``plain_bits``: what HIGGS alone needs for the same KL (between its 2, 3 and 4 bits log KL is interpolated, beyond
-    them it is cut off); ``pays_from``: tokens from which the side information is smaller than that saving.
+    ``plain_bits``: what HIGGS without predictors, its first layer at 4 bits too, needs for the same KL (between 2, 3
+    and 4 bits log KL is interpolated, beyond them it is cut off); ``pays_from``: tokens from which the side information
+    is smaller than that saving.
     """
     rows, sources = [], {}
     for name in models:
@@ -97,6 +98,7 @@ def within_budget(table, budget: float):
     return type(table).from_dict(found, orient="index")
 
 
+WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
 PUBLISHED = {
     "quanto 2": "Quanto-2b-gs64",
     "kivi 2, nothing exact": "KIVI-2b-gs128-r128",
@@ -110,7 +112,7 @@ PUBLISHED = {
     "aqua higgs 2, reduced rank": "RRR (68 MiB)",
     "aqua higgs 2, MLP": "MLP (540 MiB)",
     "aqua higgs 2, GPTQ 4 bits": "GPTQ (41 MiB)",
-    "aqua higgs 2, first layer 16": "BF16",
+    "aqua higgs 2, first layer exact": "BF16",
     "aqua higgs 2, first layer 3": "HIGGS 3 bit",
     "aqua higgs 2, first layer 2": "HIGGS 2 bit",
     "aqua higgs 2, no sinks": "w/o 16-bit attention sink",
@@ -132,9 +134,12 @@ def beside_published(table, published):
     return joined
 
 
-def _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed) -> dict[str, dict[str, presets.Preset]]:
+def _table(
+    codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed
+) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
+    nothing = {"key_from": "none", "value_from": "none"}
 
     def aqua(backbone=presets.higgs(2), *args, **changes) -> presets.Preset:  # noqa: B008
         return dataclasses.replace(presets.aqua(backbone, *args, **changes), **(exact | _only(changes, exact)))
@@ -158,7 +163,7 @@ def _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, se
             f"{start}{label}, first layer exact": aqua(backbone, first_layer_bits=16, **sources)
             for label, backbone in backbones.items()
             if label not in ("higgs 3", "higgs 4", "quanto 2")
-            for start, sources in (("", {"key_from": "none", "value_from": "none"}), ("aqua ", {}))
+            for start, sources in (("", nothing), ("aqua ", {}))
         },
         "predictor": {
             "aqua higgs 2, reduced rank": aqua(predictor="reduced_rank", rank=rank),
@@ -166,9 +171,10 @@ def _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, se
             "aqua higgs 2, GPTQ 4 bits": aqua(predictor="gptq"),
             "aqua higgs 2, ridge 1e-5": aqua(strength=1e-5),
             "aqua higgs 2, constant": aqua(key_from="mean", value_from="mean"),
-            "aqua higgs 2, no predictor": aqua(key_from="none", value_from="none"),
+            "aqua higgs 2, no predictor": aqua(**nothing),
+            "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **nothing),
         },
-        "first layer": {f"aqua higgs 2, first layer {bits}": aqua(first_layer_bits=bits) for bits in (16, 3, 2)},
+        "first layer": {f"aqua higgs 2, first layer {bits}": aqua(first_layer_bits=bits) for bits in (3, 2)},
         "sources": {
             "aqua higgs 2, K only": aqua(value_from="none"),
             "aqua higgs 2, V only": aqua(key_from="none"),
@@ -214,8 +220,8 @@ def _with_side_information(row: dict, about: dict) -> dict:
 
 
 def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
-    """See ``predictor_ablation``; NaN where HIGGS alone at 2 bits has a lower KL, or nothing is saved."""
-    plain = sorted((r for r in rows if r["label"] in ("higgs 2", "higgs 3", "higgs 4")), key=lambda r: r["kl_mean"])
+    """See ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is saved."""
+    plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
     needed = np.interp(
         math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
     )

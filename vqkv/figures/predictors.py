@@ -38,8 +38,8 @@ def predicted_plane(table):
 
 
 def context_costs(table):
-    """Bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS alone needs for
-    the same KL (level lines): where they cross, the predictors have paid for themselves."""
+    """Bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for the
+    same KL without them (level lines): where they cross, the predictors have paid for themselves."""
     models = list(dict.fromkeys(table["model"]))
     fig, axes = plt.subplots(1, len(models), figsize=(11, 4.2), sharey=True, squeeze=False)
     tokens = np.geomspace(256, 131072, 200)
@@ -49,7 +49,7 @@ def context_costs(table):
             values = 8 * row["side_bytes"] / (row["bits_128k"] - row["bits_per_value"]) / 131072
             total = row["bits_per_value"] + 8 * row["side_bytes"] / (values * tokens)
             ax.plot(tokens, total, style, color=PALETTE["aqua"], label=f"AQUA-KV, {name}")
-            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"HIGGS alone, KL of {name}")
+            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"no predictors, KL of {name}")
             if row["pays_from"] >= tokens[0]:
                 ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
                 note = {"xytext": (5, 9), "textcoords": "offset points", "fontsize": 9}
@@ -64,12 +64,12 @@ def context_costs(table):
 def ablation_bars(table, default: str, without: str):
     """KL of every row of the ablation over that of ``default``, by block, one panel per model; ``without`` is marked by
     a line. Whiskers: the standard error over sequences."""
-    blocks = ["first layer", "predictor", "sources", "sinks", "RoPE"]
+    blocks = ["first layer exact", "first layer", "predictor", "sources", "sinks", "RoPE"]
     models = list(dict.fromkeys(table["model"]))
     labels = [label for block in blocks for label in dict.fromkeys(table[table["block"] == block]["label"])]
-    labels = [label for label in labels if label.startswith("aqua higgs")]
+    labels = [label for label in labels if label.startswith(default)]
     fig, axes = plt.subplots(1, len(models), figsize=(11, 6.4), sharey=True, squeeze=False)
-    colours = dict(zip(blocks, ("vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
+    colours = dict(zip(blocks, ("vqllm", "vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
     for ax, model in zip(axes[0], models, strict=True):
         mine = table[table["model"] == model].set_index("label")
         base = mine.loc[default, "kl_mean"]
