@@ -56,7 +56,7 @@ def test_the_winner_within_a_budget_changes_with_the_context():
 
 
 def test_every_published_row_is_one_of_ours_and_the_sources():
-    ours = {label: preset for block in _table(16, [2], 8, 0.5, 4, 0).values() for label, preset in block.items()}
+    ours = {label: preset for block in _table(16, [2], 4, 8, 0.5, 4, 0).values() for label, preset in block.items()}
     published = tables.published("aqua_detailed")
     assert set(PUBLISHED) <= set(ours) and set(PUBLISHED.values()) <= set(published["config"])
     joined = experiments.beside_published(pd.DataFrame([row("higgs 2", 2.0, 0.1)]), published)

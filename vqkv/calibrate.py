@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from vqkv.codec.base import Codec, whole_blocks
 from vqkv.coder import Coder, Known, Place, Prediction, inputs, last_readers, side_by_side
 from vqkv.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.models import describe
+from vqkv.models import describe, difference
 from vqkv.plans import RolePlan, Trial
 from vqkv.presets import Preset
 from vqkv.settings import CacheSettings
@@ -33,8 +34,8 @@ def calibrate(
 
     The first batch initialises the codebooks, each further batch is one learning step. A preset with predictors is
     fitted layer by layer (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may
-    hold them already. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors
-    in the first batch than codes, or a disk without room.
+    hold them already, in batches of its own. Raises ``DataError`` for an empty input, a head_dim that the preset cannot
+    divide, fewer vectors in the first batch than codes, or a disk without room.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
@@ -44,30 +45,35 @@ def calibrate(
         check_rope(model, tokens)
     settings = CacheSettings(preset.sink_tokens, preset.recent_window, preset.flush_block, preset.pre_rope)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
+    if captured is not None:
+        _check_captured(captured, model, tokens, preset)
     if preset.plan is None:
-        codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress), {}
-    elif captured is None:
-        with CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress) as captured:
-            codecs, predictions = fit_layers(preset, captured, ModelTrial(model, captured), model.device, progress)
+        codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured), {}
     else:
-        _check_captured(captured, tokens, preset)
-        codecs, predictions = fit_layers(preset, captured, ModelTrial(model, captured), model.device, progress)
+        made = captured or CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress)
+        with nullcontext(made) if made is captured else made:
+            codecs, predictions = fit_layers(preset, made, ModelTrial(model, made), model.device, progress)
     return Compressor(preset.name, codecs, settings, describe(model), notes, predictions)
 
 
-def _fit_codecs(model, tokens, preset: Preset, batch_size: int, progress: bool) -> list[tuple[Codec, Codec]]:
-    """Every layer's codecs in one pass: none depends on another."""
+def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
+    """Every layer's codecs in one pass, or from one batch where there is nothing to learn: none depends on another."""
     about = describe(model)
     codecs = [
         (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])
     ]
-    for batch in tqdm(
-        tokens.split(batch_size), desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True
-    ):
-        keys, values = capture(model, batch, batch_size, post_rope=not preset.pre_rope)
-        for (key_codec, value_codec), key, value in zip(codecs, keys, values, strict=True):
-            for codec, x in ((key_codec, key), (value_codec, value)):
-                if not codec.ready:  # some codecs have nothing to learn
+    batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
+    if not any(codec.learns for codec in codecs[0]):
+        batches = batches[:1]
+    bar = tqdm(batches, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
+    for number, batch in enumerate(bar):
+        if captured:
+            keys, values = captured.layers(number, model.device)
+        else:
+            keys, values = capture(model, batch, batch_size, post_rope=not preset.pre_rope)
+        for pair, exact in zip(codecs, zip(keys, values, strict=True), strict=True):
+            for codec, x in zip(pair, exact, strict=True):
+                if not codec.ready:  # some need no batch at all
                     codec.partial_fit(x)
     for pair in codecs:
         for codec in pair:
@@ -95,9 +101,11 @@ def _readers(plans: dict[Place, RolePlan]) -> dict[Place, Place]:
     return last_readers({place: plan for place, plan in plans.items() if plan.predictor is not None})
 
 
-def _check_captured(captured: CapturedTokens, tokens: Tensor, preset: Preset) -> None:
+def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
     if not torch.equal(captured.tokens, tokens) or captured.post_rope == preset.pre_rope:
         raise DataError("captured holds other tokens, or keys on the other side of RoPE: capture them for this preset")
+    if found := difference(captured.about, model):
+        raise DataError(f"captured is of a model with {found}: capture the tokens with this one")
 
 
 class LayerFit:

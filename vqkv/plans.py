@@ -1,13 +1,14 @@
 """Which layers are predicted from which: what a preset with predictors arranges for each layer of a model."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import Nothing
+from vqkv.codec.base import Codec, Nothing
 from vqkv.coder import Place
 from vqkv.errors import DataError
 from vqkv.predict import Copy, Predictor, make_predictor
@@ -21,7 +22,7 @@ NOT_PREDICTED, CONSTANT = "none", "mean"
 class RolePlan:
     """How one role of one layer is stored: who makes its codec (from head_dim), and what it is predicted from."""
 
-    make_codec: object
+    make_codec: Callable[[int | None], Codec]
     predictor: Predictor | None = None
     sources: tuple[Place, ...] = ()
 

@@ -71,6 +71,12 @@ class CapturedTokens(Spill):
         """(batch_size, num_kv_heads, seq_len, head_dim) of one place, batch by batch, always in the same order."""
         return (self.get(place, number, device) for number in range(self.num_batches))
 
+    def layers(self, number: int, device="cpu") -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of one batch, lists over layers, as ``capture`` returns them."""
+        count = range(self.about["num_layers"])
+        keys, values = ([self.get((role, layer), number, device) for layer in count] for role in ("key", "value"))
+        return keys, values
+
     def _check_room(self, itemsize: int) -> None:
         about = self.about
         values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]

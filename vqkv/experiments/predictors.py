@@ -23,8 +23,8 @@ CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 13
 
 def predictor_ablation(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, batch_size: int,
-    codebook_size: int, num_quantizers: list[int], rank_share: float, share_threshold: float, sink_tokens: int,
-    seed: int, dtype: str, device: str,
+    codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank_share: float, share_threshold: float,
+    sink_tokens: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
 
@@ -42,7 +42,7 @@ def predictor_ablation(
         about, found = describe(model), []
         width = about["num_kv_heads"] * about["head_dim"]
         rank = max(1, int(rank_share * width))
-        table = _table(codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed)
+        table = _table(codebook_size, num_quantizers, kmeans_iterations, rank, share_threshold, sink_tokens, seed)
         if rotary_embedding(model) is None:
             del table["RoPE"]
         for block, label, compressor in _calibrated(model, train, table, batch_size, name):
@@ -135,7 +135,7 @@ def beside_published(table, published):
 
 
 def _table(
-    codebook_size, num_quantizers, rank, share_threshold, sink_tokens, seed
+    codebook_size, num_quantizers, kmeans_iterations, rank, share_threshold, sink_tokens, seed
 ) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
@@ -147,7 +147,10 @@ def _table(
     learned = {"codebook_size": codebook_size, "seed": seed}
     backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)}
     backbones["quanto 2"] = presets.quanto(2)
-    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **learned) for depth in num_quantizers}
+    backbones |= {
+        f"vqllm {depth}": presets.vqllm(depth, kmeans_iterations=kmeans_iterations, **learned)
+        for depth in num_quantizers
+    }
     backbones["product"] = presets.vqq_product(1e9, keyframe=sink_tokens or 4, **learned)
     plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
     return {
@@ -207,11 +210,10 @@ def _calibrated(model, train, table: dict, batch_size: int, name: str):
     with ExitStack() as stack:
         captured = {}
         for block, label, preset in tqdm(rows, desc=name, leave=False, disable=None):
-            if preset.plan is not None and preset.pre_rope not in captured:
+            if preset.pre_rope not in captured:
                 made = CapturedTokens(model, train, batch_size, not preset.pre_rope, progress=False)
                 captured[preset.pre_rope] = stack.enter_context(made)
-            kept = captured[preset.pre_rope] if preset.plan is not None else None
-            yield block, label, calibrate(model, train, preset, batch_size, False, kept)
+            yield block, label, calibrate(model, train, preset, batch_size, False, captured[preset.pre_rope])
 
 
 def _with_side_information(row: dict, about: dict) -> dict:
