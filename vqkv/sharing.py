@@ -1,6 +1,7 @@
 """What a plan for sharing whole layers asks about a model (KVSharer): how unlike layers are, and what sharing costs."""
 
 import dataclasses
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from vqkv.settings import CacheSettings
 from vqkv.spill import CapturedTokens
 
 
+NUM_SEQS = 4  # sequences that a plan is tried on
+
+
 class ModelTrial:
-    """Answers from captured keys and values, and from forward passes over their first batch."""
+    """Answers from captured keys and values, and from forward passes over the first few of their sequences."""
 
     def __init__(self, model, captured: CapturedTokens):
         self.model, self.captured = model, captured
@@ -32,14 +36,18 @@ class ModelTrial:
 
     @torch.inference_mode()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
-        """Cosine similarity of the last hidden states, over the tokens of the first batch, when attention reads layers
+        """Cosine similarity of the last hidden states with the exact ones, mean over tokens, when attention reads layers
         stored as ``plan`` says, the current tokens included."""
-        tokens = self.captured.tokens[: self.captured.batch_size].to(self.model.device)
-        exact, shared = (
-            self.model(tokens, output_hidden_states=True, **cache).hidden_states[-1].float()
-            for cache in ({"use_cache": False}, {"use_cache": True, "past_key_values": self._cache(plan)})
-        )
-        return F.cosine_similarity(exact, shared, dim=-1).mean().item()
+        shared = self._last_states(use_cache=True, past_key_values=self._cache(plan))
+        return F.cosine_similarity(self._exact, shared, dim=-1).mean().item()
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self._last_states(use_cache=False)
+
+    def _last_states(self, **cache) -> Tensor:
+        tokens = self.captured.tokens[:NUM_SEQS].to(self.model.device)
+        return self.model(tokens, output_hidden_states=True, **cache).hidden_states[-1].float()
 
     def _cache(self, plan: list[dict[str, RolePlan]]):
         about = describe(self.model)
