@@ -14,7 +14,6 @@ from vqkv.plans import RolePlan
 from vqkv.settings import CacheSettings
 from vqkv.spill import CapturedTokens
 
-
 NUM_SEQS = 4  # sequences that a plan is tried on
 
 
@@ -36,8 +35,8 @@ class ModelTrial:
 
     @torch.inference_mode()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
-        """Cosine similarity of the last hidden states with the exact ones, mean over tokens, when attention reads layers
-        stored as ``plan`` says, the current tokens included."""
+        """Cosine similarity of the last hidden states with the exact ones, mean over tokens, when attention reads
+        layers stored as ``plan`` says, the current tokens included."""
         shared = self._last_states(use_cache=True, past_key_values=self._cache(plan))
         return F.cosine_similarity(self._exact, shared, dim=-1).mean().item()
 
