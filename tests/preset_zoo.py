@@ -30,7 +30,7 @@ EVERY = SMALL | {f"{name}+ans": preset for name, preset in CODED.items()}
 PREDICTED = {
     "aqua-higgs": presets.aqua(presets.higgs(), recent_window=8),
     "aqua-vqllm": presets.aqua(presets.vqllm(**LEARNED), recent_window=0, sink_tokens=0),
-    "aqua-kivi-mlp": presets.aqua(presets.kivi(group_size=16), "mlp", first_layer_bits=16, recent_window=8),
+    "aqua-kivi": presets.aqua(presets.kivi(group_size=16), first_layer_bits=16, recent_window=8),
     "aqua-quanto-gptq": presets.aqua(presets.quanto(), "gptq", key_from="K-1+K-2", value_from="V-1", pre_rope=False),
     "aqua-means": presets.aqua(presets.higgs(), "reduced_rank", key_from="none", value_from="mean", recent_window=0),
     "kvsharer": presets.kvsharer(threshold=-1),

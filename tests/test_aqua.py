@@ -1,5 +1,6 @@
 """AQUA-KV: predictors in the loop of calibration (Algorithm 1), of writing and reading caches (2 to 4), and on disk."""
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -11,6 +12,7 @@ import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from test_bad_input import _signed
 from test_cache import run
 
@@ -22,6 +24,7 @@ from vqkv.learn.ridge import Ridge
 from vqkv.metrics import explained_variance_ratio, relative_mse
 from vqkv.models import kv_sources
 from vqkv.plans import FromPrevious
+from vqkv.snapshots import SnapshotWriter
 from vqkv.spill import CapturedTokens
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
@@ -143,7 +146,7 @@ def test_reconstruct_is_what_a_cache_reads(llama, fitted):
     for pair, expected in zip(got, by_hand(fitted, keys, values), strict=True):
         torch.testing.assert_close(pair, expected, rtol=1e-5, atol=1e-5)
     assert not known  # forgotten once the last reader has run
-    with pytest.raises(DataError, match="go through the layers in order"):
+    with pytest.raises(DataError, match="of which nothing is known"):
         fitted.reconstruct(2, keys[2], values[2])
 
 
@@ -191,7 +194,7 @@ class Synthetic:
     """Layers of one KV head of 64 channels: K is a Gaussian, and each later K a known map of the one before it, plus
     noise; V likewise of the V before it and its own K. Stands where captured tokens would."""
 
-    about = {"num_layers": 3, "num_kv_heads": 1, "head_dim": 64}
+    about, folder = {"num_layers": 3, "num_kv_heads": 1, "head_dim": 64}, None
 
     def __init__(self, noise, num_batches=16, width=64, tokens=512, shuffled=False):
         self.noise, self.num_batches, self.width, self.tokens, self.shuffled = (
@@ -280,8 +283,12 @@ def test_saved_and_loaded_it_stores_the_same(llama, fitted, tmp_path):
     again = Compressor.from_pretrained(tmp_path)
     assert torch.equal(run(llama, again.new_cache(llama)), run(llama, fitted.new_cache(llama)))
     assert again.side_bytes == fitted.side_bytes and again.predictions.keys() == fitted.predictions.keys()
-    _signed(tmp_path, lambda config: (config.update(version=1), config.update(predictions=[])))
-    assert not Compressor.from_pretrained(tmp_path).predictions  # version 1 had none
+
+
+def test_files_from_before_predictors_are_read(llama, tmp_path):
+    calibrate(llama, TOKENS, presets.higgs(2), progress=False).save_pretrained(tmp_path)
+    _signed(tmp_path, lambda config: (config.update(version=1), config.pop("predictions")))
+    assert not Compressor.from_pretrained(tmp_path).predictions
 
 
 def entry(change):
@@ -359,9 +366,104 @@ def test_captured_tokens_serve_several_presets_and_are_checked(llama, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_captured_tokens_keep_what_they_were_made_from(llama, tmp_path):
+    tokens = TOKENS.clone()
+    with CapturedTokens(llama, tokens, batch_size=2, folder=tmp_path, progress=False) as captured:
+        assert calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured).notes["batch_size"] == 2
+        other = copy.deepcopy(llama).bfloat16()
+        with pytest.raises(DataError, match="torch.float32"):
+            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
+        with torch.no_grad():
+            other = copy.deepcopy(llama)
+            other.model.layers[1].self_attn.k_proj.weight.mul_(2)
+        with pytest.raises(DataError, match="other key or value weights"):
+            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
+        tokens.fill_(3)
+        with pytest.raises(DataError, match="captured holds other tokens"):
+            calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured)
+    with pytest.raises(DataError, match="within its 'with'"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)
+    with pytest.raises(DataError, match="must be CapturedTokens"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured="x")
+    with pytest.raises(DataError, match="no temporary folder in /nonexistent"):
+        CapturedTokens(llama, TOKENS, folder="/nonexistent", progress=False)
+
+
+def test_reconstructions_go_where_the_captured_tokens_are(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "small"))
+    with CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False) as captured:
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)  # the small one does not exist
+
+
+def test_an_interrupted_capture_leaves_nothing(llama, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vqkv.spill.capture", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("vqkv.spill.save_file", full)
+    with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False)
+
+
+def test_sequences_of_sinks_alone_are_refused(llama):
+    with pytest.raises(DataError, match="4 tokens a sequence, of which 4 are sinks"):
+        calibrate(llama, TOKENS[:, :4], presets.aqua(), progress=False)
+
+
+def test_a_stream_refuses_codecs_of_what_predictors_leave(fitted, tmp_path):
+    with pytest.raises(DataError, match="a stream has no predictors"):
+        SnapshotWriter(tmp_path / "x", keyframes=fitted.codecs, deltas="int4", interval=2)
+
+
+def test_autocast_changes_neither_calibration_nor_what_is_read_back(llama):
+    preset = presets.aqua(presets.vqllm(2, 16, 16), recent_window=0, sink_tokens=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys, values = capture(llama, TOKENS[:1])
+    compressor = calibrate(llama, TOKENS, preset, progress=False)
+    known, inside = [compressor.new_pass() for _ in range(2)], []
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside.append(compressor.reconstruct(layer, *pair, known[0]))
+        assert all(map(torch.equal, inside[-1], compressor.reconstruct(layer, *pair, known[1])))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = compressor.new_cache(llama)
+        assert run(llama, cache, TOKENS[:1], (40, 1, 39)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "gptq"])
+def test_one_token_at_a_time_reads_back_what_was_stored(gpt2_compressor, kind):
+    """A batch of one, whose matrix products are rounded otherwise for one token than for all of them at once."""
+    model, _, keys, values = gpt2_compressor
+    tokens = torch.randint(1, 4096, (24, 128), generator=torch.Generator().manual_seed(5))
+    preset = presets.aqua(predictor=kind, recent_window=0, sink_tokens=0)
+    compressor = calibrate(model, tokens, preset, progress=False)
+    keys, values = ([x[:1] for x in role] for role in (keys, values))
+    whole, known, single = compressor.new_pass(), [compressor.new_pass() for _ in range(20)], []
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        stored = [compressor.reconstruct(layer, k[:, :, [i]], v[:, :, [i]], known[i]) for i in range(20)]
+        single.append([torch.cat(role, dim=2) for role in zip(*stored, strict=True)])
+        together = compressor.reconstruct(layer, k[:, :, :20], v[:, :, :20], whole)
+        for a, b in zip(single[-1], together, strict=True):
+            assert (a - b).abs().median() < 1e-5 * b.abs().max()  # a code may fall the other way, few do
+
+
+def test_an_mlp_wants_samples(llama):
+    with pytest.raises(DataError, match="468 samples for an MLP of 64 input features"):
+        calibrate(llama, TOKENS[:, :82], presets.aqua(predictor="mlp", sink_tokens=2), progress=False)
+
+
 def test_a_full_disk_is_named_before_anything_is_written(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
-    with pytest.raises(DataError, match="480 tokens take .* use fewer tokens, or another folder"):
+    with pytest.raises(DataError, match="480 tokens take .* Use fewer tokens, or another folder"):
         calibrate(llama, TOKENS, presets.aqua(), progress=False)
 
 

@@ -93,13 +93,13 @@ def test_altered_files_are_refused(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_samples_say_what_is_wrong(kind):
-    x, y = gaussian(20, 4), gaussian(20, 3)
+    x, y = gaussian(40, 4), gaussian(40, 3)
     nan = x.clone()
     nan[3, 1] = float("nan")
     for samples, message in [
-        (stream(nan, y), "1 of 80 values of x are NaN"),
-        (stream(x, y / 0), "60 of 60 values of y are NaN or infinite"),
-        (lambda: iter([(x, y[:5])]), "20 rows of x, but 5 of y"),
+        (stream(nan, y), "1 of 160 values of x are NaN"),
+        (stream(x, y / 0), "120 of 120 values of y are NaN or infinite"),
+        (lambda: iter([(x, y[:5])]), "40 rows of x, but 5 of y"),
         (lambda: iter([(x, y), (x[:, :2], y)]), "x is 2 wide, not in_features 4"),
         (lambda: iter([(x, y), (x, x)]), "y is 4 wide, not out_features 3"),
         (lambda: iter([]), "no samples"),

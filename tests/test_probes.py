@@ -326,3 +326,69 @@ def test_sums_refuse_what_is_no_sample():
         flat.explained(torch.zeros(1, 1), ["x"], "y")
     with pytest.raises(DataError, match="block y is zero"):
         flat.mean_share("y", torch.zeros(1))
+
+
+def test_probes_of_nothing():
+    for chosen in ([], None, Probe("V", "K"), ["V"], [Probe("V", "K"), None]):
+        with pytest.raises(DataError, match="must be a list of at least one Probe"):
+            probe_sums(model(), tokens(2), chosen)
+    for bad in (None, 3, ["K"]):
+        for names in ((bad, "K"), ("V", bad)):
+            with pytest.raises(DataError, match=r"names nothing to probe: write K, V, K-1 \(layer before\)"):
+                Probe(*names)
+    with pytest.raises(DataError, match="3 layers have the sources of no probe: name some fewer layers back"):
+        probe_sums(model(), tokens(2), [Probe("K", "K-3"), Probe("V", "V-1+K-9")])
+    assert probe_sums(model(), tokens(2), [Probe("K", "K-3"), Probe("K", "K-2")]).count  # some exist
+
+
+def test_sums_of_other_probes_or_models():
+    sums, more = (probe_sums(model(), tokens(20), [Probe("V", names)]) for names in ("K-1", "K"))
+    for train, test, probe, num_layers in (
+        (sums, sums, Probe("K", "K-1"), 3),
+        (sums, more, Probe("V", "K-1"), 3),
+        (more, sums, Probe("V", "K-1"), 3),
+        (sums, sums, Probe("V", "K-1"), 4),
+    ):
+        with pytest.raises(DataError, match=f"no sums for .* in layer . of {num_layers}: give probe_sums this probe"):
+            explained_variance(train, test, [probe], num_layers, 1e-6)
+    for num_layers in (0, -1, 3.0, None, True):
+        with pytest.raises(DataError, match="num_layers .* must be a whole number from 1 on"):
+            explained_variance(sums, sums, [Probe("V", "K-1")], num_layers, 1e-6)
+    with pytest.raises(DataError, match="at least one Probe"):
+        explained_variance(sums, sums, [], 3, 1e-6)
+    for strength in ("x", None, True, 1j, torch.tensor([1.0, 2.0])):
+        with pytest.raises(DataError, match="strength .* must be positive"):
+            explained_variance(sums, sums, [Probe("V", "K-1")], 3, strength)
+
+
+def test_sources_that_least_squares_cannot_use():
+    ones, x = torch.ones(50, 1), samples(50, 1, 0)
+    blocks = {"x": x, "twice": 2 * x, "zero": 0 * ones, "also zero": torch.zeros(50, 2), "y": x + samples(50, 1, 1)}
+    gram = Gram([(["x", "twice"], "y"), (["zero", "also zero"], "y")])
+    with pytest.raises(DataError, match="no samples: call accumulate"):
+        gram.solve(["x"], "y", 1e-6)
+    gram.accumulate(blocks.__getitem__)
+    with pytest.raises(DataError, match="sources zero, also zero are zero in all 50 samples: leave them out"):
+        gram.solve(["zero", "also zero"], "y", 1e-6)
+    with pytest.raises(DataError, match="sources x, twice depend on each other at strength 1e-300: give a larger one"):
+        gram.solve(["x", "twice"], "y", 1e-300)
+    with pytest.raises(DataError, match="no sources to predict block y from"):
+        gram.solve([], "y", 1e-6)
+    for sources, target in ((["x", "zero"], "y"), (["x"], "zero"), (["w"], "y"), (["x"], "w")):
+        with pytest.raises(DataError, match="was not summed: name a regression that needs it when making the Gram"):
+            gram.solve(sources, target, 1e-6)
+    with pytest.raises(DataError, match="no regressions"):
+        Gram([])
+
+
+def test_presets_that_are_no_form():
+    for preset in (presets.aqua(), presets.kvsharer()):
+        with pytest.raises(DataError, match=f"{preset.name} reads one layer for another.* give a preset without"):
+            reconstructed(preset)
+    with pytest.raises(DataError, match="must be a Preset such as"):
+        reconstructed("higgs")
+
+
+def test_a_form_that_needs_no_fit():
+    x = torch.randn(2, 2, 40, 32)
+    assert torch.equal(reconstructed(presets.fp16())(x, "K", 0), x.half().float())

@@ -32,6 +32,27 @@ def test_the_results_table_is_the_committed_one():
         assert line in TEXT, line
 
 
+@pytest.mark.parametrize(
+    "label",
+    [
+        "higgs 2",
+        "aqua higgs 2, no predictor",
+        "aqua higgs 2",
+        "aqua higgs 2, GPTQ 4 bits",
+        "vqllm 7",
+        "aqua vqllm 7",
+        "aqua vqllm 3",
+    ],
+)
+def test_the_predictors_table_is_the_committed_one(label):
+    rows = pd.read_csv(ROOT / "results/07_ablation.csv").set_index(["label", "model"])
+    cells = [label]
+    for model in ("vqkv/llama-mini", "vqkv/gpt2-mini"):
+        row = rows.loc[(label, model)]
+        cells += [f"{row.bits_per_value:.2f}", f"{row.bits_8k:.2f}", f"{row.kl_mean:.5f}"]
+    assert f"| {' | '.join(cells)} |" in TEXT
+
+
 def test_the_bench_table_is_the_committed_one():
     for row in pd.read_csv(ROOT / "results/bench_rvq.csv").itertuples():
         if row.dtype == "float32":

@@ -12,6 +12,7 @@ from vqkv.errors import DataError
 from vqkv.meter import Report, tensor_bytes
 from vqkv.models import rotary_embedding
 from vqkv.positions import Positions
+from vqkv.precision import full_precision
 from vqkv.role import Role, Settings
 
 
@@ -67,19 +68,22 @@ class CompressedLayer(CacheLayerMixin):
             self.positions.advance(key_states.shape[-2], key_states.shape[0], key_states)
             self.step.begin()
         self.batch_size = key_states.shape[0]
-        out = []
-        for role, states in zip(self.roles, (key_states, value_states), strict=True):
-            if self.settings.in_place:
-                role.write(states, self.positions, self.settings, self.step.fresh)
-                parts = role.read(self.positions, states.dtype, self.step.past)
-            else:
-                parts = [*role.read(self.positions, states.dtype, self.step.past), states]
-                role.write(states, self.positions, self.settings, self.step.fresh)
-            out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))
+        with full_precision(key_states.device):
+            out = [self._pass(role, x) for role, x in zip(self.roles, (key_states, value_states), strict=True)]
         if self.index == self.settings.last_layer:
             self.positions.done()
             self.step.begin()
         return tuple(out)
+
+    def _pass(self, role: Role, states: torch.Tensor) -> torch.Tensor:
+        """Store ``states`` and return what attention reads."""
+        if self.settings.in_place:
+            role.write(states, self.positions, self.settings, self.step.fresh)
+            parts = role.read(self.positions, states.dtype, self.step.past)
+        else:
+            parts = [*role.read(self.positions, states.dtype, self.step.past), states]
+            role.write(states, self.positions, self.settings, self.step.fresh)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     @property
     def intact(self) -> bool:
@@ -141,7 +145,8 @@ class CompressedCache(Cache):
     """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
 
     ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
-    sinks and no recent window (the protocol of residual VQ's paper).
+    sinks and no recent window (the protocol of residual VQ's paper). One forward pass at a time: threads that share a
+    model with RoPE would read each other's positions.
     """
 
     def __init__(self, compressor, model, in_place: bool = False):
@@ -172,6 +177,12 @@ class CompressedCache(Cache):
         if layer_idx == 0 and not all(layer.intact for layer in self.layers):
             raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens. Raises ``DataError`` if a forward pass broke off half-way."""
+        if not all(layer.intact for layer in self.layers):
+            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
+        super().crop(tokens_to_remove)
 
     def __deepcopy__(self, memo) -> "CompressedCache":
         """A copy with its own tokens; the compressor, which never changes, is shared."""

@@ -15,6 +15,7 @@ from vqkv.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.models import describe, difference
 from vqkv.plans import RolePlan, Trial
+from vqkv.precision import full_precision
 from vqkv.presets import Preset
 from vqkv.settings import CacheSettings
 from vqkv.sharing import ModelTrial
@@ -41,12 +42,15 @@ def calibrate(
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
     check_tokens(model, tokens)
     check_batch_size(batch_size)
+    if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
+        raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     if preset.pre_rope:
         check_rope(model, tokens)
     settings = CacheSettings(preset.sink_tokens, preset.recent_window, preset.flush_block, preset.pre_rope)
-    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     if captured is not None:
         _check_captured(captured, model, tokens, preset)
+        batch_size = captured.batch_size
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     if preset.plan is None:
         codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured), {}
     else:
@@ -89,7 +93,7 @@ def fit_layers(preset: Preset, captured: CapturedTokens, trial: Trial, device="c
     head_dim = captured.about["head_dim"]
     unfitted = {place: plan.make_codec(head_dim) for place, plan in plans.items()}
     block = math.lcm(*(codec.tokens_per_row for codec in unfitted.values()))
-    with Spill() as restored:
+    with Spill(captured.folder) as restored:
         fitting = LayerFit(captured, restored, _readers(plans), preset.sink_tokens, block, device)
         bar = tqdm(plans.items(), desc=f"calibrate {preset.name}", unit="role", disable=None if progress else True)
         predictions = {place: fitting.fit(place, plan, unfitted[place]) for place, plan in bar}
@@ -102,9 +106,12 @@ def _readers(plans: dict[Place, RolePlan]) -> dict[Place, Place]:
 
 
 def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
+    if not isinstance(captured, CapturedTokens):
+        raise DataError(f"captured must be CapturedTokens(model, tokens, ...), not {type(captured).__name__}")
     if not torch.equal(captured.tokens, tokens) or captured.post_rope == preset.pre_rope:
         raise DataError("captured holds other tokens, or keys on the other side of RoPE: capture them for this preset")
-    if found := difference(captured.about, model):
+    found = difference(captured.about, model) or (captured.dtype != model.dtype and f"{captured.dtype}")
+    if found:
         raise DataError(f"captured is of a model with {found}: capture the tokens with this one")
 
 
@@ -121,6 +128,10 @@ class LayerFit:
 
     def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
+        with full_precision(torch.device(self.device)):
+            return self._fit(place, plan, codec)
+
+    def _fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         prediction = None
         if plan.predictor is not None:
             plan.predictor.fit(lambda: self._samples(place, plan.sources))

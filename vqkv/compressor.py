@@ -8,12 +8,13 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
 from vqkv.cache import CompressedCache
-from vqkv.codec.base import Codec, codec_from_config, whole_blocks
+from vqkv.codec.base import ALTERED, Codec, Nothing, check_head_dim, check_num_kv_heads, codec_from_config, whole_blocks
 from vqkv.coder import ROLES, Coder, Known, Place, Prediction, check_order, last_readers
 from vqkv.errors import FormatError
 from vqkv.models import difference
@@ -22,7 +23,10 @@ from vqkv.settings import CacheSettings
 
 FORMAT, VERSION = "vqkv-compressor", 2
 READABLE = (1, 2)  # version 1 had no predictors
-MODEL_KEYS = ("name", "model_type", "num_layers", "num_kv_heads", "head_dim", "weights")
+HEADER = {"name": str, "model": dict, "settings": dict, "codecs": list, "notes": dict, "codecs_file": str,
+          "codecs_sha256": str}  # fmt: skip
+ABOUT_MODEL = {"name": str, "model_type": str, "num_layers": int, "num_kv_heads": int, "head_dim": int, "weights": list}
+LARGEST = torch.finfo(torch.float32).max  # of a sampled weight
 
 
 class Compressor:
@@ -43,6 +47,8 @@ class Compressor:
         self.notes, self.predictions = notes or {}, predictions or {}
         check_order(self.predictions)
         self.last_readers = last_readers(self.predictions)
+        for role, layer in self.predictions:
+            codecs[layer][ROLES.index(role)].stores_residuals = True
         self.coders = [
             tuple(
                 Coder(codec, (role, layer), self.predictions.get((role, layer)))
@@ -147,25 +153,15 @@ class Compressor:
         folder = Path(folder)
         config = _read_config(folder)
         try:
-            path = folder / Path(config["codecs_file"]).name
-            if not path.is_file() or _sha256(path) != config["codecs_sha256"]:
-                raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
-            tensors = load_file(path)
-            codecs = [
-                tuple(
-                    codec_from_config(codec, _state(tensors, f"{layer}.{role}.", apart="predictor."))
-                    for role, codec in zip(("key", "value"), pair, strict=True)
-                )
-                for layer, pair in enumerate(config["codecs"])
-            ]
+            about, tensors = _about(config), _tensors(folder, config)
+            predictions = _predictions(config.get("predictions", []), tensors, about)  # claims its tensors first
+            codecs = _codecs(config["codecs"], tensors, predictions)
+            if tensors:
+                raise FormatError(f"tensors {sorted(tensors)[:3]} belong to no codec and no predictor")
             settings = CacheSettings(**config["settings"])
-            about = {key: config["model"][key] for key in MODEL_KEYS}
-            if not codecs or len(codecs) != about["num_layers"]:
-                raise FormatError(f"{len(codecs)} layers of codecs for a model of {about['num_layers']}")
-            predictions = _predictions(config.get("predictions", []), tensors, about)
             return cls(config["name"], codecs, settings, about, config["notes"], predictions)
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise FormatError(f"{folder} holds no valid compressor: {error}") from error
+        except (SafetensorError, OSError, *ALTERED) as error:
+            raise FormatError(f"{folder} holds no valid compressor: {error}. Save or calibrate it anew") from error
 
     def __repr__(self) -> str:
         layers = len(self.codecs)
@@ -174,39 +170,101 @@ class Compressor:
 
 def _read_config(folder: Path) -> dict:
     path = folder / "config.json"
-    if not path.is_file():
+    if not _is_file(path):
         raise FormatError(
             f"{folder} holds no compressor: no config.json. Save one with compressor.save_pretrained(...)"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         unaltered = isinstance(config, dict) and config.get("config_sha256") == _config_sha256(config)
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON ({error}): truncated or altered") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise FormatError(f"{path} is not the header of a {FORMAT}")
-    if config.get("version") not in READABLE:
-        raise FormatError(f"{path} has version {config.get('version')!r}; this vqkv reads {READABLE}")
+    version = config.get("version")
+    if type(version) is not int or version not in READABLE:
+        raise FormatError(f"{path} has version {version!r}; this vqkv reads {READABLE}")
     if not unaltered:
         raise FormatError(f"{path} was altered: its contents do not match its config_sha256")
-    missing = {"name", "model", "settings", "codecs", "notes", "codecs_file", "codecs_sha256"} - config.keys()
-    if missing:
-        raise FormatError(f"{path} lacks {', '.join(sorted(missing))}")
+    if version == 1 and "predictions" in config:
+        raise FormatError(f"{path} has predictions, which version 1 had not: the file was altered")
+    _check_types(path, config, HEADER if version == 1 else HEADER | {"predictions": list})
     return config
 
 
+def _check_types(what, found: dict, types: dict[str, type]) -> None:
+    """Raise ``FormatError`` unless ``found`` has every key of ``types``, of just that type."""
+    for key, kind in types.items():
+        if key not in found:
+            raise FormatError(f"{what} lacks {key}: the file was altered")
+        if type(found[key]) is not kind:
+            raise FormatError(f"{what}: {key} is of type {type(found[key]).__name__}, not {kind.__name__}")
+
+
+def _about(config: dict) -> dict:
+    """What ``models.describe`` wrote. Raises ``FormatError`` or ``DataError`` for what it cannot have written."""
+    _check_types("the model's description", config["model"], ABOUT_MODEL)
+    about = {key: config["model"][key] for key in ABOUT_MODEL}
+    check_head_dim(about["head_dim"])
+    check_num_kv_heads(about["num_kv_heads"])
+    if not config["codecs"] or len(config["codecs"]) != about["num_layers"]:
+        raise FormatError(f"{len(config['codecs'])} layers of codecs for a model of num_layers {about['num_layers']}")
+    rows = about["weights"]
+    if not rows or not all(isinstance(row, list) and row and all(map(_is_weight, row)) for row in rows):
+        raise FormatError("the model's weights are not lists of finite numbers: the file was altered")
+    return about
+
+
+def _is_weight(x) -> bool:
+    return type(x) in (int, float) and -LARGEST <= x <= LARGEST
+
+
+def _tensors(folder: Path, config: dict) -> dict:
+    path = folder / Path(config["codecs_file"]).name
+    if not _is_file(path) or _sha256(path) != config["codecs_sha256"]:
+        raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
+    return load_file(path)
+
+
+def _codecs(described: list, tensors: dict, predictions: dict[Place, Prediction]) -> list[tuple[Codec, Codec]]:
+    """The codecs of every layer, which take theirs out of ``tensors``."""
+    return [
+        tuple(_codec(config, (role, layer), tensors, predictions) for role, config in zip(ROLES, pair, strict=True))
+        for layer, pair in enumerate(described)
+    ]
+
+
+def _codec(config: dict, place: Place, tensors: dict, predictions: dict[Place, Prediction]) -> Codec:
+    """Raises ``FormatError`` also for one that stores nothing where nothing is predicted."""
+    role, layer = place
+    codec = codec_from_config(config, _claim(tensors, f"{layer}.{role}."))
+    if isinstance(codec, Nothing) and place not in predictions:
+        raise FormatError(f"{place} is stored as Nothing, but not predicted: the file was altered")
+    return codec
+
+
 def _predictions(described: list[dict], tensors: dict, about: dict) -> dict[Place, Prediction]:
-    """The predictions that ``save_pretrained`` wrote. Raises ``FormatError`` for one that does not fit the model."""
+    """The predictions that ``save_pretrained`` wrote, which take theirs out of ``tensors``. Raises ``FormatError`` for
+    one that does not fit the model or comes twice."""
     width, found = about["num_kv_heads"] * about["head_dim"], {}
     for entry in described:
-        (role, layer), sources = entry["place"], tuple((role, layer) for role, layer in entry["sources"])
-        if any(r not in ROLES or layer not in range(about["num_layers"]) for r, layer in ((role, layer), *sources)):
-            raise FormatError(f"a prediction of {entry['place']} from {sources} in {about['num_layers']} layers")
-        predictor = predictor_from_config(entry["predictor"], _state(tensors, f"{layer}.{role}.predictor."))
+        place, *sources = (_place(*pair, about["num_layers"]) for pair in (entry["place"], *entry["sources"]))
+        if place in found:
+            raise FormatError(f"{place} is predicted twice: the file was altered")
+        if len(set(sources)) < len(sources):
+            raise FormatError(f"the prediction of {place} reads the same source twice: the file was altered")
+        role, layer = place
+        predictor = predictor_from_config(entry["predictor"], _claim(tensors, f"{layer}.{role}.predictor."))
         if (predictor.in_features, predictor.out_features) != (width * len(sources), width):
-            raise FormatError(f"the predictor of {entry['place']} is not of the model's width {width}")
-        found[role, layer] = Prediction(predictor, sources)
+            raise FormatError(f"the predictor of {place} is not of the model's width {width}")
+        found[place] = Prediction(predictor, tuple(sources))
     return found
+
+
+def _place(role, layer, num_layers: int) -> Place:
+    if role not in ROLES or type(layer) is not int or layer not in range(num_layers):
+        raise FormatError(f"a prediction of or from {role!r} {layer!r} in {num_layers} layers: the file was altered")
+    return role, layer
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -215,10 +273,16 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(file.name, path)
 
 
-def _state(tensors: dict, prefix: str, apart: str | None = None) -> dict:
-    """The tensors whose names start with ``prefix``, by the rest of the name, but for those that go on as ``apart``."""
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return {name: tensor for name, tensor in found.items() if apart is None or not name.startswith(apart)}
+def _claim(tensors: dict, prefix: str) -> dict:
+    """Take out the tensors whose names start with ``prefix``, by the rest of the name."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, for example
+        return False
 
 
 def _config_sha256(config: dict) -> str:

@@ -186,9 +186,12 @@ def difference(fitted: dict, model) -> str | None:
     for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
         if fitted[key] != here[key]:
             return f"{key} {fitted[key]!r}, not {here[key]!r}"
+    if len(fitted["weights"]) != len(here["weights"]):
+        return "other key or value weights"
     for ours, theirs in zip(fitted["weights"], here["weights"], strict=True):
         ours, theirs = torch.tensor(ours), torch.tensor(theirs)
-        if ours.shape != theirs.shape or (ours - theirs).abs().max() > ROUNDING * ours.abs().max():
+        # NaN fails every comparison, and infinity the last
+        if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= ROUNDING * ours.abs().max() < torch.inf:
             return "other key or value weights"
     return None
 

@@ -1,5 +1,6 @@
 """Which layers are predicted from which: what a preset with predictors arranges for each layer of a model."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from torch import Tensor
 from vqkv.codec.base import Codec, Nothing
 from vqkv.coder import Place
 from vqkv.errors import DataError
-from vqkv.predict import Copy, Predictor, make_predictor
+from vqkv.predict import Copy, Predictor, check_kind, make_predictor
 
 SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
 SYMBOLS = {"K": "key", "V": "value"}
@@ -55,18 +56,24 @@ class FromPrevious:
     arguments: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        check_kind(self.kind, self.arguments)  # the widths, which a predictor takes too, are the model's
         make_predictor(self.kind, **self.arguments)
-        for role, sources in (("key", self.key_from), ("value", self.value_from)):
+        for role, sources in self._sources():
             _parse(sources, role)
 
     def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
-        """For each layer, the plan of its keys and of its values."""
+        """For each layer, the plan of its keys and of its values. Raises ``DataError`` for sources that none has."""
+        for role, sources in self._sources():
+            _check_reach(sources, role, trial.num_layers)
         first = {"key": RolePlan(self.first.key_codec), "value": RolePlan(self.first.value_codec)}
         return [first] + [
             {"key": self._role(preset.key_codec, "key", self.key_from, layer),
              "value": self._role(preset.value_codec, "value", self.value_from, layer)}
             for layer in range(1, trial.num_layers)
         ]  # fmt: skip
+
+    def _sources(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        return ("key", self.key_from), ("value", self.value_from)
 
     def _role(self, make_codec, role: str, sources: str, layer: int) -> RolePlan:
         if sources == NOT_PREDICTED:
@@ -90,11 +97,17 @@ class Shared:
     def __post_init__(self):
         if type(self.pairs) is not int or self.pairs < 1:
             raise DataError(f"pairs {self.pairs!r} must be a whole number from 1 on")
-        if not -1 <= self.threshold < 1:
+        if type(self.threshold) not in (int, float) or not -1 <= self.threshold < 1:
             raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
 
     def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
-        """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs pass the threshold."""
+        """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs exist or pass the
+        threshold, and for a model that makes NaN."""
+        if self.pairs >= trial.num_layers:
+            raise DataError(  # every layer but the first could read another
+                f"{self.pairs} pairs of layers to share, but a model of {trial.num_layers} layers has at most "
+                f"{trial.num_layers - 1}: share fewer"
+            )
         source: dict[int, int] = {}
         for earlier, later in _least_alike(trial.distances()):
             if len(source) == self.pairs:
@@ -102,7 +115,9 @@ class Shared:
             if later in source or earlier in source or later in source.values():
                 continue
             wider = source | {later: earlier}
-            if trial.similarity(self._plan(preset, trial.num_layers, wider)) > self.threshold:
+            similarity = trial.similarity(self._plan(preset, trial.num_layers, wider))
+            _check_number(similarity)
+            if similarity > self.threshold:
                 source = wider
         if len(source) < self.pairs:
             raise DataError(
@@ -121,9 +136,25 @@ class Shared:
 
 def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
     """Pairs (earlier, later) of layers, the most distant first."""
+    _check_number(distances.sum().item())
     earlier, later = torch.triu_indices(*distances.shape, offset=1)
     order = distances[earlier, later].argsort(descending=True)
     return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
+
+
+def _check_number(found: float) -> None:
+    if not math.isfinite(found):
+        raise DataError("the model made NaN or infinity of the calibration tokens: check its weights and dtype")
+
+
+def _check_reach(sources: str, role: str, num_layers: int) -> None:
+    """Raise ``DataError`` if ``sources`` are named, but exist in no layer after the first."""
+    nearest = min((back for _, back in _parse(sources, role)), default=0)
+    if nearest >= num_layers > 1:
+        raise DataError(
+            f"sources {sources!r} of a {role}: a model of {num_layers} layers has none of them, "
+            f"name one at most {num_layers - 1} layers back"
+        )
 
 
 def _parse(sources: str, role: str) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -208,15 +209,24 @@ class Copy(Predictor):
 KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
 
 
-def make_predictor(kind: str, **arguments) -> Predictor:
-    """A predictor of ``KINDS`` with its settings. Raises ``UnknownNameError`` for another kind or setting."""
-    if kind not in KINDS:
+def make_predictor(
+    kind: str, /, in_features: int | None = None, out_features: int | None = None, **settings
+) -> Predictor:
+    """A predictor of ``KINDS`` with its settings; the widths are set by ``fit`` unless given. Raises
+    ``UnknownNameError`` for another kind or setting."""
+    check_kind(kind, settings)
+    return KINDS[kind](in_features=in_features, out_features=out_features, **settings)
+
+
+def check_kind(kind: str, settings: Iterable[str]) -> None:
+    """Raise ``UnknownNameError`` unless ``kind`` is one of ``KINDS`` and ``settings`` are names of its settings."""
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UnknownNameError("predictor", kind, KINDS)
-    settings = [field.name for field in fields(KINDS[kind]) if field.init]
-    for name in arguments:
-        if name not in settings:
-            raise UnknownNameError(f"setting of the {kind} predictor", name, settings)
-    return KINDS[kind](**arguments)
+    widths = [field.name for field in fields(Predictor)]
+    known = [field.name for field in fields(KINDS[kind]) if field.init and field.name not in widths]
+    for name in settings:
+        if name not in known:
+            raise UnknownNameError(f"setting of the {kind} predictor", name, known)
 
 
 def predictor_from_config(config: dict, state: dict[str, Tensor]) -> Predictor:

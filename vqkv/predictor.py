@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, Part, check_whole, take
 from vqkv.errors import DataError, FormatError
+from vqkv.precision import full_precision
 
 Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -51,7 +52,8 @@ class Predictor(Part):
             raise RuntimeError(f"this {type(self).__name__} is not fitted: call fit(samples) first")
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0 or x.shape[-1] != self.in_features:
             raise DataError(f"x must be a floating tensor (..., {self.in_features}), as in fit; got {_shape(x)}")
-        return self._predict(x.detach().float())
+        with full_precision(x.device):
+            return self._predict(x.detach().float())
 
     @property
     def side_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, V
 from vqkv.codec.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.plans import FromPrevious, Shared
+from vqkv.registry import call, call_described
 from vqkv.settings import check_settings
 
 
@@ -155,7 +155,7 @@ def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_wi
     """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
     most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits."""
     arguments = dict(locals())
-    if bits not in (2, 3, 4):
+    if type(bits) is not int or bits not in (2, 3, 4):
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
 
     def codec(head_dim: int | None) -> Codec:
@@ -224,7 +224,7 @@ def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
 
 
 def aqua(
-    backbone: Preset | str = "higgs",
+    backbone: Preset | str | dict = "higgs",
     predictor: str = "linear",
     first_layer_bits: int = 4,
     sink_tokens: int = 4,
@@ -235,16 +235,20 @@ def aqua(
     **settings,
 ) -> Preset:
     """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
-    keys; ``backbone`` (a preset, or the name of one) stores what the predictors leave.
+    keys; ``backbone`` stores what the predictors leave: a preset, the name of one, or a name with arguments,
+    ``{"name": "higgs", "bits": 3}`` (``-p "backbone={name: higgs, bits: 3}"`` on the command line).
 
     ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
     layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
     backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
     """
-    backbone = make(backbone) if isinstance(backbone, str) else backbone
+    backbone = call_described("preset", PRESETS, backbone) if isinstance(backbone, (str, dict)) else backbone
     if not isinstance(backbone, Preset) or backbone.plan is not None:
-        raise DataError(f"backbone {backbone!r} must be a preset without predictors of its own, such as higgs(2)")
+        shown = getattr(backbone, "name", backbone)
+        raise DataError(f"backbone {shown!r} must be a preset without predictors of its own, such as higgs(2)")
     arguments = dict(locals()) | {"backbone": {"name": backbone.name, **backbone.arguments}}
+    if type(first_layer_bits) is not int or first_layer_bits not in (16, 4, 3, 2):
+        raise DataError(f"first layer in higgs of {first_layer_bits!r} bits: give it 16, 4, 3 or 2 (16 is fp16)")
     first = fp16() if first_layer_bits == 16 else higgs(first_layer_bits)
     return dataclasses.replace(
         backbone,
@@ -291,15 +295,7 @@ PRESETS = {
 }
 
 
-def make(name: str, **arguments) -> Preset:
-    """The preset called ``name``; raises ``UnknownNameError`` for an unknown name or argument."""
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UnknownNameError("preset", name, PRESETS)
-    known = inspect.signature(PRESETS[name]).parameters
-    for argument, value in arguments.items():
-        if argument not in known:
-            raise UnknownNameError(f"argument of preset {name!r}", argument, known)
-        kind = type(known[argument].default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise DataError(f"argument {argument} of preset {name!r} must be {kind.__name__}, not {value!r}")
-    return PRESETS[name](**arguments)
+def make(name: str, /, **arguments) -> Preset:
+    """The preset called ``name``. Raises ``UnknownNameError`` for an unknown name or argument, ``DataError`` for one of
+    another type than the preset's function takes."""
+    return call("preset", PRESETS, name, arguments)

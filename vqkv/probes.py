@@ -19,6 +19,7 @@ from vqkv.presets import Preset
 from vqkv.recall import RecallTask
 
 RECALL_EDGES = (0, 64, 128, 256, 512, 1024)
+PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
 def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,8 @@ class Probe:
 
     def blocks(self, layer: int) -> tuple[list[Block], Block]:
         """Sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
-        return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
+        sources = self.sources.split("+") if isinstance(self.sources, str) else [self.sources]
+        return [_block(text, layer) for text in sources], _block(self.target, layer)
 
     def exists(self, layer: int) -> bool:
         """Whether all sources exist there."""
@@ -108,14 +110,18 @@ def probe_sums(
 
     Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
     more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at
-    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences or unknown forms.
+    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences, unknown forms, no
+    probes, and probes of which none exists in any layer.
     """
+    _check_probes(probes)
     check_tokens(model, tokens)
     check_batch_size(batch_size)
     if type(skip) is not int or skip < 0:
         raise DataError(f"skip {skip!r} must be a whole number of tokens from 0 on")
     layers, forms = range(len(kv_sources(model))), forms or {}
     regressions = [probe.blocks(layer) for probe in probes for layer in layers if probe.exists(layer)]
+    if not regressions:
+        raise DataError(f"{len(layers)} layers have the sources of no probe: name some fewer layers back")
     used = {block for sources, target in regressions for block in (*sources, target)}
     if unknown := {block.form for block in used} - {"", *forms}:
         raise DataError(f"form {min(unknown)!r} of a probe is unknown: pass it in forms, which has {sorted(forms)}")
@@ -133,14 +139,22 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
 
     ``source_width``: the features that it reads. ``bits``: what it would save a quantizer per value. ``mean_share``:
     how much of the target's mean square its training mean explains, which EVR leaves out. Raises ``DataError`` unless
-    the ridge's ``strength`` is positive.
+    the ridge's ``strength`` is positive, and for what ``train`` or ``test`` has no sums of.
     """
-    if not strength > 0 or not math.isfinite(strength):
+    _check_probes(probes)
+    if type(num_layers) is not int or num_layers < 1:
+        raise DataError(f"num_layers {num_layers!r} must be a whole number from 1 on")
+    if type(strength) not in (int, float) or not 0 < strength < math.inf:
         raise DataError(f"strength {strength!r} of the ridge must be positive: 1e-6 measures without shrinking much")
     rows = []
     for probe in probes:
         for layer in filter(probe.exists, range(num_layers)):
             sources, target = probe.blocks(layer)
+            if not train.knows(sources, target) or not test.knows(sources, target):
+                raise DataError(
+                    f"no sums for {probe} in layer {layer} of {num_layers}: give probe_sums this probe, and here the "
+                    "number of layers of its model"
+                )
             weights = train.solve(sources, target, strength)
             evr = test.explained(weights, sources, target)
             row = {"target": probe.target, "sources": probe.sources, "layer": layer, "source_width": len(weights)}
@@ -165,13 +179,19 @@ def shuffled(seed: int) -> Form:
 
 
 def reconstructed(preset: Preset) -> Form:
-    """A form: what ``preset``'s codecs, one per role and layer, give back; fitted on the first batch that they see."""
+    """A form: what ``preset``'s codecs, one per role and layer, give back; fitted on the first batch that they see.
+    Raises ``DataError`` for presets with a plan, whose layers are not stored one by one."""
+    if not isinstance(preset, Preset):
+        raise DataError(f"preset must be a Preset such as presets.higgs(), not {type(preset).__name__}")
+    if preset.plan is not None:
+        raise DataError(f"{preset.name} reads one layer for another, a form does not: give a preset without a plan")
     codecs = {}
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
         if (role, layer) not in codecs:
             make = {"K": preset.key_codec, "V": preset.value_codec}[role]
-            codecs[role, layer] = make(x.shape[-1]).fit(x).to(x.device)
+            codec = make(x.shape[-1])
+            codecs[role, layer] = (codec if codec.ready else codec.fit(x)).to(x.device)  # fp16 has nothing to learn
         return codecs[role, layer].decode(codecs[role, layer].encode(x))
 
     return form
@@ -196,8 +216,13 @@ def recall_by_distance(
     return found
 
 
+def _check_probes(probes) -> None:
+    if not isinstance(probes, (list, tuple)) or not probes or not all(isinstance(probe, Probe) for probe in probes):
+        raise DataError(f"probes {probes!r} must be a list of at least one Probe, such as [Probe('V', 'V-1+K')]")
+
+
 def _block(text: str, layer: int) -> Block:
-    found = re.fullmatch(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?", text)
+    found = PLACE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise DataError(
             f"{text!r} names nothing to probe: write K, V, K-1 (layer before), K@T-1 (token before), K~form"

@@ -38,6 +38,11 @@ def check_stored(stored):
         return stored
     if not isinstance(stored, list | tuple) or not stored or not all(_is_pair(pair) for pair in stored):
         raise DataError("pass a codec, or a list over layers of (key codec, value codec)")
+    if any(codec.stores_residuals for pair in stored for codec in pair):
+        raise DataError(
+            "these codecs were fitted to what a compressor's predictors leave, and a stream has no predictors: use a "
+            "compressor without them"
+        )
     return list(stored)
 
 

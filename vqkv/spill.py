@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -15,13 +16,18 @@ from vqkv.errors import DataError
 from vqkv.models import describe
 
 HEADROOM = 1 << 28  # bytes that stay free on the disk
+REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
 
 
 class Spill:
     """Tensors by place and batch, in a folder that is removed at the end: ``with Spill() as spill``."""
 
     def __init__(self, folder=None):
-        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
+        self.folder = folder
+        try:
+            self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
+        except OSError as error:
+            raise DataError(f"no temporary folder in {folder or tempfile.gettempdir()}: {error}") from error
 
     def __enter__(self) -> "Spill":
         return self
@@ -30,12 +36,18 @@ class Spill:
         self._folder.cleanup()
 
     def put(self, place: Place, batch: int, x: Tensor) -> None:
-        """Write."""
-        save_file({"x": x.contiguous()}, self._path(place, batch))
+        """Write. Raises ``DataError`` where that fails."""
+        try:
+            save_file({"x": x.contiguous()}, self._path(place, batch))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot write to {self._folder.name}: {error}. {REMEDY}") from error
 
     def get(self, place: Place, batch: int, device="cpu") -> Tensor:
-        """Read back."""
-        return load_file(self._path(place, batch), device=str(device))["x"]
+        """Read back. Raises ``DataError`` for what was not put there, or after the end."""
+        path = self._path(place, batch)
+        if not path.is_file():
+            raise DataError(f"{path} is gone: use it within its 'with', and only for places it holds")
+        return load_file(path, device=str(device))["x"]
 
     def drop(self, place: Place) -> None:
         """Remove every batch of ``place``."""
@@ -50,20 +62,28 @@ class CapturedTokens(Spill):
     """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
     sequences at a time, into a temporary folder within ``folder``.
 
-    Several presets can be calibrated on the same captured tokens. Raises ``DataError`` if the disk has no room.
+    Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Raises
+    ``DataError`` if the disk has no room.
     """
 
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
         check_tokens(model, tokens)
         check_batch_size(batch_size)
         super().__init__(folder)
-        self.tokens, self.batch_size, self.post_rope = tokens, batch_size, post_rope
-        self.about = describe(model)
+        self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
+        self.about, self.dtype = describe(model), model.dtype
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         self._check_room(model.dtype.itemsize)
+        try:
+            self._capture(model, batches, progress)
+        except BaseException:  # also when interrupted: a traceback would keep the folder
+            self._folder.cleanup()
+            raise
+
+    def _capture(self, model, batches, progress: bool) -> None:
         for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-            for role, layers in zip(("key", "value"), capture(model, batch, batch_size, post_rope), strict=True):
+            for role, layers in zip(("key", "value"), capture(model, batch, len(batch), self.post_rope), strict=True):
                 for layer, x in enumerate(layers):
                     self.put((role, layer), number, x)
 
@@ -86,5 +106,5 @@ class CapturedTokens(Spill):
         if needed > free:
             raise DataError(
                 f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder.name} has "
-                f"{max(0, free):,} to spare: use fewer tokens, or another folder (TMPDIR=...)"
+                f"{max(0, free):,} to spare. {REMEDY}"
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
+from vqkv.precision import full_precision
 
 MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096  # an altered config must not make us allocate without bound
 MAX_SEED, MAX_DEPTH = 2**63 - 1, 16  # parts within parts: an altered config must not exhaust the stack
@@ -150,6 +151,7 @@ class Codec(Part):
     head_dim: int | None = None
     num_kv_heads: int | None = None  # what it was fitted on; only parts that depend on it insist on it
     ready: bool = False
+    stores_residuals: bool = False  # set by a compressor whose predictors come before this codec
 
     @property
     def tokens_per_row(self) -> int:
@@ -181,7 +183,8 @@ class Codec(Part):
         if self.num_kv_heads is None:
             self.num_kv_heads, self.head_dim = values.shape[1], values.shape[-1]
             self._build()
-        self._partial_fit(values)
+        with full_precision(values.device):
+            self._partial_fit(values)
         return self
 
     def finalize(self) -> "Codec":
@@ -200,12 +203,14 @@ class Codec(Part):
         values = check_values(x, self.head_dim, self.tokens_per_row)
         if (largest := float(values.abs().max())) > FP16_MAX:
             raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({FP16_MAX:g}): scale the values first")
-        return self._encode(values)
+        with full_precision(values.device):
+            return self._encode(values)
 
     def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
         """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``. Raises ``FormatError`` for another codec's payload."""
         self._check_ready()
-        values = self._decode(payload)
+        with full_precision(next(iter(payload.tensors.values())).device):
+            values = self._decode(payload)
         if dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
         return values.to(dtype)
@@ -234,13 +239,13 @@ class Codec(Part):
 
 def check_head_dim(head_dim) -> None:
     """Raises ``DataError`` unless ``head_dim`` is a plausible number of channels."""
-    if not isinstance(head_dim, int) or not 0 < head_dim <= MAX_HEAD_DIM:
+    if type(head_dim) is not int or not 0 < head_dim <= MAX_HEAD_DIM:
         raise DataError(f"head_dim {head_dim!r} is not an integer from 1 to {MAX_HEAD_DIM}")
 
 
 def check_num_kv_heads(num_kv_heads) -> int:
     """``num_kv_heads``, or 1 in its place while it is None. Raises ``DataError`` for an implausible number."""
-    if num_kv_heads is not None and (not isinstance(num_kv_heads, int) or not 0 < num_kv_heads <= MAX_NUM_KV_HEADS):
+    if num_kv_heads is not None and (type(num_kv_heads) is not int or not 0 < num_kv_heads <= MAX_NUM_KV_HEADS):
         raise DataError(f"num_kv_heads {num_kv_heads!r} is not an integer from 1 to {MAX_NUM_KV_HEADS}")
     return num_kv_heads or 1
 
@@ -295,6 +300,12 @@ class Nothing(Codec):
         if self.head_dim is not None:
             self._build()
             self.ready = True
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for any tensor, or if the settings do not say how many zeros make a vector."""
+        if self.head_dim is None:
+            raise FormatError("Nothing without head_dim: the codec was saved before it was fitted, or altered")
+        super().load_state(state)
 
     def _encode(self, x: Tensor) -> Payload:
         return Payload({"nothing": x.new_empty(*x.shape[:3], 0, dtype=torch.uint8)})

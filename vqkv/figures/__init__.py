@@ -5,6 +5,7 @@ from vqkv.figures.grouping import GROUPING_COLOURS, grouping_bars
 from vqkv.figures.learning import code_usage, learning_curves
 from vqkv.figures.phenomena import channel_ratios, magnitude_boxes, recall_bars
 from vqkv.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
+from vqkv.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
 from vqkv.figures.style import PALETTE, STYLE, render, save, use_style
 from vqkv.figures.thresholds import (
     entropy_bars,
@@ -16,8 +17,9 @@ from vqkv.figures.thresholds import (
 )
 
 __all__ = [
-    "GROUPING_COLOURS", "PALETTE", "STYLE", "channel_ratios", "code_usage", "depth_curves", "distance_to_bound",
-    "entropy_bars", "eviction_curves", "evr_bars", "evr_heatmap", "grouping_bars", "ladder_bars", "learning_curves",
-    "magnitude_boxes", "quantised_inputs", "ratios_by_threshold", "recall_bars", "render", "save", "sequence_spread",
-    "systems_plane", "threshold_curves", "use_style",
+    "GROUPING_COLOURS", "PALETTE", "STYLE", "ablation_bars", "channel_ratios", "code_usage", "context_costs",
+    "depth_curves", "distance_to_bound", "entropy_bars", "eviction_curves", "evr_bars", "evr_heatmap",
+    "grouping_bars", "ladder_bars", "learning_curves", "magnitude_boxes", "predicted_plane", "propagation",
+    "quantised_inputs", "ratios_by_threshold", "recall_bars", "render", "save", "sequence_spread", "systems_plane",
+    "threshold_curves", "use_style",
 ]  # fmt: skip

@@ -54,7 +54,8 @@ def context_costs(table):
                 ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
                 note = {"xytext": (5, 9), "textcoords": "offset points", "fontsize": 9}
                 ax.annotate(f"{row['pays_from']:,.0f} tokens", (row["pays_from"], row["plain_bits"]), **note)
-        ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)", ylim=(2, 8))
+        ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
+        ax.set_ylim(0, 2 * table["plain_bits"].max())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes[0, 0].set_ylabel("bits per value, side information included")
     axes[0, -1].legend(fontsize=9)
@@ -77,9 +78,8 @@ def ablation_bars(table, default: str, without: str):
             if label in mine.index:
                 row = mine.loc[label]
                 error = row["kl_std"] / row["num_seqs"] ** 0.5 / base
-                ax.barh(
-                    place, row["kl_mean"] / base, xerr=error, color=PALETTE[colours[row["block"]]], ecolor="#555555"
-                )
+                colour = PALETTE[colours[row["block"]]]
+                ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=colour, ecolor="#555555")
         ax.axvline(1, color=PALETTE["bound"], linewidth=1)
         ax.axvline(mine.loc[without, "kl_mean"] / base, color=PALETTE["higgs"], linestyle=":")
         ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")

@@ -3,7 +3,6 @@
 ``argmin`` over the distances, not the GEMM, is what costs: so the minimum is found in two levels, blocks first.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vqkv.kernels import reference
+from vqkv.precision import full_precision
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
 MORE_ROWS = 16384  # of small codebooks, whose calls cost more than their arithmetic, so many, with as many scores
@@ -53,7 +53,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     width = tables.weights.shape[-1]
     size = max(CHUNK, min(MORE_ROWS, CHUNK * 1024 // width))
     scores = tables.weights.new_empty(min(size, len(rows)), width)
-    with _full_precision(x.device):
+    with full_precision(x.device):
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             _encode_chunk(rows[part], codebooks, tables, scores, codes[part])
@@ -187,7 +187,7 @@ def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int, keep: int | None = N
         tables = _build(codebooks.detach(), torch.float64)
     size = max(1, CHUNK // beam)
     scores = tables.weights.new_empty(min(size, len(rows)) * beam, tables.weights.shape[-1])
-    with _full_precision(x.device):
+    with full_precision(x.device):
         codes = torch.cat([_search(part, tables, scores, beam, keep) for part in rows.split(size)])
     return codes.view(*x.shape[:-1], *codes.shape[1:])
 
@@ -250,15 +250,3 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
         found.append((keys.amin(dim=-1, keepdim=True) & low).long())
         keys.scatter_(1, found[-1], torch.iinfo(integer).max)
     return torch.cat(found, dim=-1)
-
-
-@contextmanager
-def _full_precision(device: torch.device):
-    """The bound holds for real fp32 arithmetic only: no TF32, bf16 or autocast inside, whatever the caller has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -30,6 +30,8 @@ class Gram:
             for name in names:
                 self._place.setdefault(name, len(self._place))
             pairs |= {self._key(a, b): None for a in sources for b in names} | {(target, target): None}
+        if not pairs:
+            raise DataError("no regressions to keep sums for: name the sources and the target of at least one")
         for first, second in pairs:
             self._partners.setdefault(first, []).append(second)
 
@@ -61,16 +63,20 @@ class Gram:
             for key, total in theirs.items():
                 self._add(mine, key, total)
 
+    def knows(self, sources: Sequence[Name], target: Name) -> bool:
+        """Whether this regression's products were summed."""
+        needed = [(a, b) for a in sources for b in (*sources, target)] + [(target, target)]
+        return all((a, b) in self.products or (b, a) in self.products for a, b in needed)
+
     def mean(self, name: Name) -> Tensor:
-        """The block's mean (width,). Raises ``DataError`` before any sample."""
-        if not self.count:
-            raise DataError("no samples: call accumulate() first")
-        return self.sums[name] / self.count
+        """The block's mean (width,). Raises ``DataError`` before any sample and for a block of no regression."""
+        return self._summed(self.sums, name, f"block {name}") / self.count
 
     def moment(self, a: Name, b: Name) -> Tensor:
-        """The mean of a'b, not centred: (width of a, width of b)."""
-        product = self.products[a, b] if (a, b) in self.products else self.products[b, a].T
-        return product / self.count
+        """The mean of a'b, not centred: (width of a, width of b). Raises ``DataError`` as ``mean`` does."""
+        if (b, a) in self.products:
+            return self.products[b, a].T / self.count
+        return self._summed(self.products, (a, b), f"product of block {a} with {b}") / self.count
 
     def covariance(self, rows: Sequence[Name], columns: Sequence[Name]) -> Tensor:
         """Covariances of the blocks ``rows``, side by side, with ``columns``."""
@@ -81,11 +87,23 @@ class Gram:
     def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
         """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, by ridge regression.
 
-        The penalty is ``Ridge``'s: ``strength`` times the mean square of a source's feature; the bias is free.
+        The penalty is ``Ridge``'s: ``strength`` times the mean square of a source's feature; the bias is free. Raises
+        ``DataError`` for sources that are zero or, at this strength, depend on each other.
         """
+        if not sources:
+            raise DataError(f"no sources to predict block {target} from: name at least one")
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
-        return torch.linalg.solve(self.covariance(sources, sources) + penalty, self.covariance(sources, [target]))
+        if not squares.any():
+            raise DataError(f"sources {_listed(sources)} are zero in all {self.count} samples: leave them out")
+        within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])
+        weights, failed = torch.linalg.solve_ex(within, cross)
+        if failed or not weights.isfinite().all():
+            raise DataError(
+                f"sources {_listed(sources)} depend on each other at strength {strength:g}: "
+                "give a larger one, or more samples"
+            )
+        return weights
 
     def explained(self, weights: Tensor, sources: Sequence[Name], target: Name) -> float:
         """EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave.
@@ -108,6 +126,17 @@ class Gram:
     def _key(self, a: Name, b: Name) -> tuple[Name, Name]:
         return (a, b) if self._place[a] <= self._place[b] else (b, a)
 
+    def _summed(self, totals: dict, key, label: str) -> Tensor:
+        if not self.count:
+            raise DataError("no samples: call accumulate() first")
+        if key not in totals:
+            raise DataError(f"{label} was not summed: name a regression that needs it when making the Gram")
+        return totals[key]
+
     @staticmethod
     def _add(into: dict, key, total: Tensor) -> None:
         into[key] = into[key] + total if key in into else total
+
+
+def _listed(names: Sequence[Name]) -> str:
+    return ", ".join(map(str, names))

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vqkv.errors import DataError
 from vqkv.learn.ridge import Ridge
 
 Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 Weights = list[Tensor]  # first (in, hidden), its bias, LayerNorm's gain and shift (hidden,), second (hidden, out), bias
 START_STRENGTH = 1e-5  # of the ridge regression that training starts from
 WEIGHT_DECAY = 0.1
+SAMPLES_PER_INPUT = 8
 
 
 def mlp(x: Tensor, weights: Weights) -> Tensor:
@@ -65,12 +67,14 @@ class Start:
 
 def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, minibatch: int, seed: int) -> Weights:
     """Weights for raw x and y, in float32, with ``width`` times y's features hidden: AdamW on the squared error, cosine
-    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Draws from a generator of its own.
+    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Draws from a generator of its own. Raises ``DataError``
+    for too few samples.
     """
     ridge, power, steps = Ridge(START_STRENGTH), 0, 0
     for x, y in samples():
         ridge.accumulate(x, y)
         power, steps = power + y.double().square().sum(), steps + _parts(x, minibatch)
+    _check_count(int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1)
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False):  # whose tensors could not be trained
         ridge.xx, ridge.xy = ridge.xx.clone(), ridge.xy.clone()
@@ -85,6 +89,16 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
                 _step(weights, optimizer, start, x[part], y[part])
                 schedule.step()
     return start.fold([tensor.detach() for tensor in weights])
+
+
+def _check_count(samples: int, inputs: int) -> None:
+    """Raise ``DataError`` for so few samples that the fit turns rounding errors into larger ones: layer after layer
+    of them would then read back something else than was stored (measured at 4 samples an input feature, 24 layers)."""
+    if samples < SAMPLES_PER_INPUT * inputs:
+        raise DataError(
+            f"{samples} samples for an MLP of {inputs} input features, at least {SAMPLES_PER_INPUT} each are needed: "
+            "calibrate on more tokens, or use the linear predictor"
+        )
 
 
 def _parts(x: Tensor, minibatch: int) -> int:

@@ -1,0 +1,41 @@
+"""Functions called by name, with arguments that are checked before: what the command line and saved notes give."""
+
+import inspect
+from collections.abc import Callable
+from typing import get_args
+
+from vqkv.errors import DataError, UnknownNameError
+
+
+def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
+    """``functions[name](**arguments)``; ``what`` the functions make stands in messages.
+
+    Raises ``UnknownNameError`` for an unknown name or argument and ``DataError`` for one of another type than the
+    function is annotated with. A function with ``**settings`` names unknown ones itself.
+    """
+    if not isinstance(name, str) or name not in functions:
+        raise UnknownNameError(what, name, functions)
+    known = dict(inspect.signature(functions[name]).parameters)
+    further = [argument for argument, about in known.items() if about.kind is about.VAR_KEYWORD]
+    for argument in further:
+        del known[argument]
+    for argument, value in arguments.items():
+        if argument in known:
+            _check(f"argument {argument} of {what} {name!r}", value, known[argument].annotation)
+        elif not further:
+            raise UnknownNameError(f"argument of {what} {name!r}", argument, known)
+    return functions[name](**arguments)
+
+
+def call_described(what: str, functions: dict[str, Callable], described: str | dict):
+    """``call`` by a name alone, or by a dict of the arguments with the name under ``name``."""
+    if isinstance(described, str):
+        return call(what, functions, described, {})
+    arguments = {str(argument): value for argument, value in described.items()}
+    return call(what, functions, arguments.pop("name", None), arguments)
+
+
+def _check(label: str, value, annotation) -> None:
+    kinds = get_args(annotation) or (annotation,)  # of a union, its members
+    if type(value) not in kinds and not (float in kinds and type(value) is int):
+        raise DataError(f"{label} must be {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")
