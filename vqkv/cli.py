@@ -74,7 +74,8 @@ def inspect_command(path: Annotated[Path, typer.Argument(help="folder of a saved
         compressor = Compressor.from_pretrained(path)
         key, value = compressor.codecs[0]
         typer.echo(compressor)
-        about = {"model": compressor.model, "settings": vars(compressor.settings), "notes": compressor.notes}
+        model = {name: value for name, value in compressor.model.items() if name != "weights"}
+        about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
         about |= {"first layer": {"key codec": key.config(), "value codec": value.config()}}
         about["predictions"] = {
             f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]

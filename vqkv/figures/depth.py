@@ -4,7 +4,7 @@ import math
 
 import matplotlib.pyplot as plt
 
-from vqkv.figures.style import PALETTE
+from vqkv.figures.style import PALETTE, standard_error
 
 SIZE_COLOURS = {0: "#3f90da", 1: "#ffa90e", 2: "#bd1f01"}
 
@@ -36,7 +36,7 @@ def depth_curves(table, metrics: dict[str, str]):
             rows = rows.sort_values("bits_per_value")
             style = "o-" if beam > 1 else "o:"
             colour = SIZE_COLOURS[sizes.index(size) % 3]
-            error = rows["kl_std"] / rows["num_seqs"] ** 0.5 if column == "kl_mean" else None
+            error = standard_error(rows) if column == "kl_mean" else None
             label = f"{size} codes, beam {beam}"
             ax.errorbar(rows["bits_per_value"], rows[column], error, fmt=style, color=colour, label=label, capsize=2)
         ax.set(xlabel="stored bits per value", ylabel=axis_label, yscale="log")
@@ -72,7 +72,7 @@ def systems_plane(table):
             line = "" if name.startswith("transformers") else "-"
             size = 10 if marker in "*+x" else 5
             style = {"fmt": marker + line, "ms": size, "color": PALETTE[colour], "label": name}
-            ax.errorbar(rows["bits_per_value"], rows["kl_mean"], rows["kl_std"] / rows["num_seqs"] ** 0.5, **style)
+            ax.errorbar(rows["bits_per_value"], rows["kl_mean"], standard_error(rows), **style)
         ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=8, ncols=2)

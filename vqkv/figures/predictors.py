@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.figures.style import PALETTE, short
+from vqkv.figures.style import PALETTE, short, standard_error
 
 FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s"), "product": ("pq", "p")}
 KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", "aqua higgs 2, MLP": "MLP"}
@@ -27,7 +27,7 @@ def predicted_plane(table):
             mine = rows[(rows["model"] == model) & rows["label"].str.contains(family)]
             for predicted, curve in mine.sort_values("bits_per_value").groupby("predicted"):
                 face = PALETTE[colour] if predicted else "white"
-                error = curve["kl_std"] / curve["num_seqs"] ** 0.5
+                error = standard_error(curve)
                 label = f"aqua, {family}" if predicted else f"{family} alone"
                 style = {"fmt": marker + ("-" if predicted else ":"), "color": PALETTE[colour], "mfc": face, "ms": 7}
                 ax.errorbar(curve["bits_per_value"], curve["kl_mean"], error, label=label, **style)
@@ -49,7 +49,9 @@ def context_costs(table):
             values = 8 * row["side_bytes"] / (row["bits_128k"] - row["bits_per_value"]) / 131072
             total = row["bits_per_value"] + 8 * row["side_bytes"] / (values * tokens)
             ax.plot(tokens, total, style, color=PALETTE["aqua"], label=f"AQUA-KV, {name}")
-            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"no predictors, KL of {name}")
+            ax.axhline(
+                row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"HIGGS alone, same KL as {name}"
+            )
             if row["pays_from"] >= tokens[0]:
                 ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
                 note = {"xytext": (5, 9), "textcoords": "offset points", "fontsize": 9}
@@ -73,23 +75,32 @@ def ablation_bars(table, default: str, without: str):
     colours = dict(zip(blocks, ("vqllm", "vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
     for ax, model in zip(axes[0], models, strict=True):
         mine = table[table["model"] == model].set_index("label")
+        errors = standard_error(mine)
         base = mine.loc[default, "kl_mean"]
         for place, label in enumerate(labels):
             if label in mine.index:
                 row = mine.loc[label]
-                error = row["kl_std"] / row["num_seqs"] ** 0.5 / base
+                error = errors[label] / base
                 colour = PALETTE[colours[row["block"]]]
                 ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=colour, ecolor="#555555")
+            else:
+                ax.text(1.02, place, "does not apply", fontsize=9, va="center", color="#555555")
         ax.axvline(1, color=PALETTE["bound"], linewidth=1)
         ax.axvline(mine.loc[without, "kl_mean"] / base, color=PALETTE["higgs"], linestyle=":")
         ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         ax.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else ""))
-    axes[0, 0].set_yticks(range(len(labels)), [label.removeprefix(default + ", ") for label in labels])
+    axes[0, 0].set_yticks(range(len(labels)), [_bar_label(label, default) for label in labels])
     axes[0, 0].invert_yaxis()
-    axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without}, no predictor")
-    axes[0, -1].legend(fontsize=9, loc="upper right")
+    axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without} alone")
+    axes[0, -1].legend(fontsize=9, loc="lower right", bbox_to_anchor=(0.93, 0))
     return fig
+
+
+def _bar_label(label: str, default: str) -> str:
+    """What differs from the default, with a unit where it is a number."""
+    found = label.removeprefix(default + ", ")
+    return f"{found} bits" if found[-1:].isdigit() and found.startswith("first layer") else found
 
 
 def propagation(table, bits: int):

@@ -108,6 +108,11 @@ def where(table, conditions: dict):
     return table
 
 
+def standard_error(rows):
+    """Of the mean KL over sequences, from their standard deviation as ``evaluate`` gives it (n, not n - 1)."""
+    return rows["kl_std"] / (rows["num_seqs"] - 1).clip(1) ** 0.5
+
+
 def short(model: str) -> str:
     """A model's palette key."""
     name = model.split("/")[-1]
