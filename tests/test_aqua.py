@@ -1,18 +1,12 @@
 """AQUA-KV: predictors in the loop of calibration (Algorithm 1), of writing and reading caches (2 to 4), and on disk."""
 
-import copy
 import dataclasses
-import json
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
 from test_bad_input import _signed
 from test_cache import run
 
@@ -25,7 +19,6 @@ from vqkv.metrics import explained_variance_ratio, relative_mse
 from vqkv.models import kv_sources
 from vqkv.plans import FromPrevious
 from vqkv.snapshots import SnapshotWriter
-from vqkv.spill import CapturedTokens
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
 HIGGS_ERROR = 0.1076  # of a Gaussian, 16 points for pairs
@@ -237,11 +230,6 @@ def synthetic_fit(captured, **changes):
     return Compressor("synthetic", codecs, None, about, predictions=predictions)
 
 
-def held_out(captured):
-    layers = captured._layers(number=10_000)
-    return [([layers["key", i][None, None]], [layers["value", i][None, None]]) for i in range(3)]
-
-
 def test_a_known_map_is_recovered_and_the_residual_error_is_the_backbones():
     """With noise 0.1 a perfect predictor leaves 0.01 of the variance, of which 2-bit HIGGS loses 0.1076."""
     captured = Synthetic(noise=0.1)
@@ -351,69 +339,6 @@ def test_sources_before_the_first_layer_are_left_out():
     assert plan[0]["key"].predictor is None and plan[2]["value"].sources == () and plan[2]["value"].predictor
 
 
-def test_captured_tokens_serve_several_presets_and_are_checked(llama, tmp_path):
-    with CapturedTokens(llama, TOKENS, batch_size=4, folder=tmp_path, progress=False) as captured:
-        given, own = (
-            calibrate(llama, TOKENS, presets.aqua(), batch_size=4, progress=False, captured=c) for c in (captured, None)
-        )
-        for place, prediction in given.predictions.items():
-            assert torch.equal(prediction.predictor.weight, own.predictions[place].predictor.weight)
-        with pytest.raises(DataError, match="captured holds other tokens"):
-            calibrate(llama, TOKENS[:4], presets.aqua(), progress=False, captured=captured)
-        with pytest.raises(DataError, match="other side of RoPE"):
-            calibrate(llama, TOKENS, presets.aqua(pre_rope=False), progress=False, captured=captured)
-        assert list(tmp_path.iterdir())
-    assert not list(tmp_path.iterdir())
-
-
-def test_captured_tokens_keep_what_they_were_made_from(llama, tmp_path):
-    tokens = TOKENS.clone()
-    with CapturedTokens(llama, tokens, batch_size=2, folder=tmp_path, progress=False) as captured:
-        assert calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured).notes["batch_size"] == 2
-        other = copy.deepcopy(llama).bfloat16()
-        with pytest.raises(DataError, match="torch.float32"):
-            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
-        with torch.no_grad():
-            other = copy.deepcopy(llama)
-            other.model.layers[1].self_attn.k_proj.weight.mul_(2)
-        with pytest.raises(DataError, match="other key or value weights"):
-            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
-        tokens.fill_(3)
-        with pytest.raises(DataError, match="captured holds other tokens"):
-            calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured)
-    with pytest.raises(DataError, match="within its 'with'"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)
-    with pytest.raises(DataError, match="must be CapturedTokens"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured="x")
-    with pytest.raises(DataError, match="no temporary folder in /nonexistent"):
-        CapturedTokens(llama, TOKENS, folder="/nonexistent", progress=False)
-
-
-def test_reconstructions_go_where_the_captured_tokens_are(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "small"))
-    with CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False) as captured:
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)  # the small one does not exist
-
-
-def test_an_interrupted_capture_leaves_nothing(llama, tmp_path, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vqkv.spill.capture", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
-    def full(*args):
-        raise SafetensorError("No space left on device")
-
-    monkeypatch.setattr("vqkv.spill.save_file", full)
-    with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False)
-
-
 def test_sequences_of_sinks_alone_are_refused(llama):
     with pytest.raises(DataError, match="4 tokens a sequence, of which 4 are sinks"):
         calibrate(llama, TOKENS[:, :4], presets.aqua(), progress=False)
@@ -461,82 +386,9 @@ def test_an_mlp_wants_samples(llama):
         calibrate(llama, TOKENS[:, :82], presets.aqua(predictor="mlp", sink_tokens=2), progress=False)
 
 
-def test_a_full_disk_is_named_before_anything_is_written(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
-    with pytest.raises(DataError, match="480 tokens take .* Use fewer tokens, or another folder"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False)
-
-
 def test_in_the_chunked_protocol_prediction_lowers_the_error(llama, fitted):
     """On a random checkpoint, whose later layers are nearly the first one's: a residual stream hardly changes."""
     plain = calibrate(llama, TOKENS, presets.higgs(2, recent_window=4), progress=False)
     rows = [evaluate(llama, compressor, TOKENS, chunk_size=16) for compressor in (plain, fitted)]
     assert rows[1]["key_mse"] < 0.7 * rows[0]["key_mse"] and rows[1]["value_mse"] < 0.7 * rows[0]["value_mse"]
     assert rows[1]["bits_per_value"] == pytest.approx(rows[0]["bits_per_value"] + 2 / 3)  # 4 bits in one layer of three
-
-
-def test_whole_layers_are_shared(llama):
-    compressor = calibrate(llama, TOKENS, presets.kvsharer(threshold=-1.0), progress=False)
-    ((_, later), (_, again)) = compressor.predictions
-    (source,) = compressor.predictions["key", later].sources
-    assert later == again and source[1] < later
-    row = evaluate(llama, compressor, TOKENS, chunk_size=16)
-    assert row["bits_per_value"] == pytest.approx(16 * 2 / 3) and row["side_bytes"] == 0
-    cache = compressor.new_cache(llama)
-    run(llama, cache, TOKENS[:2, :40], (40,))
-    assert cache.layers[later].roles[0].packed.nbytes == 0
-    read = feed(cache, *([x[:, :, :1] for x in role] for role in capture(llama, TOKENS[:2])), (1,))
-    assert torch.equal(read[0][later][1][:, :, :-1], read[0][source[1]][1][:, :, :-1])
-
-
-def test_pairs_are_taken_least_alike_first_and_only_above_the_threshold():
-    class Trial:
-        num_layers = 4
-
-        def distances(self):
-            d = torch.zeros(4, 4)
-            for (i, j), x in {(0, 3): 9, (0, 1): 8, (1, 3): 7, (1, 2): 6, (2, 3): 5, (0, 2): 4}.items():
-                d[i, j] = x
-            return d
-
-        def similarity(self, plan):
-            shared = [layer for layer, roles in enumerate(plan) if roles["key"].predictor is not None]
-            return 0.2 if 1 in shared else 0.9
-
-    def sources(pairs, threshold):
-        plan = presets.kvsharer(pairs, threshold).plan.arrange(presets.fp16(), Trial())
-        return {i: roles["value"].sources[0][1] for i, roles in enumerate(plan) if roles["value"].sources}
-
-    assert sources(1, 0.5) == {3: 0}
-    assert sources(2, 0.1) == {3: 0, 1: 0}
-    assert sources(2, 0.5) == {3: 0, 2: 1}  # 1 costs too much, 3 is already shared
-    with pytest.raises(DataError, match="only 2 of 3 pairs"):
-        sources(3, 0.5)
-
-
-MEMORY = """
-    import resource, sys, torch
-    sys.path.insert(0, {tests!r})
-    import small_models
-    from vqkv import calibrate, load_model, presets
-    torch.set_num_threads(1)
-    model = load_model({folder!r})[0]
-    tokens = torch.randint(1, 4096, ({num_seqs}, 256), generator=torch.Generator().manual_seed(0))
-    calibrate(model, tokens[:8], presets.aqua(), progress=False)  # whatever is only allocated once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    calibrate(model, tokens, presets.aqua(), progress=False)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_memory_does_not_grow_with_the_tokens(llama, tmp_path_factory):
-    """Peak resident memory of a process that calibrates on 16 and on 128 sequences: captured keys and values of the
-    latter alone are 24 MB, which would show."""
-    folder, tests = llama.config._name_or_path, str(__import__("pathlib").Path(__file__).parent)
-    grown = []
-    for num_seqs in (16, 128):
-        script = textwrap.dedent(MEMORY.format(tests=tests, folder=folder, num_seqs=num_seqs))
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        grown.append(json.loads(done.stdout.splitlines()[-1]) * 1024)
-    captured = 128 * 256 * 2 * 3 * 64 * 4
-    assert grown[1] - grown[0] < captured / 3
