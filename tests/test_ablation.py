@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from vqkv import experiments, presets, tables
-from vqkv.experiments.predictors import PUBLISHED, WITHOUT, _against_plain, _table, _with_side_information
+from vqkv.experiments.common import with_side_information
+from vqkv.experiments.predictors import CONTEXTS, PUBLISHED, WITHOUT, _against_plain, _table
 
 ABOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 64}
 
@@ -14,7 +15,7 @@ ABOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 64}
 def row(label, bits, kl, side_bytes=0, predicted=False):
     found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
     found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0}
-    return found | _with_side_information(found, ABOUT)
+    return found | with_side_information(found, ABOUT, CONTEXTS)
 
 
 PLAIN = [row(label, bits, kl) for label, bits, kl in zip(WITHOUT, (2.0, 3.0, 4.0), (1e-1, 1e-2, 1e-3), strict=True)]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vqkv.capture import capture, check_batch_size, check_tokens
+from vqkv.coder import side_by_side
 from vqkv.errors import DataError
 from vqkv.learn.gram import Gram
 from vqkv.learn.ridge import Ridge, predict
@@ -248,7 +249,7 @@ def _features(captured, forms: dict[str, Form], start: int):
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """(batch, num_kv_heads, seq_len, head_dim) -> (tokens, width), all heads of a token side by side."""
-    return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
+    return side_by_side(x).flatten(0, 1).float()
 
 
 def _evr(fit_x, fit_y, test_x, test_y) -> float:

@@ -27,3 +27,9 @@ def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     table.attrs["sources"] = sources
     return table
+
+
+def with_side_information(row: dict, about: dict, contexts: dict[str, int]) -> dict:
+    """Bits per value of an ``evaluate`` row with its side information shared out among the values of so many tokens."""
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return {name: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for name, n in contexts.items()}

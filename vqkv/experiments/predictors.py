@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
@@ -12,7 +13,7 @@ from vqkv.calibrate import calibrate
 from vqkv.capture import capture
 from vqkv.coder import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluate import evaluate, reconstruction_error
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import draw, frame, load, with_side_information
 from vqkv.experiments.systems import bare
 from vqkv.metrics import explained_variance_ratio
 from vqkv.models import describe, rotary_embedding
@@ -51,7 +52,7 @@ def predictor_ablation(
             row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
             label = {"model": name, "block": block, "label": label, "predicted": bool(compressor.predictions)}
             sizes = {"predictor_bytes": compressor.predictor_bytes, "width": width}
-            found.append(label | row | sizes | _with_side_information(row, about))
+            found.append(label | row | sizes | with_side_information(row, about, CONTEXTS))
         rows += [row | _against_plain(row, found, about) for row in found]
     return frame(rows, sources)
 
@@ -98,6 +99,7 @@ def within_budget(table, budget: float):
     return type(table).from_dict(found, orient="index")
 
 
+NOTHING = {"key_from": "none", "value_from": "none"}
 WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
 PUBLISHED = {
     "quanto 2": "Quanto-2b-gs64",
@@ -139,60 +141,28 @@ def _table(
 ) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
-    nothing = {"key_from": "none", "value_from": "none"}
-
-    def aqua(backbone=presets.higgs(2), *args, **changes) -> presets.Preset:  # noqa: B008
-        return dataclasses.replace(presets.aqua(backbone, *args, **changes), **(exact | _only(changes, exact)))
-
-    learned = {"codebook_size": codebook_size, "seed": seed}
-    backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)}
-    backbones["quanto 2"] = presets.quanto(2)
-    backbones |= {
-        f"vqllm {depth}": presets.vqllm(depth, kmeans_iterations=kmeans_iterations, **learned)
-        for depth in num_quantizers
-    }
-    backbones["product"] = presets.vqq_product(1e9, keyframe=sink_tokens or 4, **learned)
+    aqua = partial(_aqua, exact)
+    vqllm = {"codebook_size": codebook_size, "seed": seed, "kmeans_iterations": kmeans_iterations}
+    product = presets.vqq_product(1e9, keyframe=sink_tokens or 4, codebook_size=codebook_size, seed=seed)
+    backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)} | {"quanto 2": presets.quanto(2)}
+    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers} | {"product": product}
     plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
     return {
-        "baseline": {
-            "quanto 2, nothing exact": bare(presets.quanto(2)),
-            "kivi 2, nothing exact": bare(presets.kivi(2)),
-            "kvquant 2, nothing exact": bare(presets.kvquant(2)),
-            "kvsharer, 1 pair": presets.kvsharer(1, share_threshold),
-            "kvsharer, 2 pairs": presets.kvsharer(2, share_threshold),
-        },
+        "baseline": _baselines(share_threshold),
         "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
         "first layer exact": {
             f"{start}{label}, first layer exact": aqua(backbone, first_layer_bits=16, **sources)
             for label, backbone in backbones.items()
             if label not in ("higgs 3", "higgs 4", "quanto 2")
-            for start, sources in (("", nothing), ("aqua ", {}))
+            for start, sources in (("", NOTHING), ("aqua ", {}))
         },
-        "predictor": {
-            "aqua higgs 2, reduced rank": aqua(predictor="reduced_rank", rank=rank),
-            "aqua higgs 2, MLP": aqua(predictor="mlp"),
-            "aqua higgs 2, GPTQ 4 bits": aqua(predictor="gptq"),
-            "aqua higgs 2, ridge 1e-5": aqua(strength=1e-5),
-            "aqua higgs 2, constant": aqua(key_from="mean", value_from="mean"),
-            "aqua higgs 2, no predictor": aqua(**nothing),
-            "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **nothing),
-        },
-        "first layer": {f"aqua higgs 2, first layer {bits}": aqua(first_layer_bits=bits) for bits in (3, 2)},
-        "sources": {
-            "aqua higgs 2, K only": aqua(value_from="none"),
-            "aqua higgs 2, V only": aqua(key_from="none"),
-            "aqua higgs 2, V from V-1": aqua(value_from="V-1"),
-            "aqua higgs 2, V from V-1+K-1": aqua(value_from="V-1+K-1"),
-            "aqua higgs 2, V from V-1+K-1+K": aqua(value_from="V-1+K-1+K"),
-            "aqua higgs 2, K from K-1+V-1": aqua(key_from="K-1+V-1"),
-            "aqua higgs 2, K from K-1+K-2": aqua(key_from="K-1+K-2"),
-        },
+        **_choices(aqua, backbones, rank),
         "sinks": {
-            "aqua higgs 2, no sinks": aqua(sink_tokens=0),
+            "aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0),
             "higgs 2, no sinks": dataclasses.replace(plain["higgs 2"], sink_tokens=0),
         },
         "RoPE": {
-            "aqua higgs 2, after RoPE": aqua(pre_rope=False),
+            "aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False),
             "aqua quanto 2, after RoPE": aqua(backbones["quanto 2"], pre_rope=False),
             "higgs 2, after RoPE": dataclasses.replace(plain["higgs 2"], pre_rope=False),
             "quanto 2, before RoPE": dataclasses.replace(plain["quanto 2"], pre_rope=True),
@@ -200,8 +170,46 @@ def _table(
     }
 
 
-def _only(changes: dict, names) -> dict:
-    return {name: value for name, value in changes.items() if name in names}
+def _aqua(exact: dict, backbone: presets.Preset, **changes) -> presets.Preset:
+    """AQUA-KV that keeps ``exact`` tokens, unless a change says otherwise."""
+    kept = {name: changes.get(name, value) for name, value in exact.items()}
+    return dataclasses.replace(presets.aqua(backbone, **changes), **kept)
+
+
+def _baselines(share_threshold: float) -> dict[str, presets.Preset]:
+    return {
+        "quanto 2, nothing exact": bare(presets.quanto(2)),
+        "kivi 2, nothing exact": bare(presets.kivi(2)),
+        "kvquant 2, nothing exact": bare(presets.kvquant(2)),
+        "kvsharer, 1 pair": presets.kvsharer(1, share_threshold),
+        "kvsharer, 2 pairs": presets.kvsharer(2, share_threshold),
+    }
+
+
+def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str, dict[str, presets.Preset]]:
+    """What may be chosen otherwise with 2-bit HIGGS: predictors, the first layer's bits, sources."""
+    higgs = partial(aqua, backbones["higgs 2"])
+    return {
+        "predictor": {
+            "aqua higgs 2, reduced rank": higgs(predictor="reduced_rank", rank=rank),
+            "aqua higgs 2, MLP": higgs(predictor="mlp"),
+            "aqua higgs 2, GPTQ 4 bits": higgs(predictor="gptq"),
+            "aqua higgs 2, ridge 1e-5": higgs(strength=1e-5),
+            "aqua higgs 2, constant": higgs(key_from="mean", value_from="mean"),
+            "aqua higgs 2, no predictor": higgs(**NOTHING),
+            "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **NOTHING),
+        },
+        "first layer": {f"aqua higgs 2, first layer {bits}": higgs(first_layer_bits=bits) for bits in (3, 2)},
+        "sources": {
+            "aqua higgs 2, K only": higgs(value_from="none"),
+            "aqua higgs 2, V only": higgs(key_from="none"),
+            "aqua higgs 2, V from V-1": higgs(value_from="V-1"),
+            "aqua higgs 2, V from V-1+K-1": higgs(value_from="V-1+K-1"),
+            "aqua higgs 2, V from V-1+K-1+K": higgs(value_from="V-1+K-1+K"),
+            "aqua higgs 2, K from K-1+V-1": higgs(key_from="K-1+V-1"),
+            "aqua higgs 2, K from K-1+K-2": higgs(key_from="K-1+K-2"),
+        },
+    }
 
 
 def _calibrated(model, train, table: dict, batch_size: int, name: str):
@@ -214,11 +222,6 @@ def _calibrated(model, train, table: dict, batch_size: int, name: str):
                 made = CapturedTokens(model, train, batch_size, not preset.pre_rope, progress=False)
                 captured[preset.pre_rope] = stack.enter_context(made)
             yield block, label, calibrate(model, train, preset, batch_size, False, captured[preset.pre_rope])
-
-
-def _with_side_information(row: dict, about: dict) -> dict:
-    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
-    return {name: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for name, n in CONTEXTS.items()}
 
 
 def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:

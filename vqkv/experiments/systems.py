@@ -9,7 +9,7 @@ from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import draw, frame, load, with_side_information
 from vqkv.experiments.depth import recut
 from vqkv.models import describe, load_model
 from vqkv.peers import TransformersQuantized
@@ -44,16 +44,10 @@ def systems(
             if label in peers:
                 metered = evaluate(short, compressor, test[:1], chunk_size=chunk_size, reconstruction=False)
                 row["bits_per_value"] = metered["bits_per_value"]
-            row |= _with_side_information(row, describe(model))
+            row |= with_side_information(row, describe(model), {"bits_8k": 8192, "bits_128k": 131072})
             row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
             rows.append({"model": name, "system": compressor.name, "label": label, "peer": label in peers} | row)
     return frame(rows, sources)
-
-
-def _with_side_information(row: dict, about: dict) -> dict:
-    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
-    lengths = {"bits_8k": 8192, "bits_128k": 131072}
-    return {k: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for k, n in lengths.items()}
 
 
 def bare(preset: presets.Preset) -> presets.Preset:
