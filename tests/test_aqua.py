@@ -152,7 +152,7 @@ def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
     history, packed_now = 60 - 4 - 4, 1
     # every layer's keys and values once; what was packed now is decoded where a later place reads it (all but the last)
     assert sorted(lengths) == [packed_now] * 5 + [history] * 6
-    assert not cache.layers[0].step.past and not cache.layers[0].step.fresh
+    assert not cache.batch.groups[0].past and not cache.batch.groups[0].fresh
 
 
 @settings(deadline=None, max_examples=15)

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from vqkv import DataError, FormatError, calibrate, load_model, presets
+from vqkv.coder import Known
 from vqkv.compressor import Compressor
 from vqkv.meter import tensor_bytes
 from vqkv.models import kv_sources
@@ -66,7 +67,10 @@ def test_left_padding_reads_true_positions(llama):
     ours = llama.generate(both, past_key_values=cache, **kwargs)
     alone = llama.generate(row, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(ours[0, 27:], alone[0, 20:])
-    assert cache.report().kinds["positions"] > 0
+    report = cache.report()
+    assert report.kinds["positions"] == 0  # each row's own tokens are at 0, 1, 2, ...
+    assert report.kinds["padding"] == both.numel() + 2 * 5  # the last token is never fed back
+    assert report.values == (both.numel() - pad + 2 * 5) * 3 * 2 * 2 * 32  # and padding is not stored
 
 
 def test_chunked_reads_packed_history_and_in_place_the_current_tokens_too(llama, compressor):
@@ -132,10 +136,10 @@ def test_batch_operations_follow_the_rows(llama, compressor):
     cache = with_settings(compressor, sink_tokens=2, recent_window=4).new_cache(llama)
     run(llama, cache)
     layer = cache.layers[1]
-    before = layer.roles[1].read(layer.positions, torch.float32, layer.step.past)
+    before = layer.roles[1].read(layer.batch.groups[0].positions, torch.float32, Known())
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0]))
-    after = layer.roles[1].read(layer.positions, torch.float32, layer.step.past)
+    after = layer.roles[1].read(layer.batch.groups[0].positions, torch.float32, Known())
     for b, a in zip(before, after, strict=True):
         assert torch.equal(a, b[[1, 0, 0]])
     assert cache.report().batch_size == 3
@@ -147,7 +151,7 @@ def test_generate_runs_and_reports(llama, compressor):
         TOKENS[:2, :10], past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert out.shape == (2, 18)
-    assert "bits per packed value" in repr(cache)
+    assert "1.25 bits/value" in repr(cache) and len(repr(cache)) < 120
 
 
 def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
@@ -259,11 +263,11 @@ def test_crop_into_a_block_of_tokens_keeps_the_tokens_before_it(llama, name, rem
     ]
     cache = calibrate(llama, TOKENS, preset, progress=False).new_cache(llama)
     run(llama, cache, TOKENS[:2, :41], pieces=(41,))
-    before = [layer.roles[1].read(layer.positions, torch.float32, layer.step.past) for layer in cache.layers]
+    before = [layer.roles[1].read(layer.batch.groups[0].positions, torch.float32, Known()) for layer in cache.layers]
     cache.crop(-removed)
     assert cache.get_seq_length() == 41 - removed
     for layer, values in zip(cache.layers, before, strict=True):
-        after = torch.cat(layer.roles[1].read(layer.positions, torch.float32, layer.step.past), dim=-2)
+        after = torch.cat(layer.roles[1].read(layer.batch.groups[0].positions, torch.float32, Known()), dim=-2)
         torch.testing.assert_close(after, torch.cat(values, dim=-2)[..., : 41 - removed, :], rtol=1e-3, atol=1e-3)
     follow = TOKENS[:2, 41 - removed : 42]
     logits = run(llama, cache, follow, pieces=(follow.shape[1],))

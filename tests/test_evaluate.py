@@ -9,6 +9,7 @@ import torch
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, metrics, presets
 from vqkv.capture import capture
+from vqkv.coder import Known
 from vqkv.evaluate import evaluate_restored
 from vqkv.evict import H2O
 from vqkv.recall import RecallTask
@@ -91,9 +92,8 @@ def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
     cache = one_bit.new_cache(model)
     with torch.inference_mode():
         model(tokens[:, :48], past_key_values=cache)
-    cache.layers[0].positions.done()
     stored = [
-        [torch.cat(role.read(layer.positions, torch.float32, layer.step.past), -2) for role in layer.roles]
+        [torch.cat(role.read(cache.batch.groups[0].positions, torch.float32, Known()), -2) for role in layer.roles]
         for layer in cache.layers
     ]
     restored = evaluate_restored(model, tokens, *zip(*stored, strict=True))

@@ -75,9 +75,10 @@ class Compressor:
             prediction.predictor.to(device)
         return self
 
-    def new_cache(self, model, in_place: bool = False) -> CompressedCache:
-        """An empty cache for ``model``; raises ``FormatError`` if this compressor was fitted to another model."""
-        return CompressedCache(self, model, in_place=in_place)
+    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
+        """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted to
+        another model."""
+        return CompressedCache(self, model, in_place, decoded_cache_bytes)
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
         """What is read back of a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens

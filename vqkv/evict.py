@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from vqkv.attention import (
@@ -20,10 +20,11 @@ from vqkv.attention import (
     random_tokens,
     watching_attention,
 )
-from vqkv.cache import CompressedCache, CompressedLayer
+from vqkv.cache import CompressedCache, CompressedLayer, new_group
 from vqkv.errors import DataError
+from vqkv.group import Group
 from vqkv.meter import Report, tensor_bytes
-from vqkv.positions import KeptPositions, pick_rows
+from vqkv.positions import KeptPositions, Positions, pick_rows
 from vqkv.role import HeldRole
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "compare_scores", "heavy_hitters", "random_tokens"]
@@ -97,6 +98,42 @@ class H2O:
 
 
 @dataclass(eq=False)
+class EvictingGroup(Group):
+    """A group each of whose layers keeps tokens of its own. There is one in an ``EvictingCache``: padding is told from
+    tokens by the little attention that it gets."""
+
+    kept: list[KeptPositions] = field(default_factory=list)
+
+    def at(self, layer: int) -> KeptPositions:
+        """See ``Group``."""
+        return self.kept[layer]
+
+    def end(self) -> None:
+        """Keep the tables: tokens are packed after attention, and only then is the pass done with them."""
+
+    def twin(self, rows: list[int], roles: list, positions: Positions) -> "EvictingGroup":
+        """See ``Group``; nothing is evicted in it."""
+        twin = super().twin(rows, roles, positions)
+        twin.kept = [KeptPositions(positions) for _ in roles]
+        return twin
+
+    def select(self, index: Tensor, rows: list[int]) -> "EvictingGroup":
+        """See ``Group``."""
+        twin = super().select(index, rows)
+        for ours, theirs in zip(self.kept, twin.kept, strict=True):
+            theirs.bits, theirs.upto = None if ours.bits is None else ours.bits[index.to(ours.bits.device)], ours.upto
+        return twin
+
+
+def new_evicting_group(compressor, settings, rotary, size: int) -> EvictingGroup:
+    """See ``cache.new_group``."""
+    plain = new_group(compressor, settings, rotary, size)
+    roles = [tuple(HeldRole(role.coder, role.rotated) for role in pair) for pair in plain.roles]
+    kept = [KeptPositions(plain.positions) for _ in roles]
+    return EvictingGroup(plain.rows, roles, plain.positions, settings, plain.last_readers, kept)
+
+
+@dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
     """One layer of an ``EvictingCache``. ``scores`` is the attention received by each stored token, while needed."""
 
@@ -106,6 +143,16 @@ class EvictingLayer(CompressedLayer):
     seen: int = field(default=0, init=False)
     stored: int = field(default=0, init=False)
     scores: Tensor | None = field(default=None, init=False)
+
+    @property
+    def group(self) -> EvictingGroup:
+        """The one there is."""
+        return self.batch.groups[0]
+
+    @property
+    def positions(self) -> KeptPositions:
+        """Those of this layer's stored tokens."""
+        return self.group.at(self.index)
 
     def update(self, key_states, value_states, *args, **kwargs):
         """As ``CompressedLayer.update``, but new tokens are packed after attention where it decides what is kept."""
@@ -120,8 +167,10 @@ class EvictingLayer(CompressedLayer):
     @property
     def intact(self) -> bool:
         """See ``CompressedLayer``."""
+        if not self.batch.groups:
+            return True
         stored = {sum(role.parts) for role in self.roles} == {self.stored}
-        return stored and self.seen == self.positions.whole.seq_len and all(role.fresh is None for role in self.roles)
+        return stored and self.seen == self.group.positions.seq_len and all(role.fresh is None for role in self.roles)
 
     @property
     def evicts_next(self) -> bool:
@@ -157,9 +206,9 @@ class EvictingLayer(CompressedLayer):
 
     def _store(self) -> None:
         for role in self.roles:
-            role.store(self.positions, self.settings, self.step.fresh)
+            role.store(self.positions, self.settings, self.group.fresh)
         if self.index == self.settings.last_layer:
-            self.positions.whole.done()
+            self.group.positions.done()
 
     def get_seq_length(self) -> int:
         """Tokens seen, the evicted ones included: new tokens get the positions after them."""
@@ -174,22 +223,6 @@ class EvictingLayer(CompressedLayer):
         """Forget every token."""
         super().reset()
         self.seen, self.stored, self.scores = 0, 0, None
-        self.positions.bits, self.positions.upto = None, 0
-        for role in self.roles:
-            role.fresh = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Not possible: what made room for the last tokens is gone."""
-        raise DataError("a cache that evicts cannot take tokens back: reset() it, or use the compressor without H2O")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """See ``CompressedLayer``."""
-        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
-        super().batch_select_indices(indices)
-        if self.scores is not None:
-            self.scores = self.scores[indices.to(self.scores.device)]
-        if self.positions.bits is not None:
-            self.positions.bits = self.positions.bits[indices.to(self.positions.bits.device)]
 
 
 class EvictingCache(CompressedCache):
@@ -201,34 +234,36 @@ class EvictingCache(CompressedCache):
 
     def __init__(self, policy: H2O, model):
         super().__init__(policy.compressor, model)
-        self.model, self._watching = model, None
-        self.layers = [
-            EvictingLayer(
-                layer.index,
-                tuple(HeldRole(role.coder, role.rotated) for role in layer.roles),
-                KeptPositions(layer.positions),
-                layer.settings,
-                layer.step,
-                policy,
-            )
-            for layer in self.layers
-        ]
-        self._hook()
+        self._watching = None
+        self.batch.make_group = partial(new_evicting_group, *self.batch.make_group.args)
+        self.layers = [EvictingLayer(layer.index, layer.batch, layer.settings, policy) for layer in self.layers]
 
-    def _hook(self) -> None:
+    def _watch(self, model) -> None:
+        """See every forward pass with this cache begin and end."""
         cache = weakref.ref(self)
         for handle in (
-            self.model.register_forward_pre_hook(_Start(cache), with_kwargs=True),
-            self.model.register_forward_hook(_Stop(cache), always_call=True),
+            model.register_forward_pre_hook(_Start(cache), with_kwargs=True),
+            model.register_forward_hook(_Stop(cache), always_call=True),
         ):
             weakref.finalize(self, handle.remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not possible: what made room for the last tokens is gone."""
+        raise DataError("a cache that evicts cannot take tokens back: reset() it, or use the compressor without H2O")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See ``CompressedCache``."""
+        super().batch_select_indices(indices)
+        for layer in self.layers:
+            if layer.scores is not None:
+                layer.scores = layer.scores[indices.to(layer.scores.device)]
 
     def start(self) -> None:
         """A forward pass with this cache begins."""
         if self.layers[0].evicts_next:
             self._watching = ExitStack()
             self._watching.enter_context(
-                watching_attention(self.model, lambda layer, scores: self.layers[layer].attended(scores))
+                watching_attention(self.model(), lambda layer, scores: self.layers[layer].attended(scores))
             )
 
     def stop(self) -> None:
@@ -243,7 +278,7 @@ class EvictingCache(CompressedCache):
         layer = self.layers[layer_idx]
         if layer.evicts_next and self._watching is None:
             raise DataError("attention is not watched: call the model that the cache was made for, not a part of it")
-        window = getattr(self.model.config.get_text_config(), "sliding_window", None)
+        window = getattr(self.model().config.get_text_config(), "sliding_window", None)
         if window and layer.seen + key_states.shape[-2] > window:
             raise DataError(f"the model's sliding window of {window} tokens does its own eviction: use fewer tokens")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -255,15 +290,10 @@ class EvictingCache(CompressedCache):
         report = super().report()
         stored = self.layers[0].stored
         kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.layers])}
-        kinds["positions"] += tensor_bytes([layer.positions.bits for layer in self.layers])
+        if self.batch.groups:
+            kinds["positions"] += tensor_bytes([kept.bits for kept in self.batch.groups[0].kept])
         values = report.values * report.seq_len // stored if stored else 0
         return dataclasses.replace(report, kinds=kinds, values=values)
-
-    def __deepcopy__(self, memo) -> "EvictingCache":
-        """A copy with its own tokens that watches the same model."""
-        twin = super().__deepcopy__(memo | {id(self.model): self.model})
-        twin._hook()
-        return twin
 
 
 @dataclass

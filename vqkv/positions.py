@@ -1,7 +1,8 @@
 """Where cached tokens are: positions as the model's rotary embedding saw them, and those left after eviction."""
 
+import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,84 +16,98 @@ CHANGING_ROPE = ("dynamic", "longrope")
 
 
 class _Watch:
-    """Hands a rotary embedding's position_ids to ``Positions`` without keeping a dropped cache alive."""
+    """Hands a rotary embedding's position_ids to ``Rotary`` without keeping a dropped cache alive."""
 
-    def __init__(self, positions: "Positions | None" = None):
-        self.positions = positions and weakref.ref(positions)
+    def __init__(self, rotary: "Rotary | None" = None):
+        self.rotary = rotary and weakref.ref(rotary)
 
     def __call__(self, module, args, kwargs) -> None:
-        if self.positions and (positions := self.positions()) is not None:
-            step = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-            positions._step = weakref.ref(step)  # lives as long as the forward pass, and no longer
+        if self.rotary and (rotary := self.rotary()) is not None:
+            rotary.see(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
 
     def __reduce__(self):
         return _Watch, ()  # a saved or copied model watches for no cache
 
 
-class Positions:
-    """The position of every cached token and the model's own cos and sin for them.
+class Rotary:
+    """A model's rotary embedding, and the position_ids that it was given in the forward pass that is running.
 
-    The positions are read off the model's rotary embedding as it runs, so left padding and explicit position_ids are
-    right; they are stored only where they differ from 0, 1, 2, ...
+    The positions are read off the embedding as it runs, so left padding and explicit position_ids are right.
     """
 
-    def __init__(self, rotary):
-        self.rotary = rotary
-        self.explicit: torch.Tensor | None = None
-        self.seq_len = 0
-        self._step: weakref.ref | None = None
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._like = torch.empty(0)
-        if self.rotary is None:
-            return
-        if getattr(self.rotary, "rope_type", "default") in CHANGING_ROPE:
+    def __init__(self, module):
+        if getattr(module, "rope_type", "default") in CHANGING_ROPE:
             raise DataError(
-                f"rope_type {self.rotary.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
+                f"rope_type {module.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
                 "cannot be rotated back as they were: use a preset with pre_rope=False"
             )
-        hook = self.rotary.register_forward_pre_hook(_Watch(self), with_kwargs=True)
+        self.module = module
+        self._ids: weakref.ref | None = None
+        self.thread: int | None = None  # the only one whose passes are this cache's; None: any
+        hook = module.register_forward_pre_hook(_Watch(self), with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
-    def __deepcopy__(self, memo) -> "Positions":
+    def __deepcopy__(self, memo) -> "Rotary":
         """A copy that watches the same rotary embedding on its own."""
-        twin = Positions(self.rotary)
-        twin._like = self._like
-        twin.seq_len, twin.explicit = self.seq_len, None if self.explicit is None else self.explicit.clone()
+        memo[id(self)] = twin = Rotary(self.module)
         return twin
 
-    def advance(self, new_tokens: int, batch_size: int, like: torch.Tensor) -> None:
-        """Take in the positions of this step's ``new_tokens``."""
+    def see(self, position_ids: Tensor) -> None:
+        """The embedding runs with these."""
+        if self.thread in (None, threading.get_ident()):
+            self._ids = weakref.ref(position_ids)  # lives as long as the forward pass, and no longer
+
+    def take(self) -> Tensor:
+        """This pass's position_ids (batch or 1, new_tokens). Raises ``DataError`` if the embedding did not run."""
+        ids, self._ids = self._ids and self._ids(), None
+        if ids is None:
+            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
+        return ids
+
+    def tables(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32, of positions (batch or 1, seq_len)."""
+        cos, sin = self.module.forward(like, position_ids)  # .forward: not through the hook
+        return cos.float(), sin.float()
+
+
+@dataclass(eq=False)
+class Positions:
+    """The position of every cached token of some sequences of equal length, and the model's own cos and sin for them.
+
+    ``explicit`` (sequences or 1, seq_len), int32, is stored only where positions are not 0, 1, 2, ...
+    """
+
+    rotary: Rotary | None
+    explicit: Tensor | None = None
+    seq_len: int = 0
+    _table: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    _like: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+
+    def advance(self, new_tokens: int, like: Tensor, position_ids: Tensor | None) -> None:
+        """Take in the positions (sequences or 1, new_tokens) of new tokens; None without RoPE."""
         start, self.seq_len = self.seq_len, self.seq_len + new_tokens
         if self.rotary is None:
             return
-        implicit = torch.arange(start, self.seq_len, device=like.device, dtype=torch.int32)[None]
-        step, self._step = self._step and self._step(), None
-        if step is None:
-            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
-        step = step.to(torch.int32)
+        implicit = _count(start, self.seq_len, like.device)
+        step = position_ids.to(torch.int32)
         if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
-            before = self.explicit
-            if before is None:
-                before = torch.arange(start, device=like.device, dtype=torch.int32)[None]
-            rows = max(before.shape[0], step.shape[0], batch_size)
+            before = _count(0, start, like.device) if self.explicit is None else self.explicit
+            rows = max(before.shape[0], step.shape[0])
             self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
         self._like, self._table = like.new_empty(0), None
 
-    def rotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+    def rotate(self, keys: Tensor, start: int) -> Tensor:
         """fp32 keys of tokens start, start + 1, ... -> the keys that attention reads."""
         return keys if self.rotary is None else rotate(keys, *self._slice(start, keys.shape[-2]))
 
-    def unrotate(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+    def unrotate(self, keys: Tensor, start: int) -> Tensor:
         """The keys that attention reads -> fp32 keys before RoPE."""
         return keys if self.rotary is None else unrotate(keys, *self._slice(start, keys.shape[-2]))
 
     def _slice(self, start: int, length: int):
         if self._table is None:
-            whole = self.explicit
-            if whole is None:
-                whole = torch.arange(self.seq_len, device=self._like.device, dtype=torch.int32)[None]
-            cos, sin = self.rotary.forward(self._like, whole)  # .forward: not through the hook
-            self._table = cos.float(), sin.float()
+            whole = _count(0, self.seq_len, self._like.device) if self.explicit is None else self.explicit
+            self._table = self.rotary.tables(whole, self._like)
         return tuple(table[:, start : start + length] for table in self._table)
 
     def done(self) -> None:
@@ -101,14 +116,22 @@ class Positions:
 
     def truncate(self, seq_len: int) -> None:
         """Forget all but the first ``seq_len`` tokens' positions."""
-        self.seq_len = seq_len
+        self.seq_len, self._table = seq_len, None
         if self.explicit is not None:
             self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
 
-    def select(self, pick) -> None:
-        """Apply ``pick`` (a function of a tensor whose first dimension is the batch) to per-sequence positions."""
-        if self.explicit is not None:
-            self.explicit = pick(self.explicit)
+    def select(self, index: Tensor) -> "Positions":
+        """A copy with the sequences that ``index`` names."""
+        explicit = self.explicit
+        if explicit is not None and len(explicit) > 1:
+            explicit = explicit[index.to(explicit.device)]
+        twin = Positions(self.rotary, explicit, self.seq_len)
+        twin._like = self._like
+        return twin
+
+
+def _count(start: int, stop: int, device) -> Tensor:
+    return torch.arange(start, stop, device=device, dtype=torch.int32)[None]
 
 
 def pick_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -129,18 +152,6 @@ class KeptPositions:
     bits: Tensor | None = None
     upto: int = 0
 
-    @property
-    def explicit(self) -> Tensor | None:
-        """See ``Positions``."""
-        return self.whole.explicit
-
-    def advance(self, new_tokens: int, batch_size: int, like: Tensor) -> None:
-        """See ``Positions.advance``."""
-        self.whole.advance(new_tokens, batch_size, like)
-
-    def done(self) -> None:
-        """Keep the tables: tokens are packed after attention, and only then is the layer done with them."""
-
     def rotate(self, keys: Tensor, start: int) -> Tensor:
         """See ``Positions.rotate``; ``start`` counts stored tokens."""
         return self.whole.rotate(keys, start) if self.bits is None else self._turn(rotate, keys, start)
@@ -156,14 +167,6 @@ class KeptPositions:
         seen = self.whole.seq_len
         chosen = chosen if self.bits is None else self._tokens().gather(-1, chosen)
         self.bits, self.upto = pack(token_mask(chosen, seen), 1), seen
-
-    def truncate(self, seq_len: int) -> None:
-        """See ``Positions.truncate``; possible while nothing was evicted, or to forget all."""
-        self.whole.truncate(seq_len)
-
-    def select(self, pick) -> None:
-        """See ``Positions.select``."""
-        self.whole.select(pick)
 
     def _tokens(self) -> Tensor:
         """The numbers of the stored tokens among all seen: (batch, num_kv_heads, stored)."""

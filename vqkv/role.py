@@ -1,7 +1,7 @@
 """One layer's keys or its values in a cache: which tokens are exact, which are packed, and when they change over."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,13 +9,14 @@ from torch import Tensor
 from vqkv.codec.payload import Payload
 from vqkv.coder import Coder, Known
 from vqkv.errors import DataError
+from vqkv.history import History
 from vqkv.positions import Positions, pick_rows
 
 
 @dataclass
 class Settings:
     """What the layers of one cache share. ``block``: tokens are packed in multiples of it; ``rows``: the tokens that
-    every codec can pack and unpack without others."""
+    every codec can pack and unpack without others; ``shape``: (layers, num_kv_heads, head_dim)."""
 
     sink_tokens: int
     recent_window: int
@@ -23,90 +24,119 @@ class Settings:
     rows: int
     block: int
     dtype: torch.dtype
-    last_layer: int
+    shape: tuple[int, int, int]
+    decoded_cache_bytes: int = 0
 
     @property
     def exact(self) -> torch.dtype:
         """What sinks and window are kept in: the model's dtype if it has 16 bits, else fp16."""
         return self.dtype if self.dtype.itemsize == 2 else torch.float16
 
+    @property
+    def last_layer(self) -> int:
+        """The layer with which a forward pass ends."""
+        return self.shape[0] - 1
+
+    def room(self, batch_size: int) -> int:
+        """Packed tokens whose decoded keys and values, of all layers and sequences, ``decoded_cache_bytes`` holds;
+        whole blocks."""
+        layers, heads, head_dim = self.shape
+        tokens = self.decoded_cache_bytes // (2 * layers * heads * head_dim * self.dtype.itemsize * max(1, batch_size))
+        return tokens - tokens % self.rows
+
 
 @dataclass
 class Role:
-    """One layer's keys or its values: full-precision sinks, packed history, full-precision recent window."""
+    """One layer's keys or its values: full-precision sinks, packed history, full-precision recent window.
+
+    ``decoded``: what attention reads of the first ``upto`` packed tokens, if it is kept from step to step.
+    """
 
     coder: Coder
     rotated: bool
-    sinks: torch.Tensor | None = None
-    packed: Payload | None = None
-    window: torch.Tensor | None = None
+    sinks: Tensor | None = None
+    history: History = field(default_factory=History)
+    window: Tensor | None = None
+    decoded: Tensor | None = None
+    upto: int = 0
+
+    @property
+    def packed(self) -> Payload | None:
+        """What is stored of the packed tokens."""
+        return self.history.payload
 
     @property
     def parts(self) -> tuple[int, int, int]:
         """Tokens in the sinks, in the packed history and in the window."""
-        window = 0 if self.window is None else self.window.shape[-2]
-        return (
-            0 if self.sinks is None else self.sinks.shape[-2],
-            0 if self.packed is None else self.packed.seq_len,
-            window,
-        )
+        sinks = 0 if self.sinks is None else self.sinks.shape[-2]
+        return sinks, len(self.history), 0 if self.window is None else self.window.shape[-2]
 
-    def read(self, positions: Positions, dtype: torch.dtype, known: Known) -> list[torch.Tensor]:
-        """The stored tokens in order, as attention reads them; ``known``: other places' packed tokens."""
-        sinks, packed, _ = self.parts
-        out = [] if self.sinks is None else [self.sinks.to(dtype)]
-        if packed:
-            history = self.coder.decode(self.packed, known)
-            out.append((positions.rotate(history, sinks) if self.rotated else history).to(dtype))
-        return out if self.window is None else [*out, self.window.to(dtype)]
+    def read(self, positions: Positions, dtype: torch.dtype, known: Known, room: int = 0) -> list[Tensor]:
+        """The stored tokens in order, as attention reads them. ``known``: other places' packed tokens; ``room``: of how
+        many packed tokens what is read may be kept for the next step."""
+        self.trim(room)
+        parts = [self.sinks, self.decoded]
+        if self.history.packed > self.upto:
+            start = self.history.count(self.upto)
+            x = self.history.decode(self.coder, known, self.upto)
+            parts.append((positions.rotate(x, self.parts[0] + start) if self.rotated else x).to(dtype))
+            self._keep(parts[-1], start, room)
+        return [x.to(dtype) for x in (*parts, self.window) if x is not None]
 
-    def write(self, states: torch.Tensor, positions: Positions, settings: "Settings", known: Known) -> None:
+    def _keep(self, x: Tensor, start: int, room: int) -> None:
+        """Keep what fits of ``x``, the decoded tokens from the ``start``-th on."""
+        upto = min(self.history.packed, room)
+        if upto > self.upto:
+            fitting = x[..., : self.history.count(upto) - start, :]
+            self.decoded, self.upto = _append(self.decoded, fitting.clone()), upto
+
+    def trim(self, room: int) -> None:
+        """Forget decoded tokens beyond the first ``room`` packed ones."""
+        if self.upto > room:
+            keep = self.history.count(room)
+            self.decoded, self.upto = (self.decoded[..., :keep, :].clone(), room) if room else (None, 0)
+
+    def write(self, states: Tensor, positions: Positions, settings: Settings, known: Known) -> None:
         """Store new tokens, then pack the oldest of those beyond the sinks and the recent window; ``known``: other
         places' tokens that are packed in this step."""
-        states = states.detach().float()  # a stored graph would hold every activation
+        states = states.detach()  # a stored graph would hold every activation
         missing = settings.sink_tokens - self.parts[0]
-        if missing > 0:
+        if missing > 0 and states.shape[-2]:
             head, states = states[..., :missing, :], states[..., missing:, :]
             self.sinks = _append(self.sinks, _checked(head, settings.exact))
         sinks, packed, window = self.parts
-        if window:
-            states = torch.cat([self.window.float(), states], dim=-2)
-        spare = max(0, states.shape[-2] - settings.recent_window)
+        spare = max(0, window + states.shape[-2] - settings.recent_window)
         flush = spare - spare % settings.block
+        if not flush:
+            if states.shape[-2]:
+                self.window = _append(self.window, _checked(states, settings.exact))
+            return
+        states = states.float() if self.window is None else torch.cat([self.window.float(), states.float()], dim=-2)
         window = _checked(states[..., flush:, :], settings.exact) if states.shape[-2] > flush else None
-        if flush:  # last of all that may fail: a write that is refused must not look like one that was not
-            old = states[..., :flush, :]
-            payload = self.coder.encode(positions.unrotate(old, sinks + packed) if self.rotated else old, known)
-            self.packed = payload if self.packed is None else Payload.concat([self.packed, payload])
+        old = states[..., :flush, :]  # last of all that may fail: a refused write must not look like one that was not
+        self.history.append(self.coder.encode(positions.unrotate(old, sinks + packed) if self.rotated else old, known))
         self.window = window
 
-    def truncate(self, seq_len: int, positions: Positions, settings: "Settings", known: Known) -> None:
-        """Keep the first ``seq_len`` tokens; what is left of a block of tokens goes back to the window; ``known``:
-        other places' tokens of that block."""
+    def truncate(self, seq_len: int, settings: Settings) -> None:
+        """Keep the first ``seq_len`` tokens. What was packed stays as it was packed."""
         sinks, packed, _ = self.parts
         keep_window = seq_len - sinks - packed
         if self.window is not None:
             self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None
-        if self.packed is not None and keep_window < 0:
-            keep = max(0, seq_len - sinks)
-            whole = keep - keep % settings.rows
-            if keep > whole:
-                block = self.packed.tokens(whole, whole + settings.rows)
-                tail = self.coder.decode(block, known)[..., : keep - whole, :]
-                tail = positions.rotate(tail, sinks + whole) if self.rotated else tail
-                self.window = _checked(tail, settings.exact)
-            self.packed = self.packed.tokens(0, whole) if whole else None
+        if keep_window < 0:
+            self.history.truncate(max(0, seq_len - sinks), settings.rows)
+            if self.upto > self.history.packed or self.upto and self.decoded.shape[-2] > len(self.history):
+                self.upto = min(self.upto, self.history.packed)
+                keep = self.history.count(self.upto)
+                self.decoded = self.decoded[..., :keep, :].clone() if keep else None
         if self.sinks is not None and seq_len < sinks:
             self.sinks = self.sinks[..., :seq_len, :].clone() if seq_len else None
 
-    def select(self, index: torch.Tensor) -> None:
-        """Keep (or repeat) the sequences of the batch that ``index`` names."""
-        if self.sinks is not None:
-            self.sinks = self.sinks[index.to(self.sinks.device)]
-        if self.window is not None:
-            self.window = self.window[index.to(self.window.device)]
-        if self.packed is not None:
-            self.packed = self.packed.batch_select(index)
+    def select(self, index: Tensor) -> "Role":
+        """A copy with the sequences that ``index`` names, which may come more than once."""
+        tensors = {name: getattr(self, name) for name in ("sinks", "window", "decoded")}
+        chosen = {name: None if x is None else x[index.to(x.device)] for name, x in tensors.items()}
+        return dataclasses.replace(self, **chosen, history=self.history.select(index))
 
 
 @dataclass
@@ -131,7 +161,7 @@ class HeldRole(Role):
         sinks, packed, window = self.parts
         rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
         if rows.shape[-1] < packed:
-            self.packed = _pick_rows(self.packed, rows)
+            self.history = History(_pick_rows(self.packed, rows))
 
 
 def _pick_rows(payload: Payload, index: Tensor) -> Payload | None:
@@ -145,11 +175,11 @@ def _pick_rows(payload: Payload, index: Tensor) -> Payload | None:
     return dataclasses.replace(payload, fields={name: pick_rows(x, index) for name, x in payload.fields.items()})
 
 
-def _append(stored: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def _append(stored: Tensor | None, new: Tensor) -> Tensor:
     return new if stored is None else torch.cat([stored, new], dim=-2)
 
 
-def _checked(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _checked(states: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy in 16 bits that owns just its own storage; refuses what the dtype cannot hold."""
     out = states.to(dtype, copy=True).contiguous()
     if not out.isfinite().all():

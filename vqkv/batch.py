@@ -1,0 +1,188 @@
+"""The sequences of a cache: which slots of the padded batch hold tokens, and which sequences are as long as each other.
+
+Padding is never stored, and takes no place among sinks, window or blocks, so that each sequence of a padded batch reads
+what it would read alone.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vqkv.errors import DataError
+from vqkv.group import Group
+from vqkv.positions import Rotary
+
+
+class Watch:
+    """Hands the attention_mask of a model's forward pass to a cache's ``Batch`` without keeping a dropped cache alive."""
+
+    def __init__(self, cache=None):
+        self.cache = cache and weakref.ref(cache)
+
+    @torch.compiler.disable
+    def __call__(self, module, args, kwargs) -> None:
+        cache = self.cache and self.cache()
+        if cache is None or not any(value is cache for value in (*args, *kwargs.values())):
+            return
+        if args:
+            kwargs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        cache.batch.see(kwargs.get("attention_mask"))
+
+    def __reduce__(self):
+        return Watch, ()  # a saved or copied model watches for no cache
+
+
+@dataclass(eq=False)
+class Batch:
+    """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
+    do. ``make_group`` gives an empty group of so many sequences."""
+
+    make_group: Callable[[int], Group]
+    rotary: Rotary | None
+    groups: list[Group] = field(default_factory=list)
+    tokens: Tensor | None = None
+    slots: int = 0
+    size: int = 0
+    room: int = field(default=0, init=False)
+    mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
+    _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
+
+    def see(self, attention_mask) -> None:
+        """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+        self.mask = attention_mask.bool() if is_padding else None
+        if self.rotary is not None:
+            self.rotary.thread = threading.get_ident()
+
+    def begin(self, new_slots: int, size: int, like: Tensor) -> None:
+        """Make place for ``new_slots`` slots. Raises ``DataError`` for another number of sequences than are here, or for
+        a token in a slot that was padding."""
+        if self.slots and size != self.size:
+            raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
+        new = self._new_tokens(new_slots, size)
+        position_ids = None if self.rotary is None else self.rotary.take()
+        if not self.slots:
+            self.groups, self.size = [self.make_group(size)], size
+        if new is None:
+            self.groups[0].positions.advance(new_slots, like, position_ids)
+        else:
+            self._advance(new, like, position_ids)
+        self.slots += new_slots
+        self.room = self.groups[0].settings.room(size)
+        for group in self.groups:
+            group.begin()
+
+    def _new_tokens(self, new_slots: int, size: int) -> Tensor | None:
+        """Which new slots hold tokens, on the CPU; None if all slots so far and now do."""
+        mask, self.mask = self.mask, None
+        if mask is None or mask.shape[0] != size:
+            return None if self.tokens is None else torch.ones(size, new_slots, dtype=torch.bool)
+        mask = F.pad(mask[:, : self.slots + new_slots], (0, max(0, self.slots + new_slots - mask.shape[1])))
+        if self.tokens is None and mask.all():
+            return None
+        mask = mask.cpu()
+        if self.tokens is None and self.slots and mask[:, self.slots :].all():
+            return None  # attention is told to pass over tokens that are here: that is its own affair
+        if self.tokens is not None and (mask[:, : self.slots] & ~self.tokens).any():
+            raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
+        return mask[:, self.slots :]
+
+    def _advance(self, new: Tensor, like: Tensor, position_ids: Tensor | None) -> None:
+        before = torch.ones(self.size, self.slots, dtype=torch.bool) if self.tokens is None else self.tokens
+        self.tokens = torch.cat([before, new], dim=1)
+        self._split(new.sum(dim=1))
+        self._places = []
+        for group in self.groups:
+            places = [_slots(mask[group.rows]).to(like.device) for mask in (new, self.tokens)]
+            ids = None
+            if position_ids is not None:
+                ids = position_ids.expand(self.size, -1)[group.rows].gather(1, places[0])
+            group.positions.advance(places[0].shape[1], like, ids)
+            self._places.append(places)
+
+    def _split(self, counts: Tensor) -> None:
+        """Part the groups' sequences by ``counts`` (size)."""
+        groups = []
+        for group in self.groups:
+            own = counts[group.rows]
+            if (own == own[0]).all():
+                groups.append(group)
+                continue
+            for count in own.unique():
+                index = (own == count).nonzero().flatten()
+                groups.append(group.select(index, [group.rows[i] for i in index]))
+        self.groups = groups
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Group.update``; slots of padding read as zeros."""
+        if self.tokens is None:
+            return self.groups[0].update(layer, keys, values, self.room)
+        out = [x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values)]
+        for group, (new, all_) in zip(self.groups, self._places, strict=True):
+            rows = torch.tensor(group.rows, device=keys.device)[:, None]
+            read = group.update(layer, *(x[rows, :, new].transpose(1, 2) for x in (keys, values)), self.room)
+            for padded, x in zip(out, read, strict=True):
+                padded[rows, :, all_] = x.transpose(1, 2)
+        return tuple(out)
+
+    def end(self) -> None:
+        """The pass ends."""
+        self._places = []
+        for group in self.groups:
+            group.end()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.groups, self.tokens, self.slots, self.size, self.mask = [], None, 0, 0, None
+
+    def truncate(self, slots: int) -> None:
+        """Keep the first ``slots`` slots."""
+        if slots >= self.slots:
+            return
+        if slots <= 0:
+            return self.reset()
+        counts = torch.full((self.size,), slots)
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :slots].clone()
+            counts = self.tokens.sum(dim=1)
+            self._split(counts)
+        for group in self.groups:
+            group.truncate(int(counts[group.rows[0]]))
+        self.slots = slots
+
+    def select(self, indices: Tensor) -> None:
+        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for
+        one that is not here, or for none; what is stored is then as it was."""
+        if not self.slots:
+            return
+        indices = torch.as_tensor(indices).cpu()
+        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices.long().flatten()
+        if not len(indices) or not ((indices >= -self.size) & (indices < self.size)).all():
+            raise DataError(
+                f"sequences {indices.tolist()} of a cache that holds {self.size}: name at least one of these"
+            )
+        indices = indices % self.size
+        groups = []
+        for group in self.groups:
+            place = torch.full((self.size,), -1).index_put_((torch.tensor(group.rows),), torch.arange(len(group.rows)))[
+                indices
+            ]
+            rows = (place >= 0).nonzero().flatten()
+            if len(rows):
+                groups.append(group.select(place[rows], rows.tolist()))
+        self.groups, self.size = groups, len(indices)
+        self.tokens = None if self.tokens is None else self.tokens[indices]
+        room = groups[0].settings.room(self.size)
+        for group in groups:
+            group.trim(room)
+
+
+def _slots(mask: Tensor) -> Tensor:
+    """bool (sequences, slots), equally many True in each -> int64 (sequences, tokens), ascending."""
+    return mask.nonzero()[:, 1].view(len(mask), -1)
