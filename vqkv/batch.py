@@ -20,7 +20,7 @@ from vqkv.positions import Rotary
 
 
 class Watch:
-    """Hands the attention_mask of a model's forward pass to a cache's ``Batch`` without keeping a dropped cache alive."""
+    """Hands the attention_mask of a forward pass to a cache's ``Batch`` without keeping a dropped cache alive."""
 
     def __init__(self, cache=None):
         self.cache = cache and weakref.ref(cache)
@@ -61,8 +61,8 @@ class Batch:
             self.rotary.thread = threading.get_ident()
 
     def begin(self, new_slots: int, size: int, like: Tensor) -> None:
-        """Make place for ``new_slots`` slots. Raises ``DataError`` for another number of sequences than are here, or for
-        a token in a slot that was padding."""
+        """Make place for ``new_slots`` slots. Raises ``DataError`` for another number of sequences than are here, or
+        for a token in a slot that was padding."""
         if self.slots and size != self.size:
             raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
         new = self._new_tokens(new_slots, size)
@@ -164,18 +164,14 @@ class Batch:
         indices = torch.as_tensor(indices).cpu()
         indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices.long().flatten()
         if not len(indices) or not ((indices >= -self.size) & (indices < self.size)).all():
-            raise DataError(
-                f"sequences {indices.tolist()} of a cache that holds {self.size}: name at least one of these"
-            )
+            raise DataError(f"sequences {indices.tolist()} of a cache that holds {self.size}: name some of these")
         indices = indices % self.size
         groups = []
         for group in self.groups:
-            place = torch.full((self.size,), -1).index_put_((torch.tensor(group.rows),), torch.arange(len(group.rows)))[
-                indices
-            ]
-            rows = (place >= 0).nonzero().flatten()
-            if len(rows):
-                groups.append(group.select(place[rows], rows.tolist()))
+            place = {row: i for i, row in enumerate(group.rows)}
+            rows = [i for i, row in enumerate(indices.tolist()) if row in place]
+            if rows:
+                groups.append(group.select(torch.tensor([place[int(indices[i])] for i in rows]), rows))
         self.groups, self.size = groups, len(indices)
         self.tokens = None if self.tokens is None else self.tokens[indices]
         room = groups[0].settings.room(self.size)

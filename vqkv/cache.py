@@ -85,10 +85,10 @@ class CompressedCache(Cache):
     """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
 
     ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
-    sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what attention
-    reads of packed tokens is kept from step to step, the oldest tokens first; by default nothing, so that every step
-    decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window keep all their
-    tokens, of which the model's mask shows attention the last. One forward pass at a time.
+    sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what
+    attention reads of packed tokens is kept from step to step, the oldest tokens first; by default nothing, so that
+    every step decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window keep
+    all their tokens, of which the model's mask shows attention the last. One forward pass at a time.
     """
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):

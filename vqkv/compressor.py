@@ -76,8 +76,8 @@ class Compressor:
         return self
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
-        """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted to
-        another model."""
+        """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
+        to another model."""
         return CompressedCache(self, model, in_place, decoded_cache_bytes)
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:

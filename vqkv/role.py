@@ -125,7 +125,7 @@ class Role:
             self.window = self.window[..., :keep_window, :].clone() if keep_window > 0 else None
         if keep_window < 0:
             self.history.truncate(max(0, seq_len - sinks), settings.rows)
-            if self.upto > self.history.packed or self.upto and self.decoded.shape[-2] > len(self.history):
+            if self.upto > self.history.packed or (self.upto and self.decoded.shape[-2] > len(self.history)):
                 self.upto = min(self.upto, self.history.packed)
                 keep = self.history.count(self.upto)
                 self.decoded = self.decoded[..., :keep, :].clone() if keep else None
