@@ -3,6 +3,8 @@
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
@@ -12,6 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from vqkv.models import load_model
 from vqkv.reference.data import TOKENIZER_DIR
 
 COMMON = {
@@ -39,12 +42,26 @@ CONFIGS = {
         vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
     ),
 }
+SLIDING = {
+    "mistral": lambda: MistralConfig(**COMMON, sliding_window=10),
+    "qwen2": lambda: Qwen2Config(
+        **{k: v for k, v in COMMON.items() if k != "head_dim"}
+        | {"hidden_size": 128, "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
+    ),
+    "gemma2": lambda: Gemma2Config(**COMMON, sliding_window=10),
+    "gemma3": lambda: Gemma3TextConfig(**COMMON, sliding_window=10, sliding_window_pattern=2),
+}
 
 
-def make(name: str, folder):
+def sliding(name: str, folder):
+    """A random model of architecture ``name``, some or all of whose layers attend to the last 10 tokens only."""
+    return load_model(str(make(name, folder, SLIDING[name]())))[0]
+
+
+def make(name: str, folder, config=None):
     """Write a random checkpoint of architecture ``name`` with the bundled tokenizer into ``folder``; returns it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name]())
     with torch.no_grad():
         for parameter in model.parameters():  # the default init is so small that every distribution is flat
             parameter.mul_(3 if parameter.ndim > 1 else 1).add_(0.05 * torch.randn_like(parameter))

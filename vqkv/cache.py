@@ -15,7 +15,7 @@ from vqkv.batch import Batch, Watch
 from vqkv.errors import DataError
 from vqkv.group import Group
 from vqkv.meter import Report, tensor_bytes
-from vqkv.models import rotary_embedding
+from vqkv.models import position_rotary
 from vqkv.positions import Positions, Rotary
 from vqkv.role import Role, Settings
 
@@ -98,7 +98,7 @@ class CompressedCache(Cache):
         compressor.to(model.device)
         self.compressor, self.model = compressor, weakref.ref(model)
         settings = _settings(compressor, model, in_place, decoded_cache_bytes)
-        module = rotary_embedding(model) if compressor.settings.pre_rope else None
+        module = position_rotary(model) if compressor.settings.pre_rope else None
         rotary = None if module is None else Rotary(module)
         self.batch = Batch(partial(new_group, compressor, settings, rotary), rotary)
         self.settings = settings

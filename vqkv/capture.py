@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from vqkv.errors import DataError
-from vqkv.models import KVSource, kv_sources, rotary_embedding
+from vqkv.models import KVSource, kv_sources, position_rotary, rotary_embedding
 from vqkv.rope import rotate
 
 
@@ -72,7 +72,7 @@ def check_batch_size(batch_size: int) -> None:
 
 def check_rope(model, tokens: torch.Tensor) -> None:
     """Raise ``DataError`` if ``rope.rotate`` does not turn the captured keys into those that attention reads."""
-    rotary, tokens = rotary_embedding(model), tokens[:1, :16]
+    rotary, tokens = position_rotary(model), tokens[:1, :16]
     for index, (before, after) in enumerate(
         zip(capture(model, tokens)[0], capture(model, tokens, post_rope=True)[0], strict=True)
     ):

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
+CHANGING_ROPE = ("dynamic", "longrope")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
 # What transformers, safetensors and torch raise for a name or files that cannot be loaded.
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, SafetensorError)
@@ -153,6 +155,19 @@ def rotary_embedding(model) -> nn.Module | None:
             "pre-RoPE storage supports one. Models with local and global RoPE are not supported yet."
         )
     return found[0] if found else None
+
+
+def position_rotary(model) -> nn.Module | None:
+    """``rotary_embedding`` whose angles depend on the position alone. Raises ``DataError`` for one whose angles change
+    with the length, or with the kind of layer (Gemma 3): keys stored before it could not be rotated back."""
+    rotary = rotary_embedding(model)
+    if "layer_type" in inspect.signature(getattr(rotary, "forward", lambda: None)).parameters:
+        reason = f"{type(rotary).__name__} has angles for each kind of layer"
+    elif getattr(rotary, "rope_type", "default") in CHANGING_ROPE:
+        reason = f"rope_type {rotary.rope_type!r} changes its angles with the length"
+    else:
+        return rotary
+    raise DataError(f"{reason}, so keys cannot be stored before RoPE: use a preset with pre_rope=False")
 
 
 def fingerprint(model) -> str:

@@ -12,8 +12,6 @@ from vqkv.codec.packing import pack, unpack
 from vqkv.errors import DataError
 from vqkv.rope import rotate, unrotate
 
-CHANGING_ROPE = ("dynamic", "longrope")
-
 
 class _Watch:
     """Hands a rotary embedding's position_ids to ``Rotary`` without keeping a dropped cache alive."""
@@ -21,6 +19,7 @@ class _Watch:
     def __init__(self, rotary: "Rotary | None" = None):
         self.rotary = rotary and weakref.ref(rotary)
 
+    @torch.compiler.disable
     def __call__(self, module, args, kwargs) -> None:
         if self.rotary and (rotary := self.rotary()) is not None:
             rotary.see(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
@@ -36,11 +35,6 @@ class Rotary:
     """
 
     def __init__(self, module):
-        if getattr(module, "rope_type", "default") in CHANGING_ROPE:
-            raise DataError(
-                f"rope_type {module.rope_type!r} changes its angles with the length, so stored pre-RoPE keys "
-                "cannot be rotated back as they were: use a preset with pre_rope=False"
-            )
         self.module = module
         self._ids: weakref.ref | None = None
         self.thread: int | None = None  # the only one whose passes are this cache's; None: any
