@@ -147,7 +147,9 @@ def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
     cache = fitted.new_cache(llama)
     run(llama, cache, TOKENS[:2, :60], (60,))
     lengths, decode = [], Codec.decode
-    monkeypatch.setattr(Codec, "decode", lambda self, p, *a: (lengths.append(p.seq_len), decode(self, p, *a))[1])
+    monkeypatch.setattr(
+        Codec, "decode", lambda self, p, *a, **k: (lengths.append(p.seq_len), decode(self, p, *a, **k))[1]
+    )
     run(llama, cache, TOKENS[:2, 60:61], (1,))
     history, packed_now = 60 - 4 - 4, 1
     # every layer's keys and values once; what was packed now is decoded where a later place reads it (all but the last)

@@ -236,7 +236,7 @@ def counted(monkeypatch):
     encode, decode = Codec.encode, Codec.decode
     monkeypatch.setattr(Codec, "encode", lambda self, x: (found["encode"].append(x.shape[2]), encode(self, x))[1])
     monkeypatch.setattr(
-        Codec, "decode", lambda self, p, *a: (found["decode"].append(p.seq_len), decode(self, p, *a))[1]
+        Codec, "decode", lambda self, p, *a, **k: (found["decode"].append(p.seq_len), decode(self, p, *a, **k))[1]
     )
     return found
 

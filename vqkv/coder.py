@@ -103,11 +103,14 @@ class Coder:
         payload = self.codec.encode(x.float() - predicted)
         return payload, lambda: self.codec.decode(payload) + predicted
 
-    def decode(self, payload: Payload, known: Known) -> Tensor:
-        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32."""
-        x = self.codec.decode(payload)
+    def decode(self, payload: Payload, known: Known, out: Tensor | None = None) -> Tensor:
+        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32, or ``out``
+        if that is where it is written."""
         if self.prediction is not None:
+            x = self.codec.decode(payload)
             x = x + self.prediction(known, x)
+        else:
+            x = self.codec.decode(payload, out=out)
         known.learn(self.place, lambda: x)
         return x
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from vqkv.coder import Known
@@ -55,11 +54,11 @@ class Group:
     def _pass(self, role: Role, states: Tensor, positions: Positions, room: int) -> Tensor:
         if self.settings.in_place:
             role.write(states, positions, self.settings, self.fresh)
-            parts = role.read(positions, states.dtype, self.past, room)
-        else:
-            parts = [*role.read(positions, states.dtype, self.past, room), states]
-            role.write(states, positions, self.settings, self.fresh)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+            return role.all(states, positions, self.past, room)
+        out = role.all(states, positions, self.past, room, states.shape[-2])
+        out.narrow(2, out.shape[2] - states.shape[2], states.shape[2]).copy_(states)
+        role.write(states, positions, self.settings, self.fresh)
+        return out
 
     def intact(self, layer: int) -> bool:
         """Whether keys and values hold the tokens whose positions are known: not so after a write that failed."""

@@ -22,29 +22,29 @@ class History:
     payload: Payload | None = None
     holes: tuple[Span, ...] = ()
 
-    @property
-    def packed(self) -> int:
-        """Tokens in the payload, those in holes included."""
-        return 0 if self.payload is None else self.payload.seq_len
+    def __post_init__(self):
+        self._count()
+
+    def _count(self) -> None:
+        self.packed = 0 if self.payload is None else self.payload.seq_len  # tokens in holes included
+        self._read = self.packed - sum(stop - start for start, stop in self.holes)
 
     def __len__(self) -> int:
-        return self.packed - sum(stop - start for start, stop in self.holes)
+        return self._read
 
     def append(self, payload: Payload) -> None:
         """Take in tokens after those here."""
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
+        self._count()
 
-    def decode(self, coder: Coder, known: Known, start: int = 0) -> Tensor:
-        """The tokens from packed token ``start`` on, without holes, as ``coder`` reads them: fp32. ``start`` is one at
-        which the codec can begin."""
-        x = coder.decode(self.payload.tokens(start) if start else self.payload, known)
-        return self._without_holes(x, start)
-
-    def _without_holes(self, x: Tensor, start: int) -> Tensor:
-        """``x``, tokens from ``start`` on, less those in holes."""
+    def decode(self, coder: Coder, known: Known, start: int = 0, out: Tensor | None = None) -> Tensor:
+        """The tokens from packed token ``start`` on, without holes, as ``coder`` reads them: fp32, or ``out`` if they
+        could be written there. ``start`` is one at which the codec can begin."""
+        payload = self.payload.tokens(start) if start else self.payload
         holes = [hole for hole in self.holes if hole[0] >= start]
         if not holes:
-            return x
+            return coder.decode(payload, known, out)
+        x = coder.decode(payload, known)
         edges = [start, *(edge for hole in holes for edge in hole), start + x.shape[-2]]
         spans = zip(edges[::2], edges[1::2], strict=True)
         return torch.cat([x[..., a - start : b - start, :] for a, b in spans], dim=-2)
@@ -68,6 +68,7 @@ class History:
             holes.append((end, stop))
         self.holes = tuple(holes) if stop else ()
         self.payload = self.payload.tokens(0, stop) if stop else None
+        self._count()
 
     def select(self, index: Tensor) -> "History":
         """A copy with the sequences of the batch that ``index`` names."""

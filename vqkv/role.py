@@ -1,6 +1,7 @@
 """One layer's keys or its values in a cache: which tokens are exact, which are packed, and when they change over."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,8 @@ from vqkv.coder import Coder, Known
 from vqkv.errors import DataError
 from vqkv.history import History
 from vqkv.positions import Positions, pick_rows
+
+ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
 
 
 @dataclass
@@ -71,24 +74,42 @@ class Role:
         sinks = 0 if self.sinks is None else self.sinks.shape[-2]
         return sinks, len(self.history), 0 if self.window is None else self.window.shape[-2]
 
-    def read(self, positions: Positions, dtype: torch.dtype, known: Known, room: int = 0) -> list[Tensor]:
-        """The stored tokens in order, as attention reads them. ``known``: other places' packed tokens; ``room``: of how
-        many packed tokens what is read may be kept for the next step."""
+    def read(self, out: Tensor, positions: Positions, known: Known, room: int = 0) -> None:
+        """Fill ``out`` (batch, num_kv_heads, stored tokens or more, head_dim) with the tokens in order, as attention
+        reads them. ``known``: other places' packed tokens; ``room``: of how many packed ones what is read may be kept
+        for the next step."""
         self.trim(room)
-        parts = [self.sinks, self.decoded]
-        if self.history.packed > self.upto:
-            start = self.history.count(self.upto)
-            x = self.history.decode(self.coder, known, self.upto)
-            parts.append((positions.rotate(x, self.parts[0] + start) if self.rotated else x).to(dtype))
-            self._keep(parts[-1], start, room)
-        return [x.to(dtype) for x in (*parts, self.window) if x is not None]
+        sinks, packed, _ = self.parts
+        start = self.history.count(self.upto)
+        for x, at in ((self.sinks, 0), (self.decoded, sinks), (self.window, sinks + packed)):
+            if x is not None:
+                out.narrow(2, at, x.shape[2]).copy_(x)
+        if packed > start:
+            into = out.narrow(2, sinks + start, packed - start)
+            self._read_packed(into, positions, known, sinks + start)
+            self._keep(into, start, room)
+
+    def all(self, like: Tensor, positions: Positions, known: Known, room: int = 0, more: int = 0) -> Tensor:
+        """What ``read`` reads, of ``like``'s dtype, with place for ``more`` tokens after it."""
+        stored = sum(self.parts)
+        room_for = stored + more + -(stored + more) % ROUND
+        out = like.new_empty(*like.shape[:2], room_for, like.shape[-1]).narrow(2, 0, stored + more)
+        self.read(out, positions, known, room)
+        return out
+
+    def _read_packed(self, out: Tensor, positions: Positions, known: Known, start: int) -> None:
+        """Fill ``out`` with the packed tokens that are not kept decoded: the ``start``-th of all tokens and on."""
+        turned = self.rotated and positions.rotary is not None
+        x = self.history.decode(self.coder, known, self.upto, None if turned else out)
+        if x is not out:
+            out.copy_(positions.rotate(x, start) if turned else x)
 
     def _keep(self, x: Tensor, start: int, room: int) -> None:
         """Keep what fits of ``x``, the decoded tokens from the ``start``-th on."""
         upto = min(self.history.packed, room)
         if upto > self.upto:
             fitting = x[..., : self.history.count(upto) - start, :]
-            self.decoded, self.upto = _append(self.decoded, fitting.clone()), upto
+            self.decoded, self.upto = _append(self.decoded, fitting.clone(memory_format=torch.contiguous_format)), upto
 
     def trim(self, room: int) -> None:
         """Forget decoded tokens beyond the first ``room`` packed ones."""
@@ -100,11 +121,11 @@ class Role:
         """Store new tokens, then pack the oldest of those beyond the sinks and the recent window; ``known``: other
         places' tokens that are packed in this step."""
         states = states.detach()  # a stored graph would hold every activation
-        missing = settings.sink_tokens - self.parts[0]
-        if missing > 0 and states.shape[-2]:
-            head, states = states[..., :missing, :], states[..., missing:, :]
-            self.sinks = _append(self.sinks, _checked(head, settings.exact))
         sinks, packed, window = self.parts
+        if sinks < settings.sink_tokens and states.shape[-2]:
+            head = states[..., : settings.sink_tokens - sinks, :]
+            self.sinks = _append(self.sinks, _checked(head, settings.exact))
+            sinks, states = sinks + head.shape[-2], states[..., head.shape[-2] :, :]
         spare = max(0, window + states.shape[-2] - settings.recent_window)
         flush = spare - spare % settings.block
         if not flush:
@@ -182,6 +203,6 @@ def _append(stored: Tensor | None, new: Tensor) -> Tensor:
 def _checked(states: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy in 16 bits that owns just its own storage; refuses what the dtype cannot hold."""
     out = states.to(dtype, copy=True).contiguous()
-    if not out.isfinite().all():
+    if not math.isfinite(out.sum(dtype=torch.float64)):  # one step where isfinite().all() takes three
         raise DataError(f"keys or values hold NaN, infinity or numbers beyond {dtype}'s range and cannot be cached")
     return out

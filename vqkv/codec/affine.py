@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError
+from vqkv.kernels import by_byte
 
 MAX_BITS = 8
 
@@ -20,6 +22,7 @@ class Uniform(Quantizer):
 
     bits: int = 4
     signed: bool = False
+    code_dtype = torch.uint8
 
     def __post_init__(self):
         least = 2 if self.signed else 1
@@ -28,6 +31,9 @@ class Uniform(Quantizer):
         self.code_bits = self.bits
         self._steps = 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
         self._zero = self._steps if self.signed else 0
+        self._values = self._levels(torch.arange(2**self.bits))
+        by_byte_pays = self.bits in (2, 4) and not self.signed  # a byte's values are one element to gather
+        self._table = by_byte(self._values.unsqueeze(-1), self.bits) if by_byte_pays else None
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Any shape."""
@@ -35,11 +41,26 @@ class Uniform(Quantizer):
         self.codes_per_row = math.prod(self._row_shape)
 
     def encode(self, x: Tensor) -> Tensor:
-        """(..., *row_shape) -> int32 (..., values of a row)."""
-        return (x * self._steps).round().clamp(-self._zero, self._steps).to(torch.int32).flatten(3) + self._zero
+        """(..., *row_shape) -> uint8 (..., values of a row)."""
+        codes = (x * self._steps).round_().clamp_(-self._zero, self._steps).to(torch.int32)
+        return (codes + self._zero if self.signed else codes).to(torch.uint8).flatten(3)  # straight to uint8 is slower
 
     def decode(self, codes: Tensor) -> Tensor:
         """The inverse. Raises ``FormatError`` for a code that symmetric quantization does not use."""
         if self.signed and codes.numel() and int(codes.max()) > 2 * self._steps:
             raise FormatError(f"code {int(codes.max())} is not below {2 * self._steps + 1}: altered payload")
-        return ((codes - self._zero).float() / self._steps).unflatten(-1, self._row_shape)
+        return self._levels(codes).unflatten(-1, self._row_shape)
+
+    def load(self, payload: Payload) -> Tensor:
+        """See ``Quantizer``."""
+        if self._table is None:
+            return super().load(payload)
+        return self.look_up(payload, self._table, self.codes_per_row).unflatten(-1, self._row_shape)
+
+    def levels(self) -> Tensor | None:
+        """See ``Quantizer``; None with ``signed``, where one code is not used."""
+        return None if self.signed else self._values
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        values = codes.to(torch.float32, copy=True)
+        return (values.sub_(self._zero) if self.signed else values).div_(self._steps)

@@ -1,9 +1,11 @@
 """What every codec shares: packed payloads, input checks, a registry that rebuilds a codec from JSON and tensors."""
 
 import dataclasses
+import math
 from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -117,10 +119,11 @@ def take(state: dict[str, Tensor], name: str, shape: tuple, dtype: torch.dtype) 
     return tensor
 
 
-def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1) -> Tensor:
+def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1, most: float = math.inf) -> Tensor:
     """``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); every input check of every codec is here.
 
-    Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity.
+    Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
+    or a magnitude above ``most``.
     """
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -132,14 +135,21 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
     if x.shape[2] % tokens_per_row:
         raise DataError(f"seq_len {x.shape[2]} is no multiple of the codec's block of {tokens_per_row} tokens")
     values = x.detach().float()
-    bad = ~torch.isfinite(values)
-    if bad.any():
-        position = tuple(bad.nonzero()[0].tolist())
-        raise DataError(
-            f"{int(bad.sum())} of {x.numel()} values are NaN or infinite, the first ({values[position]}) at "
-            f"(batch, head, token, channel) = {position}: check the model's dtype (fp16 overflows) and its inputs"
-        )
+    largest = max(abs(float(end)) for end in torch.aminmax(values))  # one pass, and NaN is passed on
+    if not math.isfinite(largest):
+        _refuse_values(values)
+    if largest > most:
+        raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({most:g}): scale the values first")
     return values
+
+
+def _refuse_values(values: Tensor) -> NoReturn:
+    bad = ~torch.isfinite(values)
+    position = tuple(bad.nonzero()[0].tolist())
+    raise DataError(
+        f"{int(bad.sum())} of {values.numel()} values are NaN or infinite, the first ({values[position]}) at "
+        f"(batch, head, token, channel) = {position}: check the model's dtype (fp16 overflows) and its inputs"
+    )
 
 
 class Codec(Part):
@@ -200,20 +210,28 @@ class Codec(Part):
         """Store ``x`` (any float dtype). Raises ``DataError`` for bad values or magnitudes beyond fp16's, which most
         codecs keep scales or values in; ``RuntimeError`` before ``fit``."""
         self._check_ready()
-        values = check_values(x, self.head_dim, self.tokens_per_row)
-        if (largest := float(values.abs().max())) > FP16_MAX:
-            raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({FP16_MAX:g}): scale the values first")
+        values = check_values(x, self.head_dim, self.tokens_per_row, FP16_MAX)
         with full_precision(values.device):
             return self._encode(values)
 
-    def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``. Raises ``FormatError`` for another codec's payload."""
+    def decode(self, payload: Payload, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``, or ``out``, a tensor of that shape and any strides,
+        filled with it. Raises ``FormatError`` for another codec's payload."""
         self._check_ready()
+        if out is not None:
+            return self._fill(out, payload)
         with full_precision(next(iter(payload.tensors.values())).device):
-            values = self._decode(payload)
+            values = self._decode(payload).to(dtype)
         if dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
-        return values.to(dtype)
+        return values
+
+    def _fill(self, out: Tensor, payload: Payload) -> Tensor:
+        if out.dtype is not torch.float32:
+            return out.copy_(self.decode(payload, out.dtype))
+        with full_precision(out.device):
+            self._decode_into(payload, out)
+        return out
 
     def _check_ready(self) -> None:
         if not self.ready:
@@ -232,6 +250,10 @@ class Codec(Part):
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Payload: ...
+
+    def _decode_into(self, payload: Payload, out: Tensor) -> None:
+        """``_decode`` into float32 ``out``."""
+        out.copy_(self._decode(payload))
 
     @abstractmethod
     def _decode(self, payload: Payload) -> Tensor: ...

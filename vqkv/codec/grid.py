@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import take
+from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import rvq_decode, rvq_encode
+from vqkv.kernels import by_byte, rvq_decode, rvq_encode
 
 DIM = 2
 
@@ -41,7 +42,7 @@ class Grid(Quantizer):
         if type(self.size) is not int or self.size not in gaussian_grids():
             raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
         self.code_bits = (self.size - 1).bit_length()
-        self._grid = gaussian_grids()[self.size][0].half()
+        self._set(gaussian_grids()[self.size][0].half())
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Raises ``DataError`` for an odd last axis."""
@@ -60,6 +61,12 @@ class Grid(Quantizer):
             raise FormatError(f"code {largest} is not below the grid's size {self.size}: altered payload")
         return rvq_decode(codes.unsqueeze(-1), self._grid.unsqueeze(0)).flatten(-2).unflatten(-1, self._row_shape)
 
+    def load(self, payload: Payload) -> Tensor:
+        """See ``Quantizer``. Sizes that fill whole bits have a point for every code."""
+        if self._table is None:
+            return super().load(payload)
+        return self.look_up(payload, self._table, DIM * self.codes_per_row).unflatten(-1, self._row_shape)
+
     def state(self) -> dict[str, Tensor]:
         """The grid."""
         return {"grid": self._grid}
@@ -67,5 +74,9 @@ class Grid(Quantizer):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Raises ``FormatError`` for a grid of another shape."""
         state = dict(state)
-        self._grid = take(state, "grid", (self.size, DIM), torch.float16)
+        self._set(take(state, "grid", (self.size, DIM), torch.float16))
         super().load_state(state)
+
+    def _set(self, grid: Tensor) -> None:
+        self._grid = grid
+        self._table = by_byte(grid.float(), self.code_bits) if 8 % self.code_bits == 0 else None

@@ -38,6 +38,10 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
+    def place(self, out: Tensor) -> Tensor:
+        """See ``Stage``."""
+        return self.encode(out)[0]
+
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """Unfold."""
         return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)

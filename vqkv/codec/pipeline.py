@@ -4,12 +4,14 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
-from vqkv.codec.packing import pack, unpack
+from vqkv.codec.packing import check_packed, pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
+from vqkv.kernels import lookup
 
 MAX_STAGES, MAX_ROW = 16, 1 << 24  # values of a row, all heads: an altered config must not make us allocate more
 Side = dict[str, Tensor]
@@ -40,18 +42,34 @@ class Stage(Part):
         raise NotImplementedError
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """The inverse of ``encode``, up to what the quantizer lost."""
+        """The inverse of ``encode``, up to what the quantizer lost. May overwrite y, and return a view of it."""
         raise NotImplementedError
+
+    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
+        """``decode``, written to ``out`` of any strides. May overwrite y."""
+        out.copy_(self.decode(y, side))
+
+    def decode_codes(self, quantizer: "Quantizer", payload: Payload, side: Side, out: Tensor) -> bool:
+        """``decode_into`` of what ``quantizer`` loads from ``payload``, if a kernel does both in one; else False, and
+        nothing is done."""
+        return False
+
+    def place(self, out: Tensor) -> Tensor | None:
+        """``out``, memory for what ``decode`` gives, as a view in the shape of what it takes; None if decoding is more
+        than a change of shape."""
+        return None
 
 
 class Quantizer(Part):
     """Rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back.
 
     ``store`` and ``load`` keep the codes of a row as one packed bit string; what stores them otherwise overrides both.
+    ``load`` hands codes to ``decode`` as ``code_dtype``.
     """
 
     code_bits: int
     codes_per_row: int
+    code_dtype: torch.dtype = torch.int32
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Prepare for rows of shape (num_kv_heads, *row_shape): sets ``codes_per_row``. Raises ``DataError`` if
@@ -65,21 +83,33 @@ class Quantizer(Part):
         """Freeze what was learned; nothing by default."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Codes, int64."""
+        """Codes, of any integer type."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values in float32."""
+        """Values in float32, in memory of their own, for codes of any integer type."""
         raise NotImplementedError
 
     def store(self, y: Tensor) -> Payload:
         """Rows of values as a payload."""
         return Payload({"codes": pack(self.encode(y), self.code_bits)})
 
+    def levels(self) -> Tensor | None:
+        """float32: the value of each code, where a code is one value and means the same wherever it stands."""
+        return None
+
     def load(self, payload: Payload) -> Tensor:
         """The inverse. Raises ``FormatError`` for another quantizer's payload."""
         packed = payload_field(payload, "codes", payload.tokens_per_row)
-        return self.decode(unpack(packed, self.code_bits, self.codes_per_row))
+        return self.decode(unpack(packed, self.code_bits, self.codes_per_row, self.code_dtype))
+
+    def look_up(self, payload: Payload, table: Tensor, values: int) -> Tensor:
+        """``load`` for codes that mean the same wherever they stand: (batch, num_kv_heads, rows, ``values``) from a
+        table of what every byte stands for (``kernels.by_byte``)."""
+        packed = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(packed, self.code_bits, self.codes_per_row)
+        found = lookup(packed, table)
+        return found if found.shape[-1] == values else found[..., :values].contiguous()
 
 
 NOTHING_TO_LEARN = (Stage.partial_fit, Quantizer.partial_fit)  # what follows the last part that learns need not run
@@ -113,7 +143,7 @@ class Chain(Codec):
     @property
     def tokens_per_row(self) -> int:
         """Tokens that the stages fold into one row."""
-        return math.prod(stage.tokens_per_row for stage in self.stages)
+        return math.prod([stage.tokens_per_row for stage in self.stages])  # a generator could not be traced
 
     @property
     def learns(self) -> bool:
@@ -174,10 +204,29 @@ class Chain(Codec):
         return dataclasses.replace(stored, fields={**stored.fields, **fields}, tokens_per_row=self.tokens_per_row)
 
     def _decode(self, payload: Payload) -> Tensor:
+        return self._back(payload, 0)
+
+    def _back(self, payload: Payload, first: int) -> Tensor:
+        """What the stages from the ``first`` on give back."""
         y = self.quantizer.load(payload)
-        for stage, names in zip(reversed(self.stages), reversed(self._names), strict=True):
-            y = stage.decode(y, {name: payload_field(payload, names[name], self.tokens_per_row) for name in names})
+        for i in reversed(range(first, len(self.stages))):
+            y = self.stages[i].decode(y, self._side(payload, i))
         return y
+
+    def _side(self, payload: Payload, stage: int) -> Side:
+        names = self._names[stage]
+        return {name: payload_field(payload, names[name], self.tokens_per_row) for name in names}
+
+    def _decode_into(self, payload: Payload, out: Tensor) -> None:
+        for i, stage in enumerate(self.stages):
+            inner = stage.place(out)
+            if inner is None:  # the first stages only change the shape, and this one computes
+                side, last = self._side(payload, i), i + 1 == len(self.stages)
+                if not (last and stage.decode_codes(self.quantizer, payload, side, out)):
+                    stage.decode_into(self._back(payload, i + 1), side, out)
+                return
+            out = inner
+        out.copy_(self._back(payload, len(self.stages)))
 
 
 def _bounded(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, check_heads, check_whole, take
+from vqkv.codec.payload import payload_field
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import fused
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -47,7 +49,11 @@ class VectorScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
-        return y * side["scale"].float().unsqueeze(-1)
+        return y.mul_(side["scale"].float().unsqueeze(-1))
+
+    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
+        """See ``Stage``."""
+        torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
 
 
 @dataclass(eq=False)
@@ -69,7 +75,7 @@ class HeadScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
-        return y * side["scale"][(..., *[None] * len(self._row_axes))]
+        return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
 
 
 @dataclass(eq=False)
@@ -86,15 +92,35 @@ class MinMax(Stage):
         """(x - low) / (high - low), and both ends."""
         low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
         span = _span(low, high)
-        y = (x - low.float().unsqueeze(-1)) / span.where(span > 0, torch.ones_like(span))
+        y = (x - low.float().unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)))
         return y, {"low": low, "high": high}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """low + y * (high - low)."""
-        return side["low"].float().unsqueeze(-1) + y * _span(side["low"], side["high"])
+        self.decode_into(y, side, y)
+        return y
+
+    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
+        """See ``Stage``."""
+        low = side["low"].float()
+        y.mul_((side["high"].float() - low).unsqueeze(-1))
+        torch.add(y, low.unsqueeze(-1), out=out)
+
+    def decode_codes(self, quantizer, payload, side: Side, out: Tensor) -> bool:
+        """See ``Stage``."""
+        levels, low, high = quantizer.levels(), side["low"], side["high"]
+        packed = payload_field(payload, "codes", payload.tokens_per_row)
+        if levels is None or low.shape != high.shape or not fused.serves_affine(packed, levels, low, out):
+            return False
+        low = low.float()
+        fused.affine(packed, levels, low, high.float() - low, out)
+        return True
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.aminmax(x, dim=-1)
+        low, high = x.amin(dim=-1), x.amax(dim=-1)
+        if (low * high).all():
+            return low, high
+        return torch.aminmax(x, dim=-1)  # several times slower, but of 0 and -0 always the first
 
 
 @dataclass(eq=False)
@@ -120,6 +146,7 @@ class HalfQuadratic(MinMax):
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))
+        least = low
         levels = 2**self.bits - 1
         step = ((high - low) / levels).clamp_min(FP16_MIN_NORMAL)
         best, best_error = low, torch.full_like(low, torch.inf)
@@ -129,7 +156,7 @@ class HalfQuadratic(MinMax):
             size = error.abs().mean(dim=-1, keepdim=True)
             best, best_error = torch.where(size < best_error, low, best), torch.minimum(size, best_error)
             low = (x - self._shrink(error) - codes * step).mean(dim=-1, keepdim=True)
-        return best.squeeze(-1), (best + high - super()._ends(x)[0].unsqueeze(-1)).squeeze(-1)
+        return best.squeeze(-1), (best + high - least).squeeze(-1)
 
     def _shrink(self, error: Tensor) -> Tensor:
         size = error.abs()
@@ -177,7 +204,7 @@ class ChannelScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * std + mean."""
-        return y * self._scale.float().unsqueeze(1) + self._mean.float().unsqueeze(1)
+        return y.mul_(self._scale.float().unsqueeze(1)).add_(self._mean.float().unsqueeze(1))
 
     def state(self) -> dict[str, Tensor]:
         """Mean and standard deviation, fp16 (num_kv_heads, *row_shape)."""

@@ -10,13 +10,7 @@ from vqkv.codec.base import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole, ta
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
-ORDERS = {
-    "contiguous": lambda channels, group_size, seed: torch.arange(channels),
-    "strided": lambda channels, group_size, seed: torch.arange(channels).view(group_size, -1).T.reshape(-1),
-    "random": lambda channels, group_size, seed: torch.randperm(
-        channels, generator=torch.Generator().manual_seed(seed)
-    ),
-}
+KINDS = ("contiguous", "strided", "random")
 ADMITTED = {  # which divisors of the channels may stand for group_size
     "": lambda size, group_size: size == group_size,
     "divisor": lambda size, group_size: size == group_size or LEAST <= size < group_size,
@@ -42,7 +36,7 @@ class Grouping(Stage):
     shrink: str = ""
 
     def __post_init__(self):
-        for what, name, known in (("grouping", self.kind, ORDERS), ("way to shrink groups", self.shrink, ADMITTED)):
+        for what, name, known in (("grouping", self.kind, KINDS), ("way to shrink groups", self.shrink, ADMITTED)):
             if not isinstance(name, str) or name not in known:
                 raise UnknownNameError(what, name, known)
         check_whole("group_size", self.group_size, 1, 1 << 24)
@@ -61,16 +55,29 @@ class Grouping(Stage):
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {divisors}"
             )
         self._size = size = admitted[-1]
-        self._set(ORDERS[self.kind](channels, size, self.seed))
+        if self.kind == "random":
+            self._set(torch.randperm(channels, generator=torch.Generator().manual_seed(self.seed)))
         return *outer, channels // size, size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., head_dim) -> (..., num_groups, group_size)."""
-        return x.index_select(-1, self._order).unflatten(-1, (-1, self._size)), {}
+        if self.kind == "strided":
+            return x.unflatten(-1, (self._size, -1)).mT.contiguous(), {}
+        x = x.gather(-1, self._order.expand(x.shape)) if self.kind == "random" else x.contiguous()
+        return x.unflatten(-1, (-1, self._size)), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """(..., num_groups, group_size) -> (..., head_dim)."""
-        return y.flatten(-2).index_select(-1, self._inverse)
+        if self.kind == "strided":
+            return y.mT.flatten(-2)
+        y = y.flatten(-2)
+        return y.gather(-1, self._inverse.expand(y.shape)) if self.kind == "random" else y
+
+    def place(self, out: Tensor) -> Tensor | None:
+        """See ``Stage``."""
+        if self.kind == "contiguous":
+            return out.unflatten(-1, (-1, self._size))
+        return out.unflatten(-1, (self._size, -1)).mT if self.kind == "strided" else None
 
     def state(self) -> dict[str, Tensor]:
         """The permutation, where it is not implied by the kind."""
@@ -154,7 +161,7 @@ class MeanRemoval(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y + mean."""
-        return y + self._mean.float().unsqueeze(1)
+        return y.add_(self._mean.float().unsqueeze(1))
 
     def state(self) -> dict[str, Tensor]:
         """The mean, fp16 (num_kv_heads, *row_shape)."""

@@ -1,5 +1,6 @@
-"""Hot loops. ``reference`` is the truth, ``cpu`` its fast twin with the same signatures, ``dispatch`` picks."""
+"""Hot loops. ``reference`` is the truth, ``cpu`` and ``bits`` are its fast twins with the same signatures, ``dispatch``
+picks."""
 
-from vqkv.kernels.dispatch import rvq_candidates, rvq_decode, rvq_encode
+from vqkv.kernels.dispatch import by_byte, lookup, pack_codes, rvq_candidates, rvq_decode, rvq_encode, unpack_codes
 
-__all__ = ["rvq_candidates", "rvq_decode", "rvq_encode"]
+__all__ = ["by_byte", "lookup", "pack_codes", "rvq_candidates", "rvq_decode", "rvq_encode", "unpack_codes"]

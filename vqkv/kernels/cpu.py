@@ -3,6 +3,7 @@
 ``argmin`` over the distances, not the GEMM, is what costs: so the minimum is found in two levels, blocks first.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from vqkv.precision import full_precision
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
 MORE_ROWS = 16384  # of small codebooks, whose calls cost more than their arithmetic, so many, with as many scores
+TILE = 64  # rows of codes that get their codebooks' offsets at once
 BLOCK = 64  # codes per block of the two-level minimum
 UNIT = 2.0**-24  # fp32 unit roundoff
 UNIT64 = 2.0**-53
@@ -30,7 +32,7 @@ class Tables:
 
     weights: Tensor  # (K, dim + 1, C padded): -2 codebook^T with the squared norms below it
     flat: Tensor  # (K * C, dim)
-    offsets: Tensor  # (K,) first row of every codebook in ``flat``
+    offsets: Tensor  # (TILE * K,) first row of every codebook in ``flat``, over and over
     largest: list[float]  # per codebook, the largest norm of a code
     block: int
 
@@ -62,9 +64,12 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
-    tables = prepare(codebooks)
-    bags = codes.reshape(-1, len(codebooks)) + tables.offsets
-    return F.embedding_bag(bags, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
+    tables, count = prepare(codebooks), len(codebooks)
+    rows = codes.reshape(-1, count)
+    if count > 1:  # sums over long rows are faster
+        wide = rows.reshape(-1, count * math.gcd(len(rows), TILE))
+        rows = (wide + tables.offsets[: wide.shape[1]]).view(-1, count)
+    return F.embedding_bag(rows, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
 
 
 def prepare(codebooks: Tensor) -> Tables:
@@ -89,7 +94,7 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
     return Tables(
         weights=weights.contiguous(),
         flat=codebooks.to(dtype).reshape(-1, dim).contiguous(),
-        offsets=torch.arange(num_quantizers, device=codebooks.device) * codebook_size,
+        offsets=(torch.arange(num_quantizers, dtype=torch.int32, device=codebooks.device) * codebook_size).repeat(TILE),
         largest=norms.amax(dim=-1).sqrt().tolist(),
         block=block,
     )

@@ -1,0 +1,60 @@
+"""Packed codes -> values in one pass over memory, on one CPU thread: machine code, made by numba at first use.
+
+Unpacking, scaling and placing a value take torch a pass over memory each; here a value is touched once. The arithmetic
+is that of the torch path, operation by operation, so both give the same bits.
+"""
+
+from functools import cache
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
+
+
+def serves_affine(packed: Tensor, levels: Tensor, low: Tensor, out: Tensor) -> bool:
+    """Whether ``affine`` can decode these, and faster than torch would."""
+    if packed.device.type != "cpu" or torch.get_num_threads() > THREADS or torch.compiler.is_compiling():
+        return False
+    bits = len(levels).bit_length() - 1
+    if out.ndim != 5 or bits not in (1, 2, 4) or out.shape[4] * bits % 8 or out.dtype is not torch.float32:
+        return False
+    *rows, groups, size = out.shape
+    return low.shape == (*rows, groups) and packed.shape == (*rows, groups * size * bits // 8)
+
+
+def affine(packed: Tensor, levels: Tensor, low: Tensor, span: Tensor, out: Tensor) -> None:
+    """out = levels[code] * span + low, for codes of 1, 2 or 4 bits.
+
+    ``packed`` uint8 (batch, num_kv_heads, rows, bytes); ``levels`` float32 (2^bits); ``low`` and ``span`` float32
+    (batch, num_kv_heads, rows, groups), each for equally many bytes in a row; ``out`` float32 (batch, num_kv_heads,
+    rows, groups, values of a group), any strides. See ``serves_affine``.
+    """
+    given = (packed.contiguous(), levels, low.contiguous(), span.contiguous(), out)
+    _affine(len(levels).bit_length() - 1)(*[x.numpy() for x in given])
+
+
+@cache
+def _affine(bits: int):
+    """Compiled for this width; reference: ``codec.scaling.MinMax`` after ``codec.affine.Uniform``."""
+    each, mask = 8 // bits, 2**bits - 1
+
+    @numba.njit("(u1[:,:,:,::1], f4[::1], f4[:,:,:,::1], f4[:,:,:,::1], f4[:,:,:,:,:])", nogil=True)
+    def decode(packed, levels, low, span, out):
+        batch, heads, rows, groups = low.shape
+        size = packed.shape[3] // groups
+        table = np.empty(mask + 1, np.float32)
+        for b in range(batch):
+            for h in range(heads):
+                for n in range(rows):
+                    for g in range(groups):
+                        for k in range(mask + 1):
+                            table[k] = levels[k] * span[b, h, n, g] + low[b, h, n, g]
+                        codes, values = packed[b, h, n, g * size : (g + 1) * size], out[b, h, n, g]
+                        for i in range(size):
+                            for j in range(each):
+                                values[i * each + j] = table[codes[i] >> j * bits & mask]
+
+    return decode
