@@ -74,12 +74,12 @@ def test_the_kernel_is_what_runs(monkeypatch):
     for preset in (presets.quanto(4), presets.quanto(2), presets.hqq(4), presets.hqq(1), presets.kivi(2)):
         for codec in (preset.key_codec(64).fit(x), preset.value_codec(64).fit(x)):
             codec.decode(codec.encode(x), out=torch.empty_like(x))
-    assert len(called) == 10
+    assert len(called) == 9  # not for kivi's keys, whose values lie far apart
     torch.set_num_threads(fused.THREADS + 1)
     codec.decode(codec.encode(x), out=torch.empty_like(x))
     torch.set_num_threads(1)
     codec.decode(codec.encode(x), out=torch.empty_like(x, dtype=torch.float16))
-    assert len(called) == 10
+    assert len(called) == 9
 
 
 @pytest.mark.parametrize("name", ["codes", "low", "high"])

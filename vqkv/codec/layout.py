@@ -38,9 +38,9 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
-    def place(self, out: Tensor) -> Tensor:
-        """See ``Stage``."""
-        return self.encode(out)[0]
+    def place(self, out: Tensor) -> Tensor | None:
+        """See ``Stage``; None with ``channels_first``, whose values lie too far apart to be written one by one."""
+        return None if self.channels_first else self.encode(out)[0]
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """Unfold."""

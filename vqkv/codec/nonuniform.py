@@ -8,8 +8,10 @@ from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, MAX_SEED, check_whole, take
 from vqkv.codec.packing import pack, unpack
+from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
+from vqkv.kernels import by_byte
 from vqkv.learn import Ema, KMeans, Statistics, check_decay
 
 SAMPLES, ITERATIONS = 65536, 30
@@ -34,6 +36,7 @@ class NonUniform(Quantizer):
         check_decay(self.decay)
         self.code_bits = self.bits
         self._levels: Tensor | None = None
+        self._table: Tensor | None = None
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Any shape."""
@@ -50,7 +53,7 @@ class NonUniform(Quantizer):
 
     def finalize(self) -> None:
         """Round to fp16."""
-        self._levels = self._levels.clamp(-FP16_MAX, FP16_MAX).half()
+        self._set(self._levels.clamp(-FP16_MAX, FP16_MAX).half())
 
     def encode(self, x: Tensor) -> Tensor:
         """(..., *row_shape) -> int32 (..., values of a row)."""
@@ -60,6 +63,12 @@ class NonUniform(Quantizer):
         """The inverse."""
         return self._levels.float()[codes].unflatten(-1, self._row_shape)
 
+    def load(self, payload: Payload) -> Tensor:
+        """See ``Quantizer``."""
+        if self._table is None:
+            return super().load(payload)
+        return self.look_up(payload, self._table, self.codes_per_row).unflatten(-1, self._row_shape)
+
     def state(self) -> dict[str, Tensor]:
         """The levels."""
         return {} if self._levels is None else {"levels": self._levels}
@@ -67,10 +76,14 @@ class NonUniform(Quantizer):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Raises ``FormatError`` unless the levels are there and ascend."""
         state = dict(state)
-        self._levels = take(state, "levels", (2**self.bits,), torch.float16)
+        self._set(take(state, "levels", (2**self.bits,), torch.float16))
         if (self._levels.float().diff() < 0).any():
             raise FormatError("tensor 'levels' does not ascend: the file was altered")
         super().load_state(state)
+
+    def _set(self, levels: Tensor) -> None:
+        self._levels = levels
+        self._table = by_byte(levels.float().unsqueeze(-1), self.bits) if self.bits in (2, 4) else None
 
     def _start(self, values: Tensor) -> None:
         learner = KMeans(2**self.bits, seed=self.seed)
@@ -134,4 +147,4 @@ class SparseOutliers(Stage):
         positions = unpack(side["positions"], self._bits, self._count)
         if positions.numel() and int(positions.max()) >= self._size:
             raise FormatError(f"outlier at {int(positions.max())} of a row of {self._size} values: altered payload")
-        return y.flatten(3).scatter(-1, positions, side["outliers"].float()).unflatten(-1, self._row_shape)
+        return y.flatten(3).scatter_(-1, positions, side["outliers"].float()).unflatten(-1, self._row_shape)
