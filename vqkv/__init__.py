@@ -11,6 +11,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 # Some functions bear their module's name; importing them here, eagerly, makes the function win on the package.
 from vqkv.cache import CompressedCache
 from vqkv.calibrate import calibrate
+from vqkv.capacity import capacity
 from vqkv.capture import capture
 from vqkv.compressor import Compressor
 from vqkv.corpus import load_corpus
@@ -30,6 +31,7 @@ __all__ = [
     "FormatError",
     "UnknownNameError",
     "calibrate",
+    "capacity",
     "capture",
     "evaluate",
     "load_corpus",

@@ -37,21 +37,21 @@ class History:
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self._count()
 
-    def decode(self, coder: Coder, known: Known, start: int = 0, out: Tensor | None = None) -> Tensor:
-        """The tokens from packed token ``start`` on, without holes, as ``coder`` reads them: fp32, or ``out`` if they
-        could be written there. ``start`` is one at which the codec can begin."""
-        payload = self.payload.tokens(start) if start else self.payload
-        holes = [hole for hole in self.holes if hole[0] >= start]
+    def decode(self, coder: Coder, known: Known, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The packed tokens ``start`` to ``stop`` - 1, without holes, as ``coder`` reads them: fp32, or ``out`` if they
+        could be written there. Both are tokens at which the codec can begin."""
+        payload = self.payload if stop - start == self.packed else self.payload.tokens(start, stop)
+        holes = [(max(a, start), min(b, stop)) for a, b in self.holes if a < stop and b > start]
         if not holes:
             return coder.decode(payload, known, out)
         x = coder.decode(payload, known)
-        edges = [start, *(edge for hole in holes for edge in hole), start + x.shape[-2]]
+        edges = [start, *(edge for hole in holes for edge in hole), stop]
         spans = zip(edges[::2], edges[1::2], strict=True)
         return torch.cat([x[..., a - start : b - start, :] for a, b in spans], dim=-2)
 
     def count(self, stop: int) -> int:
-        """Tokens that are read among the first ``stop`` packed ones, which end in no hole."""
-        return stop - sum(b - a for a, b in self.holes if b <= stop)
+        """Tokens that are read among the first ``stop`` packed ones."""
+        return stop - sum(min(b, stop) - a for a, b in self.holes if a < stop)
 
     def truncate(self, seq_len: int, rows: int) -> None:
         """Keep the first ``seq_len`` tokens of those that are read; ``rows``: tokens that only go together."""

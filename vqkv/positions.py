@@ -146,6 +146,11 @@ class KeptPositions:
     bits: Tensor | None = None
     upto: int = 0
 
+    @property
+    def rotary(self) -> Rotary | None:
+        """See ``Positions``."""
+        return self.whole.rotary
+
     def rotate(self, keys: Tensor, start: int) -> Tensor:
         """See ``Positions.rotate``; ``start`` counts stored tokens."""
         return self.whole.rotate(keys, start) if self.bits is None else self._turn(rotate, keys, start)

@@ -13,6 +13,7 @@ from vqkv.errors import DataError
 from vqkv.history import History
 from vqkv.positions import Positions, pick_rows
 
+PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
 ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
 
 
@@ -100,9 +101,24 @@ class Role:
     def _read_packed(self, out: Tensor, positions: Positions, known: Known, start: int) -> None:
         """Fill ``out`` with the packed tokens that are not kept decoded: the ``start``-th of all tokens and on."""
         turned = self.rotated and positions.rotary is not None
-        x = self.history.decode(self.coder, known, self.upto, None if turned else out)
-        if x is not out:
-            out.copy_(positions.rotate(x, start) if turned else x)
+        for first, last in self._pieces(out, known):
+            count = self.history.count(last) - self.history.count(first)
+            into, out = out.narrow(2, 0, count), out.narrow(2, count, out.shape[2] - count)
+            x = self.history.decode(self.coder, known, first, last, None if turned else into)
+            if x is not into:
+                into.copy_(positions.rotate(x, start) if turned else x)
+            start += count
+
+    def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
+        """Spans of the packed tokens that are decoded at a time, so that what decoding works with stays small. All at
+        once where it works with nothing, and where other places read the tokens too."""
+        first, last = self.upto, self.history.packed
+        coder, direct = self.coder, self.coder.codec.decodes_directly(out) and not self.rotated
+        if direct or coder.prediction is not None or coder.place in known.last_reader:
+            return [(first, last)]
+        row = coder.tokens_per_row * out.shape[0] * out.shape[1] * out.shape[3]
+        step = max(1, PIECE[out.device.type == "cpu"] // row) * coder.tokens_per_row
+        return [(i, min(i + step, last)) for i in range(first, last, step)]
 
     def _keep(self, x: Tensor, start: int, room: int) -> None:
         """Keep what fits of ``x``, the decoded tokens from the ``start``-th on."""

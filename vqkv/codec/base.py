@@ -226,6 +226,10 @@ class Codec(Part):
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
         return values
 
+    def decodes_directly(self, out: Tensor) -> bool:
+        """Whether ``decode`` into ``out`` needs no memory beside it that grows with the number of values."""
+        return False
+
     def _fill(self, out: Tensor, payload: Payload) -> Tensor:
         if out.dtype is not torch.float32:
             return out.copy_(self.decode(payload, out.dtype))

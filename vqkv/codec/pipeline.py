@@ -49,6 +49,10 @@ class Stage(Part):
         """``decode``, written to ``out`` of any strides. May overwrite y."""
         out.copy_(self.decode(y, side))
 
+    def decodes_codes(self, quantizer: "Quantizer", out: Tensor) -> bool:
+        """Whether ``decode_codes`` does, for memory like ``out``."""
+        return False
+
     def decode_codes(self, quantizer: "Quantizer", payload: Payload, side: Side, out: Tensor) -> bool:
         """``decode_into`` of what ``quantizer`` loads from ``payload``, if a kernel does both in one; else False, and
         nothing is done."""
@@ -216,6 +220,10 @@ class Chain(Codec):
     def _side(self, payload: Payload, stage: int) -> Side:
         names = self._names[stage]
         return {name: payload_field(payload, names[name], self.tokens_per_row) for name in names}
+
+    def decodes_directly(self, out: Tensor) -> bool:
+        """See ``Codec``."""
+        return bool(self.stages) and self.stages[-1].decodes_codes(self.quantizer, out)
 
     def _decode_into(self, payload: Payload, out: Tensor) -> None:
         for i, stage in enumerate(self.stages):

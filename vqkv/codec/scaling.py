@@ -106,11 +106,17 @@ class MinMax(Stage):
         y.mul_((side["high"].float() - low).unsqueeze(-1))
         torch.add(y, low.unsqueeze(-1), out=out)
 
+    def decodes_codes(self, quantizer, out: Tensor) -> bool:
+        """See ``Stage``."""
+        return quantizer.levels() is not None and fused.takes(quantizer.code_bits, out)
+
     def decode_codes(self, quantizer, payload, side: Side, out: Tensor) -> bool:
         """See ``Stage``."""
         levels, low, high = quantizer.levels(), side["low"], side["high"]
+        if levels is None or low.shape != high.shape:
+            return False
         packed = payload_field(payload, "codes", payload.tokens_per_row)
-        if levels is None or low.shape != high.shape or not fused.serves_affine(packed, levels, low, out):
+        if not fused.serves_affine(packed, levels, low, out):
             return False
         low = low.float()
         fused.affine(packed, levels, low, high.float() - low, out)

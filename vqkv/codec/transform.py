@@ -76,7 +76,7 @@ class Grouping(Stage):
     def place(self, out: Tensor) -> Tensor | None:
         """See ``Stage``."""
         if self.kind == "contiguous":
-            return out.unflatten(-1, (-1, self._size))
+            return out.view(*out.shape[:-1], -1, self._size)
         return out.unflatten(-1, (self._size, -1)).mT if self.kind == "strided" else None
 
     def state(self) -> dict[str, Tensor]:

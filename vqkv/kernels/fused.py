@@ -14,12 +14,16 @@ from torch import Tensor
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 
 
+def takes(bits: int, out: Tensor) -> bool:
+    """Whether ``affine`` is for codes of so many bits and memory like ``out``, and faster than torch would be."""
+    here = out.device.type == "cpu" and out.dtype is torch.float32 and not torch.compiler.is_compiling()
+    return here and bits in (1, 2, 4) and torch.get_num_threads() <= THREADS
+
+
 def serves_affine(packed: Tensor, levels: Tensor, low: Tensor, out: Tensor) -> bool:
     """Whether ``affine`` can decode these, and faster than torch would."""
-    if packed.device.type != "cpu" or torch.get_num_threads() > THREADS or torch.compiler.is_compiling():
-        return False
     bits = len(levels).bit_length() - 1
-    if out.ndim != 5 or bits not in (1, 2, 4) or out.shape[4] * bits % 8 or out.dtype is not torch.float32:
+    if not takes(bits, out) or out.ndim != 5 or out.shape[4] * bits % 8:
         return False
     *rows, groups, size = out.shape
     return low.shape == (*rows, groups) and packed.shape == (*rows, groups * size * bits // 8)
@@ -32,8 +36,9 @@ def affine(packed: Tensor, levels: Tensor, low: Tensor, span: Tensor, out: Tenso
     (batch, num_kv_heads, rows, groups), each for equally many bytes in a row; ``out`` float32 (batch, num_kv_heads,
     rows, groups, values of a group), any strides. See ``serves_affine``.
     """
-    given = (packed.contiguous(), levels, low.contiguous(), span.contiguous(), out)
-    _affine(len(levels).bit_length() - 1)(*[x.numpy() for x in given])
+    bits = len(levels).bit_length() - 1
+    packed, low, span = (x if x.is_contiguous() else x.contiguous() for x in (packed, low, span))
+    _affine(bits)(packed.numpy(), levels.numpy(), low.numpy(), span.numpy(), out.numpy())
 
 
 @cache

@@ -1,0 +1,256 @@
+"""How long a context, and how many sequences, fit a memory: for any model and preset, what "40K tokens in fp16, 128K in
+int4" says of one (source: Hugging Face, "Unlocking Longer Generation with Key-Value Cache Quantization", 2024).
+
+Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed. Where the size
+depends on the data (a fallback to fp16, entropy coding), a model caches real tokens, and all packed tokens are taken to
+need what those did.
+
+Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
+not packed yet; and as ``working`` the most that the cache makes and drops again while a token passes the layers: one
+layer's keys and values in the model's dtype, the fp32 values and codes that they are made from, RoPE's tables, what
+predictors still read. It is measured too, in passes of a small stand-in with KV heads like the model's, by the storages
+alive at once on a CPU; of ``DynamicCache`` it is the keys of a layer, which ``torch.cat`` copies. Sequences have no
+padding and grow token by token.
+
+Not counted, so ``reserve_gb`` should leave room for it: activations and logits, above all of a prompt in one piece;
+decoded tokens that a cache is told to keep; the framework itself, and memory that its allocator cannot use.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+
+from vqkv.codec.base import check_whole
+from vqkv.compressor import Compressor
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.footprint import Footprint, dynamic_footprint, footprint, model_shape
+from vqkv.models import BUNDLED, LOADING_ERRORS
+from vqkv.presets import PRESETS, Preset
+from vqkv.registry import call_described
+
+GB = 10**9
+MOST = 1 << 40  # tokens or sequences, where a search ends
+REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits ``memory_bytes``: ``context`` tokens in each of ``at_batch_size`` sequences, or ``batch_size`` of them
+    with ``at_context`` tokens each; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
+
+    ``fp16_context`` and ``fp16_batch_size``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``:
+    positions that the model was made for, of which memory knows nothing; None where its config does not say.
+    """
+
+    model: str
+    dtype: str
+    preset: str
+    memory_bytes: int
+    context: int
+    batch_size: int
+    at_batch_size: int
+    at_context: int
+    kinds: dict[str, int]
+    bits_per_value: float
+    side_bytes: int
+    fp16_context: int
+    fp16_batch_size: int
+    model_limit: int | None
+
+    @property
+    def ratio(self) -> float:
+        """``context`` over ``fp16_context``; NaN if that is 0."""
+        return self.context / self.fp16_context if self.fp16_context else float("nan")
+
+    @property
+    def beyond_model(self) -> bool:
+        """Whether ``context`` is more than the model was made for."""
+        return self.model_limit is not None and self.context > self.model_limit
+
+    def __str__(self) -> str:
+        limit = f"; the model was made for {self.model_limit:,}" if self.beyond_model else ""
+        return (
+            f"{self.model} in {self.dtype} with {self.preset} ({self.bits_per_value:.4g} bits per value) in "
+            f"{self.memory_bytes / GB:g} GB: {self.context:,} tokens at batch {self.at_batch_size:,} "
+            f"(fp16: {self.fp16_context:,}{limit}), batch {self.batch_size:,} at {self.at_context:,} tokens "
+            f"(fp16: {self.fp16_batch_size:,})"
+        )
+
+
+def capacity(
+    model_or_config,
+    preset: Preset | Compressor | str | dict,
+    memory_gb: float,
+    batch_size: int = 1,
+    context: int = 8192,
+    dtype: torch.dtype | str | None = None,
+    reserve_gb: float = 0,
+    tokens: Tensor | None = None,
+) -> Capacity:
+    """The longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit
+    ``memory_gb``, in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory / 1e9``). What is
+    counted, and what is not: see this module's docstring.
+
+    ``model_or_config``: a loaded model, a transformers config or its contents as a dict, a folder or a bundled name;
+    nothing is downloaded. What a config describes is laid out without memory, its weights in ``dtype`` (by default the
+    config's own, else float16). ``preset``: a preset, its name, ``{"name": "quanto", "bits": 2}``, or a fitted
+    compressor. ``tokens`` (num_seqs, seq_len): cached with a loaded model and a compressor whose sizes depend on the
+    data, to be measured.
+
+    Raises ``DataError`` if the model alone does not fit, for sizes that need ``tokens``, and for sliding windows,
+    encoders or no KV heads; ``UnknownNameError`` for names; ``FormatError`` for a compressor of another model.
+    """
+    memory, reserve = _bytes("memory_gb", memory_gb), _bytes("reserve_gb", reserve_gb)
+    for name, value in (("batch_size", batch_size), ("context", context)):
+        check_whole(name, value, 1, MOST)
+    preset, model = _preset(preset), architecture(model_or_config, dtype)
+    needed = footprint(model, preset, tokens)
+    _check_room(model, needed, reserve, memory)
+    found = _search(needed, memory - reserve, batch_size, context)
+    fp16 = _search(dynamic_footprint(model), memory - reserve, batch_size, context)
+    return Capacity(
+        model=_name(model),
+        dtype=_dtype_name(model),
+        preset=preset.name,
+        memory_bytes=memory,
+        context=found[0],
+        batch_size=found[1],
+        at_batch_size=batch_size,
+        at_context=context,
+        kinds=needed.kinds(found[0], batch_size) | {"reserve": reserve},
+        bits_per_value=needed.bits_per_value,
+        side_bytes=needed.side_information,
+        fp16_context=fp16[0],
+        fp16_batch_size=fp16[1],
+        model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
+
+
+def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """A loaded model as it is; or one laid out from a config, a dict or a name on the ``meta`` device, which knows
+    shapes but holds no numbers. See ``capacity``."""
+    if isinstance(model_or_config, nn.Module):
+        if dtype is not None:
+            raise DataError(f"dtype {dtype!r} for a loaded model, which has one: leave it out, or pass model.config")
+        if not isinstance(getattr(model_or_config, "config", None), PreTrainedConfig):
+            raise DataError(f"{type(model_or_config).__name__} is no transformers model: pass one, or its config")
+        _check_decoder(model_or_config.config)
+        _check_every_token_kept(model_or_config)
+        return model_or_config
+    config = copy.deepcopy(_config(model_or_config))
+    _check_decoder(config)
+    if getattr(config, "quantization_config", None):
+        raise DataError("this config has quantized weights, whose bytes it does not tell: pass the loaded model")
+    dtype = _dtype(dtype, config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    except REFUSALS as error:
+        raise DataError(
+            f"{type(config).__name__} describes no decoder that can be laid out ({type(error).__name__}: "
+            f"{str(error)[:200]}): pass the config of a causal language model, such as LlamaConfig"
+        ) from error
+    if not isinstance(model_or_config, (PreTrainedConfig, dict)):
+        model.vqkv_name = str(model_or_config)
+    _check_every_token_kept(model)
+    return model
+
+
+def _config(config) -> PreTrainedConfig:
+    """From a config, its contents, or a name of something that is already here."""
+    if isinstance(config, PreTrainedConfig):
+        return config
+    if isinstance(config, dict):
+        try:
+            return AutoConfig.for_model(**config)
+        except REFUSALS as error:
+            raise DataError(f"{str(config)[:80]} is no config: it needs a model_type and its settings") from error
+    if not isinstance(config, str) and not hasattr(config, "__fspath__"):
+        kind = type(config).__name__
+        raise DataError(f"model_or_config must be a model, a config, a dict, a folder or a bundled name, not {kind}")
+    try:
+        return AutoConfig.from_pretrained(BUNDLED.get(config, config), local_files_only=True)
+    except REFUSALS as error:
+        remedy = "A folder with a config.json also works, and a hub name whose config was downloaded before."
+        raise UnknownNameError("model", str(config), BUNDLED, remedy) from error
+
+
+def _check_decoder(config: PreTrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise DataError(f"{type(config).__name__} is of an encoder and a decoder: pass the config of a decoder alone")
+
+
+def _check_every_token_kept(model) -> None:
+    """Raises ``DataError`` for layers with a sliding window, and for what has no KV heads."""
+    model_shape(model)
+    if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
+        raise DataError(
+            f"{type(model).__name__} has layers with a sliding window, whose DynamicCache stops growing: set "
+            "sliding_window=None (and layer_types to full_attention) in the config to count every token"
+        )
+
+
+def _preset(preset) -> Preset | Compressor:
+    if isinstance(preset, (Preset, Compressor)):
+        return preset
+    if not isinstance(preset, (str, dict)):
+        kind = type(preset).__name__
+        raise DataError(f"preset must be a Preset such as presets.vqllm(), its name, or a Compressor, not {kind}")
+    return call_described("preset", PRESETS, preset)
+
+
+def _dtype(dtype, config: PreTrainedConfig) -> torch.dtype:
+    dtype = dtype or getattr(config, "dtype", None) or torch.float16
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UnknownNameError("dtype", str(dtype), ("float32", "float16", "bfloat16"))
+    return found
+
+
+def _name(model) -> str:
+    return getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__)
+
+
+def _dtype_name(model) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _bytes(label: str, gigabytes) -> int:
+    """Raises ``DataError`` unless it is a number of gigabytes from 0 on."""
+    if type(gigabytes) not in (int, float) or not 0 <= gigabytes < math.inf:
+        raise DataError(f"{label} {gigabytes!r} must be a number of GB (10^9 bytes) from 0 on, such as 24 or 80")
+    return round(gigabytes * GB)
+
+
+def _check_room(model, needed: Footprint, reserve: int, memory: int) -> None:
+    if needed.fixed + reserve > memory:
+        sizes = (needed.weights, needed.side_information, reserve, memory)
+        weights, side, kept, all_ = (f"{size / GB:.4g} GB" for size in sizes)
+        raise DataError(
+            f"{_name(model)} does not fit: weights of {weights} in {_dtype_name(model)}, side information of {side} "
+            f"and a reserve of {kept} are more than the memory of {all_}. Name more memory, a dtype with fewer bits or "
+            "a smaller model"
+        )
+
+
+def _search(needed: Footprint, memory: int, batch_size: int, context: int) -> tuple[int, int]:
+    """The longest context at ``batch_size`` and the largest batch at ``context``."""
+    return (
+        _largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory),
+        _largest(lambda sequences: needed.peak(context, sequences) <= memory),
+    )
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number below ``MOST`` that fits, if all smaller ones do; 0 if none."""
+    low, high = 0, MOST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
