@@ -52,14 +52,13 @@ class Oracle:
         self.rows = [[] for _ in range(batch)] if self.rows is None else self.rows
         before = [[None if t is None else t.read for t in row] for row in self.rows]
         for b, row in enumerate(self.rows):
-            old = list(row)
             for i in range(width):
                 row.append(None)
                 if real[b, i]:
                     position = 1 + sum(t is not None for t in row)
                     given = [tuple(x[b, :, i] for x in pair) for pair in states]
                     row[-1] = Token(given, given, "new", position)
-            self._settle([t for t in row if t is not None], len(old))
+            self._settle([t for t in row if t is not None])
         return [
             tuple(
                 torch.stack(
@@ -81,7 +80,7 @@ class Oracle:
             ]
             yield row + new
 
-    def _settle(self, tokens, _):
+    def _settle(self, tokens):
         held, rows = self.compressor.settings, self.compressor.tokens_per_row
         sinks = sum(t.place == "sink" for t in tokens)
         for t in tokens:
@@ -154,6 +153,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("reorder"), st.randoms(use_true_random=False)),
     st.tuples(st.just("repeat"), st.integers(1, 2)),
     st.tuples(st.just("select"), st.randoms(use_true_random=False)),
+    st.tuples(st.just("save")),
     st.tuples(st.just("reset")),
 )
 
@@ -179,7 +179,7 @@ def feed(cache, oracle, model, generator, new_tokens, padding, batch):
     expected = oracle.update(states, real)
     for layer, (keys, values) in enumerate(states):
         found = cache.update(keys, values, layer)
-        for ours, theirs, new in zip(found, expected[layer], (keys, values), strict=True):
+        for ours, theirs in zip(found, expected[layer], strict=True):
             shown = mask[:, None, :, None].expand_as(ours)
             torch.testing.assert_close(ours * shown, theirs, rtol=1e-4, atol=1e-4)
 
