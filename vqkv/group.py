@@ -6,7 +6,6 @@ from torch import Tensor
 
 from vqkv.coder import Known
 from vqkv.positions import Positions
-from vqkv.precision import full_precision
 from vqkv.role import Role, Settings
 
 Pair = tuple[Role, Role]
@@ -47,9 +46,8 @@ class Group:
     def update(self, layer: int, keys: Tensor, values: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys (after RoPE) and values (sequences, num_kv_heads, new_tokens, head_dim); return what
         attention reads: decoded history and, unless ``in_place``, the new tokens as they came."""
-        with full_precision(keys.device):
-            pairs = zip(self.roles[layer], (keys, values), strict=True)
-            return tuple(self._pass(role, x, self.at(layer), room) for role, x in pairs)
+        (key, value), positions = self.roles[layer], self.at(layer)
+        return self._pass(key, keys, positions, room), self._pass(value, values, positions, room)
 
     def _pass(self, role: Role, states: Tensor, positions: Positions, room: int) -> Tensor:
         if self.settings.in_place:

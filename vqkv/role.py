@@ -101,23 +101,26 @@ class Role:
     def _read_packed(self, out: Tensor, positions: Positions, known: Known, start: int) -> None:
         """Fill ``out`` with the packed tokens that are not kept decoded: the ``start``-th of all tokens and on."""
         turned = self.rotated and positions.rotary is not None
-        for first, last in self._pieces(out, known):
+        place, pieces = start, self._pieces(out, known)
+        for first, last in pieces:
             count = self.history.count(last) - self.history.count(first)
-            into, out = out.narrow(2, 0, count), out.narrow(2, count, out.shape[2] - count)
+            into = out if len(pieces) == 1 else out.narrow(2, place - start, count)
             x = self.history.decode(self.coder, known, first, last, None if turned else into)
             if x is not into:
-                into.copy_(positions.rotate(x, start) if turned else x)
-            start += count
+                into.copy_(positions.rotate(x, place) if turned else x)
+            place += count
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
         """Spans of the packed tokens that are decoded at a time, so that what decoding works with stays small. All at
         once where it works with nothing, and where other places read the tokens too."""
-        first, last = self.upto, self.history.packed
-        coder, direct = self.coder, self.coder.codec.decodes_directly(out) and not self.rotated
-        if direct or coder.prediction is not None or coder.place in known.last_reader:
+        first, last, coder = self.upto, self.history.packed, self.coder
+        few, known_elsewhere = PIECE[out.device.type == "cpu"], coder.place in known.last_reader
+        if out.numel() <= few or known_elsewhere or coder.prediction is not None:
+            return [(first, last)]
+        if coder.codec.decodes_directly(out) and not self.rotated:
             return [(first, last)]
         row = coder.tokens_per_row * out.shape[0] * out.shape[1] * out.shape[3]
-        step = max(1, PIECE[out.device.type == "cpu"] // row) * coder.tokens_per_row
+        step = max(1, few // row) * coder.tokens_per_row
         return [(i, min(i + step, last)) for i in range(first, last, step)]
 
     def _keep(self, x: Tensor, start: int, room: int) -> None:

@@ -113,13 +113,12 @@ class MinMax(Stage):
     def decode_codes(self, quantizer, payload, side: Side, out: Tensor) -> bool:
         """See ``Stage``."""
         levels, low, high = quantizer.levels(), side["low"], side["high"]
-        if levels is None or low.shape != high.shape:
+        if levels is None or low.shape != high.shape or low.dtype != high.dtype:
             return False
         packed = payload_field(payload, "codes", payload.tokens_per_row)
         if not fused.serves_affine(packed, levels, low, out):
             return False
-        low = low.float()
-        fused.affine(packed, levels, low, high.float() - low, out)
+        fused.affine(packed, levels, low, high, out)
         return True
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # numba knows no fp16 on a CPU
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 
 
@@ -26,19 +27,23 @@ def serves_affine(packed: Tensor, levels: Tensor, low: Tensor, out: Tensor) -> b
     if not takes(bits, out) or out.ndim != 5 or out.shape[4] * bits % 8:
         return False
     *rows, groups, size = out.shape
-    return low.shape == (*rows, groups) and packed.shape == (*rows, groups * size * bits // 8)
+    return (
+        low.dtype is torch.float16
+        and low.shape == (*rows, groups)
+        and packed.shape == (*rows, groups * size * bits // 8)
+    )
 
 
-def affine(packed: Tensor, levels: Tensor, low: Tensor, span: Tensor, out: Tensor) -> None:
-    """out = levels[code] * span + low, for codes of 1, 2 or 4 bits.
+def affine(packed: Tensor, levels: Tensor, low: Tensor, high: Tensor, out: Tensor) -> None:
+    """out = levels[code] * (high - low) + low, for codes of 1, 2 or 4 bits.
 
-    ``packed`` uint8 (batch, num_kv_heads, rows, bytes); ``levels`` float32 (2^bits); ``low`` and ``span`` float32
+    ``packed`` uint8 (batch, num_kv_heads, rows, bytes); ``levels`` float32 (2^bits); ``low`` and ``high`` float16
     (batch, num_kv_heads, rows, groups), each for equally many bytes in a row; ``out`` float32 (batch, num_kv_heads,
     rows, groups, values of a group), any strides. See ``serves_affine``.
     """
-    bits = len(levels).bit_length() - 1
-    packed, low, span = (x if x.is_contiguous() else x.contiguous() for x in (packed, low, span))
-    _affine(bits)(packed.numpy(), levels.numpy(), low.numpy(), span.numpy(), out.numpy())
+    packed, low, high = (x if x.is_contiguous() else x.contiguous() for x in (packed, low, high))
+    decode, ends = _affine(len(levels).bit_length() - 1), [x.numpy().view(np.uint16) for x in (low, high)]
+    decode(packed.numpy(), levels.numpy(), *ends, FLOAT16, out.numpy())
 
 
 @cache
@@ -46,8 +51,8 @@ def _affine(bits: int):
     """Compiled for this width; reference: ``codec.scaling.MinMax`` after ``codec.affine.Uniform``."""
     each, mask = 8 // bits, 2**bits - 1
 
-    @numba.njit("(u1[:,:,:,::1], f4[::1], f4[:,:,:,::1], f4[:,:,:,::1], f4[:,:,:,:,:])", nogil=True)
-    def decode(packed, levels, low, span, out):
+    @numba.njit("(u1[:,:,:,::1], f4[::1], u2[:,:,:,::1], u2[:,:,:,::1], f4[::1], f4[:,:,:,:,:])", nogil=True)
+    def decode(packed, levels, low, high, float16, out):
         batch, heads, rows, groups = low.shape
         size = packed.shape[3] // groups
         table = np.empty(mask + 1, np.float32)
@@ -55,8 +60,10 @@ def _affine(bits: int):
             for h in range(heads):
                 for n in range(rows):
                     for g in range(groups):
+                        start = float16[low[b, h, n, g]]
+                        span = float16[high[b, h, n, g]] - start
                         for k in range(mask + 1):
-                            table[k] = levels[k] * span[b, h, n, g] + low[b, h, n, g]
+                            table[k] = levels[k] * span + start
                         codes, values = packed[b, h, n, g * size : (g + 1) * size], out[b, h, n, g]
                         for i in range(size):
                             for j in range(each):
