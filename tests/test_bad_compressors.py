@@ -27,6 +27,7 @@ def model(tmp_path_factory):
 def saved(model, tmp_path_factory):
     """Folders by preset: with predictors, with layers that are shared, and with neither."""
     chosen = {"aqua": presets.aqua(), "shared": presets.kvsharer(pairs=1, threshold=-1), "plain": presets.fp16()}
+    chosen["quanto"] = presets.quanto()
     folder = tmp_path_factory.mktemp("saved")
     for name, preset in chosen.items():
         calibrate(model, TOKENS, preset, progress=False).save_pretrained(folder / name)
@@ -68,6 +69,10 @@ def stored_as_nothing(config):
 def zeros_without_end(config):
     (pair,) = [pair for pair in config["codecs"] if pair[0]["part"] == "Nothing"]
     pair[0]["head_dim"] = None
+
+
+def fitted_elsewhere(**values):
+    return lambda config: config["codecs"][1][0].update(values)
 
 
 def once_more(config):
@@ -116,12 +121,27 @@ def test_no_prediction_is_lost_unnoticed(altered, name, change, message):
         Compressor.from_pretrained(altered(name, change))
 
 
+def test_a_loaded_compressor_does_not_change_with_its_file(saved, tmp_path):
+    shutil.copytree(saved / "aqua", tmp_path / "c")
+    compressor, path = Compressor.from_pretrained(tmp_path / "c"), next((tmp_path / "c").glob("codecs-*"))
+    before = compressor.fingerprint
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert compressor.fingerprint == before
+
+
+@pytest.mark.parametrize("values", [{"head_dim": 64}, {"num_kv_heads": 4}])
+def test_every_codec_is_of_the_model(altered, model, values):
+    with pytest.raises(FormatError, match="a codec of .* KV heads and head_dim .* for a model of 2 and 32"):
+        Compressor.from_pretrained(altered("quanto", fitted_elsewhere(**values)))
+
+
 @pytest.mark.parametrize("orphan", ["9.key.x", "1.key.predictor.x", "0.key.predictor.weight", "-1.key.x", "x"])
 def test_every_tensor_belongs_to_something(altered, orphan):
     folder = altered("plain", header())
     path = next(folder.glob("codecs-*"))
     save_file(load_file(path) | {orphan: torch.zeros(1)}, path)
-    _signed(folder, header(codecs_sha256=_sha256(path)))
+    _signed(folder, header(codecs_sha256=_sha256(path.read_bytes())))
     with pytest.raises(FormatError, match="has no state|belong to no codec"):
         Compressor.from_pretrained(folder)
 

@@ -3,9 +3,14 @@
 import json
 
 import pytest
+import torch
+import yaml
 from typer.testing import CliRunner
 
+import vqkv.cli
+from vqkv import Compressor, load_model
 from vqkv.cli import app
+from vqkv.snapshots import SnapshotWriter
 
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
 
@@ -28,6 +33,37 @@ def test_inspect_names_model_and_codec(saved):
     assert "vqkv/llama-mini" in out and "part: ResidualVQ" in out and "kind: strided" in out
 
 
+def test_inspect_reports_a_saved_cache_with_no_model_or_compressor_at_hand(saved, tmp_path, monkeypatch):
+    model = load_model("vqkv/llama-mini")[0]
+    cache = Compressor.from_pretrained(saved).new_cache(model)
+    with torch.inference_mode():
+        model(torch.arange(40).view(2, 20), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    monkeypatch.setattr(vqkv.cli, "load_model", None)
+    about = yaml.safe_load(run("inspect", tmp_path / "cache").split("\n", 1)[1])
+    report = cache.report()
+    assert about["compressor"]["name"] == "vqllm" and about["model"]["name"] == "vqkv/llama-mini"
+    assert about["kinds"] == report.kinds and about["bits_per_value"] == report.bits_per_value
+    assert about["ratio"] == report.ratio and about["file_bytes"] == (tmp_path / "cache").stat().st_size
+
+
+def test_inspect_reports_a_snapshot_stream(tmp_path):
+    with SnapshotWriter(tmp_path / "stream", interval=2) as stream:
+        for _ in range(3):
+            stream.append([torch.randn(1, 2, 4, 16)], [torch.randn(1, 2, 4, 16)])
+    about = yaml.safe_load(run("inspect", tmp_path / "stream").split("\n", 1)[1])
+    assert (about["steps"], about["seq_len"], about["interval"], about["damaged"]) == (3, 12, 2, False)
+    assert about["file_bytes"] == (tmp_path / "stream").stat().st_size
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"vqkvsnap", bytes(100), b"\x02" + bytes(7) + b"{}"])
+def test_inspect_names_what_it_reads(data, tmp_path):
+    (tmp_path / "file").write_bytes(data)
+    for path in (tmp_path / "file", tmp_path, tmp_path / "none"):
+        out = " ".join(run("inspect", path, code=2).split())
+        assert all(kind in out for kind in ("compressor's folder", "saved cache", "snapshot stream"))
+
+
 def test_evaluate_prints_one_json_row(saved):
     row = json.loads(
         run("evaluate", "vqkv/llama-mini", saved, "--num-seqs", 1, "--seq-len", 64, "--protocol", "in_place")
@@ -42,7 +78,8 @@ def test_evaluate_prints_one_json_row(saved):
         (["calibrate", "vqkv/llama-mini", "x", "--preset", "vqlm"], "Did you mean 'vqllm'"),
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebooksize=2"], "codebook_size"),
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebook_size"], "write name=value"),
-        (["inspect", "nowhere"], "no config.json"),
+        (["inspect", "nowhere"], "nowhere is not there"),
+        (["inspect", "."], "no config.json"),
     ],
 )
 def test_bad_input_ends_with_its_message(arguments, message, tmp_path, monkeypatch):

@@ -110,12 +110,17 @@ class CompressedCache(Cache):
         hook = model.base_model.register_forward_pre_hook(Watch(self), with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
-    @torch.compiler.disable
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """See ``CompressedLayer.update``. Raises ``DataError`` if an earlier forward pass broke off half-way."""
+        if torch.compiler.is_compiling():
+            return self._update_uncompiled(key_states, value_states, layer_idx)
         if layer_idx == 0:
             self._check_intact()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _update_uncompiled(self, key_states, value_states, layer_idx: int):
+        return self.update(key_states, value_states, layer_idx)
 
     def _check_intact(self) -> None:
         if not all(layer.intact for layer in self.layers):
@@ -176,6 +181,22 @@ class CompressedCache(Cache):
 
     def __repr__(self) -> str:
         return f"CompressedCache({self.compressor.name}: {self.report().line()})"
+
+    def save(self, path) -> None:
+        """Write all that is stored to one safetensors file, see ``vqkv.saved``; only what ``decoded_cache_bytes`` keeps
+        is left out. Raises ``DataError`` if a forward pass broke off half-way, ``OSError`` if the file cannot be
+        written: an older one at ``path`` then stays as it was."""
+        from vqkv import saved  # it makes caches
+
+        saved.save(self, path)
+
+    @classmethod
+    def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":
+        """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
+        that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
+        from vqkv import saved
+
+        return saved.load(cls, path, compressor, model, decoded_cache_bytes)
 
 
 def new_group(compressor, settings: Settings, rotary: Rotary | None, size: int) -> Group:

@@ -8,19 +8,26 @@ from typing import Annotated
 import typer
 import yaml
 
-from vqkv import presets
+from vqkv import presets, saved
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.corpus import load_corpus
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError
 from vqkv.evaluate import evaluate
 from vqkv.models import load_model
+from vqkv.snapshot_forms import dtype_name
+from vqkv.snapshot_layout import SIZES
+from vqkv.snapshots import MAGIC, SnapshotReader
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
 Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, or a data set's name")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+READABLE = (
+    "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
+    "stream (SnapshotWriter)"
+)
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 
 
@@ -68,21 +75,62 @@ def evaluate_command(
 
 
 @app.command("inspect")
-def inspect_command(path: Annotated[Path, typer.Argument(help="folder of a saved compressor")]) -> None:
-    """Print what a saved compressor was fitted to, its codecs and its side information."""
+def inspect_command(
+    path: Annotated[
+        Path, typer.Argument(help="folder of a saved compressor, or file: a saved cache, a snapshot stream")
+    ],
+) -> None:
+    """Print what a compressor was fitted to and its codecs; what a saved cache holds and what it was made for; or the
+    bytes of a snapshot stream. No model is loaded."""
     with _plain_errors():
-        compressor = Compressor.from_pretrained(path)
-        key, value = compressor.codecs[0]
-        typer.echo(compressor)
-        model = {name: value for name, value in compressor.model.items() if name != "weights"}
-        about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
-        about |= {"first layer": {"key codec": key.config(), "value codec": value.config()}}
-        about["predictions"] = {
-            f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]
-            for (role, layer), prediction in compressor.predictions.items()
-        }
-        about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
-        typer.echo(yaml.safe_dump(about, sort_keys=False))
+        typer.echo(_inspected(path))
+
+
+def _inspected(path: Path) -> str:
+    try:
+        return _reader(path)(path)
+    except FormatError as error:
+        raise FormatError(f"{error}. {READABLE}") from error
+
+
+def _reader(path: Path):
+    """Which kind of thing ``path`` is, as the function that prints it."""
+    if path.is_dir():
+        return _compressor
+    if not path.is_file():
+        raise FormatError(f"{path} is not there, or no file")
+    with open(path, "rb") as file:
+        return _stream if file.read(len(MAGIC)) == MAGIC else _cache
+
+
+def _compressor(folder: Path) -> str:
+    compressor = Compressor.from_pretrained(folder)
+    key, value = compressor.codecs[0]
+    model = {name: value for name, value in compressor.model.items() if name != "weights"}
+    about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
+    about |= {"first layer": {"key codec": key.config(), "value codec": value.config()}}
+    about["predictions"] = {
+        f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]
+        for (role, layer), prediction in compressor.predictions.items()
+    }
+    about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
+    return f"{compressor}\n{_yaml(about)}"
+
+
+def _cache(path: Path) -> str:
+    about = saved.inspect(path)
+    made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
+    return f"saved cache, made with {made}\n{_yaml(about)}"
+
+
+def _stream(path: Path) -> str:
+    stream = SnapshotReader(path)
+    about = {"dtype": dtype_name(stream.dtype)} | {name: getattr(stream, name) for name in (*SIZES, "damaged")}
+    return f"snapshot stream of {len(stream)} steps\n{_yaml(about | stream.report())}"
+
+
+def _yaml(about: dict) -> str:
+    return yaml.safe_dump(about, sort_keys=False)
 
 
 class _plain_errors:

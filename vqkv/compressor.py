@@ -3,20 +3,20 @@
 import hashlib
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from safetensors.torch import save as serialize
+from torch import Tensor
 
 from vqkv.cache import CompressedCache
 from vqkv.codec.base import ALTERED, Codec, Nothing, check_head_dim, check_num_kv_heads, codec_from_config, whole_blocks
 from vqkv.coder import ROLES, Coder, Known, Place, Prediction, check_order, last_readers
 from vqkv.errors import FormatError
+from vqkv.files import replacing, tensors_sha256
 from vqkv.models import difference
 from vqkv.predict import predictor_from_config
 from vqkv.settings import CacheSettings
@@ -67,6 +67,13 @@ class Compressor:
         """The predictors' share of ``side_bytes``."""
         return sum(prediction.predictor.side_bytes for prediction in self.predictions.values())
 
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of all that encoding and decoding depend on: codecs, predictions, cache settings and everything
+        learned, not the names. Another device or a save and a load do not change it."""
+        text = json.dumps(self._described(), sort_keys=True)
+        return _sha256((text + tensors_sha256(sorted(self._learned().items()))).encode())
+
     def to(self, device) -> "Compressor":
         """Move everything learned to ``device``, in place."""
         for codec in (codec for pair in self.codecs for codec in pair):
@@ -113,30 +120,15 @@ class Compressor:
         folder = Path(folder).resolve()
         if folder.exists() and not folder.is_dir():
             raise FormatError(f"{folder} is a file: name a folder for the compressor")
-        tensors = {
-            f"{layer}.{role}.{name}": tensor.contiguous().clone()
-            for layer, pair in enumerate(self.codecs)
-            for role, codec in zip(("key", "value"), pair, strict=True)
-            for name, tensor in codec.state().items()
-        } | {
-            f"{layer}.{role}.predictor.{name}": tensor.contiguous().clone()
-            for (role, layer), prediction in self.predictions.items()
-            for name, tensor in prediction.predictor.state().items()
-        }
         folder.mkdir(parents=True, exist_ok=True)
-        data = serialize(tensors)
-        digest = hashlib.sha256(data).hexdigest()
+        data = serialize({name: tensor.contiguous().clone() for name, tensor in self._learned().items()})
+        digest = _sha256(data)
         config = {
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
             "model": self.model,
-            "settings": asdict(self.settings),
-            "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
-            "predictions": [
-                {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}
-                for place, prediction in self.predictions.items()
-            ],
+            **self._described(),
             "notes": self.notes,
             "codecs_file": f"codecs-{digest[:16]}.safetensors",
             "codecs_sha256": digest,
@@ -148,6 +140,31 @@ class Compressor:
             if old.name != config["codecs_file"]:
                 old.unlink()
 
+    def _described(self) -> dict:
+        """All but what was learned, as JSON."""
+        return {
+            "settings": asdict(self.settings),
+            "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
+            "predictions": [
+                {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}
+                for place, prediction in sorted(self.predictions.items(), key=lambda item: item[0][::-1])
+            ],
+        }
+
+    def _learned(self) -> dict[str, Tensor]:
+        """Everything learned, by the name it is saved under."""
+        codecs = {
+            f"{layer}.{role}.{name}": tensor
+            for layer, pair in enumerate(self.codecs)
+            for role, codec in zip(ROLES, pair, strict=True)
+            for name, tensor in codec.state().items()
+        }
+        return codecs | {
+            f"{layer}.{role}.predictor.{name}": tensor
+            for (role, layer), prediction in self.predictions.items()
+            for name, tensor in prediction.predictor.state().items()
+        }
+
     @classmethod
     def from_pretrained(cls, folder) -> "Compressor":
         """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, truncated or altered."""
@@ -156,7 +173,7 @@ class Compressor:
         try:
             about, tensors = _about(config), _tensors(folder, config)
             predictions = _predictions(config.get("predictions", []), tensors, about)  # claims its tensors first
-            codecs = _codecs(config["codecs"], tensors, predictions)
+            codecs = _codecs(config["codecs"], tensors, predictions, about)
             if tensors:
                 raise FormatError(f"tensors {sorted(tensors)[:3]} belong to no codec and no predictor")
             settings = CacheSettings(**config["settings"])
@@ -222,17 +239,26 @@ def _is_weight(x) -> bool:
 
 def _tensors(folder: Path, config: dict) -> dict:
     path = folder / Path(config["codecs_file"]).name
-    if not _is_file(path) or _sha256(path) != config["codecs_sha256"]:
+    data = path.read_bytes() if _is_file(path) else b""
+    if _sha256(data) != config["codecs_sha256"]:
         raise FormatError(f"{path} is missing, truncated or altered: its sha256 is not the one in config.json")
-    return load_file(path)
+    return load(data)  # not load_file, whose tensors are pages of the file and would change with it
 
 
-def _codecs(described: list, tensors: dict, predictions: dict[Place, Prediction]) -> list[tuple[Codec, Codec]]:
-    """The codecs of every layer, which take theirs out of ``tensors``."""
-    return [
+def _codecs(described: list, tensors: dict, predictions: dict[Place, Prediction], about: dict) -> list[tuple]:
+    """The (key codec, value codec) of every layer, which take theirs out of ``tensors``. Raises ``FormatError`` for one
+    that was fitted to another model than the others."""
+    codecs = [
         tuple(_codec(config, (role, layer), tensors, predictions) for role, config in zip(ROLES, pair, strict=True))
         for layer, pair in enumerate(described)
     ]
+    for codec in (codec for pair in codecs for codec in pair):
+        if codec.head_dim != about["head_dim"] or codec.num_kv_heads not in (None, about["num_kv_heads"]):
+            raise FormatError(
+                f"a codec of {codec.num_kv_heads} KV heads and head_dim {codec.head_dim} for a model of "
+                f"{about['num_kv_heads']} and {about['head_dim']}: the file was altered"
+            )
+    return codecs
 
 
 def _codec(config: dict, place: Place, tensors: dict, predictions: dict[Place, Prediction]) -> Codec:
@@ -269,9 +295,8 @@ def _place(role, layer, num_layers: int) -> Place:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+    with replacing(path) as file:
         file.write(data)
-    os.replace(file.name, path)
 
 
 def _claim(tensors: dict, prefix: str) -> dict:
@@ -288,8 +313,8 @@ def _is_file(path: Path) -> bool:
 
 def _config_sha256(config: dict) -> str:
     rest = {key: value for key, value in config.items() if key != "config_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return _sha256(json.dumps(rest, sort_keys=True).encode())
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
