@@ -3,8 +3,10 @@
 ``attrs["sources"]`` of a result names the models and corpora by hash, for the provenance.
 """
 
+from vqkv.experiments.capacity import blog_claims, capacity_table
 from vqkv.experiments.depth import gaussian_depth, residual_depth
 from vqkv.experiments.entropy import code_entropy
+from vqkv.experiments.generation import choices, generation_latency, generation_peak, loss_by_position, memory_growth
 from vqkv.experiments.grouping import grouping
 from vqkv.experiments.ladder import eviction, tier_ladder
 from vqkv.experiments.learning import codebook_learning
@@ -15,7 +17,8 @@ from vqkv.experiments.systems import systems
 from vqkv.experiments.thresholds import threshold_sweep
 
 __all__ = [
-    "algebra", "beside_published", "code_entropy", "codebook_learning", "error_propagation", "eviction",
-    "gaussian_depth", "grouping", "magnitudes", "phenomena", "predictability", "predictor_ablation", "residual_depth",
-    "systems", "threshold_sweep", "tier_ladder", "within_budget",
+    "algebra", "beside_published", "blog_claims", "capacity_table", "choices", "code_entropy", "codebook_learning",
+    "error_propagation", "eviction", "gaussian_depth", "generation_latency", "generation_peak", "grouping",
+    "loss_by_position", "magnitudes", "memory_growth", "phenomena", "predictability", "predictor_ablation",
+    "residual_depth", "systems", "threshold_sweep", "tier_ladder", "within_budget",
 ]  # fmt: skip

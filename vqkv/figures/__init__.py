@@ -1,6 +1,8 @@
 """How figures look, and one function per figure."""
 
+from vqkv.figures.capacity import context_dots
 from vqkv.figures.depth import depth_curves, distance_to_bound, systems_plane
+from vqkv.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
 from vqkv.figures.grouping import GROUPING_COLOURS, grouping_bars
 from vqkv.figures.learning import code_usage, learning_curves
 from vqkv.figures.phenomena import channel_ratios, magnitude_boxes, recall_bars
@@ -17,9 +19,10 @@ from vqkv.figures.thresholds import (
 )
 
 __all__ = [
-    "GROUPING_COLOURS", "PALETTE", "STYLE", "ablation_bars", "channel_ratios", "code_usage", "context_costs",
-    "depth_curves", "distance_to_bound", "entropy_bars", "eviction_curves", "evr_bars", "evr_heatmap",
-    "grouping_bars", "ladder_bars", "learning_curves", "magnitude_boxes", "predicted_plane", "propagation",
-    "quantised_inputs", "ratios_by_threshold", "recall_bars", "render", "save", "sequence_spread", "systems_plane",
-    "threshold_curves", "use_style",
+    "GROUPING_COLOURS", "PALETTE", "STYLE", "ablation_bars", "channel_ratios", "choose", "code_usage",
+    "context_costs", "context_dots", "depth_curves", "distance_to_bound", "entropy_bars", "eviction_curves",
+    "evr_bars", "evr_heatmap", "grouping_bars", "ladder_bars", "learning_curves", "loss_by_position",
+    "magnitude_boxes", "memory_lines", "predicted_plane", "propagation", "quantised_inputs", "ratios_by_threshold",
+    "recall_bars", "render", "save", "sequence_spread", "systems_plane", "threshold_curves", "time_dumbbells",
+    "use_style",
 ]  # fmt: skip

@@ -1,23 +1,20 @@
-"""Side-by-side timings of residual VQ against its peers: ``python -m vqkv.bench [--out results/bench_rvq.csv]``.
+"""Side-by-side timings of residual VQ against its peers: ``python -m vqkv.bench rvq [--out results/bench_rvq.csv]``.
 
 One thread, the same codebooks in every implementation, repetitions interleaved (A B C A B C ...) so that a busy
 machine slows all of them alike; milliseconds of wall time. Every peer's codes are compared with ours.
 """
 
 import argparse
-import csv
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from vqkv.bench.record import versions, write
 from vqkv.kernels import cpu, reference
 from vqkv.machine import processor
 
@@ -133,33 +130,21 @@ def measure(entries: list[Entry], repetitions: int) -> list[list[float]]:
 def table(entries: list[Entry], times: list[list[float]], shape: str) -> list[dict]:
     """One tidy row per entry; ``ratio_to_ours`` compares medians of the same operation."""
     medians = {(e.operation, e.implementation): statistics.median(t) for e, t in zip(entries, times, strict=True)}
-    versions = "; ".join([f"python {platform.python_version()}", *(f"{p} {v}" for p, v in _versions().items())])
     rows = []
     for entry, taken in zip(entries, times, strict=True):
         median = statistics.median(taken)
         values = (
             entry.operation, entry.implementation, shape, entry.dtype, processor(), torch.get_num_threads(), len(taken),
             f"{median:.3f}", f"{min(taken):.3f}", f"{max(taken):.3f}", f"{median / medians[entry.operation, OURS]:.2f}",
-            "" if entry.equal is None else f"{entry.equal:.6f}", versions,
+            "" if entry.equal is None else f"{entry.equal:.6f}", versions(*PACKAGES),
         )  # fmt: skip
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 
 
-def write(rows: list[dict], path: Path) -> None:
-    """Write the CSV to a temporary name and move it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and, with ``--out``, write."""
-    parser = argparse.ArgumentParser(prog="python -m vqkv.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vqkv.bench rvq", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file to write")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=32)
@@ -207,17 +192,3 @@ def _share(codes: Tensor, expected: Tensor) -> float:
 
 def _close(values: Tensor, expected: Tensor) -> float:
     return float(torch.isclose(values.float(), expected.float(), atol=1e-5).all(dim=-1).double().mean())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-if __name__ == "__main__":
-    main()

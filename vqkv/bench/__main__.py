@@ -1,0 +1,8 @@
+"""``python -m vqkv.bench``."""
+
+import sys
+
+from vqkv.bench import main
+
+if __name__ == "__main__":  # the processes that ``peak`` starts import this module, too
+    main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""How much memory generation takes at its peak: ``python -m vqkv.bench peak [--out FILE.csv]``.
+
+Every system generates in a process of its own, which has loaded the model (random weights) and the codebooks before
+the measuring starts. On a CPU: resident memory, which also counts what the allocator keeps; on a GPU: allocated memory.
+"""
+
+import argparse
+import ctypes
+import multiprocessing
+import resource
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from vqkv.bench.caches import THEIRS, KeepingDecoded, prepared, random_llama, random_tokens
+from vqkv.bench.generation import PACKAGES, Generation, add_shared, device_name, num_threads, report
+from vqkv.bench.record import versions
+from vqkv.compressor import Compressor
+from vqkv.errors import DataError
+
+SHOWN = ("system", "stored_mb", "prefill_mb", "decode_mb", "beyond_stored_mb")
+SIZES = [1, 8192, 8]
+CLEAR_PEAK = Path("/proc/self/clear_refs")  # Linux: writing 5 forgets the peak so far
+
+
+def peak_memory(
+    sizes: list[int], chunk_size: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
+    threads: int, dtype: str, device: str,
+) -> list[dict]:  # fmt: skip
+    """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system (all
+    if ``systems`` is empty), in units of 10^6 bytes. ``sizes``: [batch size, tokens of context, generated tokens].
+
+    ``prefill_mb`` and ``decode_mb``: the largest memory in each phase, less what the process took with model and
+    codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end.
+    ``beyond_stored_mb``: ``decode_mb`` less that, which comes and goes in every step: activations, and the history
+    that a layer has decoded to read it. Raises ``DataError`` for sizes that are no whole numbers from 1 on,
+    ``UnknownNameError`` for other systems.
+    """
+    if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in (*sizes, chunk_size)):
+        raise DataError(f"sizes {sizes!r}, chunk_size {chunk_size!r}: give 3 + 1 whole numbers from 1 on")
+    how = {"random": [geometry, dtype, device, seed], "sizes": sizes, "chunk_size": chunk_size, "threads": threads}
+    with num_threads(threads), tempfile.TemporaryDirectory() as folder:
+        model = random_llama(*how["random"])
+        made = prepared(model, systems, codebook_sizes, seed)
+        requests = {label: {"label": label, **how, **_saved(system, folder, label)} for label, system in made.items()}
+        named = {"geometry": geometry, "dtype": dtype, "device": device_name(model), "threads": threads}
+        del model, made
+        found = _each_in_a_process(requests)
+    about = dict(zip(("batch", "context", "generated"), sizes, strict=True)) | {"chunk_size": chunk_size}
+    return [{"system": label, **about, **row, **named, "versions": versions(*PACKAGES)} for label, row in found.items()]
+
+
+def _saved(system, folder: str, label: str) -> dict:
+    """Where another process finds a fitted compressor; nothing for what needs none."""
+    if label in THEIRS:
+        return {}
+    kept = isinstance(system, KeepingDecoded)
+    path = Path(folder) / label.replace(" ", "_")
+    (system.compressor if kept else system).save_pretrained(path)
+    return {"folder": str(path), "kept": kept}
+
+
+def _each_in_a_process(requests: dict[str, dict]) -> dict[str, dict]:
+    """Every process is forked from one that has imported this module and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        bar = tqdm(requests.items(), desc="peak", leave=False, disable=None)
+        return {label: pool.submit(generate_once, request).result() for label, request in bar}
+
+
+def generate_once(request: dict) -> dict[str, float]:
+    """In a fresh process: load, generate, and say how much memory it took in between."""
+    batch, context, generated = request["sizes"]
+    with num_threads(request["threads"]):
+        model = random_llama(*request["random"])
+        generation = Generation(model, _system(request, model.device))
+        generation.prefill(random_tokens(model, 1, 16))  # what torch sets up at its first use
+        generation.step()
+        tokens = random_tokens(model, batch, context)
+        before = _start_measuring(model.device)
+        for start in range(0, context, request["chunk_size"]):
+            feed = generation.feed if start else generation.prefill
+            feed(tokens[:, start : start + request["chunk_size"]])
+        prefill = _peak(model.device) - before
+        _start_measuring(model.device)
+        for _ in range(generated):
+            generation.step()
+        decode, stored = _peak(model.device) - before, generation.stored_bytes
+    found = {"stored": stored, "prefill": prefill, "decode": decode, "beyond_stored": decode - stored}
+    return {f"{name}_mb": size / 1e6 for name, size in found.items()}
+
+
+def _system(request: dict, device):
+    if "folder" not in request:
+        return THEIRS[request["label"]]()
+    compressor = Compressor.from_pretrained(request["folder"]).to(device)
+    return KeepingDecoded(compressor) if request["kept"] else compressor
+
+
+def _start_measuring(device: torch.device) -> int:
+    """Give freed memory back and forget the peak so far; bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError, AttributeError):  # glibc's, and Linux's
+        ctypes.CDLL(None).malloc_trim(0)
+        CLEAR_PEAK.write_text("5")
+    return _peak(device)
+
+
+def _peak(device: torch.device) -> int:
+    """The most bytes in use so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and, with ``--out``, write."""
+    parser = argparse.ArgumentParser(prog="python -m vqkv.bench peak", description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, help="batch size, context, generated tokens")
+    parser.add_argument("--chunk-size", type=int, default=128, help="tokens prefilled at a time")
+    add_shared(parser, "bfloat16")
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    report(peak_memory(**options), SHOWN, out)

@@ -1,0 +1,159 @@
+"""Notebook 08: what a compressed cache costs and saves while generating."""
+
+import math
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from vqkv.bench.caches import REFERENCE, contenders, stored_bytes
+from vqkv.bench.generation import latency
+from vqkv.bench.peak import peak_memory
+from vqkv.errors import DataError
+from vqkv.experiments.common import draw, frame, load
+from vqkv.metrics import token_kl, token_nll
+from vqkv.models import rotary_embedding
+
+BLOCK = 128  # tokens: every system packs in blocks that divide it
+
+
+def generation_latency(**settings) -> pd.DataFrame:
+    """See ``vqkv.bench.generation.latency``: times, which no two runs have alike."""
+    return frame(latency(**settings), {})
+
+
+def generation_peak(**settings) -> pd.DataFrame:
+    """See ``vqkv.bench.peak.peak_memory``: resident memory, which differs a little from run to run."""
+    return frame(peak_memory(**settings), {})
+
+
+def memory_growth(
+    model: str, corpus: str, systems: list[str], train_seqs: int, seq_len: int, generated: list[int],
+    batches: list[int], codebook_sizes: list[int], kmeans_iterations: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Bytes that the caches of ``systems`` (all if there are none) store after a prompt of 128 tokens and ``generated``
+    more, multiples of 128; a row per system, batch size and number of tokens.
+
+    ``stored_bytes``: every tensor that the cache holds, on a model in ``dtype``. ``expected_bytes``: bits per value
+    times packed values, and what is exact or kept decoded (``exact_bytes``). ``largest_bytes``: one token before, when
+    a cache that packs 128 tokens at a time holds most. ``ratio``: of ``DynamicCache``'s bytes to these (NaN without
+    it). ``side_bytes``: codebooks and predictors, stored once whatever the number of tokens and sequences. Presets are
+    fitted on ``train_seqs`` sequences of ``seq_len`` tokens. Raises ``DataError`` for lengths that are no multiples.
+    """
+    if not generated or any(type(n) is not int or n < 0 or n % BLOCK for n in generated):
+        raise DataError(f"generated {generated!r}: give multiples of {BLOCK} tokens")
+    sources = {}
+    loaded, tokenizer = load(model, dtype, device, sources)
+    train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
+    text = draw(corpus, tokenizer, "test", BLOCK + max(generated), max(batches), seed, sources)
+    found = contenders(loaded, train, systems, codebook_sizes, kmeans_iterations, seed)
+    rows = []
+    for label, system in tqdm(found.items(), desc="memory", leave=False, disable=None):
+        for batch in batches:
+            growth = _growth(loaded, system, text[:batch].to(loaded.device), generated)
+            rows += [{"model": model, "system": label, "batch": batch} | row for row in growth]
+    return frame(_with_ratio(rows), sources)
+
+
+@torch.inference_mode()
+def _growth(model, system, tokens: torch.Tensor, generated: list[int]) -> list[dict]:
+    """Feed the tokens as generation would store them, a block's last token apart."""
+    cache, rows, largest = system.new_cache(model), [], 0
+    for done in range(0, tokens.shape[1], BLOCK):
+        pieces = [BLOCK] if done == 0 else [BLOCK - 1, 1]
+        for piece in tokens[:, done : done + BLOCK].split(pieces, dim=1):
+            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            largest = largest if piece.shape[1] == 1 else stored_bytes(cache, system)
+        if done in generated:
+            rows.append({"generated": done} | _sizes(cache, system) | {"largest_bytes": largest})
+    return rows
+
+
+def _sizes(cache, system) -> dict:
+    report = cache.report()
+    exact = sum(report.kinds.get(kind, 0) for kind in ("window", "sinks", "decoded"))
+    return {
+        "stored_bytes": stored_bytes(cache, system),
+        "expected_bytes": report.packed_bytes + exact,
+        "exact_bytes": exact,
+        "packed_values": report.packed_values,
+        "values": report.values,
+        "bits_per_value": report.bits_per_value,
+        "side_bytes": system.side_bytes,
+    }
+
+
+def _with_ratio(rows: list[dict]) -> list[dict]:
+    plain = {(row["batch"], row["generated"]): row["stored_bytes"] for row in rows if row["system"] == REFERENCE}
+    for row in rows:
+        row["bits_total"] = 8 * row["stored_bytes"] / row["values"]
+        row["ratio"] = plain.get((row["batch"], row["generated"]), math.nan) / row["stored_bytes"]
+    return rows
+
+
+def loss_by_position(
+    models: list[str], corpus: str, systems: list[str], train_seqs: int, seq_len: int, longest: int, num_seqs: int,
+    chunk_size: int, bucket: int, batch_size: int, codebook_sizes: list[int], kmeans_iterations: int, seed: int,
+    dtype: str, device: str,
+):  # fmt: skip
+    """Negative log-likelihood by position in long held-out text, fed ``chunk_size`` tokens at a time, every one of the
+    ``systems`` (all if there are none) with the sinks and window that it has; a row per model, system and bucket of
+    ``bucket`` positions.
+
+    Sequences have ``longest`` tokens, or as many as a model with learned positions has. ``nll`` and ``kl`` (against the
+    exact model) are nats per token, ``nll_added`` is the difference from ``nll_exact``, each with the standard error
+    of its mean over sequences (``_se``). Presets are fitted on ``train_seqs`` sequences of ``seq_len`` tokens.
+    """
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        length = longest if rotary_embedding(model) else min(longest, model.config.max_position_embeddings)
+        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
+        test = draw(corpus, tokenizer, "test", length, num_seqs, seed, sources)
+        compared = contenders(model, train, systems, codebook_sizes, kmeans_iterations, seed)
+        found = {label: [] for label in compared}
+        for batch in tqdm(test.to(model.device).split(batch_size), desc=name, leave=False, disable=None):
+            for label, losses in _losses(model, compared, batch, chunk_size):
+                found[label].append(losses)
+        for label, losses in found.items():
+            about = {"model": name, "trained": model.config.max_position_embeddings, "system": label}
+            rows += [about | row for row in _by_bucket(torch.cat(losses, 1), bucket)]
+    return frame(rows, sources)
+
+
+@torch.inference_mode()
+def _losses(model, systems: dict, tokens: torch.Tensor, chunk_size: int):
+    """Yields each system's label with its NLL, the exact one and KL: (3, num_seqs, seq_len - 1)."""
+    exact, targets = model(tokens, use_cache=False).logits[:, :-1], tokens[:, 1:]
+    known = token_nll(exact, targets)
+    for label, system in systems.items():
+        cache = system.new_cache(model)
+        pieces = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(chunk_size, dim=1)]
+        logits = torch.cat(pieces, 1)[:, :-1]
+        yield label, torch.stack([token_nll(logits, targets), known, token_kl(exact, logits)]).cpu()
+
+
+def _by_bucket(losses: torch.Tensor, bucket: int) -> list[dict]:
+    """A row per bucket of positions of ``losses`` (3, num_seqs, positions); position 0 is that of the first token."""
+    rows = []
+    for start in range(0, losses.shape[2], bucket):
+        nll, exact, kl = losses[:, :, start : start + bucket].double().mean(2)
+        means = {"nll": nll, "nll_exact": exact, "nll_added": nll - exact, "kl": kl}
+        row = {"start": start, "end": min(start + bucket, losses.shape[2]), "num_seqs": len(nll)}
+        for name, each in means.items():
+            row |= {name: each.mean().item(), f"{name}_se": (each.std() / len(each) ** 0.5).item()}
+        rows.append(row)
+    return rows
+
+
+def choices(times: pd.DataFrame, memory: pd.DataFrame, losses: pd.DataFrame, model: str, context: int) -> pd.DataFrame:
+    """What one chooses between, a row per system: bits per value of all that is stored after the most generated tokens,
+    milliseconds added to the prompt and to a token after ``context`` tokens (one sequence), and ``model``'s KL over all
+    positions."""
+    losses = losses[losses["model"] == model]
+    weights = losses["end"] - losses["start"]
+    sums = pd.DataFrame({"kl": losses["kl"] * weights, "of": weights}).groupby(losses["system"], sort=False).sum()
+    timed = times[(times["batch"] == 1) & (times["context"] == context)].set_index("system")
+    stored = memory[(memory["batch"] == 1) & (memory["generated"] == memory["generated"].max())].set_index("system")
+    columns = [stored[["bits_total", "side_bytes"]], timed[["added_prefill_ms", "added_ms", "added_vs_quanto"]]]
+    return pd.concat([*columns, (sums["kl"] / sums["of"]).rename("kl")], axis=1, join="inner")
