@@ -2,34 +2,23 @@
 
 import dataclasses
 import json
-import os
-import resource
-import signal
 import subprocess
 import sys
 
 import pytest
-import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file
-from saved_states import same_state
+from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_state, through_file
 
-from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
-from vqkv.evict import H2O
+from vqkv import Compressor, calibrate, presets
 from vqkv.saved import inspect
 
-MANY = torch.randint(1, 4096, (12, 96), generator=torch.Generator().manual_seed(0))  # as many as an MLP asks for
-TOKENS = MANY[:3]
 PREDICTING = {f"aqua-{kind}": presets.aqua(presets.quanto(), kind, recent_window=8, **arguments)
               for kind, arguments in PREDICTORS.items()}  # fmt: skip
-
-
-def made(name, folder, dtype=None):
-    return load_model(str(small_models.make(name, folder)), dtype)[0]
 
 
 @pytest.fixture(scope="module")
@@ -43,51 +32,17 @@ def kivi(llama):
     return calibrate(llama, TOKENS, EVERY["kivi"], progress=False)
 
 
-def feed(model, cache, tokens, mask=None, positions=None):
-    """Logits of ``tokens`` (batch, new_tokens) after those in ``cache``."""
-    kwargs = {} if mask is None else {"attention_mask": mask}
-    kwargs |= {} if positions is None else {"position_ids": positions}
-    with torch.inference_mode():
-        return model(tokens, past_key_values=cache, **kwargs).logits
-
-
-PADDED = torch.ones(3, 96, dtype=torch.long)
-PADDED[0, :7] = PADDED[1, 41:45] = PADDED[2, :3] = 0
-
-
-def half_way(model, cache, padded=True):
-    """Three sequences, some with padding, fed, cropped (which leaves holes in blocks) and fed again elsewhere."""
-    mask = PADDED if padded else torch.ones_like(PADDED)
-    feed(model, cache, TOKENS[:, :58], mask[:, :58])
-    cache.crop(-13)
-    feed(model, cache, TOKENS[:, 45:53], mask[:, :53], _positions(mask)[:, 45:53] + 5)
-    return mask
-
-
-def _positions(mask):
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def rest(model, cache, mask):
-    return feed(model, cache, TOKENS[:, 53:], mask, _positions(mask)[:, 53:] + 5)
-
-
-def through_file(cache, path, **settings):
-    cache.save(path)
-    return type(cache).load(path, cache.compressor, cache.model(), **settings)
-
-
 @pytest.mark.parametrize("name", EVERY | PREDICTED | PREDICTING)
 def test_a_loaded_cache_goes_on_as_if_never_saved(llama, tmp_path, name):
     tokens = MANY if name in PREDICTING else TOKENS
     compressor = calibrate(llama, tokens, (EVERY | PREDICTED | PREDICTING)[name], progress=False)
     for in_place in (False, True):
         cache = compressor.new_cache(llama, in_place)
-        mask = half_way(llama, cache)
+        half_way(llama, cache)
         again = through_file(cache, tmp_path / "cache")
         assert same_state(again, cache) and len(cache.batch.groups) == 3
-        assert again.report() == cache.report()
-        assert torch.equal(rest(llama, again, mask), rest(llama, cache, mask))
+        assert again.report() == cache.report() and again.is_initialized == cache.is_initialized
+        assert torch.equal(rest(llama, again), rest(llama, cache))
         assert same_state(again, cache)
 
 
@@ -96,9 +51,9 @@ def test_a_loaded_cache_goes_on_as_if_never_saved(llama, tmp_path, name):
 def test_other_models_and_types(tmp_path, name, dtype):
     model = made(name, tmp_path, dtype)
     cache = calibrate(model, TOKENS, EVERY["kivi"], progress=False).new_cache(model)
-    mask = half_way(model, cache)
+    half_way(model, cache)
     again = through_file(cache, tmp_path / "cache")
-    assert same_state(again, cache) and torch.equal(rest(model, again, mask), rest(model, cache, mask))
+    assert same_state(again, cache) and torch.equal(rest(model, again), rest(model, cache))
 
 
 def test_an_empty_cache_and_one_that_was_reset(llama, kivi, tmp_path):
@@ -112,13 +67,13 @@ def test_an_empty_cache_and_one_that_was_reset(llama, kivi, tmp_path):
 
 def test_decoded_tokens_are_not_saved_and_may_be_kept_anew(llama, kivi, tmp_path):
     cache = kivi.new_cache(llama, decoded_cache_bytes=1 << 20)
-    mask = half_way(llama, cache)
+    half_way(llama, cache)
     assert cache.report().kinds["decoded"]
     again = through_file(cache, tmp_path / "cache", decoded_cache_bytes=1 << 19)
     assert again.report().kinds["decoded"] == 0 and again.settings.decoded_cache_bytes == 1 << 19
-    expected = rest(llama, through_file(cache, tmp_path / "cache"), mask)
+    expected = rest(llama, through_file(cache, tmp_path / "cache"))
     for other in (cache, again):
-        assert torch.equal(rest(llama, other, mask), expected) and other.report().kinds["decoded"]
+        assert torch.equal(rest(llama, other), expected) and other.report().kinds["decoded"]
 
 
 def test_a_loaded_cache_does_not_change_with_its_file(llama, kivi, tmp_path):
@@ -235,102 +190,3 @@ def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
     others = [again, Compressor("other", one.codecs, dataclasses.replace(one.settings, recent_window=3), one.model)]
     others += [calibrate(llama, TOKENS, EVERY[name], progress=False) for name in ("vqllm", "beam", "kivi", "quanto")]
     assert len({compressor.fingerprint for compressor in (one, *others)}) == 7
-
-
-def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
-    kivi.new_cache(llama).save(tmp_path / "cache")
-    other = calibrate(llama, TOKENS, EVERY["higgs"], progress=False)
-    with pytest.raises(FormatError, match=r"saved with compressor 'kivi' \(\w{16}\), not 'higgs' \(\w{16}\)"):
-        CompressedCache.load(tmp_path / "cache", other, llama)
-    changes = {
-        "dtype float32, not .* with dtype bfloat16": llama.config._name_or_path,
-        "rope_parameters .*default.*, not .*yarn": small_models.make("llama-yarn", tmp_path / "yarn"),
-        "model_type llama, not .* with model_type gpt2": small_models.make("gpt2", tmp_path / "gpt2"),
-    }
-    for message, folder in changes.items():
-        model = load_model(str(folder), "bfloat16" if "dtype" in message else None)[0]
-        with pytest.raises(FormatError, match=f"saved with model .* with {message}"):
-            CompressedCache.load(tmp_path / "cache", kivi, model)
-
-
-def test_weights_are_compared(llama, kivi, tmp_path):
-    kivi.new_cache(llama).save(tmp_path / "cache")
-    model = load_model(llama.config._name_or_path)[0]
-    CompressedCache.load(tmp_path / "cache", kivi, model)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[0, 0] *= 1.01
-    with pytest.raises(FormatError, match=r"with weights \w{16}, not .* with weights \w{16}: load it"):
-        CompressedCache.load(tmp_path / "cache", kivi, model)
-
-
-def test_what_cannot_be_saved_is_named(llama, kivi, tmp_path, monkeypatch):
-    policy = H2O(calibrate(llama, TOKENS, EVERY["vqllm"], progress=False), 0.5)
-    evicting = policy.new_cache(llama)
-    with pytest.raises(DataError, match="an EvictingCache keeps more .* Compressor.new_cache"):
-        evicting.save(tmp_path / "cache")
-    cache = kivi.new_cache(llama)
-    with pytest.raises(FormatError, match="is a folder"):
-        cache.save(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        cache.save(tmp_path / "no such folder" / "cache")
-    feed(llama, cache, TOKENS)
-    monkeypatch.setattr(cache.layers[1].roles[0], "write", lambda *a: (_ for _ in ()).throw(DataError("no room")))
-    with pytest.raises(DataError, match="no room"):
-        feed(llama, cache, TOKENS[:, :5])
-    with pytest.raises(DataError, match="failed half-way"):
-        cache.save(tmp_path / "cache")
-    gone = kivi.new_cache(load_model(llama.config._name_or_path)[0])
-    with pytest.raises(DataError, match="the model that this cache was made for is gone"):
-        gone.save(tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-    kivi.new_cache(llama).save(tmp_path / "cache")
-    with pytest.raises(DataError, match="a H2O is no Compressor"):
-        CompressedCache.load(tmp_path / "cache", policy, llama)
-    with pytest.raises(DataError, match="an EvictingCache keeps more"):
-        type(evicting).load(tmp_path / "cache", kivi, llama)
-
-
-def test_values_that_no_model_goes_on_with_are_not_saved(llama, kivi, tmp_path):
-    cache = kivi.new_cache(llama)
-    feed(llama, cache, TOKENS[:, :5])
-    cache.layers[0].roles[1].window = torch.full_like(cache.layers[0].roles[1].window, torch.inf)
-    with pytest.raises(DataError, match="reach inf"):
-        cache.save(tmp_path / "cache")
-
-
-def test_other_files_are_refused(llama, kivi, tmp_path):
-    kivi.save_pretrained(tmp_path / "c")
-    (tmp_path / "text").write_text("not a cache")
-    (tmp_path / "empty").write_bytes(b"")
-    for path, message in (
-        (tmp_path / "none", "is no file"),
-        (tmp_path, "is no file"),
-        (tmp_path / "text", "no saved cache"),
-        (tmp_path / "empty", "no saved cache"),
-        (next((tmp_path / "c").glob("codecs-*")), "a safetensors file, but no saved cache"),
-    ):
-        for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
-            with pytest.raises(FormatError, match=message):
-                read(path)
-
-
-def test_a_failed_save_leaves_the_older_file_and_nothing_else(llama, kivi, tmp_path, monkeypatch):
-    """A disk with room for a part of it, and an interruption at the last moment."""
-    cache, path = kivi.new_cache(llama), tmp_path / "cache"
-    cache.save(path)
-    before = path.read_bytes()
-    half_way(llama, cache)
-    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            cache.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
-    monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        cache.save(path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    monkeypatch.undo()
-    assert same_state(through_file(cache, path), cache)

@@ -1,6 +1,6 @@
 """Saved caches that were altered, cut, grown or forged: ``FormatError``, or the very cache that was saved.
 
-Run as a script with a number, it tries that many and prints what became of them.
+Run as a script with a number and a folder, it tries that many and prints what became of them.
 """
 
 import hashlib
@@ -11,90 +11,29 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import small_models
 import torch
 from mutations import altered, edited, mutated, spaced
 from preset_zoo import EVERY, PREDICTED
-from safetensors.torch import load as read_tensors
-from saved_states import same_state
+from saved_states import TOKENS, joined, made, original, parsed, same_state, signed
 
-from vqkv import CompressedCache, Compressor, FormatError, calibrate, load_model
-from vqkv.files import raw_bytes, tensors_sha256
-from vqkv.saved import DTYPES, FORMAT
+from vqkv import CompressedCache, Compressor, FormatError
+from vqkv.codec import Nothing
+from vqkv.models import describe
+from vqkv.saved import FORMAT, inspect
+from vqkv.settings import CacheSettings
 
-TOKENS = torch.randint(1, 4096, (3, 96), generator=torch.Generator().manual_seed(0))
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-NAMES = ("kivi", "quanto", "vqq", "vqllm+ans", "aqua-higgs")
+NAMES = ("kivi", "quanto", "vqq", "vqllm+ans", "aqua-kivi")
 FORGED = ("header", "tensors", "both", "layout", "spaces")
-
-
-@dataclass
-class Original:
-    """A saved cache, what it was made for, and the bytes of it and of another one of the same compressor."""
-
-    model: object
-    compressor: Compressor
-    cache: CompressedCache
-    data: bytes
-    other: bytes
-
-
-def filled(compressor, model, tokens, padded=True):
-    """A cache of three sequences that was fed twice and cropped in between: with holes, where blocks are packed."""
-    cache, mask = compressor.new_cache(model), torch.ones(3, 56, dtype=torch.long)
-    if padded:
-        mask[0, :7] = mask[1, 44:47] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0) + 5 * (torch.arange(56) >= 47)
-    with torch.inference_mode():
-        model(tokens[:, :60], attention_mask=mask[:, torch.arange(60).clamp(max=46)], past_key_values=cache)
-        cache.crop(-13)
-        model(tokens[:, 60:69], attention_mask=mask, position_ids=positions[:, 47:], past_key_values=cache)
-    return cache
-
-
-def original(model, name, path):
-    compressor = calibrate(model, TOKENS, (EVERY | PREDICTED)[name], progress=False)
-    caches = [filled(compressor, model, tokens) for tokens in (TOKENS, TOKENS.flip(1))]
-    data = []
-    for cache in caches:
-        cache.save(path)
-        data.append(path.read_bytes())
-    return Original(model, compressor, caches[0], *data)
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    model = load_model(str(small_models.make("llama", folder / "model")))[0]
+    model = made("llama", folder / "model")
     return {name: original(model, name, folder / "cache") for name in NAMES}
-
-
-def parsed(data):
-    """(JSON of the safetensors header, the cache's own header, tensors)."""
-    outer = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return outer, json.loads(outer["__metadata__"][FORMAT]), read_tensors(data)
-
-
-def joined(outer, body):
-    text = outer if isinstance(outer, bytes) else json.dumps(outer).encode()
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def signed(header, tensors):
-    """A file of these with checksums that are right."""
-    header = header | {"tensors_sha256": tensors_sha256(sorted(tensors.items()))}
-    text, outer, body = json.dumps(header), {}, b""
-    outer["__metadata__"] = {FORMAT: text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        data = bytes(raw_bytes(tensors[name]))
-        offsets = [len(body), len(body) + len(data)]
-        outer[name] = {"dtype": CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": offsets}
-        body += data
-    return joined(outer, body)
 
 
 def forged(rng, data, kind):
@@ -201,32 +140,42 @@ def a_group_of_nothing(header, tensors):
     header["groups"].append({"rows": [], "sinks": 0, "packed": 0, "window": 0, "holes": []})
 
 
+def a_sink_among_the_recent(header, tensors):
+    header["groups"][0]["sinks"] -= 1
+    header["groups"][0]["window"] += 1
+    for name in [name for name in tensors if name.startswith("0.") and name.endswith(".sinks")]:
+        window = name.replace("sinks", "window")
+        tensors[window] = torch.cat([tensors[name][:, :, -1:], tensors[window]], dim=2)
+        tensors[name] = tensors[name][:, :, :-1].contiguous()
+
+
 CHANGES = {
     "no version of this": ("kivi", in_header(version=2), "'vqkv-cache' 2; this vqkv reads 'vqkv-cache' 1"),
     "true for one": ("kivi", in_header(version=True), "'vqkv-cache' True; this"),
     "more fields": ("kivi", in_header(more=[]), "its header has more than"),
     "in place": ("kivi", in_header(in_place=True), "0 are sinks, 0 are recent and 16 are packed together"),
     "negative": ("kivi", in_header(slots=-1), "slots -1 is no number"),
-    "more slots": ("kivi", in_header(slots=57), r"'tokens' is \(3, 56\) .*expected \(3, 57\)"),
+    "more slots": ("kivi", in_header(slots=54), r"'tokens' is \(3, 53\) .*expected \(3, 54\)"),
     "more sequences": ("kivi", in_header(batch_size=4), "groups of 3 sequences that are no division of 4"),
-    "rows twice": ("kivi", in_group(1, rows=[1]), "no division of 3"),
+    "rows twice": ("kivi", in_group(1, rows=[0]), "no division of 3"),
     "rows as words": ("kivi", in_group(rows=["0"]), "no saved cache of this version, or was altered"),
     "a group twice": ("kivi", one_group_twice, "no division of 3"),
-    "a group of none": ("kivi", a_group_of_nothing, "4 groups of 3 sequences in 56 slots"),
+    "a group of none": ("kivi", a_group_of_nothing, "4 groups of 3 sequences in 53 slots"),
     "padding": ("kivi", padding_moved_to_another_sequence, "leaves other tokens than the"),
     "padding of 2": ("kivi", of("tokens", filled_with(2)), "leaves other tokens than the"),
-    "no padding": ("kivi", without("tokens"), "tokens in 56 slots without padding"),
-    "holes beyond": ("kivi", in_group(2, holes=[[37, 64]]), r"holes \[\[37, 64\]\] in 48 packed tokens"),
-    "holes at odd places": ("kivi", in_group(2, holes=[[37, 40]]), r"with holes \[\[37, 40\]\], where"),
-    "more packed": ("kivi", in_group(2, packed=64), "tokens in 56 slots|expected|sinks"),
-    "half a block": ("kivi", in_group(0, packed=24), "are packed together"),
+    "no padding": ("kivi", without("tokens"), "tokens in 53 slots without padding"),
+    "holes beyond": ("kivi", in_group(0, holes=[[24, 33]]), r"holes \[\[24, 33\]\] in 32 packed tokens"),
+    "holes at odd places": ("kivi", in_group(0, holes=[[24, 27]]), r"with holes \[\[24, 27\]\], where"),
+    "more packed": ("kivi", in_group(2, packed=48), "tokens in 53 slots|expected|sinks"),
+    "half a block": ("kivi", in_group(0, packed=40), "are packed together"),
     "a window too long": ("quanto", in_group(0, window=500, packed=0), "are recent and"),
+    "a sink too few": ("aqua-kivi", a_sink_among_the_recent, "tokens, with holes .*, where 4 are sinks"),
     "no window": ("kivi", without("window"), "'window' is missing"),
     "no codes": ("kivi", without("packed.codes"), "'packed.codes' is missing"),
     "another type": ("kivi", of("window", lambda x: x.bfloat16()), "torch.bfloat16, expected .* torch.float16"),
     "another shape": ("vqllm+ans", of("stream", lambda x: x[None]), r"expected \(1,\) torch.uint8"),
     "NaN in the window": ("kivi", of("window", filled_with(255)), "'window' holds NaN or infinity"),
-    "NaN among scales": ("aqua-higgs", of("scale", filled_with(255)), "'packed.scale' holds NaN or infinity"),
+    "NaN among scales": ("vqllm+ans", of("scale", filled_with(255)), "'packed.scale' holds NaN or infinity"),
     "numbers beyond all bounds": ("vqq", of("scale", filled_with(0x7E)), "packed tokens read as .* numbers up to"),
     "streams of nothing": ("vqllm+ans", of("lengths", filled_with(0)), "rows own .* pieces of 'stream', but there are"),
     "streams of noise": ("vqllm+ans", of("stream", filled_with(255)), "a stream is longer than its codes"),
@@ -244,6 +193,46 @@ def test_what_is_forged_is_named(originals, tmp_path, name):
     (tmp_path / "cache").write_bytes(signed(header, tensors))
     with pytest.raises(FormatError, match=message):
         CompressedCache.load(tmp_path / "cache", originals[preset].compressor, originals[preset].model)
+
+
+def test_every_character_of_the_header_counts(originals, tmp_path):
+    """Also of what loading does not need: names, and bytes of side information."""
+    kivi, path = originals["kivi"], tmp_path / "cache"
+    start = kivi.data.index(b'{\\"format')
+    end = kivi.data.index(b"tensors_sha256", start)
+    for at in range(start, end, 7):
+        data = bytearray(kivi.data)
+        data[at] ^= 1
+        path.write_bytes(data)
+        for read in (inspect, lambda path: CompressedCache.load(path, kivi.compressor, kivi.model)):
+            with pytest.raises(FormatError):
+                read(path)
+
+
+def test_numbers_that_only_bf16_can_hold_are_refused(tmp_path):
+    """They would make infinities of attention."""
+    model = made("llama", tmp_path / "model", "bfloat16")
+    saved = original(model, "kivi", tmp_path / "cache")
+    _, header, tensors = parsed(saved.data)
+    of("window", lambda x: x.fill_(3e38))(header, tensors)
+    (tmp_path / "cache").write_bytes(signed(header, tensors))
+    with pytest.raises(FormatError, match=r"keys or values reach 3\..*e\+38"):
+        CompressedCache.load(tmp_path / "cache", saved.compressor, model)
+
+
+def test_nothing_does_not_stand_for_any_number_of_tokens(originals, tmp_path):
+    """Of a codec that stores no bytes, a file of no bytes could hold them all."""
+    model, path = originals["kivi"].model, tmp_path / "cache"
+    compressor = Compressor("nothing", [(Nothing(32), Nothing(32))] * 3, CacheSettings(), describe(model))
+    cache = compressor.new_cache(model)
+    with torch.inference_mode():
+        model(TOKENS[:1, :4], past_key_values=cache)
+    cache.save(path)
+    _, header, tensors = parsed(path.read_bytes())
+    header["slots"] = header["groups"][0]["packed"] = 1 << 40
+    path.write_bytes(signed(header, {name: x.new_empty(1, 2, 1 << 40, 0) for name, x in tensors.items()}))
+    with pytest.raises(FormatError, match=f"{1 << 40} packed tokens in 0 bytes"):
+        CompressedCache.load(path, compressor, model)
 
 
 def sealed(text, size):
@@ -264,7 +253,7 @@ def test_headers_that_claim_gigabytes_cost_nothing(originals, tmp_path):
     for data in (
         sealed(json.dumps(header)[:-1] + ', "more": [' + "[]," * 100_000 + "[]]}", size),
         sealed(json.dumps(header)[:-1] + ', "more": ' + "[" * 200_000 + "]" * 200_000 + "}", size),
-        sealed(json.dumps({FORMAT: "x" * (size // 2)}), size),
+        sealed(json.dumps(header)[:-1] + ', "more": [' + "[]," * 1_000_000 + "[]]}", size),
         signed(header | {"groups": many, "batch_size": 7000, "slots": 4}, padding),
         signed(header | {"slots": 1 << 40, "batch_size": 1 << 40}, tensors | padding),
         signed(header | {"groups": [{**empty, "rows": [0], "packed": 1 << 40}], "batch_size": 1}, tensors | padding),
@@ -280,7 +269,7 @@ def test_headers_that_claim_gigabytes_cost_nothing(originals, tmp_path):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2])
-    model = load_model(str(small_models.make("llama", folder / "model")))[0]
+    model = made("llama", folder / "model")
     every = [original(model, name, folder / "cache") for name in EVERY | PREDICTED]
     found, seen = fuzz(every, folder / "cache", int(sys.argv[1]))
     print(*sorted(found.items()), seen, sep="\n")
