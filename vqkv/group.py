@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vqkv.coder import Known
 from vqkv.positions import Positions
+from vqkv.precision import full_precision
 from vqkv.role import Role, Settings
 
 Pair = tuple[Role, Role]
@@ -47,7 +48,8 @@ class Group:
         """Store a layer's new keys (after RoPE) and values (sequences, num_kv_heads, new_tokens, head_dim); return what
         attention reads: decoded history and, unless ``in_place``, the new tokens as they came."""
         (key, value), positions = self.roles[layer], self.at(layer)
-        return self._pass(key, keys, positions, room), self._pass(value, values, positions, room)
+        with full_precision(keys.device):
+            return self._pass(key, keys, positions, room), self._pass(value, values, positions, room)
 
     def _pass(self, role: Role, states: Tensor, positions: Positions, room: int) -> Tensor:
         if self.settings.in_place:
