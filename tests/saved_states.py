@@ -9,7 +9,7 @@ import torch
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load as read_tensors
 
-from vqkv import CompressedCache, Compressor, calibrate, load_model
+from vqkv import CompressedCache, Compressor, calibrate
 from vqkv.files import raw_bytes, tensors_sha256
 from vqkv.saved import DTYPES, FORMAT
 
@@ -22,7 +22,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 def made(name, folder, dtype=None):
     """A small model of architecture ``name``."""
-    return load_model(str(small_models.make(name, folder)), dtype)[0]
+    return small_models.load(name, folder, dtype)
 
 
 def feed(model, cache, tokens, mask=None, positions=None):

@@ -53,9 +53,14 @@ SLIDING = {
 }
 
 
+def load(name: str, folder, dtype: str | None = None, config=None):
+    """``make`` it, and load it as a user would."""
+    return load_model(str(make(name, folder, config)), dtype)[0]
+
+
 def sliding(name: str, folder):
     """A random model of architecture ``name``, some or all of whose layers attend to the last 10 tokens only."""
-    return load_model(str(make(name, folder, SLIDING[name]())))[0]
+    return load(name, folder, config=SLIDING[name]())
 
 
 def make(name: str, folder, config=None):

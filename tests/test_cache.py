@@ -5,7 +5,7 @@ import small_models
 import torch
 from transformers import DynamicCache
 
-from vqkv import DataError, FormatError, calibrate, load_model, presets
+from vqkv import DataError, FormatError, calibrate, presets
 from vqkv.coder import Known
 from vqkv.compressor import Compressor
 from vqkv.meter import tensor_bytes
@@ -15,18 +15,14 @@ SMALL = {"num_quantizers": 3, "codebook_size": 16, "group_size": 16}
 TOKENS = torch.randint(1, 4096, (6, 48), generator=torch.Generator().manual_seed(0))
 
 
-def load(name, folder):
-    return load_model(str(small_models.make(name, folder)))[0]
-
-
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
-    return load(request.param, tmp_path_factory.mktemp(request.param))
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return load("llama", tmp_path_factory.mktemp("llama-for-cache"))
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-cache"))
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +221,7 @@ def test_saved_compressor_reloads_to_identical_codes(llama, compressor, tmp_path
 
 
 def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
-    other = load("gpt2", tmp_path)
+    other = small_models.load("gpt2", tmp_path)
     with pytest.raises(FormatError, match="was fitted to .* with model_type"):
         compressor.new_cache(other)
 

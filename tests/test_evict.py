@@ -6,6 +6,7 @@ import gc
 import pytest
 import small_models
 import torch
+from exact_codec import Fp32, exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -14,7 +15,7 @@ import vqkv
 from vqkv import DataError, calibrate, evaluate, evict, presets
 from vqkv.attention import token_mask, watching_attention
 from vqkv.capture import capture
-from vqkv.codec import Codec, Payload
+from vqkv.codec import Payload
 from vqkv.compressor import Compressor
 from vqkv.evict import H2O, heavy_hitters
 from vqkv.meter import tensor_bytes
@@ -25,36 +26,19 @@ TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed
 PIECES = (20, 7, 1, 1, 11)
 
 
-class Fp32(Codec):
-    """Stores what it is given, so that a cache that evicts can be compared to the last digits."""
-
-    ready = True
-
-    def _encode(self, x):
-        return Payload({"values": x})
-
-    def _decode(self, payload):
-        return payload.fields["values"]
-
-
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
-    return vqkv.load_model(str(small_models.make(request.param, tmp_path_factory.mktemp(request.param))))[0]
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return vqkv.load_model(str(small_models.make("llama", tmp_path_factory.mktemp("llama-for-eviction"))))[0]
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-eviction"))
 
 
 @pytest.fixture(scope="module")
 def mini():
     return vqkv.load_model("vqkv/llama-mini")
-
-
-def exact(model, **changes):
-    layers = model.config.num_hidden_layers
-    return Compressor("exact", [(Fp32(), Fp32())] * layers, CacheSettings(**changes), describe(model))
 
 
 def run(model, cache, tokens=TOKENS, pieces=PIECES, **kwargs):

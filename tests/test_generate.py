@@ -5,14 +5,13 @@ import copy
 import pytest
 import small_models
 import torch
+from exact_codec import exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from vqkv import DataError, calibrate, load_model, presets
-from vqkv.codec import Codec, Payload
-from vqkv.compressor import Compressor
-from vqkv.models import describe
+from vqkv import DataError, calibrate, presets
+from vqkv.codec import Codec
 from vqkv.settings import CacheSettings
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -26,18 +25,14 @@ PRESETS = {
 }
 
 
-def load(name, folder):
-    return load_model(str(small_models.make(name, folder)))[0]
-
-
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
-    return load(request.param, tmp_path_factory.mktemp(request.param))
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return load("llama", tmp_path_factory.mktemp("llama-to-generate"))
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-to-generate"))
 
 
 @pytest.fixture(scope="module", params=sorted(PRESETS))
@@ -48,24 +43,6 @@ def compressor(request, llama):
 @pytest.fixture(scope="module")
 def higgs(llama):
     return calibrate(llama, TOKENS, PRESETS["higgs"](), progress=False)
-
-
-class Fp32(Codec):
-    """Stores what it is given, so that a way of decoding can be compared to the last token."""
-
-    ready = True
-
-    def _encode(self, x):
-        return Payload({"values": x})
-
-    def _decode(self, payload):
-        return payload.fields["values"]
-
-
-def exact(model):
-    """Packs every token at once, without loss, keys before RoPE."""
-    layers = model.config.num_hidden_layers
-    return Compressor("exact", [(Fp32(), Fp32())] * layers, CacheSettings(), describe(model))
 
 
 def greedy(model, cache, tokens, new_tokens):
@@ -109,7 +86,7 @@ def test_every_way_of_decoding_equals_an_uncompressed_cache(model, options):
 def test_assisted_decoding_crops_to_the_same_tokens(llama, compressor, tmp_path):
     """The assistant's rejected tokens are forgotten; greedy assisted decoding emits what the target would alone, as
     far as packing allows: tokens packed while guesses were in the window stay packed."""
-    assistant = load("qwen3", tmp_path)
+    assistant = small_models.load("qwen3", tmp_path)
     cache = compressor.new_cache(llama)
     out = llama.generate(TOKENS[:1, :20], past_key_values=cache, assistant_model=assistant, **PLAIN)
     assert out.shape == (1, 28)

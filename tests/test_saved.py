@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_state, through_file
 
 from vqkv import Compressor, calibrate, presets
@@ -102,19 +102,22 @@ def test_generate_goes_on_in_a_new_process(llama, tmp_path):
         )
         cache.save(folder / f"{name}.cache")
         mask = torch.cat([PADDED[:, :60], torch.ones(3, 12, dtype=torch.long)], dim=1)
-        torch.save((first.sequences, mask), folder / f"{name}.pt")
+        save_file({"tokens": first.sequences.contiguous(), "mask": mask}, folder / f"{name}.tokens")
         more = llama.generate(first.sequences, attention_mask=mask, past_key_values=cache, **arguments)
         expected[name] = more.tolist()
     script = f"""
-import json, torch
+import json
 from pathlib import Path
+from safetensors.torch import load_file
 from vqkv import CompressedCache, Compressor, load_model
 model, found = load_model({llama.config._name_or_path!r})[0], {{}}
 for name in {list(expected)}:
     compressor = Compressor.from_pretrained(Path({str(folder)!r}) / name)
     cache = CompressedCache.load(Path({str(folder)!r}) / f"{{name}}.cache", compressor, model)
-    tokens, mask = torch.load(Path({str(folder)!r}) / f"{{name}}.pt")
-    found[name] = model.generate(tokens, attention_mask=mask, past_key_values=cache, **{arguments}).tolist()
+    text = load_file(Path({str(folder)!r}) / f"{{name}}.tokens")
+    found[name] = model.generate(
+        text["tokens"], attention_mask=text["mask"], past_key_values=cache, **{arguments}
+    ).tolist()
 print(json.dumps(found))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
