@@ -7,6 +7,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors; real compiles happen in processes of their own
 for steering in ("VQKV_OUT", "VQKV_RECOMPUTE"):
     os.environ.pop(steering, None)
 

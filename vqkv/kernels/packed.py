@@ -1,0 +1,82 @@
+"""What kernels are told of a packed tensor: the codes of every token, and what turns them into values.
+
+Shapes: batch, num_kv_heads, seq_len, ... A code is ``bits`` bits of its token's string, lowest first, in whole bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Affine:
+    """value = low + code / (2^bits - 1) * (high - low), the ends per token and group of neighbouring channels."""
+
+    codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, head_dim * bits / 8)
+    low: Tensor  # fp16 (batch, num_kv_heads, seq_len, groups)
+    high: Tensor  # like low
+    bits: int  # 2, 4 or 8
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
+        return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * 8 // self.bits))
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share their ends."""
+        return self.shape[3] // self.low.shape[3]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """value = scale * sum of the codes' vectors: residual and product VQ, and grids.
+
+    A token's codes are those of its ``groups``, one group after the other, ``num_quantizers`` each. Group g reads
+    ``codebooks[g % tables]``: one table for residual VQ and grids, one per piece for product VQ.
+    """
+
+    codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, ceil(groups * num_quantizers * bits / 8))
+    codebooks: Tensor  # fp16 or fp32 (tables, num_quantizers, codebook_size, dim)
+    bits: int  # of a code
+    groups: int
+    scale: Tensor | None = None  # (batch, num_kv_heads, ceil(seq_len / tokens_per_scale), 1 or any divisor of groups)
+    tokens_per_scale: int = 1
+    strided: bool = False  # channel i of group g is channel i * groups + g of the head, else g * dim + i
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
+        return torch.Size((*self.codes.shape[:3], self.groups * self.codebooks.shape[3]))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """RoPE for decoded values: cos and sin as the model's rotary embedding gives them, fp32 (batch or 1, seq_len,
+    rotary_dim); channels beyond rotary_dim stay as they are."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq.
+
+    ``inv_freq`` fp32 (rotary_dim / 2,); ``scaling`` is the factor of keys that some rope types (YaRN) have.
+    """
+
+    inv_freq: Tensor
+    start: int = 0
+    scaling: float = 1.0
+
+    def turn(self, seq_len: int) -> Turn:
+        """cos and sin of all positions; angles in float64, as positions beyond 2^16 leave fp32 too few bits."""
+        positions = torch.arange(self.start, self.start + seq_len, device=self.inv_freq.device)
+        angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
+        return Turn((angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float())
+
+
+Packed = Affine | Coded
