@@ -7,10 +7,11 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors; real compiles happen in processes of their own
 for steering in ("VQKV_OUT", "VQKV_RECOMPUTE"):
     os.environ.pop(steering, None)
 
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # kernels then run on CPU tensors; real compiles happen in processes of their own
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,5 +1,5 @@
-"""The truth that every fast kernel is tested against: residual VQ by brute force in float64, codes bit by bit, attention
-over everything decoded at once."""
+"""The truth that every fast kernel is tested against: residual VQ by brute force in float64, codes bit by bit,
+attention over everything decoded at once."""
 
 import torch
 import torch.nn.functional as F
