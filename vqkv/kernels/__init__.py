@@ -1,6 +1,44 @@
-"""Hot loops. ``reference`` is the truth, ``cpu`` and ``bits`` are its fast twins with the same signatures, ``dispatch``
-picks."""
+"""Hot loops. ``reference`` is the truth; ``cpu``, ``fused``, ``bits`` and ``pieces`` are its fast twins on a CPU, ``gpu``
+those in Triton, all with the same signatures; ``dispatch`` picks. ``packed`` says what kernels are told of a tensor."""
 
-from vqkv.kernels.dispatch import by_byte, lookup, pack_codes, rvq_candidates, rvq_decode, rvq_encode, unpack_codes
+from vqkv.kernels.dispatch import (
+    affine_encode,
+    by_byte,
+    decode,
+    decode_attention,
+    grid_encode_packed,
+    lookup,
+    pack_codes,
+    rvq_candidates,
+    rvq_decode,
+    rvq_encode,
+    rvq_encode_packed,
+    rvq_statistics,
+    unpack_codes,
+    using,
+    which,
+)
+from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
 
-__all__ = ["by_byte", "lookup", "pack_codes", "rvq_candidates", "rvq_decode", "rvq_encode", "unpack_codes"]
+__all__ = [
+    "Affine",
+    "Coded",
+    "Packed",
+    "Rope",
+    "Turn",
+    "affine_encode",
+    "by_byte",
+    "decode",
+    "decode_attention",
+    "grid_encode_packed",
+    "lookup",
+    "pack_codes",
+    "rvq_candidates",
+    "rvq_decode",
+    "rvq_encode",
+    "rvq_encode_packed",
+    "rvq_statistics",
+    "unpack_codes",
+    "using",
+    "which",
+]

@@ -1,19 +1,82 @@
-"""Which implementation of a kernel runs. The Triton twins will be chosen here, for tensors on a GPU."""
+"""Which implementation of an operation runs: ``triton`` on a GPU, ``cpu`` (which is plain torch, and so runs anywhere)
+elsewhere, and the ``reference`` when asked for. ``which`` says so."""
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import bits as bits_kernels
-from vqkv.kernels import cpu
+from vqkv.kernels import cpu, pieces, reference
+from vqkv.kernels.packed import Affine, Packed, Rope, Turn
+
+CPU = {
+    "rvq_encode": cpu, "rvq_candidates": cpu, "rvq_decode": cpu, "rvq_encode_packed": pieces,
+    "grid_encode_packed": pieces, "decode": pieces, "decode_attention": pieces, "pack_codes": bits_kernels,
+    "unpack_codes": bits_kernels, "lookup": bits_kernels,
+}  # fmt: skip
+TRITON = {
+    "rvq_encode": "encode", "rvq_encode_packed": "encode", "rvq_statistics": "statistics", "pack_codes": "bits",
+    "unpack_codes": "bits", "affine_encode": "affine", "grid_encode_packed": "grid", "decode": "decode",
+    "decode_attention": "attention",
+}  # fmt: skip
+NAMES = ("triton", "cpu", "reference")
+OPERATIONS = tuple(sorted(CPU.keys() | TRITON.keys()))
+
+_wanted: ContextVar[str | None] = ContextVar("vqkv_kernels", default=None)
 
 
-def implementation(x: Tensor):
-    """The module whose kernels serve tensors on ``x``'s device."""
-    return cpu
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``reference``)
+    runs it. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not installed."""
+    if name not in NAMES:
+        raise UnknownNameError("kernels", name, NAMES)
+    if name == "triton" and not has_triton():
+        raise DataError("Triton kernels were asked for, but triton is not installed: pip install triton")
+    token = _wanted.set(name)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
 
 
-def name(x: Tensor) -> str:
-    """Its name, for reports: ``cpu`` (plain torch, any device)."""
-    return implementation(x).__name__.rpartition(".")[2]
+def which(operation: str, x: Tensor) -> str:
+    """The implementation that would serve ``operation`` for tensors where ``x`` is. Raises ``UnknownNameError`` for an
+    operation that there is not."""
+    if operation not in OPERATIONS:
+        raise UnknownNameError("operation", operation, OPERATIONS)
+    wanted = _wanted.get() or ("triton" if _on_gpu(x) else "cpu")
+    if wanted == "triton" and operation in TRITON:
+        return "triton"
+    return "cpu" if wanted != "reference" and operation in CPU else "reference"
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton can be imported: it cannot on every system that torch runs on."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and has_triton() and not torch.compiler.is_compiling()
+
+
+def _find(operation: str, x: Tensor):
+    """The function that serves ``operation``."""
+    name = which(operation, x)
+    module: ModuleType = reference
+    if name == "triton":
+        module = importlib.import_module(f"vqkv.kernels.gpu.{TRITON[operation]}")
+    elif name == "cpu":
+        module = CPU[operation]
+    return getattr(module, operation)
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
@@ -21,27 +84,69 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
     ``beam``: how many partial sequences of codes are kept from stage to stage.
     """
-    return implementation(x).rvq_encode(x, codebooks, beam)
+    return _find("rvq_encode", x)(x, codebooks, beam)
+
+
+def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
+    """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
+    return _find("rvq_encode_packed", x)(x, codebooks, bits, beam)
 
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
     """All sequences that beam search ends with, best first: (..., candidates, num_quantizers). For learning."""
-    return cpu.rvq_candidates(x, codebooks, beam)
+    return _find("rvq_candidates", x)(x, codebooks, beam)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """codes (..., num_quantizers) -> sums of codes (..., dim), float32."""
-    return implementation(codes).rvq_decode(codes, codebooks)
+    return _find("rvq_decode", codes)(codes, codebooks)
+
+
+def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """x (rows, dim), codes (rows, num_quantizers) -> how often each stage chose each code, and the sums of residuals
+    for which it did: float64 (num_quantizers, codebook_size) and (num_quantizers, codebook_size, dim)."""
+    return _find("rvq_statistics", x)(x, codes, codebooks)
+
+
+def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
+    """Pairs x (..., groups, 2) -> the nearest points of a grid (1, points, 2), packed as ``rvq_encode_packed`` does."""
+    return _find("grid_encode_packed", x)(x, codebooks, bits)
+
+
+def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
+    """x (batch, num_kv_heads, seq_len, head_dim) -> codes of 2, 4 or 8 bits between the ends of every group."""
+    return _find("affine_encode", x)(x, bits, group_size)
+
+
+def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+    """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
+    shape), then rotated by ``turn``."""
+    return _find("decode", packed.codes)(packed, base, turn, dtype)
+
+
+def decode_attention(
+    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
+    of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``reference.decode_attention``."""
+    run = _find("decode_attention", query)
+    if run.__module__.endswith("gpu.attention") and not _attends(query, keys, values, rope):
+        run = pieces.decode_attention
+    return run(query, keys, values, scaling, rope)
+
+
+def _attends(query: Tensor, keys: Packed, values: Packed, rope: Rope | None) -> bool:
+    return importlib.import_module("vqkv.kernels.gpu.attention").serves(query, keys, values, rope)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes (..., count) of any integer type, all from 0 to 2^bits - 1, -> uint8 (..., ceil(count * bits / 8))."""
-    return bits_kernels.pack_codes(codes, bits)
+    return _find("pack_codes", codes)(codes, bits)
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
-    return bits_kernels.unpack_codes(packed, bits, count)
+    return _find("unpack_codes", packed)(packed, bits, count)
 
 
 def by_byte(table: Tensor, bits: int) -> Tensor:
@@ -52,4 +157,4 @@ def by_byte(table: Tensor, bits: int) -> Tensor:
 
 def lookup(packed: Tensor, table: Tensor) -> Tensor:
     """Every byte replaced by its row of a table: uint8 (..., size), (256, values) -> (..., size * values)."""
-    return bits_kernels.lookup(packed, table)
+    return _find("lookup", packed)(packed, table)

@@ -3,6 +3,7 @@
 Shapes: batch, num_kv_heads, seq_len, ... A code is ``bits`` bits of its token's string, lowest first, in whole bytes.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,11 @@ class Affine:
         """Channels that share their ends."""
         return self.shape[3] // self.low.shape[3]
 
+    def tokens(self, start: int, stop: int) -> "Affine":
+        """The tokens start, ..., stop - 1; no copy."""
+        part = slice(start, stop)
+        return Affine(self.codes[:, :, part], self.low[:, :, part], self.high[:, :, part], self.bits)
+
 
 @dataclass(frozen=True)
 class Coded:
@@ -50,6 +56,12 @@ class Coded:
         """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.groups * self.codebooks.shape[3]))
 
+    def tokens(self, start: int, stop: int) -> "Coded":
+        """The tokens start, ..., stop - 1, whole blocks of a scale; no copy."""
+        scale, each = self.scale, self.tokens_per_scale
+        scale = None if scale is None else scale[:, :, start // each : -(-stop // each)]
+        return dataclasses.replace(self, codes=self.codes[:, :, start:stop], scale=scale)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -70,6 +82,10 @@ class Rope:
     inv_freq: Tensor
     start: int = 0
     scaling: float = 1.0
+
+    def after(self, tokens: int) -> "Rope":
+        """Of the keys that come so many tokens later."""
+        return dataclasses.replace(self, start=self.start + tokens)
 
     def turn(self, seq_len: int) -> Turn:
         """cos and sin of all positions; angles in float64, as positions beyond 2^16 leave fp32 too few bits."""

@@ -86,6 +86,11 @@ def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) ->
     return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
 
 
+def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
+    """Pairs x (..., groups, 2) -> the nearest points of a grid (1, points, 2), stored as residual VQ's codes are."""
+    return rvq_encode_packed(x, codebooks, bits)
+
+
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     """How often each stage chose each code, and the sum of the residuals for which it did: what moving averages need.
 

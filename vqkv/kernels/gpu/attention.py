@@ -1,0 +1,386 @@
+"""Attention of a few new tokens to packed keys and values, which are decoded in registers and nowhere else.
+
+A program takes all query heads of one KV head and a share of the tokens (split-KV); ``_combine`` joins the shares. A
+head is decoded as two half tiles: so a channel and its RoPE partner meet in one thread, and so the ends or the scale of
+a token multiply a score rather than every channel. Keys at position n = n0 + j, n0 the first of a tile, are turned by j
+only, with a table that stays in registers; the query is turned back by n0, once a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vqkv.kernels.gpu.specimen import Specimen
+from vqkv.kernels.gpu.tiles import ATTENTION
+from vqkv.kernels.packed import Affine, Coded, Packed, Rope
+
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+UNIT = tl.constexpr(2.0**24)  # the smallest fp16 number, which the code 1 is read as, is 1 over this
+
+
+def decode_attention(
+    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+) -> tuple[Tensor, Tensor]:
+    """Twin of ``reference.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
+    batch, num_heads, new_tokens, head_dim = query.shape
+    num_kv_heads, seq_len = keys.shape[1:3]
+    rows = num_heads // num_kv_heads * new_tokens
+    tile = _tile(keys, values)
+    splits, per_split = _splits(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
+    out, lse = _empty(query, splits, batch * num_kv_heads * rows, head_dim)
+    turns = _turns(rope, seq_len, keys, tile["BLOCK_N"])
+    _attend[(batch * num_kv_heads, splits)](
+        query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
+        scaling * (rope.scaling if rope else 1.0) * LOG2E.value, rows, *_constants(keys), *_constants(values),
+        HEAD_DIM=head_dim, ROPE=rope is not None, BLOCK_M=max(8, triton.next_power_of_2(rows)), **tile,
+    )  # fmt: skip
+    if splits > 1:
+        parts, sums = out, lse
+        out, lse = _empty(query, 1, batch * num_kv_heads * rows, head_dim)
+        _combine[(batch * num_kv_heads * rows,)](
+            parts, sums, out, lse, splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_S=triton.next_power_of_2(splits),
+        )  # fmt: skip
+    return out.view(query.shape), lse.view(query.shape[:3])
+
+
+def serves(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> bool:
+    """Whether the kernel can read these: not heads that cannot be halved, partial rotary or 64 query rows and more."""
+    rows = query.shape[1] // keys.shape[1] * query.shape[2]
+    if rows > ATTENTION["most_rows"] or not keys.shape[2] or keys.shape[3] != values.shape[3]:
+        return False
+    turned = rope is None or 2 * len(rope.inv_freq) == keys.shape[3]
+    return turned and all(_halves(packed) for packed in (keys, values))
+
+
+def _halves(packed: Packed) -> bool:
+    half = packed.shape[3] // 2
+    if isinstance(packed, Affine):
+        each = 32 // packed.bits  # codes of a word
+        folds = packed.group_size % half == 0
+        return packed.bits in (2, 4, 8) and half % each == 0 and (folds or packed.group_size % each == 0)
+    dim, groups = packed.codebooks.shape[3], packed.groups
+    inner = _inner(packed)
+    scales = 1 if packed.scale is None else packed.scale.shape[3]
+    whole = dim % 2 == 0 if packed.strided or groups == 1 else groups % 2 == 0
+    return whole and scales == 1 and inner & (inner - 1) == 0
+
+
+def _inner(packed: Coded) -> int:
+    """Channels of a group that a half has."""
+    dim = packed.codebooks.shape[3]
+    return dim // 2 if packed.strided or packed.groups == 1 else dim
+
+
+def _empty(query: Tensor, splits: int, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    out = torch.empty(splits, rows, head_dim, dtype=torch.float32, device=query.device)
+    return out, out.new_empty(splits, rows)
+
+
+def _tile(keys: Packed, values: Packed) -> dict[str, int]:
+    return ATTENTION["affine" if isinstance(keys, Affine) and isinstance(values, Affine) else "coded"]
+
+
+def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
+    """Into how many shares tokens are parted, so that programs fill the GPU, and the tokens of each."""
+    tiles = -(-seq_len // tile)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wanted = max(1, processors * ATTENTION["programs_each"] // heads)
+    per_split = max(ATTENTION["least_tiles"], -(-tiles // wanted))
+    return -(-tiles // per_split), per_split * tile
+
+
+def _turns(rope: Rope | None, seq_len: int, keys: Packed, tile: int) -> tuple[Tensor, ...]:
+    """cos and sin (tiles, rotary_dim / 2) of every tile's first position, and of a tile's positions from there."""
+    if rope is None:
+        return keys.codes, keys.codes, keys.codes, keys.codes  # not read
+    frequencies = rope.inv_freq.double()
+    first = torch.arange(rope.start, rope.start + seq_len, tile, device=frequencies.device).double()
+    inside = torch.arange(tile, device=frequencies.device).double()
+    angles = [positions.unsqueeze(-1) * frequencies for positions in (first, inside)]
+    return tuple(f(angle).float() for angle in angles for f in (torch.cos, torch.sin))
+
+
+def _tensors(packed: Packed) -> tuple[Tensor, ...]:
+    """codes, low or scale, high, codebooks; something that is not read where there is none."""
+    codes = packed.codes.contiguous()
+    if isinstance(packed, Affine):
+        return codes, packed.low.contiguous(), packed.high.contiguous(), codes
+    scale = codes if packed.scale is None else packed.scale.contiguous()
+    return codes, scale, codes, packed.codebooks.contiguous()
+
+
+def _constants(packed: Packed) -> tuple:
+    """KIND, BITS, ROW_BYTES, GROUPS, DIM, QUANTIZERS, SIZE, TABLES, SCALE_TOKENS (0: no scale), STRIDED."""
+    if isinstance(packed, Affine):
+        return "affine", packed.bits, packed.codes.shape[3], packed.low.shape[3], 0, 0, 0, 0, 0, False
+    tables, quantizers, size, dim = packed.codebooks.shape
+    each = 0 if packed.scale is None else packed.tokens_per_scale
+    strided = packed.strided or packed.groups == 1  # of one group, half the channels are half the code
+    return "coded", packed.bits, packed.codes.shape[3], packed.groups, dim, quantizers, size, tables, each, strided
+
+
+@triton.jit
+def _words(codes, row, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """The words that hold codes FIRST, FIRST + 1, ... of each row: int32 (tokens, words of COUNT codes); zeros beyond
+    the row's end."""
+    EACH: tl.constexpr = 32 // BITS
+    word = FIRST // EACH + tl.arange(0, COUNT // EACH)
+    there = valid[:, None] & (word < ROW_BYTES // 4)[None, :]
+    return tl.load(codes.to(tl.pointer_type(tl.int32)) + row[:, None] * (ROW_BYTES // 4) + word[None, :], there, 0)
+
+
+@triton.jit
+def _spread(words, STEP: tl.constexpr, BITS: tl.constexpr):
+    """Words side by side with themselves, shifted by STEP, STEP / 2, ... BITS: a word's codes stay in one thread."""
+    for i in tl.static_range(4):
+        if STEP >> i >= BITS:
+            words = tl.reshape(tl.join(words, words >> (STEP >> i)), (words.shape[0], words.shape[1] * 2))
+    return words
+
+
+@triton.jit
+def _numbers(words, BITS: tl.constexpr):
+    """Codes of up to 8 bits, as they are the bits of fp16 numbers: code * 2^-24 exactly, and tensor cores take them.
+    fp16 (tokens, codes), each word's two halves in turns, as they lie in a register; see ``_channels``."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    pairs = _spread(words, 8, BITS) & (MASK << 16 | MASK)
+    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(both, (words.shape[0], words.shape[1] * 32 // BITS)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _bytes(codes, row, valid, index, BITS: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """Codes ``index`` (COUNT,) of each row: int32 (tokens, COUNT), byte by byte."""
+    SPAN: tl.constexpr = 1 if 8 % BITS == 0 else (BITS + 14) // 8  # bytes that a code may touch
+    bit = index * BITS
+    found = tl.zeros((row.shape[0], index.shape[0]), tl.int32)
+    for i in tl.static_range(SPAN):
+        at = bit // 8 + i
+        there = valid[:, None] & (at < ROW_BYTES)[None, :]
+        found |= tl.load(codes + row[:, None] * ROW_BYTES + at[None, :], there, 0).to(tl.int32) << (8 * i)
+    return (found >> (bit % 8)[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _channels(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr,
+              BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
+    """Channel of each column of a half tile, and whether there is one."""
+    column = tl.arange(0, WIDTH)
+    if KIND == "affine":
+        EACH: tl.constexpr = 32 // BITS
+        inside = column % EACH // 2 + column % 2 * (EACH // 2)
+        channel = HALF * (HEAD_DIM // 2) + column // EACH * EACH + inside
+    elif STRIDED:
+        channel = (HALF * (DIM // 2) + column % (DIM // 2)) * GROUPS + column // (DIM // 2)
+    else:
+        channel = HALF * (HEAD_DIM // 2) + column
+    return channel, column < HEAD_DIM // 2
+
+
+@triton.jit
+def _affine_half(codes, low, high, row, valid, HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 BITS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+    """Half a tile of affine codes: fp16 (tokens, WIDTH), and what each token's is to be multiplied by and added to."""
+    SIZE: tl.constexpr = HEAD_DIM // GROUPS
+    FIRST: tl.constexpr = HALF * (HEAD_DIM // 2)
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    number = _numbers(_words(codes, row, valid, FIRST, WIDTH, BITS, ROW_BYTES), BITS)
+    if SIZE % (HEAD_DIM // 2) == 0 and not ROPE:  # the half has one pair of ends, which can wait
+        bottom = tl.load(low + row * GROUPS + FIRST // SIZE, valid, 0).to(tl.float32)
+        top = tl.load(high + row * GROUPS + FIRST // SIZE, valid, 0).to(tl.float32)
+        return number, (top - bottom) * (UNIT / LEVELS), bottom
+    EACH: tl.constexpr = 32 // BITS if SIZE % (HEAD_DIM // 2) != 0 else WIDTH
+    part = tl.arange(0, WIDTH // EACH)
+    group = (FIRST + part * EACH) // SIZE
+    there = valid[:, None] & (group < GROUPS)[None, :]
+    bottom = tl.load(low + row[:, None] * GROUPS + group[None, :], there, 0).to(tl.float32)[:, :, None]
+    top = tl.load(high + row[:, None] * GROUPS + group[None, :], there, 0).to(tl.float32)[:, :, None]
+    number = tl.reshape(number, (row.shape[0], WIDTH // EACH, EACH)).to(tl.float32)
+    tile = tl.reshape(bottom + number * ((top - bottom) * (UNIT / LEVELS)), (row.shape[0], WIDTH))
+    one = tl.where(valid, 1.0, 0.0)
+    return tile.to(tl.float16), one, one - one
+
+
+@triton.jit
+def _coded_half(codes, scale, table, row, scale_row, valid, HALF: tl.constexpr, WIDTH: tl.constexpr,
+                BITS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+                QUANTIZERS: tl.constexpr, SIZE: tl.constexpr, TABLES: tl.constexpr, SCALE_TOKENS: tl.constexpr,
+                STRIDED: tl.constexpr):  # fmt: skip
+    """Half a tile of sums of codes; see ``_affine_half``."""
+    INNER: tl.constexpr = DIM // 2 if STRIDED else DIM
+    COUNT: tl.constexpr = WIDTH // INNER
+    OUTER: tl.constexpr = GROUPS if STRIDED else GROUPS // 2
+    FIRST: tl.constexpr = 0 if STRIDED else HALF * OUTER
+    BEGIN: tl.constexpr = HALF * INNER if STRIDED else 0
+    group = FIRST + tl.arange(0, COUNT)
+    inner = BEGIN + tl.arange(0, INNER)
+    there = valid[:, None] & (group < FIRST + OUTER)[None, :]
+    total = tl.zeros((row.shape[0], COUNT, INNER), tl.float32)
+    for k in range(QUANTIZERS):
+        if QUANTIZERS == 1 and 8 % BITS == 0 and OUTER * BITS % 32 == 0 and COUNT * BITS % 32 == 0:
+            words = _words(codes, row, valid, FIRST, COUNT, BITS, ROW_BYTES)
+            code = _spread(words, 16, BITS) & ((1 << BITS) - 1)
+        else:
+            code = _bytes(codes, row, valid, group * QUANTIZERS + k, BITS, ROW_BYTES)
+        at = ((group % TABLES) * QUANTIZERS + k)[None, :] * SIZE + tl.minimum(code, SIZE - 1)
+        vector = tl.load(table + at[:, :, None] * DIM + inner[None, None, :], there[:, :, None], 0)
+        total += vector.to(tl.float32)
+    factor = tl.where(valid, 1.0, 0.0)
+    if SCALE_TOKENS > 0:
+        factor = tl.load(scale + scale_row, valid, 0).to(tl.float32)
+    return tl.reshape(total, (row.shape[0], WIDTH)).to(tl.float16), factor, tl.where(valid, 0.0, 0.0)
+
+
+@triton.jit
+def _half(codes, a, b, table, head, token, valid, seq_len, HALF: tl.constexpr, WIDTH: tl.constexpr,
+          HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr,
+          GROUPS: tl.constexpr, DIM: tl.constexpr, QUANTIZERS: tl.constexpr, SIZE: tl.constexpr, TABLES: tl.constexpr,
+          SCALE_TOKENS: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
+    row = head * seq_len + token
+    if KIND == "affine":
+        return _affine_half(codes, a, b, row, valid, HALF, WIDTH, HEAD_DIM, BITS, ROW_BYTES, GROUPS, ROPE)
+    else:
+        EACH: tl.constexpr = SCALE_TOKENS if SCALE_TOKENS > 0 else 1
+        scale_row = head * tl.cdiv(seq_len, EACH) + token // EACH
+        return _coded_half(codes, a, table, row, scale_row, valid, HALF, WIDTH, BITS, ROW_BYTES, GROUPS, DIM,
+                           QUANTIZERS, SIZE, TABLES, SCALE_TOKENS, STRIDED)  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    query, out, lse, k_codes, k_a, k_b, k_table, v_codes, v_a, v_b, v_table,
+    first_cos, first_sin, inside_cos, inside_sin, seq_len, per_split, scaling, rows,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_ROW: tl.constexpr, K_GROUPS: tl.constexpr, K_DIM: tl.constexpr,
+    K_QUANTIZERS: tl.constexpr, K_SIZE: tl.constexpr, K_TABLES: tl.constexpr, K_SCALE: tl.constexpr,
+    K_STRIDED: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_ROW: tl.constexpr, V_GROUPS: tl.constexpr, V_DIM: tl.constexpr,
+    V_QUANTIZERS: tl.constexpr, V_SIZE: tl.constexpr, V_TABLES: tl.constexpr, V_SCALE: tl.constexpr,
+    V_STRIDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = _padded(HEAD_DIM // 2)
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    k0, there = _channels(0, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    k1, _ = _channels(1, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    asked = (m < rows)[None, :] & there[:, None]
+    begin = query + (head * rows + m)[None, :] * HEAD_DIM
+    q0 = tl.load(begin + k0[:, None], asked, 0).to(tl.float16).to(tl.float32)  # rounded in the sums as in products
+    q1 = tl.load(begin + k1[:, None], asked, 0).to(tl.float16).to(tl.float32)
+    sum0, sum1 = tl.sum(q0, 0), tl.sum(q1, 0)
+    inside = tl.arange(0, BLOCK_N)
+    if ROPE:
+        local = inside[:, None] * (HEAD_DIM // 2) + k0[None, :]
+        cos = tl.load(inside_cos + local, there[None, :], 0)
+        sin = tl.load(inside_sin + local, there[None, :], 0)
+    best = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a share of no tokens must not make NaN
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc0 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    acc1 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    add0 = tl.zeros((BLOCK_M,), tl.float32)
+    add1 = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(split * per_split, min((split + 1) * per_split, seq_len), BLOCK_N):
+        token = start + inside
+        valid = token < seq_len
+        x0, a0, b0 = _half(k_codes, k_a, k_b, k_table, head, token, valid, seq_len, 0, WIDTH, HEAD_DIM, ROPE, K_KIND,
+                           K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE,
+                           K_STRIDED)  # fmt: skip
+        x1, a1, b1 = _half(k_codes, k_a, k_b, k_table, head, token, valid, seq_len, 1, WIDTH, HEAD_DIM, ROPE, K_KIND,
+                           K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE,
+                           K_STRIDED)  # fmt: skip
+        if ROPE:
+            first = (start // BLOCK_N) * (HEAD_DIM // 2) + k0
+            c = tl.load(first_cos + first, there, 0)[:, None]
+            s = tl.load(first_sin + first, there, 0)[:, None]
+            p0, p1 = (q0 * c + q1 * s).to(tl.float16), (q1 * c - q0 * s).to(tl.float16)
+            y0 = (x0 * cos - x1 * sin).to(tl.float16)
+            y1 = (x1 * cos + x0 * sin).to(tl.float16)
+        else:
+            p0, p1, y0, y1 = q0.to(tl.float16), q1.to(tl.float16), x0, x1
+        scores = tl.dot(y0, p0) * a0[:, None] + tl.dot(y1, p1) * a1[:, None]
+        scores += sum0[None, :] * b0[:, None] + sum1[None, :] * b1[:, None]
+        scores = tl.where(valid[:, None], scores * scaling, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 0))
+        shrink = tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher[None, :])
+        best, total = higher, total * shrink + tl.sum(weights, 0)
+        x0, a0, b0 = _half(v_codes, v_a, v_b, v_table, head, token, valid, seq_len, 0, WIDTH, HEAD_DIM, False, V_KIND,
+                           V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE,
+                           V_STRIDED)  # fmt: skip
+        x1, a1, b1 = _half(v_codes, v_a, v_b, v_table, head, token, valid, seq_len, 1, WIDTH, HEAD_DIM, False, V_KIND,
+                           V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE,
+                           V_STRIDED)  # fmt: skip
+        acc0, add0 = _gather(acc0, add0, shrink, weights, x0, a0, b0)
+        acc1, add1 = _gather(acc1, add1, shrink, weights, x1, a1, b1)
+    v0, there = _channels(0, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    v1, _ = _channels(1, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    row = (split * tl.num_programs(0) + head) * rows + m
+    stored = (m < rows)[None, :] & there[:, None]
+    tl.store(out + row[None, :] * HEAD_DIM + v0[:, None], (acc0 + add0[None, :]) / total[None, :], stored)
+    tl.store(out + row[None, :] * HEAD_DIM + v1[:, None], (acc1 + add1[None, :]) / total[None, :], stored)
+    tl.store(lse + row, (best + tl.log2(total)) * LN2, m < rows)
+
+
+@triton.jit
+def _gather(acc, add, shrink, weights, tile, factor, offset):
+    """One more tile of weighted values. Factors are divided by their largest: their products with weights, which go
+    into an fp16 operand, shall not underflow."""
+    largest = tl.max(tl.abs(factor), 0)
+    largest = tl.where(largest > 0, largest, 1.0)
+    product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))
+    acc = acc * shrink[None, :] + product * largest
+    return acc, add * shrink + tl.sum(weights * offset[:, None], 0)
+
+
+@triton.jit
+def _combine(parts, sums, out, lse, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Join the shares of one query row: their outputs, weighted by their part in the sum of all exponentials."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    split, channel = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    part = tl.load(sums + split * rows + row, split < splits, float("-inf"))
+    best = tl.max(part, 0)
+    weight = tl.exp2((part - best) * LOG2E)
+    total = tl.sum(weight, 0)
+    there = (split < splits)[:, None] & (channel < HEAD_DIM)[None, :]
+    values = tl.load(parts + (split * rows + row)[:, None] * HEAD_DIM + channel[None, :], there, 0)
+    tl.store(out + row * HEAD_DIM + channel, tl.sum(values * weight[:, None], 0) / total, channel < HEAD_DIM)
+    tl.store(lse + row, best + tl.log2(total) * LN2)
+
+
+@triton.constexpr_function
+def _padded(width):
+    """Columns of a half tile: a power of two, as many as a matrix product needs at least."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def _specimen(name: str, keys: tuple, values: tuple, rope: bool = False) -> Specimen:
+    """At Llama-3-8B's shape: 32 query and 8 KV heads of 128."""
+    pointers = {"query": "*fp16", "out": "*fp32", "lse": "*fp32"}
+    pointers |= {f"{role}_codes": "*u8" for role in "kv"}
+    pointers |= {f"{role}_{name}": "*fp16" for role in "kv" for name in ("a", "b", "table")}
+    pointers |= {f"{when}_{what}": "*fp32" for when in ("first", "inside") for what in ("cos", "sin")}
+    numbers = {"seq_len": "i32", "per_split": "i32", "scaling": "fp32", "rows": "i32"}
+    names = ("KIND", "BITS", "ROW", "GROUPS", "DIM", "QUANTIZERS", "SIZE", "TABLES", "SCALE", "STRIDED")
+    constants = {f"{role}_{n}": x for role, form in (("K", keys), ("V", values)) for n, x in zip(names, form, strict=True)}
+    tile = dict(ATTENTION["affine" if keys[0] == values[0] == "affine" else "coded"])
+    num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
+    constants |= {"HEAD_DIM": 128, "ROPE": rope, "BLOCK_M": 8, **tile}
+    types = {argument: (pointers | numbers)[argument] for argument in _attend.arg_names if argument in pointers | numbers}
+    return Specimen(name, _attend, types, constants, num_warps, num_stages, ("per_split",))
+
+
+_INT4, _INT2 = (("affine", bits, 16 * bits, 2, 0, 0, 0, 0, 0, False) for bits in (4, 2))
+_PRODUCT = ("coded", 8, 32, 32, 4, 1, 256, 2, 64, False)
+_GRID = ("coded", 8, 64, 64, 2, 1, 256, 1, 1, False)
+_SMALL_RVQ = ("coded", 8, 48, 16, 8, 3, 256, 1, 64, False)
+_RVQ_KEYS, _RVQ_VALUES = (("coded", 11, 44, 4, 32, 8, 2048, 1, 1, strided) for strided in (True, False))
+SPECIMENS = [
+    _specimen("attention_int4", _INT4, _INT4),
+    _specimen("attention_int2", _INT2, _INT2),
+    _specimen("attention_product", _PRODUCT, _PRODUCT),
+    _specimen("attention_grid", _GRID, _GRID),
+    _specimen("attention_rvq_3x256", _SMALL_RVQ, _SMALL_RVQ),
+    _specimen("attention_rvq_8x2048", _RVQ_KEYS, _RVQ_VALUES, rope=True),
+]
