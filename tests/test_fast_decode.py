@@ -101,8 +101,12 @@ def test_looking_bytes_up_is_looking_every_code_up(device, case, values):
 def plain_values(quantizer, codes):
     """What ``Quantizer.decode`` gives, code by code."""
     if isinstance(quantizer, Uniform):
-        return ((codes - quantizer._zero).float() / quantizer._steps).unflatten(-1, quantizer._row_shape)
-    return quantizer.state()["grid"].float()[codes].flatten(-2).unflatten(-1, quantizer._row_shape)
+        return ((codes - quantizer._zero).float() / quantizer._steps).unflatten(
+            -1, quantizer.row_shape or quantizer._row_shape
+        )
+    return (
+        quantizer.state()["grid"].float()[codes].flatten(-2).unflatten(-1, quantizer.row_shape or quantizer._row_shape)
+    )
 
 
 def plain_stage(stage, y, side):

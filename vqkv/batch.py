@@ -16,7 +16,10 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.group import Group
+from vqkv.packed_attention import PackedStates
 from vqkv.positions import Rotary
+
+FEW = 16  # new tokens, up to which attention reads packed tokens; it decodes them for more
 
 
 class Watch:
@@ -51,12 +54,15 @@ class Batch:
     size: int = 0
     room: int = field(default=0, init=False)
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
+    hides: bool = field(default=False, init=False)  # whether that mask hides stored tokens
+    packed: bool = field(default=False, init=False)  # whether attention may read packed tokens as they are
     _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
 
     def see(self, attention_mask) -> None:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
+        self.hides = attention_mask is not None and not is_padding
         if self.rotary is not None:
             self.rotary.thread = threading.get_ident()
 
@@ -88,6 +94,7 @@ class Batch:
             return None
         mask = mask.cpu()
         if self.tokens is None and self.slots and mask[:, self.slots :].all():
+            self.hides = True
             return None  # attention is told to pass over tokens that are here: that is its own affair
         if self.tokens is not None and (mask[:, : self.slots] & ~self.tokens).any():
             raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
@@ -119,17 +126,36 @@ class Batch:
                 groups.append(group.select(index, [group.rows[i] for i in index]))
         self.groups = groups
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Group.update``; slots of padding read as zeros."""
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | tuple[PackedStates, None]:
+        """See ``Group.update``; slots of padding read as zeros. Where attention can read packed tokens, those."""
+        if self.packed and not self.hides and keys.shape[2] <= FEW and (states := self._packed(layer, keys, values)):
+            return states, None
         if self.tokens is None:
             return self.groups[0].update(layer, keys, values, self.room)
         out = [x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values)]
-        for group, (new, all_) in zip(self.groups, self._places, strict=True):
-            rows = torch.tensor(group.rows, device=keys.device)[:, None]
+        for group, (rows, new, all_) in zip(self.groups, self._rows(keys.device), strict=True):
             read = group.update(layer, *(x[rows, :, new].transpose(1, 2) for x in (keys, values)), self.room)
             for padded, x in zip(out, read, strict=True):
                 padded[rows, :, all_] = x.transpose(1, 2)
         return tuple(out)
+
+    def _rows(self, device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """By group: its sequences (rows, 1), the slots of their new tokens and of all."""
+        rows = [torch.tensor(group.rows, device=device)[:, None] for group in self.groups]
+        return [(row, *places) for row, places in zip(rows, self._places, strict=True)]
+
+    def _packed(self, layer: int, keys: Tensor, values: Tensor) -> PackedStates | None:
+        """``update`` for attention that reads packed tokens; None, and nothing is stored, if some group's cannot be."""
+        places = [] if self.tokens is None else self._rows(keys.device)
+        pairs = [(keys, values)]
+        if places:
+            pairs = [[x[rows, :, new].transpose(1, 2) for x in (keys, values)] for rows, new, _ in places]
+        stored = [group.stored(layer, *pair) for group, pair in zip(self.groups, pairs, strict=True)]
+        if None in stored:
+            return None
+        for group, pair in zip(self.groups, pairs, strict=True):
+            group.write(layer, *pair)
+        return PackedStates(stored, torch.Size((*keys.shape[:2], self.slots, keys.shape[3])), places)
 
     def end(self) -> None:
         """The pass ends."""

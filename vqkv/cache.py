@@ -16,6 +16,7 @@ from vqkv.errors import DataError
 from vqkv.group import Group
 from vqkv.meter import Report, tensor_bytes
 from vqkv.models import position_rotary
+from vqkv.packed_attention import PackedStates, chosen
 from vqkv.positions import Positions, Rotary
 from vqkv.role import Role, Settings
 
@@ -116,11 +117,13 @@ class CompressedCache(Cache):
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if layer_idx == 0:
             self._check_intact()
+            self.batch.packed = not self.settings.decoded_cache_bytes and chosen(self.model())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def _update_uncompiled(self, key_states, value_states, layer_idx: int):
-        return self.update(key_states, value_states, layer_idx)
+        out = self.update(key_states, value_states, layer_idx)
+        return out[0].dense() if isinstance(out[0], PackedStates) else out  # a graph takes tensors only
 
     def _check_intact(self) -> None:
         if not all(layer.intact for layer in self.layers):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from vqkv.coder import Known
+from vqkv.packed_attention import Stored
 from vqkv.positions import Positions
 from vqkv.precision import full_precision
 from vqkv.role import Role, Settings
@@ -50,6 +51,26 @@ class Group:
         (key, value), positions = self.roles[layer], self.at(layer)
         with full_precision(keys.device):
             return self._pass(key, keys, positions, room), self._pass(value, values, positions, room)
+
+    def stored(self, layer: int, keys: Tensor, values: Tensor) -> Stored | None:
+        """What attention reads, ``keys`` and ``values`` (as in ``update``) included, if it can read packed tokens as
+        they are; None if they must be decoded for it. ``write`` then stores the new ones."""
+        (key, value), positions = self.roles[layer], self.at(layer)
+        if self.settings.in_place:
+            return None  # attention is to read the new tokens packed, too
+        sinks = key.parts[0]
+        turned = key.rotated and positions.rotary is not None
+        rope = positions.rope(sinks) if turned else None
+        packed = key.readable(self.past), value.readable(self.past)
+        if None in packed or (turned and rope is None):
+            return None
+        return Stored(*packed, rope, key.exact(keys), value.exact(values), sinks)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store a layer's new keys and values."""
+        with full_precision(keys.device):
+            for role, states in zip(self.roles[layer], (keys, values), strict=True):
+                role.write(states, self.at(layer), self.settings, self.fresh)
 
     def _pass(self, role: Role, states: Tensor, positions: Positions, room: int) -> Tensor:
         if self.settings.in_place:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vqkv.attention import token_mask
 from vqkv.codec.packing import pack, unpack
 from vqkv.errors import DataError
+from vqkv.kernels import Rope
 from vqkv.rope import rotate, unrotate
 
 
@@ -98,6 +99,14 @@ class Positions:
         """The keys that attention reads -> fp32 keys before RoPE."""
         return keys if self.rotary is None else unrotate(keys, *self._slice(start, keys.shape[-2]))
 
+    def rope(self, start: int) -> Rope | None:
+        """RoPE of the keys from token ``start`` on, for kernels that rotate them; None if their positions do not count
+        up from there."""
+        if self.explicit is not None:
+            return None
+        module = self.rotary.module
+        return Rope(module.inv_freq.float(), start, getattr(module, "attention_scaling", 1.0))
+
     def _slice(self, start: int, length: int):
         if self._table is None:
             whole = _count(0, self.seq_len, self._like.device) if self.explicit is None else self.explicit
@@ -158,6 +167,10 @@ class KeptPositions:
     def unrotate(self, keys: Tensor, start: int) -> Tensor:
         """See ``Positions.unrotate``; ``start`` counts stored tokens."""
         return self.whole.unrotate(keys, start) if self.bits is None else self._turn(unrotate, keys, start)
+
+    def rope(self, start: int) -> Rope | None:
+        """See ``Positions.rope``."""
+        return self.whole.rope(start) if self.bits is None else None
 
     def keep(self, chosen: Tensor) -> None:
         """Of the stored tokens, forget all but ``chosen`` (batch, num_kv_heads, kept)."""

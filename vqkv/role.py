@@ -11,6 +11,7 @@ from vqkv.codec.payload import Payload
 from vqkv.coder import Coder, Known
 from vqkv.errors import DataError
 from vqkv.history import History
+from vqkv.kernels import Packed
 from vqkv.positions import Positions, pick_rows
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
@@ -97,6 +98,18 @@ class Role:
         out = like.new_empty(*like.shape[:2], room_for, like.shape[-1]).narrow(2, 0, stored + more)
         self.read(out, positions, known, room)
         return out
+
+    def exact(self, states: Tensor) -> Tensor:
+        """Sinks, window and the new ``states`` (batch, num_kv_heads, tokens, head_dim), side by side."""
+        stored = [x.to(states.dtype) for x in (self.sinks, self.window) if x is not None]
+        return torch.cat([*stored, states], dim=2)
+
+    def readable(self, known: Known) -> Packed | None:
+        """The packed tokens for kernels that decode them as they read; None if there are none, or if more than the
+        codec has a say in them."""
+        coder, history = self.coder, self.history
+        plain = coder.prediction is None and coder.place not in known.last_reader and not history.holes
+        return coder.codec.packed(history.payload) if plain and history.payload is not None else None
 
     def _read_packed(self, out: Tensor, positions: Positions, known: Known, start: int) -> None:
         """Fill ``out`` with the packed tokens that are not kept decoded: the ``start``-th of all tokens and on."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.payload import Payload
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import by_byte
+from vqkv.kernels import Affine, Packed, by_byte, fused_affine
 
 MAX_BITS = 8
 
@@ -37,11 +37,13 @@ class Uniform(Quantizer):
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Any shape."""
-        self._row_shape = shape[1:]
-        self.codes_per_row = math.prod(self._row_shape)
+        self.row_shape = shape[1:]
+        self.codes_per_row = math.prod(self.row_shape)
 
     def encode(self, x: Tensor) -> Tensor:
         """(..., *row_shape) -> uint8 (..., values of a row)."""
+        if not self.signed and fused_affine.takes(x):
+            return fused_affine.rounded(x, self.bits).flatten(3)
         codes = (x * self._steps).round_().clamp_(-self._zero, self._steps).to(torch.int32)
         return (codes + self._zero if self.signed else codes).to(torch.uint8).flatten(3)  # straight to uint8 is slower
 
@@ -49,13 +51,33 @@ class Uniform(Quantizer):
         """The inverse. Raises ``FormatError`` for a code that symmetric quantization does not use."""
         if self.signed and codes.numel() and int(codes.max()) > 2 * self._steps:
             raise FormatError(f"code {int(codes.max())} is not below {2 * self._steps + 1}: altered payload")
-        return self._levels(codes).unflatten(-1, self._row_shape)
+        return self._levels(codes).unflatten(-1, self.row_shape)
+
+    def stores_scaled(self, x: Tensor) -> bool:
+        """Whether ``store_scaled`` does, for rows like x's."""
+        return not self.signed and fused_affine.packs(x, self.bits)
+
+    def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
+        """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
+        return Payload({"codes": fused_affine.pack_scaled(x, low, span, self.bits)})
+
+    def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
+        """``store_scaled`` between the smallest and the largest value of each last axis in fp16, and these; None for
+        values of which there is none."""
+        found = fused_affine.pack_between_ends(x, self.bits)
+        return found and (Payload({"codes": found[0]}), *found[1:])
 
     def load(self, payload: Payload) -> Tensor:
         """See ``Quantizer``."""
         if self._table is None:
             return super().load(payload)
-        return self.look_up(payload, self._table, self.codes_per_row).unflatten(-1, self._row_shape)
+        return self.look_up(payload, self._table, self.codes_per_row).unflatten(-1, self.row_shape)
+
+    def packed(self, payload: Payload) -> Packed | None:
+        """See ``Quantizer``."""
+        if self.signed or self.bits not in (2, 4, 8) or self.codes_per_row * self.bits % 8:
+            return None
+        return Affine(payload_field(payload, "codes", payload.tokens_per_row), None, None, self.bits)
 
     def levels(self) -> Tensor | None:
         """See ``Quantizer``; None with ``signed``, where one code is not used."""

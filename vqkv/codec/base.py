@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
+from vqkv.kernels import Packed
 from vqkv.precision import full_precision
 
 MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096  # an altered config must not make us allocate without bound
@@ -229,6 +230,10 @@ class Codec(Part):
     def decodes_directly(self, out: Tensor) -> bool:
         """Whether ``decode`` into ``out`` needs no memory beside it that grows with the number of values."""
         return False
+
+    def packed(self, payload: Payload) -> Packed | None:
+        """What kernels are told of a payload so that they can read it without decoding it all; None if they cannot."""
+        return None
 
     def _fill(self, out: Tensor, payload: Payload) -> Tensor:
         if out.dtype is not torch.float32:

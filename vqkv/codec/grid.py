@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import take
-from vqkv.codec.payload import Payload
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import by_byte, rvq_decode, rvq_encode
+from vqkv.kernels import Coded, Packed, by_byte, rvq_decode, rvq_encode
 
 DIM = 2
 
@@ -66,6 +66,11 @@ class Grid(Quantizer):
         if self._table is None:
             return super().load(payload)
         return self.look_up(payload, self._table, DIM * self.codes_per_row).unflatten(-1, self._row_shape)
+
+    def packed(self, payload: Payload) -> Packed:
+        """See ``Quantizer``."""
+        codes = payload_field(payload, "codes", payload.tokens_per_row)
+        return Coded(codes, self._grid[None, None], self.code_bits, self.codes_per_row)
 
     def state(self) -> dict[str, Tensor]:
         """The grid."""

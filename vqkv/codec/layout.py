@@ -1,11 +1,13 @@
 """Which values make up a row: blocks of tokens, all KV heads together."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError
+from vqkv.kernels import Coded, Packed
 
 MAX_TOKENS = 65536
 
@@ -41,6 +43,17 @@ class TokenBlock(Stage):
     def place(self, out: Tensor) -> Tensor | None:
         """See ``Stage``; None with ``channels_first``, whose values lie too far apart to be written one by one."""
         return None if self.channels_first else self.encode(out)[0]
+
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """See ``Stage``: codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
+        size = inner.codes.shape[3]
+        if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:
+            return None
+        codes = inner.codes.unflatten(3, (self.tokens, -1)).flatten(2, 3)
+        if codes.shape[3] * 8 != inner.groups // self.tokens * inner.codebooks.shape[1] * inner.bits:
+            return None
+        each = inner.tokens_per_scale * self.tokens
+        return dataclasses.replace(inner, codes=codes, groups=inner.groups // self.tokens, tokens_per_scale=each)
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """Unfold."""

@@ -11,7 +11,7 @@ from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
 from vqkv.codec.packing import check_packed, pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import lookup
+from vqkv.kernels import Packed, lookup
 
 MAX_STAGES, MAX_ROW = 16, 1 << 24  # values of a row, all heads: an altered config must not make us allocate more
 Side = dict[str, Tensor]
@@ -58,6 +58,16 @@ class Stage(Part):
         nothing is done."""
         return False
 
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """What kernels are told of rows before this stage, from what they are told of rows after it; None if they
+        cannot undo it."""
+        return None
+
+    def encode_codes(self, quantizer: "Quantizer", x: Tensor) -> tuple[Payload, Side] | None:
+        """What ``quantizer`` stores of what ``encode`` gives, and the side, if a kernel does both in one; else None,
+        and nothing is done."""
+        return None
+
     def place(self, out: Tensor) -> Tensor | None:
         """``out``, memory for what ``decode`` gives, as a view in the shape of what it takes; None if decoding is more
         than a change of shape."""
@@ -73,6 +83,7 @@ class Quantizer(Part):
 
     code_bits: int
     codes_per_row: int
+    row_shape: tuple[int, ...] | None = None  # of what ``load`` gives, where a stage may decode codes in its place
     code_dtype: torch.dtype = torch.int32
 
     def build(self, shape: tuple[int, ...]) -> None:
@@ -97,6 +108,18 @@ class Quantizer(Part):
     def store(self, y: Tensor) -> Payload:
         """Rows of values as a payload."""
         return Payload({"codes": pack(self.encode(y), self.code_bits)})
+
+    def packed(self, payload: Payload) -> Packed | None:
+        """What kernels are told of stored codes; None if they cannot read them."""
+        return None
+
+    def stores_scaled(self, x: Tensor) -> bool:
+        """Whether ``store_scaled`` does, for rows like x's."""
+        return False
+
+    def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
+        """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
+        raise NotImplementedError
 
     def levels(self) -> Tensor | None:
         """float32: the value of each code, where a code is one value and means the same wherever it stands."""
@@ -195,16 +218,28 @@ class Chain(Codec):
         for _, part in self._parts():
             part.finalize()
 
-    def _forward(self, x: Tensor) -> tuple[Tensor, Side]:
+    def _forward(self, x: Tensor, stop: int | None = None) -> tuple[Tensor, Side]:
+        """What the stages up to ``stop`` make of x, and all that they store."""
         fields = {}
-        for stage, names in zip(self.stages, self._names, strict=True):
+        for stage, names in zip(self.stages[:stop], self._names[:stop], strict=True):
             x, side = stage.encode(x)
             fields.update({names[name]: tensor for name, tensor in side.items()})
         return x, fields
 
+    def _stored(self, x: Tensor) -> tuple[Payload, Side]:
+        last = len(self.stages) - 1
+        if last < 0:
+            return self.quantizer.store(x), {}
+        x, fields = self._forward(x, last)
+        if both := self.stages[last].encode_codes(self.quantizer, x):
+            stored, side = both
+        else:
+            y, side = self.stages[last].encode(x)
+            stored = self.quantizer.store(y)
+        return stored, fields | {self._names[last][name]: tensor for name, tensor in side.items()}
+
     def _encode(self, x: Tensor) -> Payload:
-        y, fields = self._forward(x)
-        stored = self.quantizer.store(y)
+        stored, fields = self._stored(x)
         return dataclasses.replace(stored, fields={**stored.fields, **fields}, tokens_per_row=self.tokens_per_row)
 
     def _decode(self, payload: Payload) -> Tensor:
@@ -212,14 +247,37 @@ class Chain(Codec):
 
     def _back(self, payload: Payload, first: int) -> Tensor:
         """What the stages from the ``first`` on give back."""
-        y = self.quantizer.load(payload)
-        for i in reversed(range(first, len(self.stages))):
+        y, stop = self._decoded_codes(payload, first), len(self.stages) - 1
+        if y is None:
+            y, stop = self.quantizer.load(payload), len(self.stages)
+        for i in reversed(range(first, stop)):
             y = self.stages[i].decode(y, self._side(payload, i))
         return y
+
+    def _decoded_codes(self, payload: Payload, first: int) -> Tensor | None:
+        """What the last stage gives back, if it is not before the ``first`` and a kernel decodes codes for it."""
+        last, shape = len(self.stages) - 1, self.quantizer.row_shape
+        if last < first or shape is None:
+            return None
+        codes = payload_field(payload, "codes", self.tokens_per_row)
+        out = torch.empty(*payload.shape, *shape, device=codes.device)
+        done = self.stages[last].decodes_codes(self.quantizer, out) and self.stages[last].decode_codes(
+            self.quantizer, payload, self._side(payload, last), out
+        )
+        return out if done else None
 
     def _side(self, payload: Payload, stage: int) -> Side:
         names = self._names[stage]
         return {name: payload_field(payload, names[name], self.tokens_per_row) for name in names}
+
+    def packed(self, payload: Payload) -> Packed | None:
+        """See ``Codec``."""
+        found = self.quantizer.packed(payload)
+        for i in reversed(range(len(self.stages))):
+            if found is None:
+                return None
+            found = self.stages[i].packed(found, self._side(payload, i))
+        return found
 
     def decodes_directly(self, out: Tensor) -> bool:
         """See ``Codec``."""

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.residual import ResidualVQ
 from vqkv.errors import DataError
+from vqkv.kernels import Coded, Packed
 
 
 @dataclass(eq=False)
@@ -61,6 +63,12 @@ class ProductVQ(Quantizer):
         """The inverse. Raises ``FormatError`` for a code that no codebook has."""
         pieces = codes.unflatten(-1, (-1, self.num_subvectors)).unbind(-1)
         return torch.cat([piece.decode(c) for piece, c in zip(self._pieces, pieces, strict=True)], dim=-1)
+
+    def packed(self, payload: Payload) -> Packed:
+        """See ``Quantizer``."""
+        codes = payload_field(payload, "codes", payload.tokens_per_row)
+        codebooks = torch.stack([piece.codebooks for piece in self._pieces])
+        return Coded(codes, codebooks, self.code_bits, self.codes_per_row)
 
     def state(self) -> dict[str, Tensor]:
         """The codebooks."""

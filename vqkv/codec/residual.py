@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.packing import check_packed
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import rvq_candidates, rvq_decode, rvq_encode
+from vqkv.kernels import Coded, Packed, cpu, rvq_candidates, rvq_decode, rvq_encode
 from vqkv.learn import Ema, KMeans, Statistics, check_decay
 
 INITS = ("kmeans", "random")
@@ -110,6 +112,18 @@ class ResidualVQ(Quantizer):
         if codes.numel() and (largest := int(codes.max())) >= self.codebook_size:
             raise FormatError(f"code {largest} is not below codebook_size {self.codebook_size}: altered payload")
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+
+    def load(self, payload: Payload) -> Tensor:
+        """See ``Quantizer``; straight from the bit strings where a kernel does it."""
+        packed = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(packed, self.code_bits, self.codes_per_row)
+        values = cpu.rvq_decode_packed(packed, self.code_bits, self.codebooks, self._groups)
+        return super().load(payload) if values is None else values
+
+    def packed(self, payload: Payload) -> Packed:
+        """See ``Quantizer``."""
+        codes = payload_field(payload, "codes", payload.tokens_per_row)
+        return Coded(codes, self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:
         """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""

@@ -1,15 +1,16 @@
 """Bring values to the range a quantizer expects: by vector, by head and block, between two ends, or by channel."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, check_heads, check_whole, take
-from vqkv.codec.payload import payload_field
+from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import fused
+from vqkv.kernels import Affine, Coded, Packed, fused, fused_affine
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -55,6 +56,10 @@ class VectorScale(Stage):
         """See ``Stage``."""
         torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
 
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """See ``Stage``."""
+        return _scaled(inner, side["scale"])
+
 
 @dataclass(eq=False)
 class HeadScale(Stage):
@@ -77,6 +82,10 @@ class HeadScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
 
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """See ``Stage``."""
+        return _scaled(inner, side["scale"])
+
 
 @dataclass(eq=False)
 class MinMax(Stage):
@@ -90,10 +99,19 @@ class MinMax(Stage):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(x - low) / (high - low), and both ends."""
-        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
-        span = _span(low, high)
-        y = (x - low.float().unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)))
-        return y, {"low": low, "high": high}
+        side = self._side(x)
+        low, span = _offset_and_span(side)
+        if fused_affine.takes(x):
+            return fused_affine.shift_and_divide(x, low, span), side
+        return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
+
+    def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
+        """What ``quantizer`` stores of what ``encode`` gives, and the ends, if a kernel does both in one; else None,
+        and nothing is done."""
+        if not quantizer.stores_scaled(x):
+            return None
+        found = quantizer.store_between_ends(x)
+        return found and (found[0], dict(zip(self.side_fields, found[1:], strict=True)))
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """low + y * (high - low)."""
@@ -102,8 +120,11 @@ class MinMax(Stage):
 
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
         """See ``Stage``."""
-        low = side["low"].float()
-        y.mul_((side["high"].float() - low).unsqueeze(-1))
+        low, span = _offset_and_span(side)
+        if out is y and low.shape == span.shape == y.shape[:-1] and fused_affine.takes(y):
+            fused_affine.multiply_and_shift(y, low, span)
+            return
+        y.mul_(span.unsqueeze(-1))
         torch.add(y, low.unsqueeze(-1), out=out)
 
     def decodes_codes(self, quantizer, out: Tensor) -> bool:
@@ -121,7 +142,21 @@ class MinMax(Stage):
         fused.affine(packed, levels, low, high, out)
         return True
 
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """See ``Stage``."""
+        if not isinstance(inner, Affine) or inner.low is not None:
+            return None
+        low, high = (end if end.ndim == 4 else end.unsqueeze(-1) for end in (side["low"], side["high"]))
+        fits = low.ndim == 4 and low.shape == high.shape and inner.shape[3] % low.shape[3] == 0
+        return dataclasses.replace(inner, low=low, high=high) if fits else None
+
+    def _side(self, x: Tensor) -> Side:
+        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
+        return {"low": low, "high": high}
+
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if fused_affine.takes(x) and (ends := fused_affine.ends(x)):
+            return ends
         low, high = x.amin(dim=-1), x.amax(dim=-1)
         if (low * high).all():
             return low, high
@@ -149,6 +184,13 @@ class HalfQuadratic(MinMax):
         if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
             raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
 
+    def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
+        """See ``Stage``."""
+        if not quantizer.stores_scaled(x):
+            return None
+        side = self._side(x)
+        return quantizer.store_scaled(x, *_offset_and_span(side)), side
+
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))
         least = low
@@ -168,8 +210,16 @@ class HalfQuadratic(MinMax):
         return error.sign() * (size - size.clamp_min(1e-12).pow(self.norm - 1) / self.beta).clamp_min(0)
 
 
-def _span(low: Tensor, high: Tensor) -> Tensor:
-    return (high.float() - low.float()).unsqueeze(-1)
+def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
+    """``inner`` with one scale for each row, or one for each of some of its groups."""
+    scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
+    fits = isinstance(inner, Coded) and inner.scale is None and scale.ndim == 4 and inner.groups % scale.shape[3] == 0
+    return dataclasses.replace(inner, scale=scale) if fits else None
+
+
+def _offset_and_span(side: Side) -> tuple[Tensor, Tensor]:
+    low = side["low"].float()
+    return low, side["high"].float() - low
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """Which channels are quantised together, and in which basis: grouping, Hadamard rotation, mean removal."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from vqkv.codec.base import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole, take
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import Coded, Packed
 
 KINDS = ("contiguous", "strided", "random")
 ADMITTED = {  # which divisors of the channels may stand for group_size
@@ -78,6 +80,12 @@ class Grouping(Stage):
         if self.kind == "contiguous":
             return out.view(*out.shape[:-1], -1, self._size)
         return out.unflatten(-1, (self._size, -1)).mT if self.kind == "strided" else None
+
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """See ``Stage``."""
+        if self.kind == "strided" and isinstance(inner, Coded):
+            return dataclasses.replace(inner, strided=True)
+        return inner if self.kind == "contiguous" else None
 
     def state(self) -> dict[str, Tensor]:
         """The permutation, where it is not implied by the kind."""

@@ -1,5 +1,5 @@
-"""Hot loops. ``reference`` is the truth; ``cpu``, ``fused``, ``bits`` and ``pieces`` are its fast twins on a CPU, ``gpu``
-those in Triton, all with the same signatures; ``dispatch`` picks. ``packed`` says what kernels are told of a tensor."""
+"""Hot loops. ``reference`` is the truth; ``cpu``, ``fused``, ``bits`` and ``pieces`` are its fast twins on a CPU and
+``gpu`` those in Triton, all with the same signatures; ``dispatch`` picks; ``packed`` says what they are told."""
 
 from vqkv.kernels.dispatch import (
     affine_encode,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import reference
+from vqkv.kernels import fused_decode, fused_encode, reference
 from vqkv.precision import full_precision
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
@@ -35,6 +35,7 @@ class Tables:
     offsets: Tensor  # (TILE * K,) first row of every codebook in ``flat``, over and over
     largest: list[float]  # per codebook, the largest norm of a code
     block: int
+    machine: fused_encode.Machine | None = None  # the same for machine code, on a CPU
 
 
 _tables = WeakTensorKeyDictionary()  # codebooks -> (version, Tables): rearranging costs more than encoding a few tokens
@@ -51,6 +52,10 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
         return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
     rows = x.detach().reshape(-1, x.shape[-1])
     tables = prepare(codebooks)
+    if fused_encode.serves(x, codebooks):
+        with full_precision(x.device):
+            codes = fused_encode.encode(rows, codebooks.detach(), tables.machine)
+        return codes.view(*x.shape[:-1], len(codebooks))
     codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64, device=x.device)
     width = tables.weights.shape[-1]
     size = max(CHUNK, min(MORE_ROWS, CHUNK * 1024 // width))
@@ -65,11 +70,29 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
     tables, count = prepare(codebooks), len(codebooks)
-    rows = codes.reshape(-1, count)
-    if count > 1:  # sums over long rows are faster
+    rows, places = codes.reshape(-1, count), None
+    if fused_encode.serves(codes, codebooks):
+        places = fused_decode.places(rows, tables.machine.offsets, codebooks.shape[1])
+    if places is not None:
+        rows = places
+    elif count > 1:  # sums over long rows are faster
         wide = rows.reshape(-1, count * math.gcd(len(rows), TILE))
         rows = (wide + tables.offsets[: wide.shape[1]]).view(-1, count)
     return F.embedding_bag(rows, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
+
+
+def rvq_decode_packed(packed: Tensor, bits: int, codebooks: Tensor, groups: tuple[int, ...]) -> Tensor | None:
+    """``rvq_decode`` straight from bit strings: uint8 (..., bytes), each of the codes of ``groups`` vectors, -> float32
+    (..., *groups, dim). None if they are not on a CPU, or some code is outside its codebook."""
+    if not fused_encode.serves(packed, codebooks):
+        return None
+    tables, count = prepare(codebooks), math.prod(groups) * len(codebooks)
+    rows = packed.reshape(-1, packed.shape[-1])
+    places = fused_decode.places_packed(rows, bits, tables.machine.offsets, count, codebooks.shape[1])
+    if places is None:
+        return None
+    values = F.embedding_bag(places.view(-1, len(codebooks)), tables.flat, mode="sum")
+    return values.view(*packed.shape[:-1], *groups, codebooks.shape[-1])
 
 
 def prepare(codebooks: Tensor) -> Tables:
@@ -91,13 +114,16 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
     weights = torch.cat([-2 * codebooks.to(dtype).mT, norms.to(dtype).unsqueeze(1)], dim=1)
     weights = F.pad(weights, (0, padding))
     weights[:, -1, codebook_size:] = torch.inf
-    return Tables(
+    tables = Tables(
         weights=weights.contiguous(),
         flat=codebooks.to(dtype).reshape(-1, dim).contiguous(),
         offsets=(torch.arange(num_quantizers, dtype=torch.int32, device=codebooks.device) * codebook_size).repeat(TILE),
         largest=norms.amax(dim=-1).sqrt().tolist(),
         block=block,
     )
+    if dtype == torch.float32 and fused_encode.serves(codebooks, codebooks):
+        tables.machine = fused_encode.machine(tables.weights, tables.flat, tables.largest, tables.offsets)
+    return tables
 
 
 def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, codes: Tensor) -> None:
@@ -112,7 +138,7 @@ def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, 
         torch.mm(extended, weights, out=scores)
         winner, unproven = _minimum(scores, tables.block, _Errors(size, drift, tables.largest[k], dim))
         if len(unproven):
-            exact = _exact_residual(x[unproven], codebooks, codes[unproven, :k])
+            exact = fused_encode.exact_residual(x[unproven], codebooks, codes[unproven, :k])
             winner[unproven] = reference.nearest(exact, codebooks[k].double())
         codes[:, k] = winner
         residual -= tables.flat.index_select(0, winner + tables.offsets[k])
@@ -168,14 +194,6 @@ class _Errors:
 
 def _norm(residual: Tensor) -> Tensor:
     return torch.linalg.vecdot(residual, residual).sqrt() + 1e-18  # squares below that underflow
-
-
-def _exact_residual(x: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
-    """The residual after the stages in ``codes`` (rows, k), in float64, as the reference computes it."""
-    residual = x.double()
-    for k in range(codes.shape[-1]):
-        residual = residual - codebooks[k, codes[:, k]].double()
-    return residual
 
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int, keep: int | None = None) -> Tensor:

@@ -4,7 +4,6 @@ elsewhere, and the ``reference`` when asked for. ``which`` says so."""
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 
@@ -29,7 +28,7 @@ TRITON = {
 NAMES = ("triton", "cpu", "reference")
 OPERATIONS = tuple(sorted(CPU.keys() | TRITON.keys()))
 
-_wanted: ContextVar[str | None] = ContextVar("vqkv_kernels", default=None)
+_wanted: list[str] = []  # what ``using`` asks for, the innermost last: no ContextVar, which cannot be traced
 
 
 @contextmanager
@@ -40,11 +39,11 @@ def using(name: str) -> Iterator[None]:
         raise UnknownNameError("kernels", name, NAMES)
     if name == "triton" and not has_triton():
         raise DataError("Triton kernels were asked for, but triton is not installed: pip install triton")
-    token = _wanted.set(name)
+    _wanted.append(name)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.pop()
 
 
 def which(operation: str, x: Tensor) -> str:
@@ -52,7 +51,7 @@ def which(operation: str, x: Tensor) -> str:
     operation that there is not."""
     if operation not in OPERATIONS:
         raise UnknownNameError("operation", operation, OPERATIONS)
-    wanted = _wanted.get() or ("triton" if _on_gpu(x) else "cpu")
+    wanted = _wanted[-1] if _wanted else "triton" if _on_gpu(x) else "cpu"
     if wanted == "triton" and operation in TRITON:
         return "triton"
     return "cpu" if wanted != "reference" and operation in CPU else "reference"

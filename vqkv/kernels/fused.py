@@ -28,7 +28,8 @@ def serves_affine(packed: Tensor, levels: Tensor, low: Tensor, out: Tensor) -> b
         return False
     *rows, groups, size = out.shape
     return (
-        low.dtype is torch.float16
+        packed.dtype is torch.uint8
+        and low.dtype is torch.float16
         and low.shape == (*rows, groups)
         and packed.shape == (*rows, groups * size * bits // 8)
     )

@@ -39,8 +39,7 @@ def decode_attention(
     query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """Twin of ``reference.decode_attention`` that holds no more than a piece of keys and values decoded."""
-    batch, num_kv_heads, seq_len, head_dim = keys.shape
-    grouped = query.float().reshape(batch, num_kv_heads, -1, head_dim) * scaling
+    grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
     for start, stop in _spans(keys, values):
         turn = None if rope is None else rope.after(start).turn(stop - start)

@@ -363,11 +363,15 @@ def _specimen(name: str, keys: tuple, values: tuple, rope: bool = False) -> Spec
     pointers |= {f"{when}_{what}": "*fp32" for when in ("first", "inside") for what in ("cos", "sin")}
     numbers = {"seq_len": "i32", "per_split": "i32", "scaling": "fp32", "rows": "i32"}
     names = ("KIND", "BITS", "ROW", "GROUPS", "DIM", "QUANTIZERS", "SIZE", "TABLES", "SCALE", "STRIDED")
-    constants = {f"{role}_{n}": x for role, form in (("K", keys), ("V", values)) for n, x in zip(names, form, strict=True)}
+    constants = {
+        f"{role}_{n}": x for role, form in (("K", keys), ("V", values)) for n, x in zip(names, form, strict=True)
+    }
     tile = dict(ATTENTION["affine" if keys[0] == values[0] == "affine" else "coded"])
     num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
     constants |= {"HEAD_DIM": 128, "ROPE": rope, "BLOCK_M": 8, **tile}
-    types = {argument: (pointers | numbers)[argument] for argument in _attend.arg_names if argument in pointers | numbers}
+    types = {
+        argument: (pointers | numbers)[argument] for argument in _attend.arg_names if argument in pointers | numbers
+    }
     return Specimen(name, _attend, types, constants, num_warps, num_stages, ("per_split",))
 
 

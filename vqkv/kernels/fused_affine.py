@@ -1,0 +1,221 @@
+"""Affine quantization in few passes over memory, on one CPU thread: the ends of groups, their scaling, codes to bytes.
+
+The arithmetic is that of the torch path in ``codec.scaling.MinMax`` and ``codec.affine.Uniform``, operation by
+operation, so both give the same bits.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqkv.kernels.fused_jit import compiled, index
+
+THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
+BUFFER, THREE = index(2048), index(3)  # codes that are packed at a time; bits of a byte's number
+HALF = np.float32(1 << 23)  # a float32 that large has no fraction
+LARGEST, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)  # bits of a float
+MOST = np.int32(0x477FE000)  # of 65504, the largest fp16
+FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # numba knows no fp16 on a CPU
+
+
+def takes(x: Tensor) -> bool:
+    """Whether it is for the kernels: contiguous float32 on a CPU, where torch has few threads."""
+    if torch.compiler.is_compiling() or torch.get_num_threads() > THREADS:
+        return False
+    return x.device.type == "cpu" and x.dtype is torch.float32 and x.is_contiguous() and x.numel() > 0
+
+
+def ends(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Smallest and largest of the last axis, of 0 and -0 the first; None if there is a NaN."""
+    low, high = torch.empty(x.shape[:-1]), torch.empty(x.shape[:-1])
+    rows = x.detach().view(-1, x.shape[-1])
+    found = find_ends(*(each.view(torch.int32).numpy() for each in (rows, low.view(-1), high.view(-1))))
+    return (low, high) if found else None
+
+
+def shift_and_divide(x: Tensor, low: Tensor, span: Tensor) -> Tensor:
+    """(x - low) / span, and x - low where the span is not above 0: low and span of each last axis."""
+    out = torch.empty_like(x)
+    rows = (each.detach().view(-1, x.shape[-1]).numpy() for each in (x, out))
+    divide(*rows, *(each.contiguous().view(-1).numpy() for each in (low, span)))
+    return out
+
+
+def multiply_and_shift(y: Tensor, low: Tensor, span: Tensor) -> None:
+    """y = y * span + low, in place."""
+    multiply(y.view(-1, y.shape[-1]).numpy(), *(each.contiguous().view(-1).numpy() for each in (low, span)))
+
+
+def rounded(y: Tensor, bits: int) -> Tensor:
+    """round(y * (2^bits - 1)), at least 0 and at most that: uint8, the shape of y."""
+    codes = torch.empty(y.shape, dtype=torch.uint8)
+    round_all(y.detach().view(-1).numpy(), np.float32(2**bits - 1), codes.view(-1).numpy())
+    return codes
+
+
+def packs(x: Tensor, bits: int) -> bool:
+    """Whether ``pack_scaled`` does rows like x's (batch, num_kv_heads, rows, ...): they fill whole bytes."""
+    return bits in (1, 2, 4, 8) and takes(x) and x.ndim > 3 and math.prod(x.shape[3:]) * bits % 8 == 0
+
+
+def pack_scaled(x: Tensor, low: Tensor, span: Tensor, bits: int) -> Tensor:
+    """The bit strings of what ``rounded`` gives for what ``shift_and_divide`` gives: uint8 (batch, num_kv_heads, rows,
+    bytes)."""
+    packed = torch.empty(*x.shape[:3], math.prod(x.shape[3:]) * bits // 8, dtype=torch.uint8)
+    each = (end.contiguous().view(-1).numpy() for end in (low, span))
+    rows, groups = x.detach().view(-1, x.shape[-1]).numpy(), math.prod(x.shape[3:-1])
+    divide_and_pack(rows, *each, groups, bits, packed.view(-1).numpy())
+    return packed
+
+
+def pack_between_ends(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Ends and codes in one pass over rows like x's (see ``packs``): what ``pack_scaled`` gives for the ends in fp16,
+    and these, low and high, the shape of x without its last axis; None if there is a NaN."""
+    packed = torch.empty(*x.shape[:3], math.prod(x.shape[3:]) * bits // 8, dtype=torch.uint8)
+    low, high = (torch.empty(x.shape[:-1], dtype=torch.float16) for _ in range(2))
+    rows, groups = x.detach().view(-1, x.shape[-1]), math.prod(x.shape[3:-1])
+    halves = [each.view(-1).numpy().view(np.uint16) for each in (low, high)]
+    numbers = rows.view(torch.int32).numpy()
+    found = pack_rows(rows.numpy(), numbers, FLOAT16, groups, bits, packed.view(-1).numpy(), *halves)
+    return (packed, low, high) if found else None
+
+
+@compiled()
+def pack_rows(x, numbers, float16, groups, bits, packed, low, high):
+    """``divide_and_pack`` between the ends of each row, which are stored, too. ``numbers``: x's bits."""
+    size, width, most = index(x.shape[1]), index(bits), np.float32((1 << bits) - 1)
+    period = index(groups) * max(index(1), BUFFER // (index(groups) * size))
+    codes, other = np.empty(period * size, np.uint8), np.empty(period * size, np.uint8)
+    for first in range(index(0), index(len(x)), period):
+        rows = min(period, index(len(x)) - first)
+        for i in range(rows):
+            row = first + i
+            least, largest = extremes(numbers, row)
+            if least < np.int32(~INFINITE) or largest > INFINITE:
+                return False
+            low[row], high[row] = half(end(numbers, row, least)), half(end(numbers, row, largest))
+            start = float16[low[row]]
+            step = float16[high[row]] - start
+            step = step if step > 0 else np.float32(1)
+            for j in range(size):
+                codes[i * size + j] = code_of((x[row, j] - start) / step, most)
+        join(codes, other, rows * size, bits, packed, first * size * width >> THREE)
+    return True
+
+
+@compiled()
+def half(bits):
+    """The bits of a float32, not NaN, -> those of the nearest fp16 number, ties to even, of at most 65504."""
+    size = min(bits & LARGEST, MOST)
+    sign = np.int32(bits >> np.int32(16)) & np.int32(0x8000)
+    shift = max(np.int32(13), np.int32(126) - np.int32(size >> np.int32(23)))  # bits to drop; more below 2^-14
+    if shift > 24:
+        return np.uint16(sign)
+    tail = size if shift == 13 else size & np.int32(0x7FFFFF) | np.int32(0x800000)
+    whole = np.int32(tail >> shift)
+    rest, tie = tail & np.int32((np.int32(1) << shift) - 1), np.int32(1) << np.int32(shift - 1)
+    whole += np.int32(rest > tie or (rest == tie and whole & 1))
+    return np.uint16(sign | (whole - np.int32(0x1C000) if shift == 13 else whole))
+
+
+@compiled()
+def extremes(numbers, row):
+    """The least and largest of a row, as ``in_order``."""
+    least, most = LARGEST, np.int32(~LARGEST)
+    for j in range(index(numbers.shape[1])):
+        key = in_order(numbers[row, j])
+        least = key if key < least else least
+        most = key if key > most else most
+    return least, most
+
+
+@compiled()
+def find_ends(x, low, high):
+    """Bits of low and high (rows,) of x (rows, size), all as integers, of which 16 are compared at a time; False for a
+    NaN."""
+    for i in range(index(len(x))):
+        least, most = extremes(x, i)
+        if least < np.int32(~INFINITE) or most > INFINITE:
+            return False
+        low[i], high[i] = end(x, i, least), end(x, i, most)
+    return True
+
+
+@compiled()
+def in_order(bits):
+    """A float's bits -> an integer that is smaller for smaller ones; its own inverse."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & LARGEST))
+
+
+@compiled()
+def end(x, i, key):
+    """The bits of that key; for a zero's, those of the first zero in the row."""
+    if key == 0 or key == -1:
+        for j in range(index(x.shape[1])):
+            if x[i, j] & LARGEST == 0:
+                return x[i, j]
+    return in_order(key)
+
+
+@compiled()
+def divide(x, out, low, span):
+    """out = (x - low) / span by rows."""
+    for i in range(index(len(x))):
+        start, step = low[i], span[i] if span[i] > 0 else np.float32(1)
+        for j in range(index(x.shape[1])):
+            out[i, j] = (x[i, j] - start) / step
+
+
+@compiled()
+def multiply(y, low, span):
+    """y = y * span + low by rows."""
+    for i in range(index(len(y))):
+        start, step = low[i], span[i]
+        for j in range(index(y.shape[1])):
+            y[i, j] = y[i, j] * step + start
+
+
+@compiled()
+def round_all(y, most, codes):
+    """Codes (values,) of y (values,)."""
+    for j in range(index(len(y))):
+        codes[j] = code_of(y[j], most)
+
+
+@compiled()
+def divide_and_pack(x, low, span, groups, bits, packed):
+    """Codes of (x - low) / span by rows of x (rows, size), of which ``groups`` fill whole bytes; the first code in the
+    lowest bits of a byte. About 2,048 at a time."""
+    size, width, most = index(x.shape[1]), index(bits), np.float32((1 << bits) - 1)
+    period = index(groups) * max(index(1), BUFFER // (index(groups) * size))
+    codes, other = np.empty(period * size, np.uint8), np.empty(period * size, np.uint8)
+    for first in range(index(0), index(len(x)), period):
+        rows = min(period, index(len(x)) - first)
+        for i in range(rows):
+            start, step = low[first + i], span[first + i] if span[first + i] > 0 else np.float32(1)
+            for j in range(size):
+                codes[i * size + j] = code_of((x[first + i, j] - start) / step, most)
+        join(codes, other, rows * size, bits, packed, first * size * width >> THREE)
+
+
+@compiled()
+def code_of(value, most):
+    """round(value * most) within 0 and ``most``; 0 for a NaN."""
+    value = value * most
+    value = value if value > 0 else np.float32(0)
+    value = value if value < most else most
+    return np.uint8(np.int32(value + HALF))
+
+
+@compiled()
+def join(codes, other, size, width, packed, first):
+    """Codes of so many bits, one a byte, side by side in packed[first:]. Overwrites ``codes`` and ``other``."""
+    while width < 8:
+        size >>= index(1)
+        for j in range(size):
+            other[j] = codes[j + j] | codes[j + j + index(1)] << np.uint8(width)
+        codes, other, width = other, codes, 2 * width
+    for j in range(size):
+        packed[first + j] = codes[j]

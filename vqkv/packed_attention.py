@@ -1,0 +1,124 @@
+"""Attention that reads packed tokens where they are, without a decoded copy of them.
+
+``model.set_attn_implementation("vqkv_packed")``, or that name for ``attn_implementation`` when a model is loaded, makes
+a ``CompressedCache`` hand over what it stores instead of decoding it. Everything else (prompts, other caches, presets
+that kernels cannot read) goes to transformers' ``sdpa``.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from vqkv.errors import DataError
+from vqkv.kernels import Packed, Rope, decode, decode_attention
+from vqkv.kernels.reference import merge
+from vqkv.precision import full_precision
+
+NAME = "vqkv_packed"
+UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for attention to do, and this does not
+
+
+@dataclass
+class Stored:
+    """What attention reads of some sequences of equal length: packed tokens after the first ``sinks`` of the exact
+    ones, which are sinks, recent window and the new tokens, (sequences, num_kv_heads, tokens, head_dim)."""
+
+    keys: Packed
+    values: Packed
+    rope: Rope | None  # of packed keys that are stored before it
+    exact_keys: Tensor
+    exact_values: Tensor
+    sinks: int
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """query (sequences, num_heads, new_tokens, head_dim), rotated, -> float32 of that shape. New tokens see those
+        before them, and all that is stored."""
+        with full_precision(query.device):
+            parts = [decode_attention(query, self.keys, self.values, scaling, self.rope)]
+            if self.exact_keys.shape[2]:
+                parts.append(_causal(query.float(), self.exact_keys.float(), self.exact_values.float(), scaling))
+            return merge(parts)[0] if len(parts) > 1 else parts[0][0]
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens in their order, decoded."""
+        turn = self.rope and self.rope.turn(self.keys.shape[2])
+        both = zip((self.keys, self.values), (self.exact_keys, self.exact_values), (turn, None), strict=True)
+        return tuple(
+            torch.cat([x[:, :, : self.sinks], decode(packed, turn=turned, dtype=x.dtype), x[:, :, self.sinks :]], dim=2)
+            for packed, x, turned in both
+        )
+
+
+@dataclass
+class PackedStates:
+    """What a ``CompressedCache`` hands to attention in place of keys and of values: ``groups`` of sequences.
+
+    ``places``: of each group the sequences, the slots of their new tokens and of all; empty where nothing is padded.
+    """
+
+    groups: list[Stored]
+    shape: torch.Size  # of the keys that it stands for
+    places: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
+        if not self.places:
+            return self.groups[0].attend(query, scaling).to(query.dtype)
+        out = torch.zeros_like(query)
+        for group, (rows, new, _) in zip(self.groups, self.places, strict=True):
+            found = group.attend(query[rows, :, new].transpose(1, 2), scaling)
+            out[rows, :, new] = found.transpose(1, 2).to(out.dtype)
+        return out
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (batch, num_kv_heads, slots, head_dim), decoded; slots of padding read as zeros."""
+        if not self.places:
+            return self.groups[0].dense()
+        out = [self.groups[0].exact_keys.new_zeros(self.shape) for _ in range(2)]
+        for group, (rows, _, slots) in zip(self.groups, self.places, strict=True):
+            for padded, x in zip(out, group.dense(), strict=True):
+                padded[rows, :, slots] = x.transpose(1, 2)
+        return tuple(out)
+
+
+def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):
+    """An attention function as transformers calls it. Raises ``DataError`` for a model whose attention does what
+    neither this nor ``sdpa`` does (soft caps, learned sinks)."""
+    extra = [name for name in UNKNOWN if kwargs.get(name) is not None]
+    if extra:
+        raise DataError(f"{NAME} does not know this model's {extra}: load it with attn_implementation='eager'")
+    if not isinstance(key, PackedStates):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    window = kwargs.get("sliding_window")
+    if dropout or (window is not None and key.shape[2] > window):
+        keys, values = key.dense()
+        return sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return key.attend(query, scaling).transpose(1, 2).contiguous(), None
+
+
+def chosen(model) -> bool:
+    """Whether ``model`` is set to attend by ``packed_attention``."""
+    return model.config.get_text_config()._attn_implementation == NAME
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention to exact tokens, of which the last are the queries' own, and its log-sum-exp."""
+    batch, num_kv_heads, stored, head_dim = keys.shape
+    new = query.shape[2]
+    grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
+    scores = grouped @ keys.mT * scaling
+    if new > 1:
+        last = torch.arange(new, device=query.device).repeat(grouped.shape[2] // new) + stored - new
+        hidden = torch.arange(stored, device=query.device) > last.unsqueeze(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    out, total = scores.softmax(dim=-1) @ values, scores.logsumexp(dim=-1)
+    return out.view(query.shape), total.view(query.shape[:3])
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
