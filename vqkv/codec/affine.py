@@ -9,7 +9,7 @@ from torch import Tensor
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import Affine, Packed, by_byte, fused_affine
+from vqkv.kernels import Affine, Packed, affine_encode, by_byte, fused_affine, which
 
 MAX_BITS = 8
 
@@ -62,10 +62,13 @@ class Uniform(Quantizer):
         return Payload({"codes": fused_affine.pack_scaled(x, low, span, self.bits)})
 
     def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
-        """``store_scaled`` between the smallest and the largest value of each last axis in fp16, and these; None for
-        values of which there is none."""
-        found = fused_affine.pack_between_ends(x, self.bits)
-        return found and (Payload({"codes": found[0]}), *found[1:])
+        """``store_scaled`` between the smallest and the largest value of each last axis in fp16, and these; None if no
+        kernel does all of it."""
+        whole = not self.signed and self.bits in (2, 4, 8) and x[0, 0, 0].numel() * self.bits % 8 == 0
+        if not self.stores_scaled(x) and not (whole and which("affine_encode", x) == "triton"):
+            return None
+        found = affine_encode(x.flatten(3), self.bits, x.shape[-1])
+        return Payload({"codes": found.codes}), *(end.reshape(x.shape[:-1]) for end in (found.low, found.high))
 
     def load(self, payload: Payload) -> Tensor:
         """See ``Quantizer``."""

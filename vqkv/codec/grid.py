@@ -13,7 +13,7 @@ from vqkv.codec.base import take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import Coded, Packed, by_byte, rvq_decode, rvq_encode
+from vqkv.kernels import Coded, Packed, by_byte, grid_encode_packed, rvq_decode, rvq_encode
 
 DIM = 2
 
@@ -54,6 +54,11 @@ class Grid(Quantizer):
     def encode(self, x: Tensor) -> Tensor:
         """(..., *row_shape) -> int64 (..., pairs of a row)."""
         return rvq_encode(x.flatten(3).unflatten(-1, (-1, DIM)), self._grid.unsqueeze(0)).squeeze(-1)
+
+    def encode_packed(self, y: Tensor) -> Tensor:
+        """See ``Quantizer``."""
+        pairs = y.flatten(3).unflatten(-1, (-1, DIM))
+        return grid_encode_packed(pairs, self._grid.unsqueeze(0), self.code_bits)
 
     def decode(self, codes: Tensor) -> Tensor:
         """The inverse. Raises ``FormatError`` for a code outside the grid."""

@@ -11,7 +11,7 @@ from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
 from vqkv.codec.packing import check_packed, pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import Packed, lookup
+from vqkv.kernels import Packed, decode, lookup, which
 
 MAX_STAGES, MAX_ROW = 16, 1 << 24  # values of a row, all heads: an altered config must not make us allocate more
 Side = dict[str, Tensor]
@@ -107,7 +107,11 @@ class Quantizer(Part):
 
     def store(self, y: Tensor) -> Payload:
         """Rows of values as a payload."""
-        return Payload({"codes": pack(self.encode(y), self.code_bits)})
+        return Payload({"codes": self.encode_packed(y)})
+
+    def encode_packed(self, y: Tensor) -> Tensor:
+        """Codes of each row as one bit string: uint8 (batch, num_kv_heads, rows, bytes)."""
+        return pack(self.encode(y), self.code_bits)
 
     def packed(self, payload: Payload) -> Packed | None:
         """What kernels are told of stored codes; None if they cannot read them."""
@@ -120,6 +124,11 @@ class Quantizer(Part):
     def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
         """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
         raise NotImplementedError
+
+    def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
+        """``store`` of x as it lies between the smallest and the largest value of each last axis, and these in fp16;
+        None if no kernel does all of it."""
+        return None
 
     def levels(self) -> Tensor | None:
         """float32: the value of each code, where a code is one value and means the same wherever it stands."""
@@ -243,7 +252,17 @@ class Chain(Codec):
         return dataclasses.replace(stored, fields={**stored.fields, **fields}, tokens_per_row=self.tokens_per_row)
 
     def _decode(self, payload: Payload) -> Tensor:
-        return self._back(payload, 0)
+        found = self._decoded_on_gpu(payload)
+        return self._back(payload, 0) if found is None else found
+
+    def _decoded_on_gpu(self, payload: Payload) -> Tensor | None:
+        """All stages in one kernel, if there is one that reads this payload; payloads that do not fit, and codes that
+        may not exist, are for the stages to refuse."""
+        if which("decode", next(iter(payload.fields.values()))) != "triton":
+            return None
+        packed = self.packed(payload)
+        shape = (*payload.shape[:2], payload.seq_len, self.head_dim)
+        return decode(packed) if packed is not None and packed.complete and packed.shape == shape else None
 
     def _back(self, payload: Payload, first: int) -> Tensor:
         """What the stages from the ``first`` on give back."""
@@ -260,7 +279,7 @@ class Chain(Codec):
         if last < first or shape is None:
             return None
         codes = payload_field(payload, "codes", self.tokens_per_row)
-        out = torch.empty(*payload.shape, *shape, device=codes.device)
+        out = torch.empty(*payload.shape, *shape, dtype=torch.float32, device=codes.device)
         done = self.stages[last].decodes_codes(self.quantizer, out) and self.stages[last].decode_codes(
             self.quantizer, payload, self._side(payload, last), out
         )
@@ -284,6 +303,9 @@ class Chain(Codec):
         return bool(self.stages) and self.stages[-1].decodes_codes(self.quantizer, out)
 
     def _decode_into(self, payload: Payload, out: Tensor) -> None:
+        if (found := self._decoded_on_gpu(payload)) is not None:
+            out.copy_(found)
+            return
         for i, stage in enumerate(self.stages):
             inner = stage.place(out)
             if inner is None:  # the first stages only change the shape, and this one computes

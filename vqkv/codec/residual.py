@@ -10,7 +10,16 @@ from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import Coded, Packed, cpu, rvq_candidates, rvq_decode, rvq_encode
+from vqkv.kernels import (
+    Coded,
+    Packed,
+    cpu,
+    rvq_candidates,
+    rvq_decode,
+    rvq_encode,
+    rvq_encode_packed,
+    rvq_statistics,
+)
 from vqkv.learn import Ema, KMeans, Statistics, check_decay
 
 INITS = ("kmeans", "random")
@@ -84,12 +93,13 @@ class ResidualVQ(Quantizer):
     def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
         """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
         codes = rvq_encode(x, self.codebooks, self.learning_beam)
-        statistics, samples = [], []
         rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
-        for k, residual in enumerate(self._targets(x, codes)):
-            statistics.append(Statistics.of(residual, codes[:, k], self.codebook_size))
-            samples.append(residual[rows])
-        return statistics, samples
+        if self.learning_beam == 1:
+            counted = zip(*rvq_statistics(x, codes, self.codebooks), strict=True)
+            return [Statistics(*stage) for stage in counted], [*self._residuals(x[rows], codes[rows])]
+        targets = [*self._targets(x, codes)]
+        counted = [Statistics.of(target, codes[:, k], self.codebook_size) for k, target in enumerate(targets)]
+        return counted, [target[rows] for target in targets]
 
     def learn(self, statistics: list[Statistics], samples: list[Tensor]) -> None:
         """One moving-average step of every stage."""
@@ -112,6 +122,11 @@ class ResidualVQ(Quantizer):
         if codes.numel() and (largest := int(codes.max())) >= self.codebook_size:
             raise FormatError(f"code {largest} is not below codebook_size {self.codebook_size}: altered payload")
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+
+    def encode_packed(self, y: Tensor) -> Tensor:
+        """See ``Quantizer``."""
+        vectors = y.reshape(*y.shape[:3], -1, self.group_size)
+        return rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)
 
     def load(self, payload: Payload) -> Tensor:
         """See ``Quantizer``; straight from the bit strings where a kernel does it."""
@@ -152,11 +167,8 @@ class ResidualVQ(Quantizer):
         return rvq_encode(x, self.codebooks, self.beam)
 
     def _targets(self, x: Tensor, codes: Tensor):
-        """What each stage's codes are to move towards. Greedy: the residuals. With a beam, which weighs stages against
-        each other, what the others leave over; as all move at once, together no farther than x."""
-        if self.learning_beam == 1:
-            yield from self._residuals(x, codes)
-            return
+        """What each stage's codes are to move towards where a beam has weighed stages against each other: what the
+        others leave over. As all move at once, together no farther than x."""
         error = (x - rvq_decode(codes, self.codebooks)) / max(1.0, self.num_quantizers * (1 - self.decay))
         for k, codebook in enumerate(self.codebooks.float()):
             yield codebook[codes[:, k]] + error

@@ -108,8 +108,6 @@ class MinMax(Stage):
     def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
         """What ``quantizer`` stores of what ``encode`` gives, and the ends, if a kernel does both in one; else None,
         and nothing is done."""
-        if not quantizer.stores_scaled(x):
-            return None
         found = quantizer.store_between_ends(x)
         return found and (found[0], dict(zip(self.side_fields, found[1:], strict=True)))
 

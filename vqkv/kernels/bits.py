@@ -50,7 +50,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes.new_empty(*codes.shape[:-1], size, dtype=torch.uint8)
     lanes = codes.to(torch.uint8 if bits < 8 else torch.int16)
     if bits in WIDE:
-        return _join(F.pad(lanes, (0, -count % (8 // bits))).contiguous().view(WIDE[bits]), bits, 8).to(torch.uint8)
+        rows = F.pad(lanes, (0, -count % (8 // bits))).reshape(-1)  # a row on its own may have any strides
+        return _join(rows.view(WIDE[bits]), bits, 8).to(torch.uint8).view(*codes.shape[:-1], size)
     words = F.pad(lanes, (0, -count % 8)).reshape(-1, 8).view(torch.int64)
     units = _bytes(_join(words, bits, lanes.itemsize * 8), bits)
     return units.reshape(*codes.shape[:-1], -(-count // 8) * bits)[..., :size].contiguous()

@@ -95,6 +95,24 @@ def rvq_decode_packed(packed: Tensor, bits: int, codebooks: Tensor, groups: tupl
     return values.view(*packed.shape[:-1], *groups, codebooks.shape[-1])
 
 
+def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of ``reference.rvq_statistics``, of residuals in x's dtype, as they are quantised."""
+    residual, found = x, []
+    for codebook, chosen in zip(codebooks.to(x.dtype), codes.long().unbind(-1), strict=True):
+        found.append(sums_by_code(residual, chosen, len(codebook)))
+        residual = residual - codebook[chosen]
+    counts, sums = zip(*found, strict=True)
+    return torch.stack(counts), torch.stack(sums)
+
+
+def sums_by_code(x: Tensor, codes: Tensor, codebook_size: int) -> tuple[Tensor, Tensor]:
+    """float64 counts (codebook_size,) of codes (rows,), and the sums of their vectors x (rows, dim). Sorted sums: the
+    same order, and so bits, every time."""
+    counts = torch.bincount(codes, minlength=codebook_size)
+    sums = F.embedding_bag(codes.argsort(stable=True), x.double(), counts.cumsum(0) - counts, mode="sum")
+    return counts.double(), sums
+
+
 def prepare(codebooks: Tensor) -> Tables:
     """The tables of ``codebooks``, kept as long as the tensor lives and is not written to."""
     if codebooks.is_inference():

@@ -16,7 +16,8 @@ from vqkv.kernels import cpu, pieces, reference
 from vqkv.kernels.packed import Affine, Packed, Rope, Turn
 
 CPU = {
-    "rvq_encode": cpu, "rvq_candidates": cpu, "rvq_decode": cpu, "rvq_encode_packed": pieces,
+    "rvq_encode": cpu, "rvq_candidates": cpu, "rvq_decode": cpu, "rvq_statistics": cpu,
+    "rvq_encode_packed": pieces, "affine_encode": pieces,
     "grid_encode_packed": pieces, "decode": pieces, "decode_attention": pieces, "pack_codes": bits_kernels,
     "unpack_codes": bits_kernels, "lookup": bits_kernels,
 }  # fmt: skip

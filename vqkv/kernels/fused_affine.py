@@ -29,7 +29,7 @@ def takes(x: Tensor) -> bool:
 
 def ends(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Smallest and largest of the last axis, of 0 and -0 the first; None if there is a NaN."""
-    low, high = torch.empty(x.shape[:-1]), torch.empty(x.shape[:-1])
+    low, high = (torch.empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     rows = x.detach().view(-1, x.shape[-1])
     found = find_ends(*(each.view(torch.int32).numpy() for each in (rows, low.view(-1), high.view(-1))))
     return (low, high) if found else None

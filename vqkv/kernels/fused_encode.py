@@ -64,7 +64,7 @@ def machine(weights: Tensor, flat: Tensor, largest: list[float], offsets: Tensor
 
 def encode(x: Tensor, codebooks: Tensor, tables: Machine) -> Tensor:
     """Codes (rows, K), int64, of x (rows, dim): those of ``reference.rvq_encode``."""
-    codes = torch.full((len(x), len(codebooks)), -1)
+    codes = torch.full((len(x), len(codebooks)), -1, dtype=torch.int64)
     exact = x.dtype in EXACT and codebooks.dtype in EXACT
     work = Work(x, codebooks, tables, x.to(torch.float32).contiguous(), codes, exact)
     _, size, dim = tables.codebooks.shape
@@ -73,7 +73,7 @@ def encode(x: Tensor, codebooks: Tensor, tables: Machine) -> Tensor:
         return codes
     width, threads = tables.weights.shape[-1], torch.get_num_threads()
     chunk = max(LANES, SCORES // width) * (1 if threads == 1 else SHARE * threads)
-    scores = torch.empty(min(chunk, len(x)), width)
+    scores = torch.empty(min(chunk, len(x)), width, dtype=torch.float32)
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
         _stages(Work(x[part], codebooks, tables, work.values[part], codes[part], exact), scores)

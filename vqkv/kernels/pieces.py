@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import cpu, fused, reference
+from vqkv.kernels import cpu, fused, fused_affine, fused_decode, reference
 from vqkv.kernels.bits import pack_codes, unpack_codes
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
 from vqkv.rope import rotate
@@ -16,6 +16,13 @@ from vqkv.rope import rotate
 PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
 
 _flat = WeakTensorKeyDictionary()  # codebooks -> (version, all their codes in float32 as rows)
+
+
+def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
+    """Twin of ``reference.affine_encode``."""
+    groups = x.detach().unflatten(-1, (-1, group_size))
+    found = fused_affine.pack_between_ends(groups, bits) if fused_affine.packs(groups, bits) else None
+    return Affine(*found, bits) if found else reference.affine_encode(x, bits, group_size)
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
@@ -70,15 +77,27 @@ def _affine(packed: Affine) -> Tensor:
 
 
 def _coded(packed: Coded) -> Tensor:
-    tables, num_quantizers, size, dim = packed.codebooks.shape
-    codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
-    first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
-    rows = codes.reshape(-1, tables * num_quantizers).to(torch.int32) + first
-    values = F.embedding_bag(rows.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
+    num_quantizers, _, dim = packed.codebooks.shape[1:]
+    places = _places(packed).view(-1, num_quantizers)
+    values = F.embedding_bag(places, _rows(packed.codebooks), mode="sum")
     values = values.view(*packed.shape[:3], packed.groups, dim)
     if packed.scale is not None:
         values *= _by_group(packed)
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
+
+
+def _places(packed: Coded) -> Tensor:
+    """int32: for each code, its row among those of all codebooks."""
+    tables, num_quantizers, size, _ = packed.codebooks.shape
+    count, period = packed.groups * num_quantizers, tables * num_quantizers
+    first = torch.arange(period, device=packed.codes.device, dtype=torch.int32) * size
+    if packed.codes.device.type == "cpu" and not torch.compiler.is_compiling():
+        strings = packed.codes.reshape(-1, packed.codes.shape[3])
+        found = fused_decode.places_packed(strings, packed.bits, first.numpy(), count, size)
+        if found is not None:
+            return found
+    codes = unpack_codes(packed.codes, packed.bits, count)
+    return codes.reshape(-1, period).to(torch.int32) + first
 
 
 def _rows(codebooks: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.kernels import rvq_encode
+from vqkv.kernels.cpu import sums_by_code
 
 
 @dataclass
@@ -19,10 +19,8 @@ class Statistics:
 
     @classmethod
     def of(cls, x: Tensor, codes: Tensor, codebook_size: int) -> "Statistics":
-        """Of vectors x (rows, dim) and their codes (rows,). Sorted sums: the same order, and so bits, every time."""
-        counts = torch.bincount(codes, minlength=codebook_size)
-        sums = F.embedding_bag(codes.argsort(stable=True), x.double(), counts.cumsum(0) - counts, mode="sum")
-        return cls(counts.double(), sums)
+        """Of vectors x (rows, dim) and their codes (rows,): the same bits every time."""
+        return cls(*sums_by_code(x, codes, codebook_size))
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(self.counts + other.counts, self.sums + other.sums)

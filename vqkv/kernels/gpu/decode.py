@@ -1,0 +1,370 @@
+"""Packed tokens -> values on a GPU, in one pass: codes, table look-ups, scales, a prediction added, RoPE.
+
+RoPE needs channel i and its partner i + rotary_dim / 2 in one lane, so a row is two half tiles that go through all
+steps side by side. Halves consist of chunks: neighbouring channels of one group (by powers of two, so that any group
+size, head_dim and rotary_dim is made of whole ones), for each of which a lane reads one code and a vector of the table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vqkv.kernels.gpu.bits import code_at, spanned, words_of
+from vqkv.kernels.gpu.specimen import Specimen
+from vqkv.kernels.packed import Affine, Coded, Packed, Turn
+
+TILES = {  # values: of a program, in rows of one head_dim; heads: that share a token's cosines in L1
+    "coded": {"values": 4096, "num_warps": 4},
+    "affine": {"values": 4096, "num_warps": 4},
+    "heads": 8,
+}
+VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
+
+
+def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+    """Twin of ``reference.decode``: values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``, fp32 until the end.
+
+    A code that its codebook does not have stands for the last one.
+    """
+    out = torch.empty(packed.shape, dtype=dtype, device=packed.codes.device)
+    decode_into(packed, out, base, turn)
+    return out
+
+
+def decode_into(packed: Packed, out: Tensor, base: Tensor | None = None, turn: Turn | None = None) -> None:
+    """``decode`` to ``out`` of the same shape, whose channels lie side by side."""
+    if not out.numel():
+        return
+    assert out.stride(-1) == 1
+    (_decode_affine if isinstance(packed, Affine) else _decode_coded)(packed, out, base, turn)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """How a row is cut in two. It is ``runs`` runs (of a strided group, or one for all channels), of ``chunks`` chunks
+    of ``vector`` channels each; chunk c and chunk c + ``turned`` are partners, for c < ``turned``. Chunks that RoPE
+    leaves alone are halved by their order."""
+
+    runs: int
+    chunks: int
+    vector: int
+    turned: int
+
+    @property
+    def pairs(self) -> int:
+        """Chunks of the first half, per run."""
+        return self.turned + (self.chunks - 2 * self.turned + 1) // 2
+
+
+def halve(packed: Packed, rotary_dim: int, most: int) -> Halves:
+    """Chunks of at most ``most`` channels, a power of two that divides a group and a turned half."""
+    head_dim, half = packed.shape[-1], rotary_dim // 2
+    if isinstance(packed, Coded) and packed.strided and half % packed.groups == 0:
+        runs, run = packed.groups, head_dim // packed.groups
+        vector = _power(run // 2 if run % 2 == 0 else 1, half // runs, most)
+    else:
+        runs, run = 1, head_dim
+        group = packed.group_size if isinstance(packed, Affine) else packed.codebooks.shape[-1]
+        by_channel = isinstance(packed, Coded) and packed.strided
+        vector = 1 if by_channel else _power(group, half, most)
+    return Halves(runs, run // vector, vector, half // runs // vector)
+
+
+def _most(bits: int, word: int) -> int:
+    """Channels of an affine chunk: those of a word, or whole bytes."""
+    return VECTOR if bits == 8 else min(VECTOR, word // bits)
+
+
+def _power(*numbers: int) -> int:
+    """The largest power of two that divides all of them; zeros do not count."""
+    union = 0
+    for number in numbers:
+        union |= number
+    return union & -union
+
+
+def _decode_coded(packed: Coded, out: Tensor, base: Tensor | None, turn: Turn | None) -> None:
+    tables, num_quantizers, size, dim = packed.codebooks.shape
+    scale = packed.scale
+    words, word = words_of(packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous())
+    halves = halve(packed, turn.cos.shape[-1] if turn else 0, VECTOR)
+    tile = _tile(out.shape, halves, turn is not None, TILES["coded"]["values"])
+    _coded[tile.grid](
+        words, packed.codebooks.contiguous(), scale if scale is not None else words, *_frame(out, base, turn),
+        words.shape[-1], *words.stride()[:3], *(scale.stride() if scale is not None else (0, 0, 0, 0)),
+        packed.tokens_per_scale, scale.shape[-1] if scale is not None else 0,
+        packed.groups, dim, tables, num_quantizers, size, packed.bits, word, spanned(packed.bits, word), packed.strided,
+        *tile.constants(), num_warps=TILES["coded"]["num_warps"], num_stages=1,
+    )  # fmt: skip
+
+
+def _decode_affine(packed: Affine, out: Tensor, base: Tensor | None, turn: Turn | None) -> None:
+    low, high = packed.low, packed.high
+    if low.stride() != high.stride():
+        low, high = low.contiguous(), high.contiguous()
+    codes = packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous()
+    words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
+    halves = halve(packed, turn.cos.shape[-1] if turn else 0, _most(packed.bits, word))
+    tile = _tile(out.shape, halves, turn is not None, TILES["affine"]["values"])
+    _affine[tile.grid](
+        words, low, high, *_frame(out, base, turn), *words.stride()[:3], *low.stride(),
+        packed.group_size, packed.bits, word,
+        *tile.constants(), num_warps=TILES["affine"]["num_warps"], num_stages=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's heads and tokens; ``width``: values of a half, padded."""
+
+    grid: tuple[int]
+    heads: int
+    tokens: int
+    halves: Halves
+
+    def constants(self) -> tuple[int, ...]:
+        """The kernels' last arguments: HEADS, TOKENS, RUNS, CHUNKS, V, TURNED, PAIRS, and RUNS and PAIRS padded."""
+        halves = self.halves
+        padded = triton.next_power_of_2(halves.runs), triton.next_power_of_2(halves.pairs)
+        return self.heads, self.tokens, halves.runs, halves.chunks, halves.vector, halves.turned, halves.pairs, *padded
+
+
+def _tile(shape: torch.Size, halves: Halves, turned: bool, values: int) -> Tile:
+    batch, heads, tokens, _ = shape
+    width = 2 * triton.next_power_of_2(halves.runs) * triton.next_power_of_2(halves.pairs) * halves.vector
+    rows = max(1, values * min(halves.vector, 4) // 4 // width)  # small chunks take more registers a value
+    together = min(rows, TILES["heads"], heads & -heads) if turned else 1
+    rows = max(1, min(rows // together, triton.next_power_of_2(tokens)))
+    return Tile((batch * (heads // together) * triton.cdiv(tokens, rows),), together, rows, halves)
+
+
+def _frame(out: Tensor, base: Tensor | None, turn: Turn | None) -> tuple:
+    """The arguments that all kinds of codes share: where values go, what is added, how they turn. Absent: None."""
+    cos, sin = (turn.cos, turn.sin) if turn else (None, None)
+    if turn:
+        cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
+        if cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+    turns = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)) if turn else (0, 0)
+    strides = base.stride() if base is not None else (0, 0, 0, 0)
+    return out, base, cos, sin, *out.shape[1:3], *out.stride()[:3], *strides, *turns
+
+
+@triton.jit
+def _rows(heads, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Batch entry (scalar), heads and tokens of this program's rows, 64 bits; a row without a token repeats the last
+    one, and ``there`` says so."""
+    blocks = tl.cdiv(tokens, TOKENS)
+    rest = tl.program_id(0) // blocks
+    row = tl.arange(0, HEADS * TOKENS)
+    batch = (rest // (heads // HEADS)).to(tl.int64)
+    head = (rest % (heads // HEADS)).to(tl.int64) * HEADS + row % HEADS
+    token = (tl.program_id(0) % blocks).to(tl.int64) * TOKENS + row // HEADS
+    return batch, head, tl.minimum(token, tokens - 1), token < tokens
+
+
+@triton.jit
+def _pairs(pair, CHUNKS: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr):
+    """The chunks of a pair; beyond the last chunk where there is none."""
+    if TURNED == 0 or TURNED == PAIRS:
+        first, second = pair, pair + PAIRS
+    else:
+        first = tl.where(pair < TURNED, pair, pair + TURNED)
+        second = first + tl.where(pair < TURNED, TURNED, PAIRS - TURNED)
+    return tl.where(pair < PAIRS, first, CHUNKS), tl.where(pair < PAIRS, second, CHUNKS)
+
+
+@triton.jit
+def _finish(
+    low, high, batch, head, token, there, out, base, cos, sin,
+    out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
+    RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr,
+    RUNS_PADDED: tl.constexpr, PAIRS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Halves (rows, RUNS_PADDED, PAIRS_PADDED * V) -> added to the base, turned, stored. Channels of runs alternate."""
+    W: tl.constexpr = RUNS_PADDED * PAIRS_PADDED * V
+    low = low.permute(0, 2, 1).reshape(low.shape[0], W)
+    high = high.permute(0, 2, 1).reshape(high.shape[0], W)
+    lane = tl.arange(0, W)
+    run, place = lane % RUNS_PADDED, lane // RUNS_PADDED
+    first, second = _pairs(place // V, CHUNKS, TURNED, PAIRS)
+    is_low, is_high = tl.full([1, W], 1, tl.int1), tl.full([1, W], 1, tl.int1)
+    if RUNS < RUNS_PADDED or PAIRS < PAIRS_PADDED or CHUNKS < 2 * PAIRS:
+        is_low, is_high = ((run < RUNS) & (first < CHUNKS))[None, :], ((run < RUNS) & (second < CHUNKS))[None, :]
+    first, second = (first * V + place % V) * RUNS + run, (second * V + place % V) * RUNS + run
+    RUN: tl.constexpr = V * (PAIRS & -PAIRS) if TURNED == 0 or TURNED == PAIRS else V
+    ALIKE: tl.constexpr = RUN * RUNS if RUNS == RUNS_PADDED else 1  # aligned channels side by side, at least
+    first = tl.max_contiguous(tl.multiple_of(first, ALIKE), ALIKE)[None, :]
+    second = tl.max_contiguous(tl.multiple_of(second, ALIKE), ALIKE)[None, :]
+    if base is not None:
+        base += (batch * base_batch + head * base_head + token * base_token)[:, None]
+        low = tl.load(base + first * base_stride, mask=is_low, other=0).to(tl.float32) + low
+        high = tl.load(base + second * base_stride, mask=is_high, other=0).to(tl.float32) + high
+    if cos is not None:
+        turn = (batch * turn_batch + token * turn_token)[:, None]
+        turns = is_low if TURNED == PAIRS else is_low & (first < 2 * TURNED * V * RUNS)
+        a = tl.load(cos + turn + first, mask=turns, other=1)
+        b = tl.load(sin + turn + first, mask=turns, other=0)
+        c = tl.load(cos + turn + second, mask=turns, other=1)
+        d = tl.load(sin + turn + second, mask=turns, other=0)
+        turned_low, turned_high = low * a - high * b, high * c + low * d
+        if TURNED == PAIRS:
+            low, high = turned_low, turned_high
+        else:
+            low, high = tl.where(turns, turned_low, low), tl.where(turns, turned_high, high)
+    out += (batch * out_batch + head * out_head + token * out_token)[:, None]
+    tl.store(out + first, low.to(out.dtype.element_ty), mask=is_low & there[:, None])
+    tl.store(out + second, high.to(out.dtype.element_ty), mask=is_high & there[:, None])
+
+
+@triton.jit
+def _coded(
+    words, tables, scale, out, base, cos, sin, heads, tokens,
+    out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
+    length, word_batch, word_head, word_token, scale_batch, scale_head, scale_token, scale_stride, tokens_per_scale,
+    SCALES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TABLES: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr, STRIDED: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr,
+    RUNS_PADDED: tl.constexpr, PAIRS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """The codes of K quantizers are summed in a rolled loop: unrolled, the look-ups of all would be held at once."""
+    R: tl.constexpr = HEADS * TOKENS
+    N: tl.constexpr = RUNS_PADDED * PAIRS_PADDED
+    batch, head, token, there = _rows(heads, tokens, HEADS, TOKENS)
+    words += (batch * word_batch + head * word_head + token * word_token)[:, None]
+    run, pair = tl.arange(0, N) // PAIRS_PADDED, tl.arange(0, N) % PAIRS_PADDED
+    first, second = _pairs(pair, CHUNKS, TURNED, PAIRS)
+    group_low, start_low = _group(first, run, GROUPS, DIM, RUNS, CHUNKS, V, STRIDED)
+    group_high, start_high = _group(second, run, GROUPS, DIM, RUNS, CHUNKS, V, STRIDED)
+    table_low = tables + (group_low % TABLES * (K * SIZE * DIM) + start_low)[None, :]
+    table_high = tables + (group_high % TABLES * (K * SIZE * DIM) + start_high)[None, :]
+    element = tl.arange(0, V)[None, None, :]
+    low, high = tl.zeros([R, N, V], tl.float32), tl.zeros([R, N, V], tl.float32)
+    for k in range(K):
+        code_low = code_at(words, ((group_low * K + k) * BITS)[None, :], length - 1, BITS, WORD, SPANNED)
+        code_high = code_at(words, ((group_high * K + k) * BITS)[None, :], length - 1, BITS, WORD, SPANNED)
+        if SIZE < 2**BITS:
+            code_low, code_high = tl.minimum(code_low, SIZE - 1), tl.minimum(code_high, SIZE - 1)
+        low += tl.load((table_low + (k * SIZE + code_low) * DIM)[:, :, None] + element).to(tl.float32)
+        high += tl.load((table_high + (k * SIZE + code_high) * DIM)[:, :, None] + element).to(tl.float32)
+    if SCALES:
+        scale += (batch * scale_batch + head * scale_head + token.to(tl.int32) // tokens_per_scale * scale_token)[
+            :, None
+        ]
+        SHARE: tl.constexpr = GROUPS // SCALES  # groups with one scale
+        low *= tl.load(scale + (group_low // SHARE * scale_stride)[None, :]).to(tl.float32)[:, :, None]
+        high *= tl.load(scale + (group_high // SHARE * scale_stride)[None, :]).to(tl.float32)[:, :, None]
+    _finish(
+        low.reshape(R, RUNS_PADDED, PAIRS_PADDED * V), high.reshape(R, RUNS_PADDED, PAIRS_PADDED * V),
+        batch, head, token, there, out, base, cos, sin,
+        out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
+        RUNS, CHUNKS, V, TURNED, PAIRS, RUNS_PADDED, PAIRS_PADDED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _group(
+    chunk, run, GROUPS: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr,
+    STRIDED: tl.constexpr,
+):  # fmt: skip
+    """Group of a chunk, and its first element in it; of no chunk, group 0."""
+    start = tl.where((chunk < CHUNKS) & (run < RUNS), chunk * V, 0)
+    if not STRIDED:
+        group, element = start // DIM, start % DIM
+    elif RUNS > 1:
+        group, element = tl.where(run < RUNS, run, 0), start
+    else:  # chunks of one channel, in the channels' order
+        group, element = start % GROUPS, start // GROUPS
+    return group, tl.multiple_of(element, V)
+
+
+@triton.jit
+def _affine(
+    words, lows, highs, out, base, cos, sin, heads, tokens,
+    out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
+    word_batch, word_head, word_token, end_batch, end_head, end_token, end_stride,
+    GROUP: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr,
+    RUNS_PADDED: tl.constexpr, PAIRS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """A chunk's codes lie in one word, or each of them is a byte."""
+    R: tl.constexpr = HEADS * TOKENS
+    batch, head, token, there = _rows(heads, tokens, HEADS, TOKENS)
+    words += (batch * word_batch + head * word_head + token * word_token)[:, None]
+    ends = (batch * end_batch + head * end_head + token * end_token)[:, None]
+    first, second = _pairs(tl.arange(0, PAIRS_PADDED), CHUNKS, TURNED, PAIRS)
+    low = _levels(first, words, lows + ends, highs + ends, end_stride, GROUP, BITS, WORD, CHUNKS, V)
+    high = _levels(second, words, lows + ends, highs + ends, end_stride, GROUP, BITS, WORD, CHUNKS, V)
+    _finish(
+        low.reshape(R, 1, PAIRS_PADDED * V), high.reshape(R, 1, PAIRS_PADDED * V),
+        batch, head, token, there, out, base, cos, sin,
+        out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
+        RUNS, CHUNKS, V, TURNED, PAIRS, RUNS_PADDED, PAIRS_PADDED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _levels(
+    chunk, words, lows, highs, end_stride,
+    GROUP: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """(rows, chunks, V) values between the ends of their groups."""
+    start = tl.where(chunk < CHUNKS, chunk * V, 0)
+    element = tl.arange(0, V)[None, None, :]
+    if BITS == 8:
+        codes = tl.load((words + tl.multiple_of(start, V)[None, :])[:, :, None] + element)
+    else:
+        word = tl.load(words + (start * BITS // WORD)[None, :]).to(tl.int32)
+        codes = (word[:, :, None] >> (start * BITS % WORD)[None, :, None] + element * BITS) & (2**BITS - 1)
+    group = (start // GROUP * end_stride)[None, :]
+    low = tl.load(lows + group).to(tl.float32)
+    step = (tl.load(highs + group).to(tl.float32) - low) * (1 / (2**BITS - 1))
+    return low[:, :, None] + codes.to(tl.float32) * step[:, :, None]
+
+
+def _specimen(name: str, packed: Packed, turned: bool, types: dict, constants: dict, **more) -> Specimen:
+    """At Llama-3-8B's shapes: 8 KV heads of 128 channels, out in fp16, RoPE of all channels or none."""
+    coded = isinstance(packed, Coded)
+    kernel, settings = (_coded, TILES["coded"]) if coded else (_affine, TILES["affine"])
+    halves = halve(packed, 128 * turned, VECTOR if coded else _most(packed.bits, 32))
+    tile = _tile(torch.Size((1, 8, 4096, 128)), halves, turned, settings["values"])
+    whole = [f"{what}_{axis}" for what in ("out", "base", "turn") for axis in ("batch", "head", "token")]
+    whole = [name for name in whole if name in kernel.arg_names]
+    pointers = {"out": "*fp16"} | ({"cos": "*fp32", "sin": "*fp32"} if turned else {})
+    constants = constants | {"base": None, "base_stride": 0} | ({} if turned else {"cos": None, "sin": None})
+    constants |= zip(kernel.arg_names[-9:], tile.constants(), strict=True)
+    integers = [name for name in kernel.arg_names if name not in pointers | types | constants]
+    more["divisible"] = ("tokens", *whole, *more["divisible"])
+    return Specimen(
+        f"decode {name}{' turned' * turned}", kernel, pointers | types | dict.fromkeys(integers, "i32"), constants,
+        num_warps=settings["num_warps"], **more,
+    )  # fmt: skip
+
+
+def _coded_specimen(strided: bool, turned: bool) -> Specimen:
+    packed = Coded(torch.empty(1, 8, 1, 44), torch.empty(1, 8, 1, 32), 11, 4, strided=strided)
+    types = {"words": "*i32", "tables": "*fp16", "scale": "*fp16"}
+    constants = {"scale_token": 1, "scale_stride": 1, "tokens_per_scale": 1, "SCALES": 1, "GROUPS": 4, "DIM": 32}
+    constants |= {"TABLES": 1, "K": 8, "SIZE": 2048, "BITS": 11, "WORD": 32, "SPANNED": spanned(11, 32)}
+    name = f"residual {'strided' if strided else 'contiguous'}"
+    divisible = ("word_batch", "word_head", "scale_batch", "scale_head")
+    return _specimen(name, packed, turned, types, constants | {"STRIDED": strided}, divisible=divisible)
+
+
+def _affine_specimen(bits: int, turned: bool) -> Specimen:
+    ends = torch.empty(1, 8, 1, 2)
+    packed = Affine(torch.empty(1, 8, 1, 16 * bits), ends, ends, bits)
+    types = {"words": "*i32" if bits < 8 else "*u8", "lows": "*fp16", "highs": "*fp16"}
+    constants = {"end_stride": 1, "GROUP": 64, "BITS": bits, "WORD": 32 if bits < 8 else 8}
+    divisible = ("word_batch", "word_head", "end_batch", "end_head", *["word_token"] * (bits > 2))
+    widest = 128 if turned else 8 * bits  # eight codes, one vector of the output
+    name = f"affine {bits} bits"
+    return _specimen(name, packed, turned, types, constants, divisible=divisible, widest_load=max(32, widest))
+
+
+SPECIMENS = [_coded_specimen(strided, turned) for strided in (True, False) for turned in (False, True)]
+SPECIMENS += [_affine_specimen(bits, turned) for bits in (2, 4, 8) for turned in (False, True)]
