@@ -1,0 +1,111 @@
+"""Which implementation runs, and codecs on Triton's kernels (in its interpreter) as on the CPU's."""
+
+import pytest
+import torch
+
+from vqkv import DataError, FormatError, UnknownNameError, kernels, presets
+from vqkv.codec import Payload
+from vqkv.kernels import dispatch
+
+PRESETS = {
+    "quanto 4": presets.quanto(4, 32),
+    "quanto 2": presets.quanto(2, 16),
+    "quanto 3": presets.quanto(3, 16),
+    "hqq 4": presets.hqq(4, 32),
+    "vqllm": presets.vqllm(2, 16, group_size=8),
+    "vqllm 20 codes": presets.vqllm(2, 20, group_size=8),
+    "vq 8": presets.vq(8, codebook_size=16, keyframe=8),
+    "higgs 4": presets.higgs(4),
+    "kivi 2": presets.kivi(2, 8),
+    "vqq": presets.vqq(0.5, codebook_size=16, keyframe=8),
+}
+
+
+def values(seed: int = 0) -> torch.Tensor:
+    return torch.randn(1, 2, 24, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_cpu_runs_the_cpu_path_and_says_so():
+    x = torch.zeros(1)
+    assert kernels.which("rvq_encode", x) == "cpu"
+    for name in dispatch.NAMES:
+        with kernels.using(name):
+            assert kernels.which("rvq_encode", x) == name
+            assert kernels.which("rvq_candidates", x) == ("reference" if name == "reference" else "cpu")
+    assert kernels.which("rvq_encode", x) == "cpu"
+
+
+def test_an_error_within_leaves_the_choice_as_it_was():
+    with pytest.raises(ZeroDivisionError), kernels.using("reference"):
+        raise ZeroDivisionError
+    assert kernels.which("decode", torch.zeros(1)) == "cpu"
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UnknownNameError, match="reference"), kernels.using("cuda"):
+        pass
+    with pytest.raises(UnknownNameError, match="rvq_encode"):
+        kernels.which("rvq_encod", torch.zeros(1))
+
+
+def test_triton_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    with pytest.raises(DataError, match="pip install triton"), kernels.using("triton"):
+        pass
+
+
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+def test_every_operation_has_the_reference_and_is_exported(operation):
+    assert callable(getattr(kernels, operation))
+    assert callable(getattr(kernels.reference, operation))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_codecs_store_and_read_alike_on_both(name):
+    codec = PRESETS[name].key_codec(32).fit(values())
+    expected = codec.encode(values(1))
+    with kernels.using("triton"):
+        payload = codec.encode(values(1))
+        decoded = codec.decode(expected)
+        own = codec.decode(payload)
+    assert payload.nbytes == expected.nbytes and payload.fields.keys() == expected.fields.keys()
+    torch.testing.assert_close(decoded, codec.decode(expected), rtol=1e-5, atol=1e-6)
+    errors = [float((x - values(1)).square().mean()) for x in (own, codec.decode(expected))]
+    assert abs(errors[0] - errors[1]) <= 1e-3 * errors[1]
+    if "quanto" in name:
+        assert all(torch.equal(payload.fields[field], expected.fields[field]) for field in payload.fields)
+
+
+def test_codebooks_are_learned_alike_on_both():
+    def learned():
+        codec = presets.vqllm(2, 16, group_size=8).key_codec(32)
+        for seed in range(3):
+            codec.partial_fit(values(seed))
+        return codec.finalize().quantizer.codebooks.float()
+
+    expected = learned()
+    with kernels.using("triton"):
+        found = learned()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["quanto 4", "vqllm", "vqllm 20 codes", "higgs 4"])
+def test_damaged_payloads_are_refused_on_both(name):
+    codec = PRESETS[name].key_codec(32).fit(values())
+    payload = codec.encode(values(1))
+    shorter = payload.fields | {"codes": payload.fields["codes"][..., :-1].clone()}
+    missing = {field: x for field, x in payload.fields.items() if field == "codes"}
+    for chosen in ("cpu", "triton"):
+        with kernels.using(chosen):
+            for fields in (shorter, missing):
+                with pytest.raises(FormatError):
+                    codec.decode(Payload(fields, payload.tokens_per_row))
+
+
+def test_a_code_that_no_codebook_has_is_refused_on_both():
+    codec = PRESETS["vqllm 20 codes"].key_codec(32).fit(values())
+    payload = codec.encode(values(1))
+    payload.fields["codes"].fill_(255)
+    for chosen in ("cpu", "triton"):
+        with kernels.using(chosen), pytest.raises(FormatError, match="not below codebook_size"):
+            codec.decode(payload)
