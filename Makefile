@@ -1,6 +1,6 @@
 # study  recompute every committed table, figure and page      smoke  the same in small, into a temporary folder
 # test   lint, library tests, committed pages, smoke           lab    read and change the notebooks
-# bench  timings against other libraries                       (each makes .venv when there is none)
+# bench  the kernels against other libraries, runs/bench.csv    (each makes .venv when there is none)
 
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -29,7 +29,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab notebooks
 
 bench: $(READY)
-	$(BIN)/python -m vqkv.bench --out results/bench_rvq.csv
+	$(BIN)/python -m vqkv.bench --out runs/bench.csv
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
 $(READY): pyproject.toml constraints.txt

@@ -35,6 +35,17 @@ def test_a_cpu_runs_the_cpu_path_and_says_so():
     assert kernels.which("rvq_encode", x) == "cpu"
 
 
+def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
+    packed = kernels.affine_encode(torch.randn(1, 2, 5, 64), 4, 32)
+    query, partial = torch.randn(1, 2, 1, 64), kernels.Rope(torch.ones(8))
+    with kernels.using("triton"):
+        assert kernels.which_attention(query, packed, packed) == "triton"
+        assert kernels.which_attention(query, packed, packed, partial) == "cpu"
+        out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)
+    torch.testing.assert_close(out, kernels.reference.decode_attention(query, packed, packed, 0.1, partial)[0])
+    assert kernels.which_attention(query, packed, packed) == "cpu"
+
+
 def test_an_error_within_leaves_the_choice_as_it_was():
     with pytest.raises(ZeroDivisionError), kernels.using("reference"):
         raise ZeroDivisionError

@@ -5,4 +5,7 @@ import sys
 from vqkv.bench import main
 
 if __name__ == "__main__":  # the processes that ``peak`` starts import this module, too
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")

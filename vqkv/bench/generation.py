@@ -6,7 +6,6 @@ A random Llama generates greedily, prefill and decoding timed apart, all systems
 
 import argparse
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,9 @@ from vqkv.bench.caches import (
     random_tokens,
     stored_bytes,
 )
-from vqkv.bench.record import versions, write
+from vqkv.bench.record import device_name, versions, write
+from vqkv.bench.timing import num_threads
 from vqkv.errors import DataError
-from vqkv.machine import processor
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
@@ -54,7 +53,7 @@ def latency(
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
         compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
-        shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model), "threads": threads}
+        shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
         rows = []
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             label = {"batch": batch, "context": context, "generated": generated}
@@ -144,17 +143,6 @@ def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:
     return {name: added[which] / peer[which] if peer else float("nan") for name, which in of.items()}
 
 
-@contextmanager
-def num_threads(threads: int):
-    """Within the context torch computes on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _check(runs, rounds) -> None:
     wanted = [rounds, *(number for run in runs for number in run)]
     if not runs or any(len(run) != 3 for run in runs) or any(type(x) is not int or x < 1 for x in wanted):
@@ -162,11 +150,6 @@ def _check(runs, rounds) -> None:
             f"runs {runs!r}, rounds {rounds!r}: give each run as [batch size, tokens of context, generated tokens], "
             "and all as whole numbers from 1 on"
         )
-
-
-def device_name(model) -> str:
-    """What the model runs on."""
-    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
 
 
 def _run(text: str) -> list[int]:

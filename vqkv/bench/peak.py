@@ -18,8 +18,9 @@ import torch
 from tqdm import tqdm
 
 from vqkv.bench.caches import THEIRS, KeepingDecoded, prepared, random_llama, random_tokens
-from vqkv.bench.generation import PACKAGES, Generation, add_shared, device_name, num_threads, report
-from vqkv.bench.record import versions
+from vqkv.bench.generation import PACKAGES, Generation, add_shared, report
+from vqkv.bench.record import device_name, versions
+from vqkv.bench.timing import num_threads
 from vqkv.compressor import Compressor
 from vqkv.errors import DataError
 
@@ -48,7 +49,7 @@ def peak_memory(
         model = random_llama(*how["random"])
         made = prepared(model, systems, codebook_sizes, seed)
         requests = {label: {"label": label, **how, **_saved(system, folder, label)} for label, system in made.items()}
-        named = {"geometry": geometry, "dtype": dtype, "device": device_name(model), "threads": threads}
+        named = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
         del model, made
         found = _each_in_a_process(requests)
     about = dict(zip(("batch", "context", "generated"), sizes, strict=True)) | {"chunk_size": chunk_size}

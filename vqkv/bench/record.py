@@ -1,10 +1,15 @@
 """Rows of a bench: what every one of them says about its making, and the CSV they end in."""
 
 import csv
-import os
+import io
 import platform
 from importlib import metadata
 from pathlib import Path
+
+import torch
+
+from vqkv.machine import processor
+from vqkv.tables import write_atomically
 
 
 def versions(*packages: str) -> str:
@@ -18,12 +23,15 @@ def versions(*packages: str) -> str:
     return "; ".join(found)
 
 
+def device_name(device: torch.device | str) -> str:
+    """The GPU's or the processor's."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
+
+
 def write(rows: list[dict], path: Path) -> None:
-    """Write the CSV to a temporary name and move it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
+    """Write the CSV at once: it is never there by halves."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(Path(path), text.getvalue().encode())

@@ -13,12 +13,14 @@ from vqkv.experiments.learning import codebook_learning
 from vqkv.experiments.phenomena import magnitudes, phenomena
 from vqkv.experiments.predictability import algebra, predictability
 from vqkv.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
+from vqkv.experiments.speed import against_ours, attention_times, kernel_speed, trade
 from vqkv.experiments.systems import systems
 from vqkv.experiments.thresholds import threshold_sweep
 
 __all__ = [
-    "algebra", "beside_published", "blog_claims", "capacity_table", "choices", "code_entropy", "codebook_learning",
-    "error_propagation", "eviction", "gaussian_depth", "generation_latency", "generation_peak", "grouping",
-    "loss_by_position", "magnitudes", "memory_growth", "phenomena", "predictability", "predictor_ablation",
-    "residual_depth", "systems", "threshold_sweep", "tier_ladder", "within_budget",
+    "against_ours", "algebra", "attention_times", "beside_published", "blog_claims", "capacity_table", "choices",
+    "code_entropy", "codebook_learning", "error_propagation", "eviction", "gaussian_depth", "generation_latency",
+    "generation_peak", "grouping", "kernel_speed", "loss_by_position", "magnitudes", "memory_growth", "phenomena",
+    "predictability", "predictor_ablation", "residual_depth", "systems", "threshold_sweep", "tier_ladder", "trade",
+    "within_budget",
 ]  # fmt: skip

@@ -22,6 +22,12 @@ PALETTE = {
     "vqq": "#b9ac70",
     "pq": "#717581",
     "aqua": "#92dadd",
+    # implementations that are timed
+    "vqkv": "#3f90da",
+    "plain": "#94a4a2",
+    "vector-quantize": "#832db6",
+    "faiss": "#e76300",
+    "one-hot": "#a96b59",
     # what is stored, and how its channels are grouped
     "key": "#3f90da",
     "value": "#ffa90e",

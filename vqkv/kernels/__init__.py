@@ -17,6 +17,7 @@ from vqkv.kernels.dispatch import (
     unpack_codes,
     using,
     which,
+    which_attention,
 )
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
 
@@ -41,4 +42,5 @@ __all__ = [
     "unpack_codes",
     "using",
     "which",
+    "which_attention",
 ]

@@ -69,14 +69,18 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _find(operation: str, x: Tensor):
-    """The function that serves ``operation``."""
-    name = which(operation, x)
-    module: ModuleType = reference
+    """The function that serves ``operation`` for tensors where ``x`` is."""
+    return _function(operation, which(operation, x))
+
+
+def _function(operation: str, name: str):
+    return getattr(_module(operation, name), operation)
+
+
+def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
-        module = importlib.import_module(f"vqkv.kernels.gpu.{TRITON[operation]}")
-    elif name == "cpu":
-        module = CPU[operation]
-    return getattr(module, operation)
+        return importlib.import_module(f"vqkv.kernels.gpu.{TRITON[operation]}")
+    return CPU[operation] if name == "cpu" else reference
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
@@ -129,14 +133,17 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
     of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``reference.decode_attention``."""
-    run = _find("decode_attention", query)
-    if run.__module__.endswith("gpu.attention") and not _attends(query, keys, values, rope):
-        run = pieces.decode_attention
+    name = which_attention(query, keys, values, rope)
+    run = pieces.decode_attention if name == "cpu" else _function("decode_attention", name)
     return run(query, keys, values, scaling, rope)
 
 
-def _attends(query: Tensor, keys: Packed, values: Packed, rope: Rope | None) -> bool:
-    return importlib.import_module("vqkv.kernels.gpu.attention").serves(query, keys, values, rope)
+def which_attention(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> str:
+    """``which`` for ``decode_attention`` of these: the Triton kernel does not read every shape."""
+    name = which("decode_attention", query)
+    if name == "triton" and not _module("decode_attention", name).serves(query, keys, values, rope):
+        return "cpu"
+    return name
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
