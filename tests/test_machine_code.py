@@ -1,6 +1,8 @@
 """What numba compiles gives the bits of the plain ways: residual VQ's search and places, affine codes."""
 
 import multiprocessing
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ def bits_of(x):
 
 def torch_only(monkeypatch):
     monkeypatch.setattr(fused_affine, "takes", lambda x: False)
-    monkeypatch.setattr(fused_encode, "serves", lambda x, codebooks: False)
+    monkeypatch.setattr(fused_jit, "serves", lambda *tensors: False)
 
 
 @settings(deadline=None, max_examples=150)
@@ -227,3 +229,23 @@ def test_machine_tables_share_memory_with_torchs():
     tables = cpu.prepare(gaussian(2, 128, 8))
     assert np.shares_memory(tables.machine.codebooks, tables.flat.numpy())
     assert np.shares_memory(tables.machine.weights, tables.weights.numpy())
+
+
+def test_without_numba_torch_does_it_all():
+    """The same codes and values, in a process that cannot import it."""
+    script = """
+import sys
+sys.modules["numba"] = None
+import torch
+from vqkv import presets
+from vqkv.kernels import cpu, fused_jit, reference
+assert fused_jit.numba is None
+x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
+for preset in (presets.quanto(4), presets.vqllm(2, 16), presets.higgs(2)):
+    codec = preset.key_codec(64).fit(x)
+    assert (codec.decode(codec.encode(x)) - x).square().mean() < x.square().mean()
+books = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(1))
+rows = x.reshape(-1, 8)
+assert torch.equal(cpu.rvq_encode(rows, books), reference.rvq_encode(rows, books))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

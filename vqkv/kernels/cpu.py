@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import fused_decode, fused_encode, reference
+from vqkv.kernels import fused_decode, fused_encode, fused_jit, reference
 from vqkv.precision import full_precision
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
@@ -52,7 +52,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
         return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
     rows = x.detach().reshape(-1, x.shape[-1])
     tables = prepare(codebooks)
-    if fused_encode.serves(x, codebooks):
+    if fused_jit.serves(x, codebooks):
         with full_precision(x.device):
             codes = fused_encode.encode(rows, codebooks.detach(), tables.machine)
         return codes.view(*x.shape[:-1], len(codebooks))
@@ -71,7 +71,7 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
     tables, count = prepare(codebooks), len(codebooks)
     rows, places = codes.reshape(-1, count), None
-    if fused_encode.serves(codes, codebooks):
+    if fused_jit.serves(codes, codebooks):
         places = fused_decode.places(rows, tables.machine.offsets, codebooks.shape[1])
     if places is not None:
         rows = places
@@ -84,7 +84,7 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
 def rvq_decode_packed(packed: Tensor, bits: int, codebooks: Tensor, groups: tuple[int, ...]) -> Tensor | None:
     """``rvq_decode`` straight from bit strings: uint8 (..., bytes), each of the codes of ``groups`` vectors, -> float32
     (..., *groups, dim). None if they are not on a CPU, or some code is outside its codebook."""
-    if not fused_encode.serves(packed, codebooks):
+    if not fused_jit.serves(packed, codebooks):
         return None
     tables, count = prepare(codebooks), math.prod(groups) * len(codebooks)
     rows = packed.reshape(-1, packed.shape[-1])
@@ -139,7 +139,7 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
         largest=norms.amax(dim=-1).sqrt().tolist(),
         block=block,
     )
-    if dtype == torch.float32 and fused_encode.serves(codebooks, codebooks):
+    if dtype == torch.float32 and fused_jit.serves(codebooks, codebooks):
         tables.machine = fused_encode.machine(tables.weights, tables.flat, tables.largest, tables.offsets)
     return tables
 

@@ -6,19 +6,19 @@ is that of the torch path, operation by operation, so both give the same bits.
 
 from functools import cache
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # numba knows no fp16 on a CPU
+from vqkv.kernels.fused_affine import FLOAT16
+from vqkv.kernels.fused_jit import numba, serves
+
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 
 
 def takes(bits: int, out: Tensor) -> bool:
     """Whether ``affine`` is for codes of so many bits and memory like ``out``, and faster than torch would be."""
-    here = out.device.type == "cpu" and out.dtype is torch.float32 and not torch.compiler.is_compiling()
-    return here and bits in (1, 2, 4) and torch.get_num_threads() <= THREADS
+    return serves(out) and out.dtype is torch.float32 and bits in (1, 2, 4) and torch.get_num_threads() <= THREADS
 
 
 def serves_affine(packed: Tensor, levels: Tensor, low: Tensor, out: Tensor) -> bool:

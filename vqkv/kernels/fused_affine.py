@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.fused_jit import compiled, index
+from vqkv.kernels.fused_jit import compiled, index, serves
 
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 BUFFER, THREE = index(2048), index(3)  # codes that are packed at a time; bits of a byte's number
@@ -22,9 +22,9 @@ FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32
 
 def takes(x: Tensor) -> bool:
     """Whether it is for the kernels: contiguous float32 on a CPU, where torch has few threads."""
-    if torch.compiler.is_compiling() or torch.get_num_threads() > THREADS:
+    if not serves(x) or torch.get_num_threads() > THREADS:
         return False
-    return x.device.type == "cpu" and x.dtype is torch.float32 and x.is_contiguous() and x.numel() > 0
+    return x.dtype is torch.float32 and x.is_contiguous() and x.numel() > 0
 
 
 def ends(x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -42,11 +42,6 @@ class Work:
     exact: bool
 
 
-def serves(x: Tensor, codebooks: Tensor) -> bool:
-    """Whether ``encode`` is for these."""
-    return x.device.type == "cpu" == codebooks.device.type and not torch.compiler.is_compiling()
-
-
 def machine(weights: Tensor, flat: Tensor, largest: list[float], offsets: Tensor) -> Machine:
     """From the fields of ``cpu.Tables``."""
     missing = -weights.shape[-1] % LANES

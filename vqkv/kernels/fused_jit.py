@@ -9,9 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-import numba
 import numpy as np
 import torch
+
+try:
+    import numba
+except ImportError:  # then nothing here is ever called, and torch does it all
+    numba = None
 
 Result = TypeVar("Result")
 SUMS = {"contract", "reassoc", "nsz"}  # sums in any order and fused, where error bounds allow it. NaN and infinity stay
@@ -20,10 +24,17 @@ WORTH = 1 << 22  # additions from which on a second thread helps
 index = np.uint64  # signed positions are tested for negative ones, and loops over them are not vectorised
 
 
+def serves(*tensors: torch.Tensor) -> bool:
+    """Whether there is machine code for these: CPU tensors that are not being traced, and numba is installed."""
+    return numba is not None and not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in tensors)
+
+
 def compiled(fast: bool = False):
     """Decorator: compile at the first call, to run without the GIL. ``fast``: sums may be taken in any order."""
 
     def compile_lazily(function):
+        if numba is None:
+            return function
         settings = {"nogil": True, "error_model": "numpy", "fastmath": SUMS if fast else False}
         try:
             return numba.njit(function, cache=True, **settings)

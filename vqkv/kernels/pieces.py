@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import cpu, fused, fused_affine, fused_decode, reference
+from vqkv.kernels import cpu, fused, fused_affine, fused_decode, fused_jit, reference
 from vqkv.kernels.bits import pack_codes, unpack_codes
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
 from vqkv.rope import rotate
@@ -91,7 +91,7 @@ def _places(packed: Coded) -> Tensor:
     tables, num_quantizers, size, _ = packed.codebooks.shape
     count, period = packed.groups * num_quantizers, tables * num_quantizers
     first = torch.arange(period, device=packed.codes.device, dtype=torch.int32) * size
-    if packed.codes.device.type == "cpu" and not torch.compiler.is_compiling():
+    if fused_jit.serves(packed.codes):
         strings = packed.codes.reshape(-1, packed.codes.shape[3])
         found = fused_decode.places_packed(strings, packed.bits, first.numpy(), count, size)
         if found is not None:
