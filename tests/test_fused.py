@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vqkv import FormatError, presets
 from vqkv.codec import Chain, Grouping, MinMax, TokenBlock, Uniform
-from vqkv.kernels import fused
+from vqkv.kernels.fused import affine_decode
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,14 +68,14 @@ def test_the_affine_kernel_gives_torchs_bits(bits, groups, size, shape, by_chann
 
 def test_the_kernel_is_what_runs(monkeypatch):
     """For each preset that the kernel is for, keys and values; not with many threads."""
-    called, affine = [], fused.affine
-    monkeypatch.setattr(fused, "affine", lambda *a: (called.append(a[0].shape), affine(*a))[1])
+    called, affine = [], affine_decode.affine
+    monkeypatch.setattr(affine_decode, "affine", lambda *a: (called.append(a[0].shape), affine(*a))[1])
     x = gaussian(1, 2, 128, 64)
     for preset in (presets.quanto(4), presets.quanto(2), presets.hqq(4), presets.hqq(1), presets.kivi(2)):
         for codec in (preset.key_codec(64).fit(x), preset.value_codec(64).fit(x)):
             codec.decode(codec.encode(x), out=torch.empty_like(x))
     assert len(called) == 10
-    torch.set_num_threads(fused.THREADS + 1)
+    torch.set_num_threads(affine_decode.THREADS + 1)
     codec.decode(codec.encode(x), out=torch.empty_like(x))
     assert len(called) == 10
     torch.set_num_threads(1)

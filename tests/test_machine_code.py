@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vqkv import presets
 from vqkv.codec import Chain, Grouping, MinMax, ResidualVQ, Uniform
 from vqkv.errors import FormatError
-from vqkv.kernels import cpu, fused_affine, fused_decode, fused_encode, fused_jit, pack_codes, reference
+from vqkv.kernels import cpu, fused, pack_codes, reference
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def bits_of(x):
 
 
 def torch_only(monkeypatch):
-    monkeypatch.setattr(fused_affine, "takes", lambda x: False)
-    monkeypatch.setattr(fused_jit, "serves", lambda *tensors: False)
+    monkeypatch.setattr(fused.affine, "takes", lambda x: False)
+    monkeypatch.setattr(fused.jit, "serves", lambda *tensors: False)
 
 
 @settings(deadline=None, max_examples=150)
@@ -76,7 +76,7 @@ def test_machine_code_and_torch_agree(monkeypatch, dim):
 
 @pytest.mark.parametrize("dim", [4, 32])
 def test_every_thread_does_its_share(monkeypatch, dim):
-    monkeypatch.setattr(fused_jit, "WORTH", 1)
+    monkeypatch.setattr(fused.jit, "WORTH", 1)
     x, codebooks = gaussian(1111, dim), gaussian(2, 100, dim, seed=1)
     codebooks[:, 50:] = codebooks[:, :50].clone()  # ties: all rows are left over
     expected = reference.rvq_encode(x, codebooks)
@@ -89,13 +89,13 @@ def test_every_thread_does_its_share(monkeypatch, dim):
 
 
 def test_a_forked_process_has_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(fused_jit, "WORTH", 1)
-    assert fused_jit.spread(lambda i, j: j - i, 5, 1) == [5]
+    monkeypatch.setattr(fused.jit, "WORTH", 1)
+    assert fused.jit.spread(lambda i, j: j - i, 5, 1) == [5]
     torch.set_num_threads(2)
-    assert sum(fused_jit.spread(lambda i, j: j - i, 5, 1)) == 5
+    assert sum(fused.jit.spread(lambda i, j: j - i, 5, 1)) == 5
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=lambda: queue.put(sum(fused_jit.spread(lambda i, j: j - i, 7, 1))))
+    child = context.Process(target=lambda: queue.put(sum(fused.jit.spread(lambda i, j: j - i, 7, 1))))
     child.start()
     assert queue.get(timeout=60) == 7
     child.join()
@@ -115,15 +115,15 @@ def test_places_are_codes_and_offsets(bits, count, rows, stages, seed):
     offsets = (torch.arange(stages, dtype=torch.int32) * size).repeat(3)
     expected = codes + offsets[:stages].repeat(count)
     for dtype in (torch.int64, torch.int32, torch.int16 if bits < 16 else torch.int32):
-        assert torch.equal(fused_decode.places(codes.to(dtype), offsets.numpy(), size), expected.int())
+        assert torch.equal(fused.decode.places(codes.to(dtype), offsets.numpy(), size), expected.int())
     packed = pack_codes(codes, bits)
     args = bits, offsets.numpy(), codes.shape[1]
-    assert torch.equal(fused_decode.places_packed(packed, *args, size), expected.int())
+    assert torch.equal(fused.decode.places_packed(packed, *args, size), expected.int())
     if size > 1:
         most = int(codes.max())
-        assert fused_decode.places(codes, offsets.numpy(), most or 1) is None or not most
-        assert fused_decode.places_packed(packed, *args, most or 1) is None or not most
-    assert fused_decode.places(-1 - codes, offsets.numpy(), size) is None
+        assert fused.decode.places(codes, offsets.numpy(), most or 1) is None or not most
+        assert fused.decode.places_packed(packed, *args, most or 1) is None or not most
+    assert fused.decode.places(-1 - codes, offsets.numpy(), size) is None
 
 
 @pytest.mark.parametrize("codebook_size", [30, 200])
@@ -206,21 +206,21 @@ def test_no_folder_to_keep_machine_code_in(monkeypatch):
             raise RuntimeError("cannot cache function: no locator available")
         return function
 
-    monkeypatch.setattr(fused_jit.numba, "njit", refuse)
-    assert fused_jit.compiled()(len) is len
+    monkeypatch.setattr(fused.jit.numba, "njit", refuse)
+    assert fused.jit.compiled()(len) is len
 
 
 def test_the_kernels_are_what_runs(monkeypatch):
     called = []
     for name in ("pack_between_ends", "pack_scaled"):
-        kernel = getattr(fused_affine, name)
-        monkeypatch.setattr(fused_affine, name, lambda *a, k=kernel, n=name: (called.append(n), k(*a))[1])
+        kernel = getattr(fused.affine, name)
+        monkeypatch.setattr(fused.affine, name, lambda *a, k=kernel, n=name: (called.append(n), k(*a))[1])
     x = gaussian(1, 2, 8, 64)
     for preset in (presets.quanto(4), presets.hqq(4)):
         codec = preset.key_codec(64).fit(x)
         codec.encode(x)
     assert called == ["pack_between_ends", "pack_scaled"]
-    torch.set_num_threads(fused_affine.THREADS + 1)
+    torch.set_num_threads(fused.affine.THREADS + 1)
     codec.encode(x)
     assert len(called) == 2
 
@@ -238,8 +238,8 @@ import sys
 sys.modules["numba"] = None
 import torch
 from vqkv import presets
-from vqkv.kernels import cpu, fused_jit, reference
-assert fused_jit.numba is None
+from vqkv.kernels import cpu, fused, reference
+assert fused.jit.numba is None
 x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
 for preset in (presets.quanto(4), presets.vqllm(2, 16), presets.higgs(2)):
     codec = preset.key_codec(64).fit(x)

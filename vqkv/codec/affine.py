@@ -9,7 +9,7 @@ from torch import Tensor
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import Affine, Packed, affine_encode, by_byte, fused_affine, which
+from vqkv.kernels import Affine, Packed, affine_encode, by_byte, fused, which
 
 MAX_BITS = 8
 
@@ -42,8 +42,8 @@ class Uniform(Quantizer):
 
     def encode(self, x: Tensor) -> Tensor:
         """(..., *row_shape) -> uint8 (..., values of a row)."""
-        if not self.signed and fused_affine.takes(x):
-            return fused_affine.rounded(x, self.bits).flatten(3)
+        if not self.signed and fused.affine.takes(x):
+            return fused.affine.rounded(x, self.bits).flatten(3)
         codes = (x * self._steps).round_().clamp_(-self._zero, self._steps).to(torch.int32)
         return (codes + self._zero if self.signed else codes).to(torch.uint8).flatten(3)  # straight to uint8 is slower
 
@@ -55,11 +55,11 @@ class Uniform(Quantizer):
 
     def stores_scaled(self, x: Tensor) -> bool:
         """Whether ``store_scaled`` does, for rows like x's."""
-        return not self.signed and fused_affine.packs(x, self.bits)
+        return not self.signed and fused.affine.packs(x, self.bits)
 
     def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
         """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
-        return Payload({"codes": fused_affine.pack_scaled(x, low, span, self.bits)})
+        return Payload({"codes": fused.affine.pack_scaled(x, low, span, self.bits)})
 
     def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
         """``store_scaled`` between the smallest and the largest value of each last axis in fp16, and these; None if no

@@ -10,7 +10,7 @@ from vqkv.codec.base import FP16_MAX, check_heads, check_whole, take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import Affine, Coded, Packed, fused, fused_affine
+from vqkv.kernels import Affine, Coded, Packed, fused
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -101,8 +101,8 @@ class MinMax(Stage):
         """(x - low) / (high - low), and both ends."""
         side = self._side(x)
         low, span = _offset_and_span(side)
-        if fused_affine.takes(x):
-            return fused_affine.shift_and_divide(x, low, span), side
+        if fused.affine.takes(x):
+            return fused.affine.shift_and_divide(x, low, span), side
         return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
 
     def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
@@ -119,15 +119,15 @@ class MinMax(Stage):
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
         """See ``Stage``."""
         low, span = _offset_and_span(side)
-        if out is y and low.shape == span.shape == y.shape[:-1] and fused_affine.takes(y):
-            fused_affine.multiply_and_shift(y, low, span)
+        if out is y and low.shape == span.shape == y.shape[:-1] and fused.affine.takes(y):
+            fused.affine.multiply_and_shift(y, low, span)
             return
         y.mul_(span.unsqueeze(-1))
         torch.add(y, low.unsqueeze(-1), out=out)
 
     def decodes_codes(self, quantizer, out: Tensor) -> bool:
         """See ``Stage``."""
-        return quantizer.levels() is not None and fused.takes(quantizer.code_bits, out)
+        return quantizer.levels() is not None and fused.affine_decode.takes(quantizer.code_bits, out)
 
     def decode_codes(self, quantizer, payload, side: Side, out: Tensor) -> bool:
         """See ``Stage``."""
@@ -135,9 +135,9 @@ class MinMax(Stage):
         if levels is None or low.shape != high.shape or low.dtype != high.dtype:
             return False
         packed = payload_field(payload, "codes", payload.tokens_per_row)
-        if not fused.serves_affine(packed, levels, low, out):
+        if not fused.affine_decode.serves_affine(packed, levels, low, out):
             return False
-        fused.affine(packed, levels, low, high, out)
+        fused.affine_decode.affine(packed, levels, low, high, out)
         return True
 
     def packed(self, inner: Packed, side: Side) -> Packed | None:
@@ -153,7 +153,7 @@ class MinMax(Stage):
         return {"low": low, "high": high}
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if fused_affine.takes(x) and (ends := fused_affine.ends(x)):
+        if fused.affine.takes(x) and (ends := fused.affine.ends(x)):
             return ends
         low, high = x.amin(dim=-1), x.amax(dim=-1)
         if (low * high).all():

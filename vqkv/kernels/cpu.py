@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import fused_decode, fused_encode, fused_jit, reference
+from vqkv.kernels import fused, reference
 from vqkv.precision import full_precision
 
 CHUNK = 2048  # rows at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
@@ -35,7 +35,7 @@ class Tables:
     offsets: Tensor  # (TILE * K,) first row of every codebook in ``flat``, over and over
     largest: list[float]  # per codebook, the largest norm of a code
     block: int
-    machine: fused_encode.Machine | None = None  # the same for machine code, on a CPU
+    machine: fused.encode.Machine | None = None  # the same for machine code, on a CPU
 
 
 _tables = WeakTensorKeyDictionary()  # codebooks -> (version, Tables): rearranging costs more than encoding a few tokens
@@ -52,9 +52,9 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
         return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
     rows = x.detach().reshape(-1, x.shape[-1])
     tables = prepare(codebooks)
-    if fused_jit.serves(x, codebooks):
+    if fused.jit.serves(x, codebooks):
         with full_precision(x.device):
-            codes = fused_encode.encode(rows, codebooks.detach(), tables.machine)
+            codes = fused.encode.encode(rows, codebooks.detach(), tables.machine)
         return codes.view(*x.shape[:-1], len(codebooks))
     codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64, device=x.device)
     width = tables.weights.shape[-1]
@@ -71,8 +71,8 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
     tables, count = prepare(codebooks), len(codebooks)
     rows, places = codes.reshape(-1, count), None
-    if fused_jit.serves(codes, codebooks):
-        places = fused_decode.places(rows, tables.machine.offsets, codebooks.shape[1])
+    if fused.jit.serves(codes, codebooks):
+        places = fused.decode.places(rows, tables.machine.offsets, codebooks.shape[1])
     if places is not None:
         rows = places
     elif count > 1:  # sums over long rows are faster
@@ -84,11 +84,11 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
 def rvq_decode_packed(packed: Tensor, bits: int, codebooks: Tensor, groups: tuple[int, ...]) -> Tensor | None:
     """``rvq_decode`` straight from bit strings: uint8 (..., bytes), each of the codes of ``groups`` vectors, -> float32
     (..., *groups, dim). None if they are not on a CPU, or some code is outside its codebook."""
-    if not fused_jit.serves(packed, codebooks):
+    if not fused.jit.serves(packed, codebooks):
         return None
     tables, count = prepare(codebooks), math.prod(groups) * len(codebooks)
     rows = packed.reshape(-1, packed.shape[-1])
-    places = fused_decode.places_packed(rows, bits, tables.machine.offsets, count, codebooks.shape[1])
+    places = fused.decode.places_packed(rows, bits, tables.machine.offsets, count, codebooks.shape[1])
     if places is None:
         return None
     values = F.embedding_bag(places.view(-1, len(codebooks)), tables.flat, mode="sum")
@@ -139,8 +139,8 @@ def _build(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> Tables:
         largest=norms.amax(dim=-1).sqrt().tolist(),
         block=block,
     )
-    if dtype == torch.float32 and fused_jit.serves(codebooks, codebooks):
-        tables.machine = fused_encode.machine(tables.weights, tables.flat, tables.largest, tables.offsets)
+    if dtype == torch.float32 and fused.jit.serves(codebooks, codebooks):
+        tables.machine = fused.encode.machine(tables.weights, tables.flat, tables.largest, tables.offsets)
     return tables
 
 
@@ -156,7 +156,7 @@ def _encode_chunk(x: Tensor, codebooks: Tensor, tables: Tables, scores: Tensor, 
         torch.mm(extended, weights, out=scores)
         winner, unproven = _minimum(scores, tables.block, _Errors(size, drift, tables.largest[k], dim))
         if len(unproven):
-            exact = fused_encode.exact_residual(x[unproven], codebooks, codes[unproven, :k])
+            exact = fused.encode.exact_residual(x[unproven], codebooks, codes[unproven, :k])
             winner[unproven] = reference.nearest(exact, codebooks[k].double())
         codes[:, k] = winner
         residual -= tables.flat.index_select(0, winner + tables.offsets[k])

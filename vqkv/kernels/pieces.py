@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vqkv.kernels import cpu, fused, fused_affine, fused_decode, fused_jit, reference
+from vqkv.kernels import cpu, fused, reference
 from vqkv.kernels.bits import pack_codes, unpack_codes
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
 from vqkv.rope import rotate
@@ -21,7 +21,7 @@ _flat = WeakTensorKeyDictionary()  # codebooks -> (version, all their codes in f
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     """Twin of ``reference.affine_encode``."""
     groups = x.detach().unflatten(-1, (-1, group_size))
-    found = fused_affine.pack_between_ends(groups, bits) if fused_affine.packs(groups, bits) else None
+    found = fused.affine.pack_between_ends(groups, bits) if fused.affine.packs(groups, bits) else None
     return Affine(*found, bits) if found else reference.affine_encode(x, bits, group_size)
 
 
@@ -68,8 +68,8 @@ def _affine(packed: Affine) -> Tensor:
     steps = 2**packed.bits - 1
     levels = torch.arange(steps + 1, dtype=torch.float32, device=packed.codes.device) / steps
     out = torch.empty(*packed.low.shape, packed.group_size, dtype=torch.float32, device=packed.codes.device)
-    if fused.serves_affine(packed.codes, levels, packed.low, out):
-        fused.affine(packed.codes, levels, packed.low, packed.high, out)
+    if fused.affine_decode.serves_affine(packed.codes, levels, packed.low, out):
+        fused.affine_decode.affine(packed.codes, levels, packed.low, packed.high, out)
         return out.flatten(-2)
     codes = unpack_codes(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
     low, high = packed.low.float().unsqueeze(-1), packed.high.float().unsqueeze(-1)
@@ -91,9 +91,9 @@ def _places(packed: Coded) -> Tensor:
     tables, num_quantizers, size, _ = packed.codebooks.shape
     count, period = packed.groups * num_quantizers, tables * num_quantizers
     first = torch.arange(period, device=packed.codes.device, dtype=torch.int32) * size
-    if fused_jit.serves(packed.codes):
+    if fused.jit.serves(packed.codes):
         strings = packed.codes.reshape(-1, packed.codes.shape[3])
-        found = fused_decode.places_packed(strings, packed.bits, first.numpy(), count, size)
+        found = fused.decode.places_packed(strings, packed.bits, first.numpy(), count, size)
         if found is not None:
             return found
     codes = unpack_codes(packed.codes, packed.bits, count)

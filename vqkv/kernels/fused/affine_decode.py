@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.fused_affine import FLOAT16
-from vqkv.kernels.fused_jit import numba, serves
+from vqkv.kernels.fused.affine import FLOAT16
+from vqkv.kernels.fused.jit import numba, serves
 
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 

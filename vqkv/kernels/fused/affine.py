@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.fused_jit import compiled, index, serves
+from vqkv.kernels.fused.jit import compiled, index, serves
 
 THREADS = 2  # with more of them torch's several passes are faster than one thread's single one
 BUFFER, THREE = index(2048), index(3)  # codes that are packed at a time; bits of a byte's number

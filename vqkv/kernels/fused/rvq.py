@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from vqkv.kernels.fused_jit import compiled, index
+from vqkv.kernels.fused.jit import compiled, index
 
 UNIT, UNIT64 = 2.0**-24, 2.0**-53
 HUGE, TINY = 2.0**126, 2.0**-126

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from vqkv.kernels.fused_jit import compiled, index
-from vqkv.kernels.fused_rvq import INFINITY, UNIT, nearest, norm_of, reach
+from vqkv.kernels.fused.jit import compiled, index
+from vqkv.kernels.fused.rvq import INFINITY, UNIT, nearest, norm_of, reach
 
 ROWS = 128
 R = index(ROWS)
@@ -12,7 +12,7 @@ R = index(ROWS)
 @compiled()
 def search(rows, x, weights, codebooks, largest, exact, codes, left):
     """All stages of the rows listed: fills their ``codes`` where they are -1, and returns how many rows are left,
-    listed in ``left``, each decided up to a stage that is not. Arguments as in ``fused_rvq.step``."""
+    listed in ``left``, each decided up to a stage that is not. Arguments as in ``rvq.step``."""
     dim, count = index(x.shape[1]), 0
     residual, work = np.zeros((x.shape[1], ROWS), np.float32), np.empty((6, ROWS), np.float32)
     size, drift, most = np.zeros(ROWS), np.zeros(ROWS), np.empty(ROWS, np.float32)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.fused_jit import compiled, index, spread
+from vqkv.kernels.fused.jit import compiled, index, spread
 
 TYPES = (torch.uint8, torch.int32, torch.int64)
 COST = 8  # additions that a code's place is worth

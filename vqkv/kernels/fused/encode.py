@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.kernels import reference
-from vqkv.kernels.fused_jit import spread
-from vqkv.kernels.fused_rvq import LANES, begin, step
-from vqkv.kernels.fused_search import search
+from vqkv.kernels.fused.jit import spread
+from vqkv.kernels.fused.rvq import LANES, begin, step
+from vqkv.kernels.fused.search import search
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)  # what fp32 holds without rounding
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
