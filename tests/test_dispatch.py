@@ -1,5 +1,7 @@
 """Which implementation runs, and codecs on Triton's kernels (in its interpreter) as on the CPU's."""
 
+import threading
+
 import pytest
 import torch
 
@@ -44,6 +46,53 @@ def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
         out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)
     torch.testing.assert_close(out, kernels.reference.decode_attention(query, packed, packed, 0.1, partial)[0])
     assert kernels.which_attention(query, packed, packed) == "cpu"
+
+
+def test_each_thread_has_its_own_choice():
+    found, entered, left = [], threading.Event(), threading.Event()
+
+    def other():
+        with kernels.using("reference"):
+            entered.set()
+            left.wait()
+            found.append(kernels.which("rvq_encode", torch.zeros(1)))
+
+    thread = threading.Thread(target=other)
+    with kernels.using("triton"):
+        thread.start()
+        entered.wait()
+        found.append(kernels.which("rvq_encode", torch.zeros(1)))
+    left.set()
+    thread.join()
+    assert found == ["triton", "reference"] and kernels.which("rvq_encode", torch.zeros(1)) == "cpu"
+
+
+def test_triton_without_a_gpu_and_its_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if not torch.cuda.is_available():
+        with pytest.raises(DataError, match="no GPU"), kernels.using("triton"):
+            pass
+
+
+def test_what_the_kernels_decline_goes_to_the_cpu_path():
+    x, books = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 80, 4)
+    with kernels.using("triton"):
+        assert torch.equal(kernels.rvq_encode(x, books, beam=65), kernels.cpu.rvq_encode(x, books, 65))
+
+
+@pytest.mark.parametrize("dim", [7, 9])
+def test_vectors_of_another_size_are_refused(dim):
+    with pytest.raises(DataError, match="group them"):
+        kernels.rvq_encode(torch.randn(5, dim), torch.randn(2, 32, 8))
+
+
+def test_damaged_codes_are_refused_before_memory_is_read():
+    books = torch.ones(1, 2, 12, 8)
+    for codes in (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.full((1, 1, 1, 4), 255, dtype=torch.uint8)):
+        with pytest.raises(FormatError):
+            kernels.decode(kernels.Coded(codes, books, 4, 4))
+    with pytest.raises(FormatError):
+        kernels.rvq_decode(torch.tensor([[12, 0]]), books[0])
 
 
 def test_an_error_within_leaves_the_choice_as_it_was():

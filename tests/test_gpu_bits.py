@@ -1,64 +1,15 @@
-"""Triton's packing against the reference, by Triton's interpreter where there is no GPU; and what the tests of other
-kernels use: tensors in the midst of garbage, so that a read or a write beyond them shows."""
-
-import math
+"""Triton's packing against the reference, by Triton's interpreter where there is no GPU."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from gpu_guard import DEVICE, amid, apart, guarded  # noqa: F401, the fixture
+
 from vqkv.kernels import bits as plain
 from vqkv.kernels import reference
 from vqkv.kernels.gpu.bits import pack_codes, unpack_codes
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MARGIN = 32  # elements
-SENTINEL = 77
-
-
-def garbage(shape, like: torch.Tensor) -> torch.Tensor:
-    value = math.nan if like.dtype.is_floating_point else 255 if like.dtype == torch.uint8 else -1
-    return torch.full(shape, value, dtype=like.dtype, device=DEVICE)
-
-
-def amid(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous, garbage before and after it."""
-    buffer = garbage((x.numel() + 2 * MARGIN,), x)
-    return buffer[MARGIN : MARGIN + x.numel()].view(x.shape).copy_(x)
-
-
-def apart(x: torch.Tensor, by: int = 3) -> torch.Tensor:
-    """x with garbage around it along every axis: strided, and at no aligned address."""
-    buffer = garbage([size + 2 * by for size in x.shape], x)
-    return buffer[tuple(slice(by, by + size) for size in x.shape)].copy_(x)
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """What a kernel's wrapper allocates lies between elements that nothing may write."""
-    buffers = []
-
-    def empty(*shape, dtype=None, device=None):
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        count = math.prod(shape)
-        buffers.append((torch.full((count + 2 * MARGIN,), SENTINEL, dtype=dtype, device=device), count))
-        return buffers[-1][0][MARGIN : MARGIN + count].view(shape)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    yield
-    monkeypatch.undo()
-    assert buffers
-    for buffer, count in buffers:
-        assert (buffer[:MARGIN] == SENTINEL).all() and (buffer[MARGIN + count :] == SENTINEL).all()
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor, relative: float) -> None:
-    """To ``relative`` of the largest value."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    if found.numel():
-        error, size = (found.double() - wanted.double()).abs().max(), wanted.double().abs().max()
-        assert error <= relative * size, (error, size)
 
 
 def codes_of(shape, bits: int, dtype=torch.int64) -> torch.Tensor:
@@ -69,7 +20,7 @@ SHAPES = [(3, 5), (2, 3, 40), (1, 1), (7, 33), (1500,), (2, 1025)]
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15])
-def test_packs_and_unpacks_like_the_reference(bits, guarded):
+def test_packs_and_unpacks_like_the_reference(bits, guarded):  # noqa: F811
     for shape in SHAPES:
         codes = codes_of(shape, bits)
         wanted = reference.pack_codes(codes, bits)
@@ -91,7 +42,7 @@ def test_whole_bytes_need_no_kernel(bits):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 @pytest.mark.parametrize("bits", [2, 5])
-def test_codes_of_any_integer_type_and_stride(dtype, bits, guarded):
+def test_codes_of_any_integer_type_and_stride(dtype, bits, guarded):  # noqa: F811
     codes = codes_of((2, 3, 9), bits, dtype)
     wanted = reference.pack_codes(codes, bits)
     assert torch.equal(pack_codes(apart(codes), bits), wanted)

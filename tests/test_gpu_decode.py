@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_gpu_bits import DEVICE, amid, apart, close, guarded  # noqa: F401, the fixture
+from gpu_guard import DEVICE, amid, apart, close, guarded  # noqa: F401, the fixture
 
 from vqkv.kernels import reference
 from vqkv.kernels.gpu.decode import decode, decode_into

@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from gpu_guard import DEVICE, guarded, poisoned  # noqa: F401, the fixture
+
 from vqkv.kernels import reference
 from vqkv.kernels.gpu import encode
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {  # the interpreter's time goes with the number of operations and little with their size
-    "encode": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
-    "encode_few": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
+    "many": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
+    "few": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
     "beam": {"block_m": 64, "block_c": 32, "fold": 2, "depth": 2, "unroll": 1},
 }
 
@@ -18,7 +21,9 @@ SMALL = {  # the interpreter's time goes with the number of operations and littl
 def small_tiles(monkeypatch):
     """Several programs, chunks and turns of the loops even where the data are tiny."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(encode, "TILES", {name: tile | SMALL[name] for name, tile in encode.TILES.items()})
+        monkeypatch.setattr(
+            encode, "ENCODE", encode.ENCODE | {name: encode.ENCODE[name] | SMALL[name] for name in SMALL}
+        )
 
 
 def gaussian(*shape, seed=0):
@@ -28,14 +33,6 @@ def gaussian(*shape, seed=0):
 def whole_numbers(*shape, seed=0, size=2):
     """Scores of such vectors are exact in every arithmetic, and often equal."""
     return torch.randint(-size, size + 1, shape, generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
-
-
-def poisoned(x, strides=None, garbage=float("nan")):
-    """``x`` inside a larger tensor of garbage, 64 elements of it on either side and between rows that have a gap."""
-    strides = strides or x.stride()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides))
-    around = torch.full((span + 128,), garbage, dtype=x.dtype, device=x.device)
-    return around.as_strided(x.shape, strides, 64).copy_(x)
 
 
 def width(codebooks):
@@ -55,8 +52,11 @@ def assert_as_good(x, codebooks, tri, ref, most=1.001):
 
 @pytest.mark.parametrize(
     ("rows", "dim", "size", "num_quantizers"),
-    [(1, 1, 3, 1), (63, 4, 60, 3), (65, 5, 100, 1), (100, 20, 257, 2), (2, 32, 1, 3), (5, 64, 3, 8)],
-)
+    [
+        (1, 1, 3, 1), (63, 4, 60, 3), (65, 5, 100, 1), (100, 20, 257, 2), (2, 32, 1, 3), (5, 64, 3, 8), (9, 100, 70, 2),
+        (3, 256, 5, 2),
+    ],
+)  # fmt: skip
 def test_codes_are_the_references_where_scores_are_exact(rows, dim, size, num_quantizers, small_tiles):
     """Equally near codes included: of those, the lowest."""
     x, codebooks = whole_numbers(rows, dim), whole_numbers(num_quantizers, size, dim, seed=1)
@@ -95,9 +95,24 @@ def test_of_equal_extensions_the_better_candidates_win_wherever_their_codes_lie(
         assert_same_codes(reference.rvq_encode(x, codebooks, beam), encode.rvq_encode(x, codebooks, beam))
 
 
+@pytest.mark.parametrize("beam", [2, 3])
+def test_of_equal_extensions_the_better_candidates_come_in_though_the_list_is_full(beam, small_tiles):
+    """The worse candidate's are found first, in codes before those that extend the better one equally well."""
+    codebooks = torch.full((2, 600, 2), 50.0, device=DEVICE)
+    codebooks[0, :2] = torch.tensor([[1.0, 0], [0, 2]], device=DEVICE)  # residuals of 0: (-1, 0) and (0, -2)
+    codebooks[1, [0, 20, 40]] = torch.tensor([[1.0, -2], [-1, -2], [0, -3]], device=DEVICE)
+    codebooks[1, [560, 575, 590]] = torch.tensor([[-1.0, 1], [-2, 0], [-1, -1]], device=DEVICE)
+    x = torch.zeros(3, 2, device=DEVICE)
+    found = encode.rvq_encode(x, codebooks, beam)
+    assert_same_codes(reference.rvq_candidates(x, codebooks, beam)[:, 0], found)
+    assert found.tolist() == [[0, 560]] * 3
+
+
 def test_a_beam_of_16_with_the_tiles_of_the_gpu():
     x, codebooks = whole_numbers(2, 5), whole_numbers(2, 300, 5, seed=1)
     assert_same_codes(reference.rvq_encode(x, codebooks, 16), encode.rvq_encode(x, codebooks, 16))
+    assert encode.serves(codebooks, 64) and not encode.serves(codebooks, 65)
+    assert not encode.serves(codebooks.repeat(1, 1, 60))
     with pytest.raises(ValueError, match="beam"):
         encode.rvq_encode(x, codebooks, 65)
 
@@ -150,22 +165,12 @@ def test_what_lies_around_the_inputs_is_not_read(beam, garbage, small_tiles):
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-def test_nothing_is_written_around_the_output(beam, small_tiles, monkeypatch):
+def test_nothing_is_written_around_the_output(beam, small_tiles, guarded):  # noqa: F811
     x, codebooks = whole_numbers(11, 3, 5), whole_numbers(2, 33, 5, seed=1)
     expected = reference.rvq_encode(x, codebooks, beam)
-    buffers = []
-
-    def empty(*shape, dtype, device):
-        buffers.append(torch.full((torch.Size(shape).numel() + 128,), 99, dtype=dtype, device=device))
-        return buffers[-1][64:-64].view(shape)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encode.torch, "empty", empty)
-        codes, packed = encode.rvq_encode(x, codebooks, beam), encode.rvq_encode_packed(x, codebooks, 6, beam)
-    assert_same_codes(expected, codes)
+    assert_same_codes(expected, encode.rvq_encode(x, codebooks, beam))
+    packed = encode.rvq_encode_packed(x, codebooks, 6, beam)
     assert_same_codes(reference.pack_codes(expected.flatten(-2), 6), packed)
-    assert len(buffers) == 2
-    assert all((side == 99).all() for buffer in buffers for side in (buffer[:64], buffer[-64:]))
 
 
 @pytest.mark.parametrize("view", ["strided groups", "heads behind tokens", "expanded", "no two dimensions merge"])

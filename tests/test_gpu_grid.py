@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_gpu_bits import DEVICE, amid, apart, guarded  # noqa: F401, the fixture
+from gpu_guard import DEVICE, amid, apart, guarded  # noqa: F401, the fixture
 
 from vqkv.codec.grid import gaussian_grids
 from vqkv.kernels import reference

@@ -1,13 +1,15 @@
 """Attention that reads packed tokens: the same numbers as with everything decoded, and nothing decoded for it."""
 
+import copy
 import dataclasses
+import gc
 
 import pytest
 import small_models
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config, Llama4TextConfig
 
-from vqkv import DataError, calibrate, presets
+from vqkv import DataError, FormatError, calibrate, presets
 from vqkv.codec import Codec
 from vqkv.evict import H2O
 from vqkv.packed_attention import NAME, PackedStates
@@ -160,6 +162,83 @@ def test_a_mask_of_the_callers_own_shape_is_obeyed(llama, compressor):
 
     ours, theirs = both(llama, run)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["of the prompt", "of the new slot"])
+@pytest.mark.parametrize("name", ["quanto", "rvq2"])
+def test_masks_that_hide_stored_tokens_beside_padding(llama, name, padding):
+    compressor, before, after = fitted(llama, READ[name]), torch.ones(4, 30), torch.ones(4, 31)
+    if padding == "of the prompt":
+        before[1, :9] = after[1, :9] = 0
+    else:
+        after[2, 30] = 0
+    after[:, 12:18] = 0
+
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache, attention_mask=before)
+            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=after).logits
+
+    ours, theirs = both(llama, run)
+    rows = [0, 1, 3]  # the new slot of the third may be padding
+    torch.testing.assert_close(theirs[rows], ours[rows], rtol=1e-4, atol=1e-4)
+
+
+def test_attention_in_chunks_is_obeyed(tmp_path):
+    """Llama 4's: the mask alone says so."""
+    config = Llama4TextConfig(
+        **small_models.COMMON, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=8,
+        no_rope_layers=[1, 1, 1], use_qk_norm=False,
+    )  # fmt: skip
+    model = small_models.load("llama4", tmp_path, config=config)
+    compressor = fitted(model, READ["quanto"])
+    ours, theirs = both(model, lambda: logits(model, compressor.new_cache(model), TOKENS, 30))
+    torch.testing.assert_close(theirs[:, :1], ours[:, :1], rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_change_values_after_the_cache_are_told_so(tmp_path):
+    config = {name: x for name, x in small_models.COMMON.items() if name != "head_dim"} | {"hidden_size": 128}
+    model = small_models.load("diffllama", tmp_path, config=DiffLlamaConfig(**config))
+    cache = fitted(model, READ["quanto"]).new_cache(model)
+    model.set_attn_implementation(NAME)
+    with pytest.raises(DataError, match="set_attn_implementation"), torch.inference_mode():
+        logits(model, cache, TOKENS, 30)
+
+
+def test_a_cache_of_another_model_says_so(llama):
+    compressor, other = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
+    cache = compressor.new_cache(llama)
+    llama.set_attn_implementation(NAME)
+    try:
+        with pytest.raises(DataError, match="another model"), torch.inference_mode():
+            logits(other, cache, TOKENS, 30)
+    finally:
+        llama.set_attn_implementation("sdpa")
+    mine = copy.deepcopy(llama)
+    cache = compressor.new_cache(mine)
+    del mine
+    gc.collect()
+    assert logits(other, cache, TOKENS, 30).isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["short", "out of range"])
+def test_damaged_codes_are_refused_as_when_they_are_decoded(llama, damage):
+    compressor = fitted(llama, presets.vqllm(num_quantizers=3, codebook_size=24, group_size=16))
+
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache)
+            fields = cache.layers[0].roles[0].history.payload.fields
+            if damage == "short":
+                fields["codes"] = fields["codes"][..., :1].contiguous()
+            else:
+                fields["codes"][..., 0].bitwise_or_(31)
+            with pytest.raises(FormatError):
+                llama(TOKENS[:, 30:31], past_key_values=cache)
+
+    both(llama, run)
 
 
 @pytest.mark.parametrize("name", sorted(set(small_models.SLIDING) - {"gemma2"}))

@@ -54,15 +54,14 @@ class Batch:
     size: int = 0
     room: int = field(default=0, init=False)
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
-    hides: bool = field(default=False, init=False)  # whether that mask hides stored tokens
     packed: bool = field(default=False, init=False)  # whether attention may read packed tokens as they are
     _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
+    _judged: list[tuple[Tensor, bool]] = field(default_factory=list, init=False)  # this pass's masks, for PackedStates
 
     def see(self, attention_mask) -> None:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
-        self.hides = attention_mask is not None and not is_padding
         if self.rotary is not None:
             self.rotary.thread = threading.get_ident()
 
@@ -80,7 +79,7 @@ class Batch:
         else:
             self._advance(new, like, position_ids)
         self.slots += new_slots
-        self.room = self.groups[0].settings.room(size)
+        self.room, self._judged = self.groups[0].settings.room(size), []
         for group in self.groups:
             group.begin()
 
@@ -94,7 +93,6 @@ class Batch:
             return None
         mask = mask.cpu()
         if self.tokens is None and self.slots and mask[:, self.slots :].all():
-            self.hides = True
             return None  # attention is told to pass over tokens that are here: that is its own affair
         if self.tokens is not None and (mask[:, : self.slots] & ~self.tokens).any():
             raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
@@ -126,10 +124,12 @@ class Batch:
                 groups.append(group.select(index, [group.rows[i] for i in index]))
         self.groups = groups
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | tuple[PackedStates, None]:
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[PackedStates, PackedStates]:
         """See ``Group.update``; slots of padding read as zeros. Where attention can read packed tokens, those."""
-        if self.packed and not self.hides and keys.shape[2] <= FEW and (states := self._packed(layer, keys, values)):
-            return states, None
+        if self.packed and keys.shape[2] <= FEW and (states := self._packed(layer, keys, values)):
+            return states, states
         if self.tokens is None:
             return self.groups[0].update(layer, keys, values, self.room)
         out = [x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values)]
@@ -155,11 +155,12 @@ class Batch:
             return None
         for group, pair in zip(self.groups, pairs, strict=True):
             group.write(layer, *pair)
-        return PackedStates(stored, torch.Size((*keys.shape[:2], self.slots, keys.shape[3])), places)
+        shape = torch.Size((*keys.shape[:2], self.slots, keys.shape[3]))
+        return PackedStates(stored, shape, places, self.tokens, self._judged)
 
     def end(self) -> None:
         """The pass ends."""
-        self._places = []
+        self._places = []  # not what was judged: the last layer's attention comes after this
         for group in self.groups:
             group.end()
 

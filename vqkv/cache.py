@@ -117,7 +117,8 @@ class CompressedCache(Cache):
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if layer_idx == 0:
             self._check_intact()
-            self.batch.packed = not self.settings.decoded_cache_bytes and chosen(self.model())
+            model = self.model()
+            self.batch.packed = model is not None and not self.settings.decoded_cache_bytes and chosen(model)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable

@@ -19,6 +19,11 @@ from vqkv.kernels.reference import merge
 from vqkv.precision import full_precision
 
 NAME = "vqkv_packed"
+HIDDEN = -1e4  # what is added to a score that softmax is to pass over is below it
+NOT_A_TENSOR = (
+    "keys and values are packed, and only attention set to 'vqkv_packed' reads them: this model changes them first, or "
+    "the cache was made for another model. Make a cache for this one, or call set_attn_implementation('sdpa') on both"
+)
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for attention to do, and this does not
 
 
@@ -58,11 +63,48 @@ class PackedStates:
     """What a ``CompressedCache`` hands to attention in place of keys and of values: ``groups`` of sequences.
 
     ``places``: of each group the sequences, the slots of their new tokens and of all; empty where nothing is padded.
+    ``tokens``, bool (batch, slots): which slots are none; None: all hold tokens. ``judged``: masks that other layers of
+    this pass were given, and whether they are ``plain``.
     """
 
     groups: list[Stored]
     shape: torch.Size  # of the keys that it stands for
     places: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    tokens: Tensor | None = None
+    judged: list[tuple[Tensor, bool]] = field(default_factory=list)
+
+    def __getattr__(self, name: str):
+        raise DataError(NOT_A_TENSOR)
+
+    @classmethod
+    def __torch_function__(cls, *_, **__):
+        raise DataError(NOT_A_TENSOR)
+
+    def plain(self, mask: Tensor | None) -> bool:
+        """Whether ``mask`` (batch or 1, num_heads or 1, new_slots, slots), bool or to be added to scores, shows each
+        new token just the tokens up to itself. Read once a pass, as reading it waits for a GPU."""
+        if mask is None:
+            return True
+        for seen, verdict in self.judged:
+            if seen is mask:
+                return verdict
+        self.judged.append((mask, self._judge(mask)))
+        return self.judged[-1][1]
+
+    def _judge(self, mask: Tensor) -> bool:
+        slots, new = self.shape[2], mask.shape[2]
+        if mask.ndim != 4 or mask.shape[3] != slots:
+            return False
+        shown = mask if mask.dtype is torch.bool else mask == 0
+        if mask.dtype is not torch.bool and not (shown | (mask < HIDDEN)).all():
+            return False  # it shifts scores
+        last = torch.arange(slots - new, slots, device=mask.device)
+        expected = torch.arange(slots, device=mask.device) <= last.unsqueeze(-1)
+        if self.tokens is None:
+            return bool((shown == expected).all())
+        tokens = self.tokens.to(mask.device)
+        asking = tokens[:, None, slots - new :, None]  # what padding attends to is nobody's affair
+        return bool(((shown == (expected & tokens[:, None, None])) | ~asking).all())
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
@@ -93,8 +135,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout: float =
         raise DataError(f"{NAME} does not know this model's {extra}: load it with attn_implementation='eager'")
     if not isinstance(key, PackedStates):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    window = kwargs.get("sliding_window")
-    if dropout or (window is not None and key.shape[2] > window):
+    if dropout or not key.plain(attention_mask):  # sliding windows, chunks, masks of the caller's own
         keys, values = key.dense()
         return sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

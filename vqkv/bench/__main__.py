@@ -7,5 +7,5 @@ from vqkv.bench import main
 if __name__ == "__main__":  # the processes that ``peak`` starts import this module, too
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

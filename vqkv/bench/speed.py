@@ -19,6 +19,7 @@ from vqkv.bench.record import write
 from vqkv.bench.rows import Rows
 from vqkv.bench.timing import num_threads
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.tables import write_atomically
 
 OPERATIONS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     **vectors.OPERATIONS,
@@ -85,6 +86,8 @@ def _check(sizes: Sizes, only: list[str], threads: int, repetitions: int) -> Non
         )
     if any(size & (size - 1) for size in sizes.codebook_sizes):
         raise DataError(f"codebook sizes {list(sizes.codebook_sizes)}: give powers of two, which faiss needs")
+    if sizes.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise DataError(f"device {sizes.device!r}: give cpu or cuda")
     if sizes.device.startswith("cuda") and not torch.cuda.is_available():
         raise DataError(
             f"device {sizes.device!r}: torch {torch.__version__} finds no GPU; leave --device out for the CPU"
@@ -102,6 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = replace(
         default_sizes(options.geometry, options.device), **{k: v for k, v in given.items() if v is not None}
     )
+    _check(sizes, options.only, options.threads, options.repetitions)
+    if options.out:
+        write_atomically(options.out, b"")  # refused now rather than after the first minute
     print("  ".join(f"{name:<{width}}" for name, width in SHOWN.items()))
     printed = 0
 

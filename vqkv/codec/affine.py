@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError
@@ -80,7 +81,9 @@ class Uniform(Quantizer):
         """See ``Quantizer``."""
         if self.signed or self.bits not in (2, 4, 8) or self.codes_per_row * self.bits % 8:
             return None
-        return Affine(payload_field(payload, "codes", payload.tokens_per_row), None, None, self.bits)
+        codes = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(codes, self.bits, self.codes_per_row)
+        return Affine(codes, None, None, self.bits)
 
     def levels(self) -> Tensor | None:
         """See ``Quantizer``; None with ``signed``, where one code is not used."""

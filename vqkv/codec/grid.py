@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import take
+from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -75,6 +76,7 @@ class Grid(Quantizer):
     def packed(self, payload: Payload) -> Packed:
         """See ``Quantizer``."""
         codes = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(codes, self.code_bits, self.codes_per_row)
         return Coded(codes, self._grid[None, None], self.code_bits, self.codes_per_row)
 
     def state(self) -> dict[str, Tensor]:

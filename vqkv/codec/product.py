@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.residual import ResidualVQ
@@ -67,6 +68,7 @@ class ProductVQ(Quantizer):
     def packed(self, payload: Payload) -> Packed:
         """See ``Quantizer``."""
         codes = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(codes, self.code_bits, self.codes_per_row)
         codebooks = torch.stack([piece.codebooks for piece in self._pieces])
         return Coded(codes, codebooks, self.code_bits, self.codes_per_row)
 

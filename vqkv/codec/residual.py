@@ -138,6 +138,7 @@ class ResidualVQ(Quantizer):
     def packed(self, payload: Payload) -> Packed:
         """See ``Quantizer``."""
         codes = payload_field(payload, "codes", payload.tokens_per_row)
+        check_packed(codes, self.code_bits, self.codes_per_row)
         return Coded(codes, self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:

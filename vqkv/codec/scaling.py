@@ -50,10 +50,12 @@ class VectorScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
+        _check_fits(side, y)
         return y.mul_(side["scale"].float().unsqueeze(-1))
 
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
         """See ``Stage``."""
+        _check_fits(side, y)
         torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
 
     def packed(self, inner: Packed, side: Side) -> Packed | None:
@@ -118,6 +120,7 @@ class MinMax(Stage):
 
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
         """See ``Stage``."""
+        _check_fits(side, y)
         low, span = _offset_and_span(side)
         if out is y and low.shape == span.shape == y.shape[:-1] and fused.affine.takes(y):
             fused.affine.multiply_and_shift(y, low, span)
@@ -213,6 +216,14 @@ def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
     scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
     fits = isinstance(inner, Coded) and inner.scale is None and scale.ndim == 4 and inner.groups % scale.shape[3] == 0
     return dataclasses.replace(inner, scale=scale) if fits else None
+
+
+def _check_fits(side: Side, y: Tensor) -> None:
+    """Raise ``FormatError`` unless every field has a number for each last axis of y."""
+    for name, field in side.items():
+        if field.shape != y.shape[:-1] or field.dtype != torch.float16:
+            found = f"{field.dtype} {tuple(field.shape)}"
+            raise FormatError(f"{name!r} is {found} for rows {tuple(y.shape)}: altered payload")
 
 
 def _offset_and_span(side: Side) -> tuple[Tensor, Tensor]:

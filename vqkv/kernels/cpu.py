@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vqkv.errors import DataError, FormatError
 from vqkv.kernels import fused, reference
 from vqkv.precision import full_precision
 
@@ -48,6 +49,8 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     lowest index. A wider beam chooses by fp32 scores, so sequences that nearly tie may change places: on Gaussian
     vectors at least 99.9% of the rows get the reference's codes, and the mean squared error agrees to 1e-5 of itself.
     """
+    if x.shape[-1] != codebooks.shape[-1]:
+        raise DataError(f"vectors of {x.shape[-1]} values for codebooks of {codebooks.shape[-1]}: group them first")
     if beam > 1:
         return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
     rows = x.detach().reshape(-1, x.shape[-1])
@@ -70,10 +73,11 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Fast twin of ``reference.rvq_decode`` in float32: codes (..., num_quantizers) -> (..., dim)."""
     tables, count = prepare(codebooks), len(codebooks)
-    rows, places = codes.reshape(-1, count), None
+    rows = codes.reshape(-1, count)
     if fused.jit.serves(codes, codebooks):
         places = fused.decode.places(rows, tables.machine.offsets, codebooks.shape[1])
-    if places is not None:
+        if places is None:
+            raise FormatError(f"a code is not in 0 ... {codebooks.shape[1] - 1}: altered payload")
         rows = places
     elif count > 1:  # sums over long rows are faster
         wide = rows.reshape(-1, count * math.gcd(len(rows), TILE))
@@ -114,7 +118,8 @@ def sums_by_code(x: Tensor, codes: Tensor, codebook_size: int) -> tuple[Tensor, 
 
 
 def prepare(codebooks: Tensor) -> Tables:
-    """The tables of ``codebooks``, kept as long as the tensor lives and is not written to."""
+    """The tables of ``codebooks``, kept as long as the tensor lives and is not written to; writing through ``.data`` or
+    ``.numpy()`` goes unnoticed."""
     if codebooks.is_inference():
         return _build(codebooks)  # has no version counter to notice writes by
     version, tables = _tables.get(codebooks, (None, None))

@@ -2,6 +2,8 @@
 elsewhere, and the ``reference`` when asked for. ``which`` says so."""
 
 import importlib
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,22 +31,29 @@ TRITON = {
 NAMES = ("triton", "cpu", "reference")
 OPERATIONS = tuple(sorted(CPU.keys() | TRITON.keys()))
 
-_wanted: list[str] = []  # what ``using`` asks for, the innermost last: no ContextVar, which cannot be traced
+_wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
+# torch.compile cannot trace
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``reference``)
-    runs it. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not installed."""
+    runs it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not
+    installed, or has neither a GPU nor its interpreter."""
     if name not in NAMES:
         raise UnknownNameError("kernels", name, NAMES)
     if name == "triton" and not has_triton():
         raise DataError("Triton kernels were asked for, but triton is not installed: pip install triton")
-    _wanted.append(name)
+    if name == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise DataError("Triton kernels were asked for, but there is no GPU: set TRITON_INTERPRET=1 before they load")
+    thread = threading.get_ident()
+    _wanted.setdefault(thread, []).append(name)
     try:
         yield
     finally:
-        _wanted.pop()
+        _wanted[thread].pop()
+        if not _wanted[thread]:
+            del _wanted[thread]
 
 
 def which(operation: str, x: Tensor) -> str:
@@ -52,7 +61,8 @@ def which(operation: str, x: Tensor) -> str:
     operation that there is not."""
     if operation not in OPERATIONS:
         raise UnknownNameError("operation", operation, OPERATIONS)
-    wanted = _wanted[-1] if _wanted else "triton" if _on_gpu(x) else "cpu"
+    asked = _wanted.get(threading.get_ident()) if _wanted else None
+    wanted = asked[-1] if asked else "triton" if _on_gpu(x) else "cpu"
     if wanted == "triton" and operation in TRITON:
         return "triton"
     return "cpu" if wanted != "reference" and operation in CPU else "reference"
@@ -68,9 +78,17 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda and has_triton() and not torch.compiler.is_compiling()
 
 
-def _find(operation: str, x: Tensor):
-    """The function that serves ``operation`` for tensors where ``x`` is."""
-    return _function(operation, which(operation, x))
+def _find(operation: str, x: Tensor, *about):
+    """The function that serves ``operation`` for tensors where ``x`` is; ``about``: what its Triton twin's ``serves``,
+    if it has one, is to be asked."""
+    return _function(operation, _serving(operation, x, *about))
+
+
+def _serving(operation: str, x: Tensor, *about) -> str:
+    name = which(operation, x)
+    if name == "triton" and about and not _module(operation, name).serves(*about):
+        return "cpu" if operation in CPU else "reference"
+    return name
 
 
 def _function(operation: str, name: str):
@@ -88,12 +106,12 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
     ``beam``: how many partial sequences of codes are kept from stage to stage.
     """
-    return _find("rvq_encode", x)(x, codebooks, beam)
+    return _find("rvq_encode", x, codebooks, beam)(x, codebooks, beam)
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
-    return _find("rvq_encode_packed", x)(x, codebooks, bits, beam)
+    return _find("rvq_encode_packed", x, codebooks, beam)(x, codebooks, bits, beam)
 
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
@@ -114,18 +132,18 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
 
 def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
     """Pairs x (..., groups, 2) -> the nearest points of a grid (1, points, 2), packed as ``rvq_encode_packed`` does."""
-    return _find("grid_encode_packed", x)(x, codebooks, bits)
+    return _find("grid_encode_packed", x, codebooks, bits)(x, codebooks, bits)
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     """x (batch, num_kv_heads, seq_len, head_dim) -> codes of 2, 4 or 8 bits between the ends of every group."""
-    return _find("affine_encode", x)(x, bits, group_size)
+    return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
 
 
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
     shape), then rotated by ``turn``."""
-    return _find("decode", packed.codes)(packed, base, turn, dtype)
+    return _find("decode", packed.codes, packed)(packed, base, turn, dtype)
 
 
 def decode_attention(
@@ -133,17 +151,13 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
     of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``reference.decode_attention``."""
-    name = which_attention(query, keys, values, rope)
-    run = pieces.decode_attention if name == "cpu" else _function("decode_attention", name)
+    run = _function("decode_attention", which_attention(query, keys, values, rope))
     return run(query, keys, values, scaling, rope)
 
 
 def which_attention(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> str:
     """``which`` for ``decode_attention`` of these: the Triton kernel does not read every shape."""
-    name = which("decode_attention", query)
-    if name == "triton" and not _module("decode_attention", name).serves(query, keys, values, rope):
-        return "cpu"
-    return name
+    return _serving("decode_attention", query, query, keys, values, rope)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

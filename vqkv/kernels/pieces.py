@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vqkv.errors import FormatError
 from vqkv.kernels import cpu, fused, reference
 from vqkv.kernels.bits import pack_codes, unpack_codes
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
@@ -91,11 +92,14 @@ def _places(packed: Coded) -> Tensor:
     tables, num_quantizers, size, _ = packed.codebooks.shape
     count, period = packed.groups * num_quantizers, tables * num_quantizers
     first = torch.arange(period, device=packed.codes.device, dtype=torch.int32) * size
+    if packed.codes.dtype is not torch.uint8 or packed.codes.shape[3] != -(-count * packed.bits // 8):
+        raise FormatError(f"{count} codes of {packed.bits} bits do not fill rows of {tuple(packed.codes.shape)} bytes")
     if fused.jit.serves(packed.codes):
         strings = packed.codes.reshape(-1, packed.codes.shape[3])
         found = fused.decode.places_packed(strings, packed.bits, first.numpy(), count, size)
-        if found is not None:
-            return found
+        if found is None:
+            raise FormatError(f"a code is not below codebook_size {size}: altered payload")
+        return found
     codes = unpack_codes(packed.codes, packed.bits, count)
     return codes.reshape(-1, period).to(torch.int32) + first
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from vqkv.kernels.gpu.bits import join, pack_codes
 from vqkv.kernels.gpu.specimen import Specimen
+from vqkv.kernels.gpu.tiles import AFFINE
 from vqkv.kernels.packed import Affine
-
-TILES = {"values": 4096, "num_warps": 4}  # of a program
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
@@ -25,13 +24,19 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     low, high = (torch.empty(batch, heads, tokens, groups, dtype=torch.float16, device=x.device) for _ in range(2))
     if x.numel():
         width = max(triton.next_power_of_2(group_size), 8 // stored)
-        vectors = max(1, min(TILES["values"] // width, triton.next_power_of_2(tokens * groups)))
+        vectors = max(1, min(AFFINE["values"] // width, triton.next_power_of_2(tokens * groups)))
         grid = (triton.cdiv(tokens * groups, vectors) * batch * heads,)
-        _encode[grid](
-            x, codes, low, high, heads, tokens, *x.stride(), groups, group_size, bits, stored, vectors, width,
-            num_warps=TILES["num_warps"],
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _encode[grid](
+                x, codes, low, high, heads, tokens, *x.stride(), groups, group_size, bits, stored, vectors, width,
+                num_warps=AFFINE["num_warps"],
+            )  # fmt: skip
     return Affine(codes if stored == bits else pack_codes(codes, bits), low, high, bits)
+
+
+def serves(x: Tensor, bits: int, group_size: int) -> bool:
+    """Whether the kernel can encode x (..., head_dim): whole groups that a program has room for, and bits of a byte."""
+    return bits in (2, 4, 8) and x.shape[-1] % group_size == 0 and group_size <= AFFINE["values"]
 
 
 @triton.jit
@@ -92,7 +97,7 @@ SPECIMENS = [
         f"affine_encode {bits} bits",
         _encode,
         {"x": "*fp16", "packed": "*u8", "lows": "*fp16", "highs": "*fp16", "heads": "i32", "tokens": "i32"} | _STRIDES,
-        {"stride": 1, "GROUPS": 2, "SIZE": 64, "BITS": bits, "STORED": bits, "V": TILES["values"] // 64, "W": 64},
+        {"stride": 1, "GROUPS": 2, "SIZE": 64, "BITS": bits, "STORED": bits, "V": AFFINE["values"] // 64, "W": 64},
         divisible=tuple(_STRIDES),
     )
     for bits in (2, 4, 8)

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vqkv.kernels.gpu.half_tiles import channels_of, columns, half_tile
 from vqkv.kernels.gpu.specimen import Specimen
 from vqkv.kernels.gpu.tiles import ATTENTION
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-UNIT = tl.constexpr(2.0**24)  # the smallest fp16 number, which the code 1 is read as, is 1 over this
 
 
 def decode_attention(
@@ -26,27 +26,29 @@ def decode_attention(
     batch, num_heads, new_tokens, head_dim = query.shape
     num_kv_heads, seq_len = keys.shape[1:3]
     rows = num_heads // num_kv_heads * new_tokens
-    tile = _tile(keys, values)
+    tile = _tile({_kind(keys), _kind(values)}, rope is not None, rows, head_dim)
     splits, per_split = _splits(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
     out, lse = _empty(query, splits, batch * num_kv_heads * rows, head_dim)
     turns = _turns(rope, seq_len, keys, tile["BLOCK_N"])
-    _attend[(batch * num_kv_heads, splits)](
-        query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
-        scaling * (rope.scaling if rope else 1.0) * LOG2E.value, rows, *_constants(keys), *_constants(values),
-        HEAD_DIM=head_dim, ROPE=rope is not None, BLOCK_M=max(8, triton.next_power_of_2(rows)), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _attend[(batch * num_kv_heads, splits)](
+            query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
+            scaling * (rope.scaling if rope else 1.0) * LOG2E.value, rows, *_constants(keys), *_constants(values),
+            HEAD_DIM=head_dim, ROPE=rope is not None, **tile,
+        )  # fmt: skip
     if splits > 1:
         parts, sums = out, lse
         out, lse = _empty(query, 1, batch * num_kv_heads * rows, head_dim)
-        _combine[(batch * num_kv_heads * rows,)](
-            parts, sums, out, lse, splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_S=triton.next_power_of_2(splits),
-        )  # fmt: skip
+        with torch.cuda.device_of(query):
+            _combine[(batch * num_kv_heads * rows,)](
+                parts, sums, out, lse, splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+                BLOCK_S=triton.next_power_of_2(splits),
+            )  # fmt: skip
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
 def serves(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> bool:
-    """Whether the kernel can read these: not heads that cannot be halved, partial rotary or 64 query rows and more."""
+    """Whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
     if rows > ATTENTION["most_rows"] or not keys.shape[2] or keys.shape[3] != values.shape[3]:
         return False
@@ -78,8 +80,18 @@ def _empty(query: Tensor, splits: int, rows: int, head_dim: int) -> tuple[Tensor
     return out, out.new_empty(splits, rows)
 
 
-def _tile(keys: Packed, values: Packed) -> dict[str, int]:
-    return ATTENTION["affine" if isinstance(keys, Affine) and isinstance(values, Affine) else "coded"]
+def _kind(packed: Packed) -> str:
+    if isinstance(packed, Affine):
+        return "affine"
+    return "product" if packed.codebooks.shape[1] == 1 and packed.codebooks.shape[3] > 2 else "coded"
+
+
+def _tile(kinds: set[str], rope: bool, rows: int, head_dim: int) -> dict[str, int]:
+    """BLOCK_M, BLOCK_N, num_warps and num_stages for ``rows`` query rows and what keys and values are."""
+    block_m = max(8, triton.next_power_of_2(rows))
+    block_n = ATTENTION["BLOCK_N"][min(kinds) if len(kinds) == 1 and not rope else "coded"][block_m]
+    block_n //= 2 if head_dim > ATTENTION["long_head"] else 1
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n} | {key: ATTENTION[key] for key in ("num_warps", "num_stages")}
 
 
 def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
@@ -105,6 +117,7 @@ def _turns(rope: Rope | None, seq_len: int, keys: Packed, tile: int) -> tuple[Te
 def _tensors(packed: Packed) -> tuple[Tensor, ...]:
     """codes, low or scale, high, codebooks; something that is not read where there is none."""
     codes = packed.codes.contiguous()
+    codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()  # they are read as 32-bit words
     if isinstance(packed, Affine):
         return codes, packed.low.contiguous(), packed.high.contiguous(), codes
     scale = codes if packed.scale is None else packed.scale.contiguous()
@@ -122,133 +135,6 @@ def _constants(packed: Packed) -> tuple:
 
 
 @triton.jit
-def _words(codes, row, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """The words that hold codes FIRST, FIRST + 1, ... of each row: int32 (tokens, words of COUNT codes); zeros beyond
-    the row's end."""
-    EACH: tl.constexpr = 32 // BITS
-    word = FIRST // EACH + tl.arange(0, COUNT // EACH)
-    there = valid[:, None] & (word < ROW_BYTES // 4)[None, :]
-    return tl.load(codes.to(tl.pointer_type(tl.int32)) + row[:, None] * (ROW_BYTES // 4) + word[None, :], there, 0)
-
-
-@triton.jit
-def _spread(words, STEP: tl.constexpr, BITS: tl.constexpr):
-    """Words side by side with themselves, shifted by STEP, STEP / 2, ... BITS: a word's codes stay in one thread."""
-    for i in tl.static_range(4):
-        if STEP >> i >= BITS:
-            words = tl.reshape(tl.join(words, words >> (STEP >> i)), (words.shape[0], words.shape[1] * 2))
-    return words
-
-
-@triton.jit
-def _numbers(words, BITS: tl.constexpr):
-    """Codes of up to 8 bits, as they are the bits of fp16 numbers: code * 2^-24 exactly, and tensor cores take them.
-    fp16 (tokens, codes), each word's two halves in turns, as they lie in a register; see ``_channels``."""
-    MASK: tl.constexpr = (1 << BITS) - 1
-    pairs = _spread(words, 8, BITS) & (MASK << 16 | MASK)
-    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(both, (words.shape[0], words.shape[1] * 32 // BITS)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _bytes(codes, row, valid, index, BITS: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """Codes ``index`` (COUNT,) of each row: int32 (tokens, COUNT), byte by byte."""
-    SPAN: tl.constexpr = 1 if 8 % BITS == 0 else (BITS + 14) // 8  # bytes that a code may touch
-    bit = index * BITS
-    found = tl.zeros((row.shape[0], index.shape[0]), tl.int32)
-    for i in tl.static_range(SPAN):
-        at = bit // 8 + i
-        there = valid[:, None] & (at < ROW_BYTES)[None, :]
-        found |= tl.load(codes + row[:, None] * ROW_BYTES + at[None, :], there, 0).to(tl.int32) << (8 * i)
-    return (found >> (bit % 8)[None, :]) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def _channels(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr,
-              BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
-    """Channel of each column of a half tile, and whether there is one."""
-    column = tl.arange(0, WIDTH)
-    if KIND == "affine":
-        EACH: tl.constexpr = 32 // BITS
-        inside = column % EACH // 2 + column % 2 * (EACH // 2)
-        channel = HALF * (HEAD_DIM // 2) + column // EACH * EACH + inside
-    elif STRIDED:
-        channel = (HALF * (DIM // 2) + column % (DIM // 2)) * GROUPS + column // (DIM // 2)
-    else:
-        channel = HALF * (HEAD_DIM // 2) + column
-    return channel, column < HEAD_DIM // 2
-
-
-@triton.jit
-def _affine_half(codes, low, high, row, valid, HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 BITS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
-    """Half a tile of affine codes: fp16 (tokens, WIDTH), and what each token's is to be multiplied by and added to."""
-    SIZE: tl.constexpr = HEAD_DIM // GROUPS
-    FIRST: tl.constexpr = HALF * (HEAD_DIM // 2)
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    number = _numbers(_words(codes, row, valid, FIRST, WIDTH, BITS, ROW_BYTES), BITS)
-    if SIZE % (HEAD_DIM // 2) == 0 and not ROPE:  # the half has one pair of ends, which can wait
-        bottom = tl.load(low + row * GROUPS + FIRST // SIZE, valid, 0).to(tl.float32)
-        top = tl.load(high + row * GROUPS + FIRST // SIZE, valid, 0).to(tl.float32)
-        return number, (top - bottom) * (UNIT / LEVELS), bottom
-    EACH: tl.constexpr = 32 // BITS if SIZE % (HEAD_DIM // 2) != 0 else WIDTH
-    part = tl.arange(0, WIDTH // EACH)
-    group = (FIRST + part * EACH) // SIZE
-    there = valid[:, None] & (group < GROUPS)[None, :]
-    bottom = tl.load(low + row[:, None] * GROUPS + group[None, :], there, 0).to(tl.float32)[:, :, None]
-    top = tl.load(high + row[:, None] * GROUPS + group[None, :], there, 0).to(tl.float32)[:, :, None]
-    number = tl.reshape(number, (row.shape[0], WIDTH // EACH, EACH)).to(tl.float32)
-    tile = tl.reshape(bottom + number * ((top - bottom) * (UNIT / LEVELS)), (row.shape[0], WIDTH))
-    one = tl.where(valid, 1.0, 0.0)
-    return tile.to(tl.float16), one, one - one
-
-
-@triton.jit
-def _coded_half(codes, scale, table, row, scale_row, valid, HALF: tl.constexpr, WIDTH: tl.constexpr,
-                BITS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-                QUANTIZERS: tl.constexpr, SIZE: tl.constexpr, TABLES: tl.constexpr, SCALE_TOKENS: tl.constexpr,
-                STRIDED: tl.constexpr):  # fmt: skip
-    """Half a tile of sums of codes; see ``_affine_half``."""
-    INNER: tl.constexpr = DIM // 2 if STRIDED else DIM
-    COUNT: tl.constexpr = WIDTH // INNER
-    OUTER: tl.constexpr = GROUPS if STRIDED else GROUPS // 2
-    FIRST: tl.constexpr = 0 if STRIDED else HALF * OUTER
-    BEGIN: tl.constexpr = HALF * INNER if STRIDED else 0
-    group = FIRST + tl.arange(0, COUNT)
-    inner = BEGIN + tl.arange(0, INNER)
-    there = valid[:, None] & (group < FIRST + OUTER)[None, :]
-    total = tl.zeros((row.shape[0], COUNT, INNER), tl.float32)
-    for k in range(QUANTIZERS):
-        if QUANTIZERS == 1 and 8 % BITS == 0 and OUTER * BITS % 32 == 0 and COUNT * BITS % 32 == 0:
-            words = _words(codes, row, valid, FIRST, COUNT, BITS, ROW_BYTES)
-            code = _spread(words, 16, BITS) & ((1 << BITS) - 1)
-        else:
-            code = _bytes(codes, row, valid, group * QUANTIZERS + k, BITS, ROW_BYTES)
-        at = ((group % TABLES) * QUANTIZERS + k)[None, :] * SIZE + tl.minimum(code, SIZE - 1)
-        vector = tl.load(table + at[:, :, None] * DIM + inner[None, None, :], there[:, :, None], 0)
-        total += vector.to(tl.float32)
-    factor = tl.where(valid, 1.0, 0.0)
-    if SCALE_TOKENS > 0:
-        factor = tl.load(scale + scale_row, valid, 0).to(tl.float32)
-    return tl.reshape(total, (row.shape[0], WIDTH)).to(tl.float16), factor, tl.where(valid, 0.0, 0.0)
-
-
-@triton.jit
-def _half(codes, a, b, table, head, token, valid, seq_len, HALF: tl.constexpr, WIDTH: tl.constexpr,
-          HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr,
-          GROUPS: tl.constexpr, DIM: tl.constexpr, QUANTIZERS: tl.constexpr, SIZE: tl.constexpr, TABLES: tl.constexpr,
-          SCALE_TOKENS: tl.constexpr, STRIDED: tl.constexpr):  # fmt: skip
-    row = head * seq_len + token
-    if KIND == "affine":
-        return _affine_half(codes, a, b, row, valid, HALF, WIDTH, HEAD_DIM, BITS, ROW_BYTES, GROUPS, ROPE)
-    else:
-        EACH: tl.constexpr = SCALE_TOKENS if SCALE_TOKENS > 0 else 1
-        scale_row = head * tl.cdiv(seq_len, EACH) + token // EACH
-        return _coded_half(codes, a, table, row, scale_row, valid, HALF, WIDTH, BITS, ROW_BYTES, GROUPS, DIM,
-                           QUANTIZERS, SIZE, TABLES, SCALE_TOKENS, STRIDED)  # fmt: skip
-
-
-@triton.jit
 def _attend(
     query, out, lse, k_codes, k_a, k_b, k_table, v_codes, v_a, v_b, v_table,
     first_cos, first_sin, inside_cos, inside_sin, seq_len, per_split, scaling, rows,
@@ -260,11 +146,11 @@ def _attend(
     V_STRIDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = _padded(HEAD_DIM // 2)
+    WIDTH: tl.constexpr = columns(HEAD_DIM // 2)
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
-    k0, there = _channels(0, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
-    k1, _ = _channels(1, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    k0, there = channels_of(0, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    k1, _ = channels_of(1, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
     asked = (m < rows)[None, :] & there[:, None]
     begin = query + (head * rows + m)[None, :] * HEAD_DIM
     q0 = tl.load(begin + k0[:, None], asked, 0).to(tl.float16).to(tl.float32)  # rounded in the sums as in products
@@ -284,12 +170,14 @@ def _attend(
     for start in range(split * per_split, min((split + 1) * per_split, seq_len), BLOCK_N):
         token = start + inside
         valid = token < seq_len
-        x0, a0, b0 = _half(k_codes, k_a, k_b, k_table, head, token, valid, seq_len, 0, WIDTH, HEAD_DIM, ROPE, K_KIND,
-                           K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE,
-                           K_STRIDED)  # fmt: skip
-        x1, a1, b1 = _half(k_codes, k_a, k_b, k_table, head, token, valid, seq_len, 1, WIDTH, HEAD_DIM, ROPE, K_KIND,
-                           K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE,
-                           K_STRIDED)  # fmt: skip
+        x0, a0, b0 = half_tile(
+            k_codes, k_a, k_b, k_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, ROPE,
+            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
+        )  # fmt: skip
+        x1, a1, b1 = half_tile(
+            k_codes, k_a, k_b, k_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, ROPE,
+            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
+        )  # fmt: skip
         if ROPE:
             first = (start // BLOCK_N) * (HEAD_DIM // 2) + k0
             c = tl.load(first_cos + first, there, 0)[:, None]
@@ -306,16 +194,18 @@ def _attend(
         shrink = tl.exp2(best - higher)
         weights = tl.exp2(scores - higher[None, :])
         best, total = higher, total * shrink + tl.sum(weights, 0)
-        x0, a0, b0 = _half(v_codes, v_a, v_b, v_table, head, token, valid, seq_len, 0, WIDTH, HEAD_DIM, False, V_KIND,
-                           V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE,
-                           V_STRIDED)  # fmt: skip
-        x1, a1, b1 = _half(v_codes, v_a, v_b, v_table, head, token, valid, seq_len, 1, WIDTH, HEAD_DIM, False, V_KIND,
-                           V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE,
-                           V_STRIDED)  # fmt: skip
+        x0, a0, b0 = half_tile(
+            v_codes, v_a, v_b, v_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, False,
+            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
+        )  # fmt: skip
+        x1, a1, b1 = half_tile(
+            v_codes, v_a, v_b, v_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, False,
+            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
+        )  # fmt: skip
         acc0, add0 = _gather(acc0, add0, shrink, weights, x0, a0, b0)
         acc1, add1 = _gather(acc1, add1, shrink, weights, x1, a1, b1)
-    v0, there = _channels(0, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
-    v1, _ = _channels(1, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    v0, there = channels_of(0, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    v1, _ = channels_of(1, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
     row = (split * tl.num_programs(0) + head) * rows + m
     stored = (m < rows)[None, :] & there[:, None]
     tl.store(out + row[None, :] * HEAD_DIM + v0[:, None], (acc0 + add0[None, :]) / total[None, :], stored)
@@ -349,30 +239,21 @@ def _combine(parts, sums, out, lse, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
     tl.store(lse + row, best + tl.log2(total) * LN2)
 
 
-@triton.constexpr_function
-def _padded(width):
-    """Columns of a half tile: a power of two, as many as a matrix product needs at least."""
-    return max(16, triton.next_power_of_2(width))
-
-
-def _specimen(name: str, keys: tuple, values: tuple, rope: bool = False) -> Specimen:
-    """At Llama-3-8B's shape: 32 query and 8 KV heads of 128."""
+def _specimen(name: str, kind: str, keys: tuple, values: tuple, rope: bool = False, rows: int = 4) -> Specimen:
+    """At Llama-3-8B's shape: 32 query and 8 KV heads of 128; four rows are one new token."""
     pointers = {"query": "*fp16", "out": "*fp32", "lse": "*fp32"}
     pointers |= {f"{role}_codes": "*u8" for role in "kv"}
     pointers |= {f"{role}_{name}": "*fp16" for role in "kv" for name in ("a", "b", "table")}
     pointers |= {f"{when}_{what}": "*fp32" for when in ("first", "inside") for what in ("cos", "sin")}
-    numbers = {"seq_len": "i32", "per_split": "i32", "scaling": "fp32", "rows": "i32"}
+    types = pointers | {"seq_len": "i32", "per_split": "i32", "scaling": "fp32", "rows": "i32"}
     names = ("KIND", "BITS", "ROW", "GROUPS", "DIM", "QUANTIZERS", "SIZE", "TABLES", "SCALE", "STRIDED")
-    constants = {
-        f"{role}_{n}": x for role, form in (("K", keys), ("V", values)) for n, x in zip(names, form, strict=True)
-    }
-    tile = dict(ATTENTION["affine" if keys[0] == values[0] == "affine" else "coded"])
+    forms = {"K": keys, "V": values}
+    constants = {f"{role}_{n}": x for role, form in forms.items() for n, x in zip(names, form, strict=True)}
+    tile = _tile({kind}, rope, rows, 128)
     num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
-    constants |= {"HEAD_DIM": 128, "ROPE": rope, "BLOCK_M": 8, **tile}
-    types = {
-        argument: (pointers | numbers)[argument] for argument in _attend.arg_names if argument in pointers | numbers
-    }
-    return Specimen(name, _attend, types, constants, num_warps, num_stages, ("per_split",))
+    constants |= {"HEAD_DIM": 128, "ROPE": rope, **tile}
+    types = {argument: types[argument] for argument in _attend.arg_names if argument in types}
+    return Specimen(f"attention_{name}", _attend, types, constants, num_warps, num_stages, ("per_split",))
 
 
 _INT4, _INT2 = (("affine", bits, 16 * bits, 2, 0, 0, 0, 0, 0, False) for bits in (4, 2))
@@ -381,10 +262,13 @@ _GRID = ("coded", 8, 64, 64, 2, 1, 256, 1, 1, False)
 _SMALL_RVQ = ("coded", 8, 48, 16, 8, 3, 256, 1, 64, False)
 _RVQ_KEYS, _RVQ_VALUES = (("coded", 11, 44, 4, 32, 8, 2048, 1, 1, strided) for strided in (True, False))
 SPECIMENS = [
-    _specimen("attention_int4", _INT4, _INT4),
-    _specimen("attention_int2", _INT2, _INT2),
-    _specimen("attention_product", _PRODUCT, _PRODUCT),
-    _specimen("attention_grid", _GRID, _GRID),
-    _specimen("attention_rvq_3x256", _SMALL_RVQ, _SMALL_RVQ),
-    _specimen("attention_rvq_8x2048", _RVQ_KEYS, _RVQ_VALUES, rope=True),
+    _specimen("int4", "affine", _INT4, _INT4),
+    _specimen("int4_16_rows", "affine", _INT4, _INT4, rows=16),
+    _specimen("int4_32_rows", "affine", _INT4, _INT4, rows=32),
+    _specimen("int2", "affine", _INT2, _INT2),
+    _specimen("product", "product", _PRODUCT, _PRODUCT),
+    _specimen("product_32_rows", "product", _PRODUCT, _PRODUCT, rows=32),
+    _specimen("grid", "coded", _GRID, _GRID),
+    _specimen("rvq_3x256", "coded", _SMALL_RVQ, _SMALL_RVQ),
+    _specimen("rvq_8x2048", "coded", _RVQ_KEYS, _RVQ_VALUES, rope=True),
 ]

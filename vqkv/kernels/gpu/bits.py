@@ -1,7 +1,8 @@
 """n-bit codes <-> bytes on a GPU: one pass, nothing but codes and bytes in memory. Twins of ``reference``'s.
 
 1, 2 and 4 bits: a byte's codes lie side by side, so that whole vectors of codes are loaded and stored. Other widths:
-a lane makes one word of the string from the codes in it, or one code from the words that it lies in.
+a lane makes one word of the string from the codes in it, or one code from the words that it lies in. Kernels that have
+codes in registers pack them there: ``as_string``, ``store_rows``.
 """
 
 from math import gcd
@@ -12,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.gpu.specimen import Specimen
-
-TILES = {"lanes": 1024, "bytes": 2048, "num_warps": 4}  # lanes of other widths, bytes of 1, 2 and 4 bits a program
+from vqkv.kernels.gpu.tiles import PACKING
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -30,13 +30,17 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     codes = codes.contiguous()
     if 8 % bits == 0:
-        grid, tile = _tile(rows, size, TILES["bytes"])
-        _pack_bytes[grid](codes, packed, rows, count, size, bits, *tile, num_warps=TILES["num_warps"])
+        grid, tile = _tile(rows, size, PACKING["bytes"])
+        with torch.cuda.device_of(codes):
+            _pack_bytes[grid](codes, packed, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
         return packed
     out, word = words_of(packed.view(rows, size))
     length = out.shape[-1]
-    grid, tile = _tile(rows, length, TILES["lanes"])
-    _pack[grid](codes, out, rows, count, length, bits, word, touched(bits, word), *tile, num_warps=TILES["num_warps"])
+    grid, tile = _tile(rows, length, PACKING["lanes"])
+    with torch.cuda.device_of(codes):
+        _pack[grid](
+            codes, out, rows, count, length, bits, word, touched(bits, word), *tile, num_warps=PACKING["num_warps"]
+        )
     return packed
 
 
@@ -54,14 +58,17 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     size = packed.shape[-1]
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     if 8 % bits == 0:
-        grid, tile = _tile(rows, size, TILES["bytes"])
-        _unpack_bytes[grid](packed, codes, rows, count, size, bits, *tile, num_warps=TILES["num_warps"])
+        grid, tile = _tile(rows, size, PACKING["bytes"])
+        with torch.cuda.device_of(codes):
+            _unpack_bytes[grid](packed, codes, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
         return codes
     words, word = words_of(packed.view(rows, size))
-    grid, tile = _tile(rows, count, TILES["lanes"])
-    _unpack[grid](
-        words, codes, rows, count, words.shape[-1], bits, word, spanned(bits, word), *tile, num_warps=TILES["num_warps"]
-    )
+    grid, tile = _tile(rows, count, PACKING["lanes"])
+    with torch.cuda.device_of(codes):
+        _unpack[grid](
+            words, codes, rows, count, words.shape[-1], bits, word, spanned(bits, word), *tile,
+            num_warps=PACKING["num_warps"],
+        )  # fmt: skip
     return codes
 
 
@@ -74,9 +81,10 @@ def words_of(packed: Tensor) -> tuple[Tensor, int]:
     return packed, 8
 
 
+@triton.constexpr_function
 def spanned(bits: int, word: int) -> int:
-    """Words that a code may lie in: the furthest from a word's start that one begins is word - gcd."""
-    return -(-(word - gcd(word, bits) + bits) // word)
+    """Words that a code may lie in: the furthest from a word's start that one begins is word - gcd(word, bits)."""
+    return -(-(word - min(word, bits & -bits) + bits) // word)
 
 
 def touched(bits: int, word: int) -> int:
@@ -189,6 +197,37 @@ def _unpack_bytes(packed, codes, rows, count, size, BITS: tl.constexpr, R: tl.co
     tl.store(codes + row * count + lane, code.to(tl.uint8), mask=(row < rows) & (lane < count))
 
 
+@triton.jit
+def as_string(value, position, WORDS: tl.constexpr):
+    """A string of WORDS 32-bit words that has ``value`` (up to 32 bits) from bit ``position`` on and is 0 elsewhere:
+    [M, WORDS]."""
+    word = tl.arange(0, WORDS)[None, :]
+    value, position = value.to(tl.uint32)[:, None], position[:, None]
+    shift, first = (position % 32).to(tl.uint32), position // 32
+    over = (value >> 1) >> (31 - shift)  # shifting by 32 is not defined
+    return tl.where(word == first, value << shift, 0) | tl.where(word == first + 1, over, 0)
+
+
+@triton.jit
+def one_word(words, index):
+    """One of every string's words [M]."""
+    return tl.sum(tl.where(tl.arange(0, words.shape[1])[None, :] == index, words, 0), axis=1)
+
+
+@triton.jit
+def store_rows(words, out, group, group_bits, row, rows, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Join the strings of every row's groups, words [M, .], into one of WORDS words and store its bytes; row [ROWS]."""
+    placed = tl.zeros([words.shape[0], WORDS], tl.uint32)
+    for index in tl.static_range(words.shape[1]):
+        placed |= as_string(one_word(words, index), group * group_bits + 32 * index, WORDS)
+    joined = tl.sum(tl.reshape(placed, [ROWS, words.shape[0] // ROWS, WORDS]), axis=1)  # their bits are disjoint
+    byte = tl.arange(0, 4)[None, None, :]
+    values = (joined[:, :, None] >> (byte * 8).to(tl.uint32)).to(tl.uint8)
+    place = tl.arange(0, WORDS)[None, :, None] * 4 + byte
+    pointers = out + row.to(tl.int64)[:, None, None] * row_bytes + place
+    tl.store(pointers, values, mask=(row < rows)[:, None, None] & (place < row_bytes))
+
+
 def _specimen(name: str, kernel, types: str, constants: dict, **more) -> Specimen:
     source, target = types.split()
     first, second = kernel.arg_names[:2]
@@ -196,8 +235,8 @@ def _specimen(name: str, kernel, types: str, constants: dict, **more) -> Specime
     return Specimen(name, kernel, kinds, {"rows": 1} | constants, divisible=("count", kernel.arg_names[4]), **more)
 
 
-_ELEVEN = {"BITS": 11, "WORD": 32, "R": 1, "W": TILES["lanes"]}
-_FOUR = {"BITS": 4, "R": 1, "W": TILES["bytes"]}
+_ELEVEN = {"BITS": 11, "WORD": 32, "R": 1, "W": PACKING["lanes"]}
+_FOUR = {"BITS": 4, "R": 1, "W": PACKING["bytes"]}
 SPECIMENS = [
     _specimen("pack_codes 11 bits", _pack, "*i64 *i32", _ELEVEN | {"TOUCHED": touched(11, 32)}, widest_load=32),
     _specimen("unpack_codes 11 bits", _unpack, "*i32 *i16", _ELEVEN | {"SPANNED": spanned(11, 32)}, widest_load=32),

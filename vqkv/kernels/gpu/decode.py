@@ -1,11 +1,9 @@
 """Packed tokens -> values on a GPU, in one pass: codes, table look-ups, scales, a prediction added, RoPE.
 
 RoPE needs channel i and its partner i + rotary_dim / 2 in one lane, so a row is two half tiles that go through all
-steps side by side. Halves consist of chunks: neighbouring channels of one group (by powers of two, so that any group
-size, head_dim and rotary_dim is made of whole ones), for each of which a lane reads one code and a vector of the table.
+steps side by side; they consist of chunks (``chunks``), for each of which a lane reads one code and a vector of the
+table.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,15 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.gpu.bits import code_at, spanned, words_of
+from vqkv.kernels.gpu.chunks import chunks_of, halve, rows_of, tile_of
 from vqkv.kernels.gpu.specimen import Specimen
+from vqkv.kernels.gpu.tiles import DECODE
 from vqkv.kernels.packed import Affine, Coded, Packed, Turn
-
-TILES = {  # values: of a program, in rows of one head_dim; heads: that share a token's cosines in L1
-    "coded": {"values": 4096, "num_warps": 4},
-    "affine": {"values": 4096, "num_warps": 4},
-    "heads": 8,
-}
-VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
 
 
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
@@ -39,65 +32,32 @@ def decode_into(packed: Packed, out: Tensor, base: Tensor | None = None, turn: T
     if not out.numel():
         return
     assert out.stride(-1) == 1
-    (_decode_affine if isinstance(packed, Affine) else _decode_coded)(packed, out, base, turn)
+    with torch.cuda.device_of(out):
+        (_decode_affine if isinstance(packed, Affine) else _decode_coded)(packed, out, base, turn)
 
 
-@dataclass(frozen=True)
-class Halves:
-    """How a row is cut in two. It is ``runs`` runs (of a strided group, or one for all channels), of ``chunks`` chunks
-    of ``vector`` channels each; chunk c and chunk c + ``turned`` are partners, for c < ``turned``. Chunks that RoPE
-    leaves alone are halved by their order."""
-
-    runs: int
-    chunks: int
-    vector: int
-    turned: int
-
-    @property
-    def pairs(self) -> int:
-        """Chunks of the first half, per run."""
-        return self.turned + (self.chunks - 2 * self.turned + 1) // 2
-
-
-def halve(packed: Packed, rotary_dim: int, most: int) -> Halves:
-    """Chunks of at most ``most`` channels, a power of two that divides a group and a turned half."""
-    head_dim, half = packed.shape[-1], rotary_dim // 2
-    if isinstance(packed, Coded) and packed.strided and half % packed.groups == 0:
-        runs, run = packed.groups, head_dim // packed.groups
-        vector = _power(run // 2 if run % 2 == 0 else 1, half // runs, most)
-    else:
-        runs, run = 1, head_dim
-        group = packed.group_size if isinstance(packed, Affine) else packed.codebooks.shape[-1]
-        by_channel = isinstance(packed, Coded) and packed.strided
-        vector = 1 if by_channel else _power(group, half, most)
-    return Halves(runs, run // vector, vector, half // runs // vector)
+def serves(packed: Packed) -> bool:
+    """Whether the kernels can decode these: all that ``packed`` describes, with codes of up to 16 bits."""
+    return packed.bits in (2, 4, 8) if isinstance(packed, Affine) else packed.bits <= 16
 
 
 def _most(bits: int, word: int) -> int:
     """Channels of an affine chunk: those of a word, or whole bytes."""
-    return VECTOR if bits == 8 else min(VECTOR, word // bits)
-
-
-def _power(*numbers: int) -> int:
-    """The largest power of two that divides all of them; zeros do not count."""
-    union = 0
-    for number in numbers:
-        union |= number
-    return union & -union
+    return DECODE["vector"] if bits == 8 else min(DECODE["vector"], word // bits)
 
 
 def _decode_coded(packed: Coded, out: Tensor, base: Tensor | None, turn: Turn | None) -> None:
     tables, num_quantizers, size, dim = packed.codebooks.shape
     scale = packed.scale
     words, word = words_of(packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous())
-    halves = halve(packed, turn.cos.shape[-1] if turn else 0, VECTOR)
-    tile = _tile(out.shape, halves, turn is not None, TILES["coded"]["values"])
+    halves = halve(packed, turn.cos.shape[-1] if turn else 0, DECODE["vector"])
+    tile = tile_of(out.shape, halves, turn is not None, DECODE["coded"]["values"])
     _coded[tile.grid](
         words, packed.codebooks.contiguous(), scale if scale is not None else words, *_frame(out, base, turn),
         words.shape[-1], *words.stride()[:3], *(scale.stride() if scale is not None else (0, 0, 0, 0)),
         packed.tokens_per_scale, scale.shape[-1] if scale is not None else 0,
         packed.groups, dim, tables, num_quantizers, size, packed.bits, word, spanned(packed.bits, word), packed.strided,
-        *tile.constants(), num_warps=TILES["coded"]["num_warps"], num_stages=1,
+        *tile.constants(), num_warps=DECODE["coded"]["num_warps"], num_stages=1,
     )  # fmt: skip
 
 
@@ -108,37 +68,12 @@ def _decode_affine(packed: Affine, out: Tensor, base: Tensor | None, turn: Turn 
     codes = packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous()
     words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
     halves = halve(packed, turn.cos.shape[-1] if turn else 0, _most(packed.bits, word))
-    tile = _tile(out.shape, halves, turn is not None, TILES["affine"]["values"])
+    tile = tile_of(out.shape, halves, turn is not None, DECODE["affine"]["values"])
     _affine[tile.grid](
         words, low, high, *_frame(out, base, turn), *words.stride()[:3], *low.stride(),
         packed.group_size, packed.bits, word,
-        *tile.constants(), num_warps=TILES["affine"]["num_warps"], num_stages=1,
+        *tile.constants(), num_warps=DECODE["affine"]["num_warps"], num_stages=1,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A program's heads and tokens; ``width``: values of a half, padded."""
-
-    grid: tuple[int]
-    heads: int
-    tokens: int
-    halves: Halves
-
-    def constants(self) -> tuple[int, ...]:
-        """The kernels' last arguments: HEADS, TOKENS, RUNS, CHUNKS, V, TURNED, PAIRS, and RUNS and PAIRS padded."""
-        halves = self.halves
-        padded = triton.next_power_of_2(halves.runs), triton.next_power_of_2(halves.pairs)
-        return self.heads, self.tokens, halves.runs, halves.chunks, halves.vector, halves.turned, halves.pairs, *padded
-
-
-def _tile(shape: torch.Size, halves: Halves, turned: bool, values: int) -> Tile:
-    batch, heads, tokens, _ = shape
-    width = 2 * triton.next_power_of_2(halves.runs) * triton.next_power_of_2(halves.pairs) * halves.vector
-    rows = max(1, values * min(halves.vector, 4) // 4 // width)  # small chunks take more registers a value
-    together = min(rows, TILES["heads"], heads & -heads) if turned else 1
-    rows = max(1, min(rows // together, triton.next_power_of_2(tokens)))
-    return Tile((batch * (heads // together) * triton.cdiv(tokens, rows),), together, rows, halves)
 
 
 def _frame(out: Tensor, base: Tensor | None, turn: Turn | None) -> tuple:
@@ -154,30 +89,6 @@ def _frame(out: Tensor, base: Tensor | None, turn: Turn | None) -> tuple:
 
 
 @triton.jit
-def _rows(heads, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """Batch entry (scalar), heads and tokens of this program's rows, 64 bits; a row without a token repeats the last
-    one, and ``there`` says so."""
-    blocks = tl.cdiv(tokens, TOKENS)
-    rest = tl.program_id(0) // blocks
-    row = tl.arange(0, HEADS * TOKENS)
-    batch = (rest // (heads // HEADS)).to(tl.int64)
-    head = (rest % (heads // HEADS)).to(tl.int64) * HEADS + row % HEADS
-    token = (tl.program_id(0) % blocks).to(tl.int64) * TOKENS + row // HEADS
-    return batch, head, tl.minimum(token, tokens - 1), token < tokens
-
-
-@triton.jit
-def _pairs(pair, CHUNKS: tl.constexpr, TURNED: tl.constexpr, PAIRS: tl.constexpr):
-    """The chunks of a pair; beyond the last chunk where there is none."""
-    if TURNED == 0 or TURNED == PAIRS:
-        first, second = pair, pair + PAIRS
-    else:
-        first = tl.where(pair < TURNED, pair, pair + TURNED)
-        second = first + tl.where(pair < TURNED, TURNED, PAIRS - TURNED)
-    return tl.where(pair < PAIRS, first, CHUNKS), tl.where(pair < PAIRS, second, CHUNKS)
-
-
-@triton.jit
 def _finish(
     low, high, batch, head, token, there, out, base, cos, sin,
     out_batch, out_head, out_token, base_batch, base_head, base_token, base_stride, turn_batch, turn_token,
@@ -190,7 +101,7 @@ def _finish(
     high = high.permute(0, 2, 1).reshape(high.shape[0], W)
     lane = tl.arange(0, W)
     run, place = lane % RUNS_PADDED, lane // RUNS_PADDED
-    first, second = _pairs(place // V, CHUNKS, TURNED, PAIRS)
+    first, second = chunks_of(place // V, CHUNKS, TURNED, PAIRS)
     is_low, is_high = tl.full([1, W], 1, tl.int1), tl.full([1, W], 1, tl.int1)
     if RUNS < RUNS_PADDED or PAIRS < PAIRS_PADDED or CHUNKS < 2 * PAIRS:
         is_low, is_high = ((run < RUNS) & (first < CHUNKS))[None, :], ((run < RUNS) & (second < CHUNKS))[None, :]
@@ -234,10 +145,10 @@ def _coded(
     """The codes of K quantizers are summed in a rolled loop: unrolled, the look-ups of all would be held at once."""
     R: tl.constexpr = HEADS * TOKENS
     N: tl.constexpr = RUNS_PADDED * PAIRS_PADDED
-    batch, head, token, there = _rows(heads, tokens, HEADS, TOKENS)
+    batch, head, token, there = rows_of(heads, tokens, HEADS, TOKENS)
     words += (batch * word_batch + head * word_head + token * word_token)[:, None]
     run, pair = tl.arange(0, N) // PAIRS_PADDED, tl.arange(0, N) % PAIRS_PADDED
-    first, second = _pairs(pair, CHUNKS, TURNED, PAIRS)
+    first, second = chunks_of(pair, CHUNKS, TURNED, PAIRS)
     group_low, start_low = _group(first, run, GROUPS, DIM, RUNS, CHUNKS, V, STRIDED)
     group_high, start_high = _group(second, run, GROUPS, DIM, RUNS, CHUNKS, V, STRIDED)
     table_low = tables + (group_low % TABLES * (K * SIZE * DIM) + start_low)[None, :]
@@ -293,10 +204,10 @@ def _affine(
 ):  # fmt: skip
     """A chunk's codes lie in one word, or each of them is a byte."""
     R: tl.constexpr = HEADS * TOKENS
-    batch, head, token, there = _rows(heads, tokens, HEADS, TOKENS)
+    batch, head, token, there = rows_of(heads, tokens, HEADS, TOKENS)
     words += (batch * word_batch + head * word_head + token * word_token)[:, None]
     ends = (batch * end_batch + head * end_head + token * end_token)[:, None]
-    first, second = _pairs(tl.arange(0, PAIRS_PADDED), CHUNKS, TURNED, PAIRS)
+    first, second = chunks_of(tl.arange(0, PAIRS_PADDED), CHUNKS, TURNED, PAIRS)
     low = _levels(first, words, lows + ends, highs + ends, end_stride, GROUP, BITS, WORD, CHUNKS, V)
     high = _levels(second, words, lows + ends, highs + ends, end_stride, GROUP, BITS, WORD, CHUNKS, V)
     _finish(
@@ -329,9 +240,9 @@ def _levels(
 def _specimen(name: str, packed: Packed, turned: bool, types: dict, constants: dict, **more) -> Specimen:
     """At Llama-3-8B's shapes: 8 KV heads of 128 channels, out in fp16, RoPE of all channels or none."""
     coded = isinstance(packed, Coded)
-    kernel, settings = (_coded, TILES["coded"]) if coded else (_affine, TILES["affine"])
-    halves = halve(packed, 128 * turned, VECTOR if coded else _most(packed.bits, 32))
-    tile = _tile(torch.Size((1, 8, 4096, 128)), halves, turned, settings["values"])
+    kernel, settings = (_coded, DECODE["coded"]) if coded else (_affine, DECODE["affine"])
+    halves = halve(packed, 128 * turned, DECODE["vector"] if coded else _most(packed.bits, 32))
+    tile = tile_of(torch.Size((1, 8, 4096, 128)), halves, turned, settings["values"])
     whole = [f"{what}_{axis}" for what in ("out", "base", "turn") for axis in ("batch", "head", "token")]
     whole = [name for name in whole if name in kernel.arg_names]
     pointers = {"out": "*fp16"} | ({"cos": "*fp32", "sin": "*fp32"} if turned else {})

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vqkv.kernels.gpu.bits import join
 from vqkv.kernels.gpu.specimen import Specimen
+from vqkv.kernels.gpu.tiles import GRID
 
-TILES = {"pairs": 1024, "num_warps": 4}  # of a program: eight a lane, for which a point is loaded once
 MAX_BITS = 8
 
 
@@ -30,15 +30,21 @@ def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
     if groups % each == 0:
         rows, groups = 1, rows * groups
     units = triton.cdiv(groups, each)
-    width = min(triton.next_power_of_2(units), TILES["pairs"] // each)
-    height = min(triton.next_power_of_2(rows), TILES["pairs"] // each // width)
+    width = min(triton.next_power_of_2(units), GRID["pairs"] // each)
+    height = min(triton.next_power_of_2(rows), GRID["pairs"] // each // width)
     grid = (triton.cdiv(rows, height) * triton.cdiv(units, width),)
     size = packed.numel() // rows
-    _encode[grid](
-        x.contiguous(), codebooks.contiguous(), packed, rows, groups, size,
-        codebooks.shape[-2], bits, each, height, width, num_warps=TILES["num_warps"],
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _encode[grid](
+            x.contiguous(), codebooks.contiguous(), packed, rows, groups, size,
+            codebooks.shape[-2], bits, each, height, width, num_warps=GRID["num_warps"],
+        )  # fmt: skip
     return packed
+
+
+def serves(codebooks: Tensor, bits: int) -> bool:
+    """Whether the kernel can search these codebooks: one of pairs, and codes that fit in a byte."""
+    return len(codebooks) == 1 and codebooks.shape[-1] == 2 and bits <= MAX_BITS
 
 
 @triton.jit
@@ -85,7 +91,7 @@ SPECIMENS = [
         _encode,
         {"x": "*fp32", "points": "*fp16", "packed": "*u8", "groups": "i32", "size": "i32"},
         {"rows": 1, "SIZE": size, "BITS": bits, "EACH": 8 // gcd(8, bits)}
-        | {"R": 1, "W": TILES["pairs"] // (8 // gcd(8, bits))},
+        | {"R": 1, "W": GRID["pairs"] // (8 // gcd(8, bits))},
         divisible=("groups", "size"),
     )
     for size, bits in ((16, 4), (64, 6), (256, 8))

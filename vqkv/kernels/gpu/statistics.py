@@ -6,20 +6,13 @@ popular code does not keep one program busy while the others wait; a program sum
 a second kernel adds a code's pieces in float64.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.gpu.specimen import Specimen
-
-# To be merged into tiles.py. block_rows: rows a program has in registers; piece: rows it walks, one block after another
-TILES = {
-    "statistics": {"block_rows": 16, "piece": 128, "num_warps": 1},
-    "statistics_join": {"block_pieces": 4, "num_warps": 1},
-}
+from vqkv.kernels.gpu.tiles import STATISTICS
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,7 +23,7 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
     sums = torch.zeros(codebooks.shape, dtype=torch.float64, device=x.device)
     if x.numel() == 0 or codes.numel() == 0:
         return sums.new_zeros(num_quantizers, size), sums
-    tile, join = TILES["statistics"], TILES["statistics_join"]
+    tile, join = STATISTICS["sum"], STATISTICS["join"]
     order, starts = _sort(codes, size)
     ends = (starts.diff(dim=-1) + tile["piece"] - 1).div(tile["piece"], rounding_mode="floor").cumsum(dim=-1)
     most = size + len(x) // tile["piece"]  # of pieces; how many there are, only the GPU knows
@@ -38,7 +31,7 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
     owners = torch.searchsorted(ends, pieces, right=True)
     partial = torch.empty(num_quantizers, most, dim, dtype=torch.float32, device=x.device)
     codebooks, shape = codebooks.contiguous(), {"DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim)}
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with torch.cuda.device_of(x):
         _sum_pieces[(most, num_quantizers)](
             x, codes, codebooks, order, starts, ends, owners, partial,
             len(x), size, most, *x.stride(), *codes.stride(),
@@ -119,17 +112,17 @@ SPECIMENS = [
             "owners": "*i64", "partial": "*fp32",
             **dict.fromkeys(("rows", "size", "most", "stride_x", "stride_row"), "i32"),
         },
-        {"stride_d": 1, "stride_k": 1, "PIECE": TILES["statistics"]["piece"], "DIM": 32, "DIM_PADDED": 32}
-        | {"BLOCK": TILES["statistics"]["block_rows"]},
-        num_warps=TILES["statistics"]["num_warps"],
+        {"stride_d": 1, "stride_k": 1, "PIECE": STATISTICS["sum"]["piece"], "DIM": 32, "DIM_PADDED": 32}
+        | {"BLOCK": STATISTICS["sum"]["block_rows"]},
+        num_warps=STATISTICS["sum"]["num_warps"],
         divisible=("rows", "size", "most", "stride_x"),
     ),
     Specimen(
         "rvq_statistics_join",
         _join_pieces,
         {"partial": "*fp32", "ends": "*i64", "sums": "*fp64", "size": "i32", "most": "i32"},
-        {"BLOCK": TILES["statistics_join"]["block_pieces"], "DIM": 32, "DIM_PADDED": 32},
-        num_warps=TILES["statistics_join"]["num_warps"],
+        {"BLOCK": STATISTICS["join"]["block_pieces"], "DIM": 32, "DIM_PADDED": 32},
+        num_warps=STATISTICS["join"]["num_warps"],
         divisible=("size", "most"),
     ),
 ]  # fmt: skip
