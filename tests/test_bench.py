@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vqkv import bench
-from vqkv.bench import generation
+from vqkv.bench import generation, speed
 from vqkv.bench.caches import PEER, REFERENCE, prepared, random_llama, stored_bytes
 from vqkv.bench.generation import latency
 from vqkv.bench.peak import peak_memory
@@ -113,3 +113,21 @@ def test_what_a_system_shares_between_its_caches_is_not_stored_in_one():
     for system in systems.values():
         assert stored_bytes(system.new_cache(model), system) == 0
         assert system.side_bytes == 0 or tensor_bytes(system) > 0
+
+
+def test_where_rows_go_is_checked_before_anything_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "speed", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(OSError, match="is a folder"):
+        speed.main(["--out", str(tmp_path)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        speed.main(["--out", str(tmp_path / "file" / "x.csv")])
+    with pytest.raises(DataError, match="give cpu or cuda"):
+        speed.main(["--device", "mps"])
+
+
+def test_rows_of_before_stay_until_there_are_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "speed", lambda *_: [])
+    (tmp_path / "old.csv").write_text("precious")
+    speed.main(["--out", str(tmp_path / "old.csv")])
+    assert (tmp_path / "old.csv").read_text() == "precious" and len(list(tmp_path.iterdir())) == 1

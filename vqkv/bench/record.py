@@ -28,6 +28,15 @@ def device_name(device: torch.device | str) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
 
 
+def check_writable(path: Path) -> None:
+    """Raise ``OSError`` if no file can be written there; one that is there stays as it is."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a CSV file")
+    probe = path.with_name(f".{path.name}.probe")
+    write_atomically(probe, b"")
+    probe.unlink()
+
+
 def write(rows: list[dict], path: Path) -> None:
     """Write the CSV at once: it is never there by halves."""
     text = io.StringIO()

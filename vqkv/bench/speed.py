@@ -15,11 +15,10 @@ from tqdm import tqdm
 from vqkv.bench import attention, stored, vectors
 from vqkv.bench.caches import GEOMETRIES
 from vqkv.bench.case import Case, Sizes
-from vqkv.bench.record import write
+from vqkv.bench.record import check_writable, write
 from vqkv.bench.rows import Rows
 from vqkv.bench.timing import num_threads
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.tables import write_atomically
 
 OPERATIONS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     **vectors.OPERATIONS,
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     _check(sizes, options.only, options.threads, options.repetitions)
     if options.out:
-        write_atomically(options.out, b"")  # refused now rather than after the first minute
+        check_writable(options.out)  # rather than refuse it after the first minute
     print("  ".join(f"{name:<{width}}" for name, width in SHOWN.items()))
     printed = 0
 
