@@ -169,3 +169,12 @@ def test_a_code_that_no_codebook_has_is_refused_on_both():
     for chosen in ("cpu", "triton"):
         with kernels.using(chosen), pytest.raises(FormatError, match="not below codebook_size"):
             codec.decode(payload)
+
+
+@pytest.mark.parametrize(("name", "field"), [("quanto 4", "low"), ("quanto 4", "high"), ("higgs 4", "scale")])
+def test_scales_and_ends_of_another_width_are_refused(name, field):
+    codec = PRESETS[name].key_codec(32).fit(values())
+    payload = codec.encode(values(1))
+    wider = payload.fields[field].repeat_interleave(2, dim=-1)
+    with pytest.raises(FormatError):
+        codec.decode(Payload(payload.fields | {field: wider}, payload.tokens_per_row))
