@@ -167,7 +167,9 @@ def test_affine_codes_have_torchs_bits(monkeypatch, bits, size, nan):
     for part in (x, x[:, 1:].contiguous() + 7, x[:, 2:].contiguous()):
         if nan:
             part[0, 0, 20, 0, size // 2] = torch.nan
-        both, (y, side) = MinMax().encode_codes(Uniform(bits), part), MinMax().encode(part)
+        quantizer = Uniform(bits)
+        quantizer.build(part.shape[1:2] + part.shape[3:])
+        both, (y, side) = MinMax().encode_codes(quantizer, part), MinMax().encode(part)
         codes = Uniform(bits).encode(y)
         with monkeypatch.context() as patch:
             torch_only(patch)
@@ -212,17 +214,17 @@ def test_no_folder_to_keep_machine_code_in(monkeypatch):
 
 def test_the_kernels_are_what_runs(monkeypatch):
     called = []
-    for name in ("pack_between_ends", "pack_scaled"):
+    for name in ("pack_between_ends", "shift_and_divide", "rounded"):
         kernel = getattr(fused.affine, name)
         monkeypatch.setattr(fused.affine, name, lambda *a, k=kernel, n=name: (called.append(n), k(*a))[1])
     x = gaussian(1, 2, 8, 64)
     for preset in (presets.quanto(4), presets.hqq(4)):
         codec = preset.key_codec(64).fit(x)
         codec.encode(x)
-    assert called == ["pack_between_ends", "pack_scaled"]
+    assert called == ["pack_between_ends", "shift_and_divide", "rounded"]
     torch.set_num_threads(fused.affine.THREADS + 1)
     codec.encode(x)
-    assert len(called) == 2
+    assert len(called) == 3
 
 
 def test_machine_tables_share_memory_with_torchs():

@@ -54,19 +54,11 @@ class Uniform(Quantizer):
             raise FormatError(f"code {int(codes.max())} is not below {2 * self._steps + 1}: altered payload")
         return self._levels(codes).unflatten(-1, self.row_shape)
 
-    def stores_scaled(self, x: Tensor) -> bool:
-        """Whether ``store_scaled`` does, for rows like x's."""
-        return not self.signed and fused.affine.packs(x, self.bits)
-
-    def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
-        """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
-        return Payload({"codes": fused.affine.pack_scaled(x, low, span, self.bits)})
-
     def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
-        """``store_scaled`` between the smallest and the largest value of each last axis in fp16, and these; None if no
-        kernel does all of it."""
-        whole = not self.signed and self.bits in (2, 4, 8) and x[0, 0, 0].numel() * self.bits % 8 == 0
-        if not self.stores_scaled(x) and not (whole and which("affine_encode", x) == "triton"):
+        """See ``Quantizer``."""
+        whole = self.bits in (2, 4, 8) and self.codes_per_row * self.bits % 8 == 0
+        on_gpu = whole and which("affine_encode", x) == "triton"
+        if self.signed or not (on_gpu or fused.affine.packs(x, self.bits)):
             return None
         found = affine_encode(x.flatten(3), self.bits, x.shape[-1])
         return Payload({"codes": found.codes}), *(end.reshape(x.shape[:-1]) for end in (found.low, found.high))

@@ -117,14 +117,6 @@ class Quantizer(Part):
         """What kernels are told of stored codes; None if they cannot read them."""
         return None
 
-    def stores_scaled(self, x: Tensor) -> bool:
-        """Whether ``store_scaled`` does, for rows like x's."""
-        return False
-
-    def store_scaled(self, x: Tensor, low: Tensor, span: Tensor) -> Payload:
-        """``store`` of (x - low) / span, low and span of each last axis; where the span is 0, of x - low."""
-        raise NotImplementedError
-
     def store_between_ends(self, x: Tensor) -> tuple[Payload, Tensor, Tensor] | None:
         """``store`` of x as it lies between the smallest and the largest value of each last axis, and these in fp16;
         None if no kernel does all of it."""

@@ -108,8 +108,7 @@ class MinMax(Stage):
         return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
 
     def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
-        """What ``quantizer`` stores of what ``encode`` gives, and the ends, if a kernel does both in one; else None,
-        and nothing is done."""
+        """See ``Stage``."""
         found = quantizer.store_between_ends(x)
         return found and (found[0], dict(zip(self.side_fields, found[1:], strict=True)))
 
@@ -122,7 +121,7 @@ class MinMax(Stage):
         """See ``Stage``."""
         _check_fits(side, y)
         low, span = _offset_and_span(side)
-        if out is y and low.shape == span.shape == y.shape[:-1] and fused.affine.takes(y):
+        if out is y and fused.affine.takes(y):
             fused.affine.multiply_and_shift(y, low, span)
             return
         y.mul_(span.unsqueeze(-1))
@@ -185,12 +184,9 @@ class HalfQuadratic(MinMax):
         if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
             raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
 
-    def encode_codes(self, quantizer, x: Tensor) -> tuple[Payload, Side] | None:
-        """See ``Stage``."""
-        if not quantizer.stores_scaled(x):
-            return None
-        side = self._side(x)
-        return quantizer.store_scaled(x, *_offset_and_span(side)), side
+    def encode_codes(self, quantizer, x: Tensor) -> None:
+        """See ``Stage``; kernels know no other ends than the smallest and largest values."""
+        return None
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))

@@ -16,7 +16,7 @@ from vqkv.rope import rotate
 
 PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
 
-_flat = WeakTensorKeyDictionary()  # codebooks -> (version, all their codes in float32 as rows)
+_flat = WeakTensorKeyDictionary()  # codebooks, or what they are a view of -> (version and place, codes as fp32 rows)
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
@@ -107,10 +107,12 @@ def _places(packed: Coded) -> Tensor:
 def _rows(codebooks: Tensor) -> Tensor:
     if codebooks.is_inference():
         return codebooks.float().flatten(0, 2)
-    version, rows = _flat.get(codebooks, (None, None))
-    if version != codebooks._version:
+    owner = codebooks if codebooks._base is None else codebooks._base  # a codec makes a new view for every payload
+    now = (codebooks._version, codebooks.storage_offset(), codebooks.shape, codebooks.stride())
+    known, rows = _flat.get(owner, (None, None))
+    if known != now:
         rows = codebooks.detach().float().flatten(0, 2)
-        _flat[codebooks] = (codebooks._version, rows)
+        _flat[owner] = (now, rows)
     return rows
 
 

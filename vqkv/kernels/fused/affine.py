@@ -56,23 +56,14 @@ def rounded(y: Tensor, bits: int) -> Tensor:
 
 
 def packs(x: Tensor, bits: int) -> bool:
-    """Whether ``pack_scaled`` does rows like x's (batch, num_kv_heads, rows, ...): they fill whole bytes."""
+    """Whether ``pack_between_ends`` does rows like x's (batch, num_kv_heads, rows, ...): they fill whole bytes."""
     return bits in (1, 2, 4, 8) and takes(x) and x.ndim > 3 and math.prod(x.shape[3:]) * bits % 8 == 0
 
 
-def pack_scaled(x: Tensor, low: Tensor, span: Tensor, bits: int) -> Tensor:
-    """The bit strings of what ``rounded`` gives for what ``shift_and_divide`` gives: uint8 (batch, num_kv_heads, rows,
-    bytes)."""
-    packed = torch.empty(*x.shape[:3], math.prod(x.shape[3:]) * bits // 8, dtype=torch.uint8)
-    each = (end.contiguous().view(-1).numpy() for end in (low, span))
-    rows, groups = x.detach().view(-1, x.shape[-1]).numpy(), math.prod(x.shape[3:-1])
-    divide_and_pack(rows, *each, groups, bits, packed.view(-1).numpy())
-    return packed
-
-
 def pack_between_ends(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Ends and codes in one pass over rows like x's (see ``packs``): what ``pack_scaled`` gives for the ends in fp16,
-    and these, low and high, the shape of x without its last axis; None if there is a NaN."""
+    """Ends and codes in one pass over rows like x's (see ``packs``): the bit strings of what ``rounded`` gives for
+    what ``shift_and_divide`` gives between the ends in fp16, uint8 (batch, num_kv_heads, rows, bytes), and these, low
+    and high, the shape of x without its last axis; None if there is a NaN."""
     packed = torch.empty(*x.shape[:3], math.prod(x.shape[3:]) * bits // 8, dtype=torch.uint8)
     low, high = (torch.empty(x.shape[:-1], dtype=torch.float16) for _ in range(2))
     rows, groups = x.detach().view(-1, x.shape[-1]), math.prod(x.shape[3:-1])
@@ -84,7 +75,8 @@ def pack_between_ends(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor] | N
 
 @compiled()
 def pack_rows(x, numbers, float16, groups, bits, packed, low, high):
-    """``divide_and_pack`` between the ends of each row, which are stored, too. ``numbers``: x's bits."""
+    """Codes of (x - low) / span by rows of x (rows, size), of which ``groups`` fill whole bytes, the first code in the
+    lowest bits of a byte, about 2,048 at a time; and the ends of each row. ``numbers``: x's bits."""
     size, width, most = index(x.shape[1]), index(bits), np.float32((1 << bits) - 1)
     period = index(groups) * max(index(1), BUFFER // (index(groups) * size))
     codes, other = np.empty(period * size, np.uint8), np.empty(period * size, np.uint8)
@@ -182,22 +174,6 @@ def round_all(y, most, codes):
     """Codes (values,) of y (values,)."""
     for j in range(index(len(y))):
         codes[j] = code_of(y[j], most)
-
-
-@compiled()
-def divide_and_pack(x, low, span, groups, bits, packed):
-    """Codes of (x - low) / span by rows of x (rows, size), of which ``groups`` fill whole bytes; the first code in the
-    lowest bits of a byte. About 2,048 at a time."""
-    size, width, most = index(x.shape[1]), index(bits), np.float32((1 << bits) - 1)
-    period = index(groups) * max(index(1), BUFFER // (index(groups) * size))
-    codes, other = np.empty(period * size, np.uint8), np.empty(period * size, np.uint8)
-    for first in range(index(0), index(len(x)), period):
-        rows = min(period, index(len(x)) - first)
-        for i in range(rows):
-            start, step = low[first + i], span[first + i] if span[first + i] > 0 else np.float32(1)
-            for j in range(size):
-                codes[i * size + j] = code_of((x[first + i, j] - start) / step, most)
-        join(codes, other, rows * size, bits, packed, first * size * width >> THREE)
 
 
 @compiled()
