@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vqkv import presets
 from vqkv.codec import Chain, Grouping, MinMax, ResidualVQ, Uniform
 from vqkv.errors import FormatError
-from vqkv.kernels import cpu, fused, pack_codes, reference
+from vqkv.kernels import Coded, cpu, fused, pack_codes, pieces, reference
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +84,8 @@ def test_every_thread_does_its_share(monkeypatch, dim):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(cpu.rvq_encode(x, codebooks), expected)
-        found = cpu.rvq_decode_packed(packed, 7, codebooks, ())
-        assert torch.equal(found, cpu.rvq_decode(expected, codebooks))
+        found = pieces.decode(Coded(packed[None, None], codebooks[None], 7, 1))
+        assert torch.equal(found[0, 0], cpu.rvq_decode(expected, codebooks))
 
 
 def test_a_forked_process_has_threads_of_its_own(monkeypatch):
@@ -251,3 +251,13 @@ rows = x.reshape(-1, 8)
 assert torch.equal(cpu.rvq_encode(rows, books), reference.rvq_encode(rows, books))
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_codebooks_become_rows_once_and_again_when_they_change():
+    codebooks, codes = gaussian(2, 16, 8), torch.zeros(1, 1, 3, 1, dtype=torch.uint8)
+    first = pieces._rows(codebooks.unsqueeze(0))
+    assert pieces._rows(codebooks.unsqueeze(0)) is first
+    assert pieces._rows(codebooks[:1].unsqueeze(0)).shape == (16, 8)
+    codebooks.neg_()
+    expected = codebooks[:, 0].sum(dim=0).expand(1, 1, 3, 8)
+    assert torch.equal(pieces.decode(Coded(codes, codebooks.unsqueeze(0), 4, 1)), expected)

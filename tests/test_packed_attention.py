@@ -136,29 +136,17 @@ def test_padded_batches_read_what_each_row_stores(llama, compressor, nothing_dec
     assert torch.equal(ours, theirs)
 
 
-def test_a_mask_that_hides_stored_tokens_is_obeyed(llama, compressor):
-    hidden = torch.ones(4, 31, dtype=torch.long)
-    hidden[:, 5:9] = 0
+HIDING = torch.ones(4, 31, dtype=torch.long).index_fill(1, torch.arange(5, 9), 0)
+OWN = torch.zeros(4, 1, 1, 31).index_fill(3, torch.arange(3, 20), -torch.inf)
 
+
+@pytest.mark.parametrize("mask", [HIDING, OWN], ids=["hides stored tokens", "of the caller's own shape"])
+def test_masks_are_obeyed(llama, compressor, mask):
     def run():
         cache = compressor.new_cache(llama)
         with torch.inference_mode():
             llama(TOKENS[:, :30], past_key_values=cache)
-            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=hidden).logits
-
-    ours, theirs = both(llama, run)
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mask_of_the_callers_own_shape_is_obeyed(llama, compressor):
-    own = torch.zeros(4, 1, 1, 31)
-    own[..., 3:20] = -torch.inf
-
-    def run():
-        cache = compressor.new_cache(llama)
-        with torch.inference_mode():
-            llama(TOKENS[:, :30], past_key_values=cache)
-            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=own).logits
+            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=mask).logits
 
     ours, theirs = both(llama, run)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import (
     Coded,
     Packed,
-    cpu,
+    decode,
     rvq_candidates,
     rvq_decode,
     rvq_encode,
@@ -129,11 +129,11 @@ class ResidualVQ(Quantizer):
         return rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)
 
     def load(self, payload: Payload) -> Tensor:
-        """See ``Quantizer``; straight from the bit strings where a kernel does it."""
-        packed = payload_field(payload, "codes", payload.tokens_per_row)
-        check_packed(packed, self.code_bits, self.codes_per_row)
-        values = cpu.rvq_decode_packed(packed, self.code_bits, self.codebooks, self._groups)
-        return super().load(payload) if values is None else values
+        """See ``Quantizer``; straight from the bit strings, unless they might hold a code that no codebook has."""
+        packed = self.packed(payload)
+        if not packed.complete:
+            return super().load(payload)
+        return decode(packed).unflatten(-1, (*self._groups, self.group_size))
 
     def packed(self, payload: Payload) -> Packed:
         """See ``Quantizer``."""

@@ -85,20 +85,6 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     return F.embedding_bag(rows, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
 
 
-def rvq_decode_packed(packed: Tensor, bits: int, codebooks: Tensor, groups: tuple[int, ...]) -> Tensor | None:
-    """``rvq_decode`` straight from bit strings: uint8 (..., bytes), each of the codes of ``groups`` vectors, -> float32
-    (..., *groups, dim). None if they are not on a CPU, or some code is outside its codebook."""
-    if not fused.jit.serves(packed, codebooks):
-        return None
-    tables, count = prepare(codebooks), math.prod(groups) * len(codebooks)
-    rows = packed.reshape(-1, packed.shape[-1])
-    places = fused.decode.places_packed(rows, bits, tables.machine.offsets, count, codebooks.shape[1])
-    if places is None:
-        return None
-    values = F.embedding_bag(places.view(-1, len(codebooks)), tables.flat, mode="sum")
-    return values.view(*packed.shape[:-1], *groups, codebooks.shape[-1])
-
-
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of ``reference.rvq_statistics``, of residuals in x's dtype, as they are quantised."""
     residual, found = x, []
