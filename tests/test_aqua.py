@@ -11,9 +11,9 @@ from test_bad_input import _signed
 from test_cache import run
 
 from vqkv import Compressor, DataError, FormatError, UnknownNameError, calibrate, evaluate, load_model, presets
-from vqkv.calibrate import fit_layers
 from vqkv.capture import capture
 from vqkv.codec.base import Codec
+from vqkv.layer_fit import fit_layers
 from vqkv.learn.ridge import Ridge
 from vqkv.metrics import explained_variance_ratio, relative_mse
 from vqkv.models import kv_sources

@@ -264,7 +264,7 @@ def _codecs(described: list, tensors: dict, predictions: dict[Place, Prediction]
 def _codec(config: dict, place: Place, tensors: dict, predictions: dict[Place, Prediction]) -> Codec:
     """Raises ``FormatError`` also for one that stores nothing where nothing is predicted."""
     role, layer = place
-    codec = codec_from_config(config, _claim(tensors, f"{layer}.{role}."))
+    codec = codec_from_config(config, claim(tensors, f"{layer}.{role}."))
     if isinstance(codec, Nothing) and place not in predictions:
         raise FormatError(f"{place} is stored as Nothing, but not predicted: the file was altered")
     return codec
@@ -281,7 +281,7 @@ def _predictions(described: list[dict], tensors: dict, about: dict) -> dict[Plac
         if len(set(sources)) < len(sources):
             raise FormatError(f"the prediction of {place} reads the same source twice: the file was altered")
         role, layer = place
-        predictor = predictor_from_config(entry["predictor"], _claim(tensors, f"{layer}.{role}.predictor."))
+        predictor = predictor_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
         if (predictor.in_features, predictor.out_features) != (width * len(sources), width):
             raise FormatError(f"the predictor of {place} is not of the model's width {width}")
         found[place] = Prediction(predictor, tuple(sources))
@@ -299,7 +299,7 @@ def _replace(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _claim(tensors: dict, prefix: str) -> dict:
+def claim(tensors: dict, prefix: str) -> dict:
     """Take out the tensors whose names start with ``prefix``, by the rest of the name."""
     return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
 

@@ -3,14 +3,22 @@
 from contextlib import contextmanager
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 
 from vqkv.cache import full_cache
 from vqkv.capture import capture, check_batch_size, check_tokens
+from vqkv.checkpoint import Checkpoint
+from vqkv.corpus import fingerprint
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models import describe, kv_sources
+from vqkv.models import fingerprint as model_fingerprint
+from vqkv.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
+MEASURED = ("packed_bytes", "packed_values", "values", "cache_bytes", "seq_len", "side_bytes")  # of a cache's report
+Sums = dict[str, Tensor]  # what one batch adds to a row
 
 
 @torch.inference_mode()
@@ -26,6 +34,7 @@ def evaluate(
     batch_size: int = 8,
     reconstruction: bool = True,
     per_sequence: bool = False,
+    checkpoint=None,
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
@@ -37,8 +46,14 @@ def evaluate(
     of K and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
-    relative MSE of K, V and attention output, and the byte meter's numbers. Raises ``UnknownNameError`` for another
-    protocol and ``DataError`` for tokens too short to score, or too few for any packed token to be read.
+    relative MSE of K, V and attention output, and the byte meter's numbers.
+
+    ``checkpoint``: a folder that keeps what each batch added; called again with the same arguments, an evaluation that
+    was killed goes on from there to the same row. Within ``processes.launched()`` every process calls this with the
+    same arguments, takes its turn at the batches and returns the same row.
+
+    Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
+    packed token to be read, and ``FormatError`` for a checkpoint of another job.
     """
     if protocol not in PROTOCOLS:
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
@@ -49,16 +64,47 @@ def evaluate(
         raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
     check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
-    totals = []
-    for i in range(0, len(tokens), batch_size):
-        batch = tokens[i : i + batch_size].to(model.device)
+    batches = tokens.split(batch_size)
+    marked = [None] * len(batches) if answers is None else answers.split(batch_size)
+
+    def measure(number: int) -> Sums:
+        batch, marks = batches[number].to(model.device), marked[number]
         cache = compressor.new_cache(model, in_place=protocol == "in_place")
-        marked = None if answers is None else answers[i : i + batch_size].to(model.device)
-        totals.append(_compare(model, cache, batch, pieces, start, marked))
+        sums = _compare(model, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
+        return sums | (_reconstruction(model, compressor, batches[number]) if reconstruction else {})
+
+    scored = [protocol, pieces, start, reconstruction, None if answers is None else fingerprint(answers)]
+    totals = _all_batches(measure, len(batches), _steps(checkpoint, model, compressor, tokens, batch_size, scored))
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
-    return row | (reconstruction_error(model, compressor, tokens, batch_size) if reconstruction else {})
+    return row | (_reconstruction_summary(totals) if reconstruction else {})
+
+
+def _steps(checkpoint, model, compressor, tokens: Tensor, batch_size: int, scored: list) -> Checkpoint | None:
+    if checkpoint is None:
+        return None
+    if not hasattr(compressor, "fingerprint"):
+        raise DataError(f"{compressor.name} cannot be told from others, so not be checkpointed: leave checkpoint out")
+    job = {"job": "evaluate", "compressor": compressor.fingerprint, "model": model_fingerprint(model)}
+    return Checkpoint(checkpoint, job | {"tokens": fingerprint(tokens), "batch_size": batch_size, "scored": scored})
+
+
+def _all_batches(measure, count: int, steps: Checkpoint | None) -> list[Sums]:
+    """What every batch adds, in their order: each measured by one process, unless the checkpoint has it."""
+    mine = {}
+    for number in range(current().rank, count, current().count):
+        found = None if steps is None else steps.load(f"batch-{number}")
+        sums = measure(number) if found is None else found[0]
+        mine |= {f"{number}.{name}": tensor.cpu().contiguous() for name, tensor in sums.items()}
+        if steps is not None and found is None:
+            steps.save(f"batch-{number}", sums)
+    everybody = {name: x for message in current().exchange(save(mine)) for name, x in load(message).items()}
+    totals = [{} for _ in range(count)]
+    for name, tensor in everybody.items():
+        number, name = name.split(".")
+        totals[int(number)][name] = tensor
+    return totals
 
 
 @torch.inference_mode()
@@ -95,18 +141,24 @@ def _restored_tokens(model, tokens: torch.Tensor, keys, values) -> int:
 def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
     """Relative MSE of the stored keys and values of ``tokens``, averaged over layers. The model itself reads exact keys
     and values; only predictors read reconstructed ones."""
-    sums = {"key_mse": {}, "value_mse": {}}  # by layer: squared error, squared size
-    for batch in tokens.split(batch_size):
-        keys, values = capture(model, batch, batch_size, post_rope=not compressor.settings.pre_rope)
-        known = compressor.new_pass()
-        for layer, exact in enumerate(zip(keys, values, strict=True)):
-            stored = compressor.reconstruct(layer, *exact, known)
-            for x, x_hat, found in zip(exact, stored, sums.values(), strict=True):
-                x, x_hat = x[:, :, : x_hat.shape[2]].double(), x_hat.double()
-                pair = torch.stack([(x - x_hat).square().sum(), x.square().sum()])
-                found[layer] = found.get(layer, 0) + pair
-    return {name: sum((error / size).item() for error, size in layers.values()) / len(layers)
-            for name, layers in sums.items()}  # fmt: skip
+    return _reconstruction_summary([_reconstruction(model, compressor, batch) for batch in tokens.split(batch_size)])
+
+
+def _reconstruction(model, compressor, batch: Tensor) -> Sums:
+    """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
+    keys, values = capture(model, batch, len(batch), post_rope=not compressor.settings.pre_rope)
+    known, sums = compressor.new_pass(), {"key_mse": [], "value_mse": []}
+    for layer, exact in enumerate(zip(keys, values, strict=True)):
+        stored = compressor.reconstruct(layer, *exact, known)
+        for x, x_hat, found in zip(exact, stored, sums.values(), strict=True):
+            x, x_hat = x[:, :, : x_hat.shape[2]].double(), x_hat.double()
+            found.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu())
+    return {name: torch.stack(layers) for name, layers in sums.items()}
+
+
+def _reconstruction_summary(batches: list[Sums]) -> dict:
+    sums = {name: sum(batch[name] for batch in batches) for name in ("key_mse", "value_mse")}
+    return {name: sum((error / size).item() for error, size in layers) / len(layers) for name, layers in sums.items()}
 
 
 def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None, step_size: int):
@@ -145,7 +197,7 @@ def _compare(model, cache, tokens, pieces, start, answers) -> dict:
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
         "attention": _attention_sums(exact_attention, packed_attention, start),
-        "report": cache.report(),
+        "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED]),
     }
     if answers is not None:
         marked = answers[:, start + 1 :]
@@ -171,14 +223,15 @@ def _check_packed(cache) -> None:
         raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
 
 
-def _summary(batches: list[dict]) -> dict:
-    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in ("report", "attention")}
-    reports = [b["report"] for b in batches]
-    packed = sum(r.packed_values for r in reports)
-    kl = joined["kl"]
+def _summary(batches: list[Sums]) -> dict:
+    kept_apart = ("report", "attention", "key_mse", "value_mse")
+    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in kept_apart}
+    report = dict(zip(MEASURED, sum(b["report"] for b in batches).tolist(), strict=True))
+    first = dict(zip(MEASURED, batches[0]["report"].tolist(), strict=True))
+    packed, kl = report["packed_values"], joined["kl"]
     row = {
         "num_seqs": len(kl),
-        "seq_len": reports[0].seq_len,
+        "seq_len": first["seq_len"],
         "ppl_exact": joined["nll_exact"].mean().exp().item(),
         "ppl": joined["nll"].mean().exp().item(),
         "kl_mean": kl.mean().item(),
@@ -186,9 +239,9 @@ def _summary(batches: list[dict]) -> dict:
         "kl_worst": kl.max().item(),
         "top1": joined["top1"].mean().item(),
         "attention_mse": _mean_ratio([b["attention"] for b in batches]),
-        "bits_per_value": 8 * sum(r.packed_bytes for r in reports) / packed if packed else float("nan"),
-        "ratio": 2 * sum(r.values for r in reports) / sum(r.cache_bytes for r in reports),
-        "side_bytes": reports[0].side_bytes,
+        "bits_per_value": 8 * report["packed_bytes"] / packed if packed else float("nan"),
+        "ratio": 2 * report["values"] / report["cache_bytes"],
+        "side_bytes": first["side_bytes"],
     }
     for name in ("recall_exact", "recall"):
         if name in joined:

@@ -36,6 +36,7 @@ class _Regression(Predictor):
         ridge = Ridge(self.strength)
         for x, y in samples():
             ridge.accumulate(x, y)
+        ridge.share()
         moments = ridge.moments()
         self._store(ridge, ridge.solve()[:-1])
         # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift

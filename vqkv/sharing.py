@@ -11,6 +11,7 @@ from vqkv.coder import ROLES, Prediction
 from vqkv.compressor import Compressor
 from vqkv.models import describe
 from vqkv.plans import RolePlan
+from vqkv.processes import current
 from vqkv.settings import CacheSettings
 from vqkv.spill import CapturedTokens
 
@@ -31,7 +32,7 @@ class ModelTrial:
 
     def _mean(self, place) -> Tensor:
         total = sum(x.double().sum(0) for x in self.captured.batches(place))
-        return total / len(self.captured.tokens)
+        return current().total(total) / len(self.captured.tokens)
 
     @torch.inference_mode()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:

@@ -1,5 +1,6 @@
 """Keys and values of many tokens on disk, a file for each batch, so that memory does not grow with their number."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,33 +15,48 @@ from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.coder import Place
 from vqkv.errors import DataError
 from vqkv.models import describe
+from vqkv.processes import current
 
 HEADROOM = 1 << 28  # bytes that stay free on the disk
 REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
 
 
 class Spill:
-    """Tensors by place and batch, in a folder that is removed at the end: ``with Spill() as spill``."""
+    """Tensors by place and batch, in a folder that is removed at the end: ``with Spill() as spill``. ``keep``: in
+    ``folder`` itself, which stays, for a job that goes on after it was killed."""
 
-    def __init__(self, folder=None):
+    def __init__(self, folder=None, keep: bool = False):
         self.folder = folder
         try:
-            self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
+            if keep:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self._temporary = None if keep else tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
         except OSError as error:
             raise DataError(f"no temporary folder in {folder or tempfile.gettempdir()}: {error}") from error
+        self._folder = Path(folder if keep else self._temporary.name)
 
     def __enter__(self) -> "Spill":
         return self
 
     def __exit__(self, *error) -> None:
-        self._folder.cleanup()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def put(self, place: Place, batch: int, x: Tensor) -> None:
-        """Write. Raises ``DataError`` where that fails."""
+        """Write, under another name first. Raises ``DataError`` where that fails."""
+        path = self._path(place, batch)
         try:
-            save_file({"x": x.contiguous()}, self._path(place, batch))
+            save_file({"x": x.contiguous()}, path.with_suffix(".part"))
+            os.replace(path.with_suffix(".part"), path)
         except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot write to {self._folder.name}: {error}. {REMEDY}") from error
+            raise DataError(f"cannot write to {self._folder}: {error}. {REMEDY}") from error
+
+    def has(self, place: Place, batch: int) -> bool:
+        """Whether it was put there, as a whole."""
+        return self._path(place, batch).is_file()
 
     def get(self, place: Place, batch: int, device="cpu") -> Tensor:
         """Read back. Raises ``DataError`` for what was not put there, or after the end."""
@@ -51,25 +67,29 @@ class Spill:
 
     def drop(self, place: Place) -> None:
         """Remove every batch of ``place``."""
-        for path in Path(self._folder.name).glob(f"{place[0]}-{place[1]}-*.safetensors"):
+        for path in self._folder.glob(f"{place[0]}-{place[1]}-*.safetensors"):
             path.unlink()
 
     def _path(self, place: Place, batch: int) -> Path:
-        return Path(self._folder.name) / f"{place[0]}-{place[1]}-{batch}.safetensors"
+        return self._folder / f"{place[0]}-{place[1]}-{batch}.safetensors"
 
 
 class CapturedTokens(Spill):
     """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
     sequences at a time, into a temporary folder within ``folder``.
 
-    Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Raises
-    ``DataError`` if the disk has no room.
+    Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Where
+    processes share the job, each holds its share of every batch. ``keep``: see ``Spill``; batches that are there
+    already are not captured again. Raises ``DataError`` if the disk has no room.
     """
 
-    def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
+    def __init__(
+        self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True, keep=False
+    ):
         check_tokens(model, tokens)
         check_batch_size(batch_size)
-        super().__init__(folder)
+        super().__init__(folder, keep)
+        self.processes = current()
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
         self.about, self.dtype = describe(model), model.dtype
         batches = tokens.split(batch_size)
@@ -78,12 +98,16 @@ class CapturedTokens(Spill):
         try:
             self._capture(model, batches, progress)
         except BaseException:  # also when interrupted: a traceback would keep the folder
-            self._folder.cleanup()
+            self._leave()
             raise
 
     def _capture(self, model, batches, progress: bool) -> None:
+        last = ("value", self.about["num_layers"] - 1)
         for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-            for role, layers in zip(("key", "value"), capture(model, batch, len(batch), self.post_rope), strict=True):
+            if self.has(last, number):
+                continue
+            mine = self.processes.share(batch)
+            for role, layers in zip(("key", "value"), capture(model, mine, len(mine), self.post_rope), strict=True):
                 for layer, x in enumerate(layers):
                     self.put((role, layer), number, x)
 
@@ -102,9 +126,9 @@ class CapturedTokens(Spill):
         values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
         needed = self.tokens.numel() * values * itemsize
         needed += 6 * self.tokens.numel() * 4 * values // (2 * about["num_layers"])  # reconstructions of three layers
-        free = shutil.disk_usage(self._folder.name).free - HEADROOM
+        free = shutil.disk_usage(self._folder).free - HEADROOM
         if needed > free:
             raise DataError(
-                f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder.name} has "
+                f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder} has "
                 f"{max(0, free):,} to spare. {REMEDY}"
             )

@@ -47,6 +47,15 @@ class Part:
         if state:
             raise FormatError(f"{type(self).__name__} has no state, but got {sorted(state)}: the file was altered")
 
+    def learning_state(self) -> dict[str, Tensor]:
+        """All that ``partial_fit`` has made so far and ``finalize`` has not yet frozen."""
+        return {}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Go on learning from what ``learning_state`` gave. Raises ``FormatError`` as ``load_state`` does."""
+        if state:
+            raise FormatError(f"{type(self).__name__} learns nothing, but got {sorted(state)}: the file was altered")
+
     def to(self, device) -> "Part":
         """Move learned tensors (and those of inner parts) to ``device``, in place."""
         for name, value in vars(self).items():
@@ -207,6 +216,28 @@ class Codec(Part):
         self.ready = True
         return self
 
+    def learning_state(self) -> dict[str, Tensor]:
+        """Everything that learning has made so far, as tensors by name. A fresh codec of the same settings that loads
+        it and is given the same further batches ends with the same bits. Empty once frozen: ``state`` has it all."""
+        if self.ready:
+            return {}
+        started = self.num_kv_heads is not None and self.head_dim is not None
+        shape = torch.tensor([self.num_kv_heads or 0, self.head_dim or 0])
+        return {"shape": shape} | (self._learning_state() if started else {})
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from what ``learning_state`` gave, on the device that its tensors are on; for a codec that has learned
+        nothing yet. Raises ``FormatError`` for missing, unexpected or misshapen tensors, or another codec's."""
+        if self.ready:
+            return super().load_learning_state(state)
+        state = dict(state)
+        with _refusing("what was learned so far"):
+            self._resume(*(size or None for size in take(state, "shape", (2,), torch.int64).tolist()))
+            if self.num_kv_heads is not None and self.head_dim is not None:
+                self._load_learning_state(state)
+            elif state:
+                raise FormatError(f"unexpected tensors {sorted(state)}: the file was altered")
+
     def encode(self, x: Tensor) -> Payload:
         """Store ``x`` (any float dtype). Raises ``DataError`` for bad values or magnitudes beyond fp16's, which most
         codecs keep scales or values in; ``RuntimeError`` before ``fit``."""
@@ -226,6 +257,15 @@ class Codec(Part):
         if dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
         return values
+
+    def read_back(self, x: Tensor) -> Tensor:
+        """What would be read back of ``x`` (any float dtype) if learning ended now, except that nothing is rounded to
+        fp16 yet: float32. Raises ``DataError`` as ``encode`` does, ``RuntimeError`` before any learning."""
+        if self.num_kv_heads is None:
+            self._check_ready()
+        values = check_values(x, self.head_dim, self.tokens_per_row, FP16_MAX)
+        with full_precision(values.device):
+            return self._read_back(values)
 
     def decodes_directly(self, out: Tensor) -> bool:
         """Whether ``decode`` into ``out`` needs no memory beside it that grows with the number of values."""
@@ -251,6 +291,28 @@ class Codec(Part):
         """Prepare what depends on ``head_dim`` only."""
         check_head_dim(self.head_dim)
 
+    def _resume(self, num_kv_heads: int | None, head_dim: int | None) -> None:
+        """Be a codec that has seen keys or values of this size."""
+        for name, mine, size in (
+            ("num_kv_heads", self.num_kv_heads, num_kv_heads),
+            ("head_dim", self.head_dim, head_dim),
+        ):
+            if mine not in (None, size):
+                raise FormatError(f"learned for {name} {size}, but this codec is for {mine}: load it into its own kind")
+        check_num_kv_heads(num_kv_heads)
+        started = self.num_kv_heads is None and num_kv_heads is not None
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        if started:
+            self._build()
+
+    def _learning_state(self) -> dict[str, Tensor]:
+        """``learning_state`` but for the sizes; nothing by default."""
+        return {}
+
+    def _load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Take what ``_learning_state`` gave."""
+        Part.load_learning_state(self, state)
+
     def _partial_fit(self, x: Tensor) -> None:
         """Learn; nothing to do by default."""
 
@@ -259,6 +321,9 @@ class Codec(Part):
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Payload: ...
+
+    def _read_back(self, x: Tensor) -> Tensor:
+        return self._decode(self._encode(x))
 
     def _decode_into(self, payload: Payload, out: Tensor) -> None:
         """``_decode`` into float32 ``out``."""

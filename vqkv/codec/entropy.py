@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import take
+from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import MAX_ROW, Quantizer
 from vqkv.codec.ragged import StreamPayload
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.processes import current
 
 CONTEXTS = ("position", "stage")
 TABLES = ("static", "adaptive")
@@ -95,7 +97,7 @@ class Entropy(Quantizer):
         heads, tables, size = self._shape
         first = torch.arange(heads * tables, device=x.device).view(heads, tables, 1) * size
         codes = self._by_table(self.quantizer.encode(x)) + first
-        counts = torch.bincount(codes.flatten(), minlength=first.numel() * size).view(self._shape)
+        counts = current().total(torch.bincount(codes.flatten(), minlength=first.numel() * size).view(self._shape))
         self._counts = counts if self._counts is None else self._counts + counts
 
     def finalize(self) -> None:
@@ -155,6 +157,19 @@ class Entropy(Quantizer):
         if not all(name.startswith("quantizer.") for name in state):
             raise FormatError(f"unexpected tensors {sorted(state)}: the file was altered")
         self.quantizer.load_state({name.removeprefix("quantizer."): tensor for name, tensor in state.items()})
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """What the quantizer has learned so far, and the counts of its codes, int64 (heads, tables, codes)."""
+        counts = torch.zeros(self._shape, dtype=torch.int64) if self._counts is None else self._counts
+        return collected([("quantizer", self.quantizer)]) | {"counts": counts}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for counts of another shape or type, or below 0."""
+        state = dict(state)
+        self._counts = take(state, "counts", self._shape, torch.int64)
+        if (self._counts < 0).any():
+            raise FormatError("tensor 'counts' is negative: the file was altered")
+        hand_out(state, [("quantizer", self.quantizer)])
 
     def _by_table(self, codes: Tensor) -> Tensor:
         """Codes (batch, heads, rows, codes_per_row) -> (rows, batch, heads, tables, codes of a table)."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import FP16_MAX, MAX_HEAD_DIM, Codec, check_whole
+from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import pack
 from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.ragged import MaskedPayload
 from vqkv.errors import DataError, FormatError
+from vqkv.processes import alone, current
 
 
 @dataclass(eq=False)
@@ -47,7 +49,9 @@ class Fallback(Quantizer):
     def partial_fit(self, x: Tensor) -> None:
         """Let ``inner`` learn from all blocks."""
         if not self.inner.ready:
-            self.inner.partial_fit(self._blocks(x))
+            x = current().rows(x)  # the order of blocks goes by token first: shares of a batch would change it
+            with alone():
+                self.inner.partial_fit(self._blocks(x))
 
     def finalize(self) -> None:
         """Freeze ``inner``."""
@@ -65,6 +69,14 @@ class Fallback(Quantizer):
         batch, heads, rows = y.shape[:3]
         mask = good.view(rows, batch, heads, self._units).permute(1, 2, 0, 3)
         return MaskedPayload({"mask": pack(mask.to(torch.int32), 1)}, ragged=ragged, units=self._units)
+
+    def read_back(self, y: Tensor) -> Tensor:
+        """See ``Quantizer``."""
+        blocks = self._blocks(y)
+        x_hat = self.inner.read_back(blocks)
+        good = (blocks - x_hat).abs().amax(dim=-1, keepdim=True) <= self.threshold
+        x_hat = torch.where(good, x_hat, blocks.clamp(-FP16_MAX, FP16_MAX).half().float())
+        return x_hat.view(y.shape[2], *y.shape[:2], *y.shape[3:]).movedim(0, 2)
 
     def load(self, payload: Payload) -> Tensor:
         """The inverse. Raises ``FormatError`` for another codec's payload."""
@@ -90,6 +102,14 @@ class Fallback(Quantizer):
             raise FormatError(f"unexpected tensors {sorted(state)}: the file was altered")
         self.inner.load_state({name.removeprefix("inner."): tensor for name, tensor in state.items()})
         self.inner.ready = True
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """What ``inner`` has learned so far."""
+        return collected([("inner", self.inner)])
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Hand it back to ``inner``."""
+        hand_out(state, [("inner", self.inner)])
 
     def _blocks(self, y: Tensor) -> Tensor:
         """(1, 1, blocks, block_size) in the order (row, batch, head) of ragged payloads."""

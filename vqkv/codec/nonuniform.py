@@ -13,6 +13,7 @@ from vqkv.codec.pipeline import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels import by_byte
 from vqkv.learn import Ema, KMeans, Statistics, check_decay
+from vqkv.processes import current
 
 SAMPLES, ITERATIONS = 65536, 30
 
@@ -81,6 +82,22 @@ class NonUniform(Quantizer):
             raise FormatError("tensor 'levels' does not ascend: the file was altered")
         super().load_state(state)
 
+    def learning_state(self) -> dict[str, Tensor]:
+        """The levels as they are, and their moving averages."""
+        return {} if self._levels is None else {"levels": self._levels} | self._ema.learning_state()
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for tensors of another shape or type."""
+        if not state:
+            return
+        state, count = dict(state), 2**self.bits
+        self._levels = take(state, "levels", (count,), torch.float32)
+        shapes = {"counts": (count,), "sums": (count, 1)}
+        self._ema = Ema(self.decay)
+        averages = {name: take(state, name, shape, torch.float64) for name, shape in shapes.items()}
+        self._ema.resume(self._levels[:, None], averages)
+        super().load_learning_state(state)
+
     def _set(self, levels: Tensor) -> None:
         self._levels = levels
         self._table = by_byte(levels.float().unsqueeze(-1), self.bits) if self.bits in (2, 4) else None
@@ -98,10 +115,12 @@ class NonUniform(Quantizer):
         return Statistics.of(values, self._nearest(values[:, 0]), 2**self.bits)
 
     def _sample(self, values: Tensor) -> Tensor:
-        if len(values) <= SAMPLES:
-            return values
+        """Of all processes' values, the same in each: so few that each learns from all of them."""
+        length = current().length(values)
+        if length <= SAMPLES:
+            return current().rows(values)
         generator = torch.Generator().manual_seed(self.seed)
-        return values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
+        return current().rows(values, torch.randint(length, (SAMPLES,), generator=generator).to(values.device))
 
     def _nearest(self, x: Tensor) -> Tensor:
         levels = self._levels.float()

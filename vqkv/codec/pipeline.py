@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
+from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import check_packed, pack, unpack
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
@@ -126,6 +127,10 @@ class Quantizer(Part):
         """float32: the value of each code, where a code is one value and means the same wherever it stands."""
         return None
 
+    def read_back(self, y: Tensor) -> Tensor:
+        """What ``load`` would give of what ``store`` would store of rows y, also before ``finalize``."""
+        return self.decode(self.encode(y))
+
     def load(self, payload: Payload) -> Tensor:
         """The inverse. Raises ``FormatError`` for another quantizer's payload."""
         packed = payload_field(payload, "codes", payload.tokens_per_row)
@@ -215,6 +220,12 @@ class Chain(Codec):
             if i < learning[-1]:
                 x, _ = part.encode(x)
 
+    def _learning_state(self) -> dict[str, Tensor]:
+        return collected(self._parts())
+
+    def _load_learning_state(self, state: dict[str, Tensor]) -> None:
+        hand_out(state, self._parts())
+
     def _finalize(self) -> None:
         for _, part in self._parts():
             part.finalize()
@@ -242,6 +253,16 @@ class Chain(Codec):
     def _encode(self, x: Tensor) -> Payload:
         stored, fields = self._stored(x)
         return dataclasses.replace(stored, fields={**stored.fields, **fields}, tokens_per_row=self.tokens_per_row)
+
+    def _read_back(self, x: Tensor) -> Tensor:
+        sides = []
+        for stage in self.stages:
+            x, side = stage.encode(x)
+            sides.append(side)
+        y = self.quantizer.read_back(x)
+        for stage, side in zip(reversed(self.stages), reversed(sides), strict=True):
+            y = stage.decode(y, side)
+        return y
 
     def _decode(self, payload: Payload) -> Tensor:
         found = self._decoded_on_gpu(payload)

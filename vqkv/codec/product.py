@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
@@ -84,6 +85,14 @@ class ProductVQ(Quantizer):
         for piece, codebook in zip(self._pieces, take(state, "codebooks", shape, torch.float16), strict=True):
             piece.load_state({"codebooks": codebook.unsqueeze(0)})
         super().load_state(state)
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """Of each piece, by its number."""
+        return collected((str(i), piece) for i, piece in enumerate(self._pieces))
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Hand every piece its own."""
+        hand_out(state, ((str(i), piece) for i, piece in enumerate(self._pieces)))
 
     def _split(self, x: Tensor) -> list[Tensor]:
         return x.split(self.sub_dim, dim=-1)

@@ -21,6 +21,7 @@ from vqkv.kernels import (
     rvq_statistics,
 )
 from vqkv.learn import Ema, KMeans, Statistics, check_decay
+from vqkv.processes import current
 
 INITS = ("kmeans", "random")
 
@@ -88,18 +89,19 @@ class ResidualVQ(Quantizer):
         if self.codebooks is None:
             self._start(vectors)
         else:
-            self.learn(*self.statistics(vectors))
+            statistics, samples = self.statistics(vectors)
+            self.learn([stage.total() for stage in statistics], samples)
 
     def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
-        """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals."""
+        """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals of all
+        processes' vectors."""
         codes = rvq_encode(x, self.codebooks, self.learning_beam)
-        rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
         if self.learning_beam == 1:
             counted = zip(*rvq_statistics(x, codes, self.codebooks), strict=True)
-            return [Statistics(*stage) for stage in counted], [*self._residuals(x[rows], codes[rows])]
+            return [Statistics(*stage) for stage in counted], [*self._residuals(*self._sample(x, codes))]
         targets = [*self._targets(x, codes)]
         counted = [Statistics.of(target, codes[:, k], self.codebook_size) for k, target in enumerate(targets)]
-        return counted, [target[rows] for target in targets]
+        return counted, self._sample(*targets)
 
     def learn(self, statistics: list[Statistics], samples: list[Tensor]) -> None:
         """One moving-average step of every stage."""
@@ -164,8 +166,39 @@ class ResidualVQ(Quantizer):
         self.codebooks = take(state, "codebooks", shape, torch.float16)
         super().load_state(state)
 
+    def learning_state(self) -> dict[str, Tensor]:
+        """The codebooks as they are, fp32, and the moving averages of all stages."""
+        if self.codebooks is None:
+            return {}
+        averages = [ema.learning_state() for ema in self._emas]
+        return {"codebooks": self.codebooks} | {name: torch.stack([a[name] for a in averages]) for name in averages[0]}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for tensors of another shape or type."""
+        if not state:
+            return
+        state, shape = dict(state), (self.num_quantizers, self.codebook_size, self.group_size)
+        self.codebooks = take(state, "codebooks", shape, torch.float32)
+        averages = {"counts": take(state, "counts", shape[:2], torch.float64)}
+        averages["sums"] = take(state, "sums", shape, torch.float64)
+        if self.revive:
+            size = torch.Generator().get_state().numel()
+            averages["generator"] = take(state, "generator", (self.num_quantizers, size), torch.uint8)
+        self._emas = [Ema(self.decay, revive=self.revive, seed=self.seed + k) for k in range(self.num_quantizers)]
+        for k, ema in enumerate(self._emas):
+            ema.resume(self.codebooks[k], {name: tensor[k] for name, tensor in averages.items()})
+        super().load_learning_state(state)
+
     def _codes(self, x: Tensor) -> Tensor:
         return rvq_encode(x, self.codebooks, self.beam)
+
+    def _sample(self, *tensors: Tensor) -> list[Tensor]:
+        """The same rows of each tensor (rows, ...), evenly spread over all processes' rows; none if none is needed."""
+        if current().count > 1 and not self.revive:
+            return [x[:0] for x in tensors]
+        length = current().length(tensors[0])
+        rows = torch.linspace(0, length - 1, min(length, self.codebook_size), dtype=torch.float32).long()
+        return [current().rows(x, rows) for x in tensors]
 
     def _targets(self, x: Tensor, codes: Tensor):
         """What each stage's codes are to move towards where a beam has weighed stages against each other: what the
@@ -183,7 +216,8 @@ class ResidualVQ(Quantizer):
             yield x
 
     def _start(self, x: Tensor) -> None:
-        sample = residual = before = self._subsample(x)
+        sample = residual = before = self._subsample(x)  # the same in every process
+        length = current().length(x)
         codebooks, self._emas = [], []
         for k in range(self.num_quantizers):
             learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
@@ -192,7 +226,7 @@ class ResidualVQ(Quantizer):
             else:
                 self._fit_stage(learner, k, sample, before, residual)
             codes = learner.assign(residual)
-            counts = Statistics.of(residual, codes, self.codebook_size).counts * (len(x) / len(residual))
+            counts = Statistics.of(residual, codes, self.codebook_size).counts * (length / len(residual))
             self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
             self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
             codebooks.append(learner.codebook)
@@ -224,11 +258,11 @@ class ResidualVQ(Quantizer):
         return torch.cat([left, before[picks.to(before.device)] / 2])
 
     def _subsample(self, x: Tensor) -> Tensor:
-        limit = self.samples_per_code * self.codebook_size
-        if len(x) <= limit:
-            return x
+        limit, length = self.samples_per_code * self.codebook_size, current().length(x)
+        if length <= limit:
+            return current().rows(x)
         generator = torch.Generator().manual_seed(self.seed)
-        return x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
+        return current().rows(x, torch.randperm(length, generator=generator)[:limit].to(x.device))
 
     def _random_codebook(self, stage: int) -> Tensor:
         """Kaiming-uniform over (codebook_size, group_size), as vector-quantize-pytorch draws it."""

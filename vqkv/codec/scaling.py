@@ -11,6 +11,7 @@ from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Affine, Coded, Packed, fused
+from vqkv.learn.moments import channel_moments
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
@@ -242,10 +243,9 @@ class ChannelScale(Stage):
     def partial_fit(self, x: Tensor) -> None:
         """Update the running mean and spread (Chan's parallel formula)."""
         check_heads(x, self._mean)
-        count = x.shape[0] * x.shape[2]
-        mean, total = x.mean(dim=(0, 2)), self._count + count
-        delta = mean - self._mean.to(x.device)
-        self._square = self._square.to(x.device) + (x - mean.unsqueeze(1)).square().sum(dim=(0, 2))
+        count, mean, square = channel_moments(x)
+        total, delta = self._count + count, mean - self._mean.to(x.device)
+        self._square = self._square.to(x.device) + square
         self._square = self._square + delta.square() * (self._count * count / total)
         self._mean, self._count = self._mean.to(x.device) + delta * (count / total), total
         self._scale = (self._square / total).sqrt()
@@ -277,3 +277,18 @@ class ChannelScale(Stage):
         if not (self._scale > 0).all():
             raise FormatError("tensor 'scale' is not positive: the file was altered")
         super().load_state(state)
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """Tokens seen, and their running mean and sum of squared distances from it, per head and channel."""
+        return {"count": torch.tensor(self._count), "mean": self._mean, "square": self._square}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for tensors of another shape or type, or negative ones."""
+        state, shape = dict(state), tuple(self._mean.shape)
+        self._count = int(take(state, "count", (), torch.int64))
+        self._mean, self._square = (take(state, name, shape, torch.float32) for name in ("mean", "square"))
+        if self._count < 0 or (self._square < 0).any():
+            raise FormatError("tensor 'count' or 'square' is negative: the file was altered")
+        if self._count:
+            self._scale = (self._square / self._count).sqrt()
+        super().load_learning_state(state)

@@ -11,6 +11,7 @@ from vqkv.codec.base import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole, ta
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Coded, Packed
+from vqkv.learn.moments import channel_moments
 
 KINDS = ("contiguous", "strided", "random")
 ADMITTED = {  # which divisors of the channels may stand for group_size
@@ -151,10 +152,10 @@ class MeanRemoval(Stage):
     def partial_fit(self, x: Tensor) -> None:
         """Update the running mean."""
         check_heads(x, self._mean)
-        count = x.shape[0] * x.shape[2]
+        count, mean, _ = channel_moments(x)
         self._count += count
         self._mean = self._mean.to(x.device)
-        self._mean = self._mean + (x.mean(dim=(0, 2)) - self._mean) * (count / self._count)
+        self._mean = self._mean + (mean - self._mean) * (count / self._count)
 
     def finalize(self) -> None:
         """Round the mean to fp16. Raises ``DataError`` if it overflows."""
@@ -180,3 +181,16 @@ class MeanRemoval(Stage):
         state = dict(state)
         self._mean = take(state, "mean", tuple(self._mean.shape), torch.float16)
         super().load_state(state)
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """Tokens seen, and their running mean per head and channel."""
+        return {"count": torch.tensor(self._count), "mean": self._mean}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for tensors of another shape or type, or a negative count."""
+        state = dict(state)
+        self._count = int(take(state, "count", (), torch.int64))
+        self._mean = take(state, "mean", tuple(self._mean.shape), torch.float32)
+        if self._count < 0:
+            raise FormatError("tensor 'count' is negative: the file was altered")
+        super().load_learning_state(state)

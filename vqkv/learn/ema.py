@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError
 from vqkv.learn.kmeans import Statistics
 
 
@@ -43,6 +43,20 @@ class Ema:
         smoothed = (self.counts + self.eps) / (total + len(self.counts) * self.eps) * total
         self.codebook = (self.sums / smoothed.unsqueeze(-1)).to(self.codebook.dtype)
         return self.codebook
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """All but the codebook that further steps depend on; with ``revive`` also the generator's state."""
+        state = {"counts": self.counts, "sums": self.sums}
+        return state | ({"generator": self._generator.get_state()} if self.revive else {})
+
+    def resume(self, codebook: Tensor, state: dict[str, Tensor]) -> None:
+        """Go on from the codebook (codebook_size, dim) and the ``learning_state`` that belongs to it. Raises
+        ``FormatError`` for a negative count; the shapes are the caller's to check."""
+        if (state["counts"] < 0).any():
+            raise FormatError("tensor 'counts' is negative: the file was altered")
+        self.codebook, self.counts, self.sums = codebook, state["counts"], state["sums"]
+        if self.revive:
+            self._generator.set_state(state["generator"].cpu().clone())  # torch crashes on a part of a tensor
 
     def _revive(self, samples: Tensor) -> None:
         dead = (self.counts < self.revive_below).nonzero().squeeze(-1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from vqkv.errors import DataError
 from vqkv.kernels import rvq_encode
 from vqkv.kernels.cpu import sums_by_code
+from vqkv.processes import current
 
 
 @dataclass
@@ -22,6 +23,11 @@ class Statistics:
         """Of vectors x (rows, dim) and their codes (rows,): the same bits every time."""
         return cls(*sums_by_code(x, codes, codebook_size))
 
+    def total(self) -> "Statistics":
+        """Added up over all processes."""
+        joined = current().total(torch.cat([self.counts.unsqueeze(-1), self.sums], dim=-1))
+        return Statistics(joined[:, 0], joined[:, 1:])
+
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(self.counts + other.counts, self.sums + other.sums)
 
@@ -31,7 +37,9 @@ class KMeans:
     """Lloyd's algorithm from distinct random vectors.
 
     A cluster that loses all its vectors is moved onto one of the vectors that fit worst, the worst first.
-    Alone: ``fit``. Shared: ``start`` once, then every iteration ``solve`` takes the sum of all ``statistics``.
+    ``fit`` does all. Processes that share a job all give it the same vectors, search for the codes of a part each, and
+    end with the same codebook, bit for bit. Step by step: ``start`` once, then every iteration ``solve`` takes the sum
+    of all ``statistics``.
     """
 
     codebook_size: int
@@ -43,7 +51,7 @@ class KMeans:
         """The codebook (codebook_size, dim) of x (rows, dim). Raises ``DataError`` for too few distinct vectors."""
         self.start(x)
         for _ in range(self.iterations):
-            codes = self.assign(x)
+            codes = self._shared_assign(x)
             self.solve(Statistics.of(x, codes, self.codebook_size), spare=self._worst(x, codes))
         return self.codebook
 
@@ -55,6 +63,10 @@ class KMeans:
     def assign(self, x: Tensor) -> Tensor:
         """Index of the nearest code of every vector."""
         return rvq_encode(x, self.codebook.unsqueeze(0)).squeeze(-1)
+
+    def _shared_assign(self, x: Tensor) -> Tensor:
+        processes = current()
+        return processes.rows(self.assign(x.tensor_split(processes.count)[processes.rank]))
 
     def statistics(self, x: Tensor) -> Statistics:
         """One process's share of an iteration."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.learn.ridge import Ridge
+from vqkv.processes import current
 
 Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 Weights = list[Tensor]  # first (in, hidden), its bias, LayerNorm's gain and shift (hidden,), second (hidden, out), bias
@@ -74,6 +75,8 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
     for x, y in samples():
         ridge.accumulate(x, y)
         power, steps = power + y.double().square().sum(), steps + _parts(x, minibatch)
+    ridge.share()
+    power = current().total(power)
     _check_count(int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1)
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False):  # whose tensors could not be trained
@@ -84,9 +87,10 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
     for _ in range(epochs):
         for x, y in samples():
-            rows = torch.randperm(len(x), generator=generator).to(x.device)
+            rows = torch.randperm(current().length(x), generator=generator)
             for part in rows.tensor_split(_parts(x, minibatch)):
-                _step(weights, optimizer, start, x[part], y[part])
+                mine = current().mine(x, part)
+                _step(weights, optimizer, start, x[mine], y[mine], len(part))
                 schedule.step()
     return start.fold([tensor.detach() for tensor in weights])
 
@@ -102,7 +106,7 @@ def _check_count(samples: int, inputs: int) -> None:
 
 
 def _parts(x: Tensor, minibatch: int) -> int:
-    return math.ceil(len(x) / minibatch)
+    return math.ceil(current().length(x) / minibatch)
 
 
 def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
@@ -120,8 +124,13 @@ def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
     return [tensor.to(linear.device).requires_grad_() for tensor in weights]
 
 
-def _step(weights: Weights, optimizer: torch.optim.Optimizer, start: Start, x: Tensor, y: Tensor) -> None:
+def _step(weights: Weights, optimizer: torch.optim.Optimizer, start: Start, x: Tensor, y: Tensor, count: int) -> None:
+    """One step on this process's part x, y of ``count`` samples."""
     with torch.inference_mode(False), torch.enable_grad():
         optimizer.zero_grad()
-        F.mse_loss(mlp(start.inputs(x.clone()), weights), start.targets(y.clone())).backward()
+        if len(x):
+            loss = F.mse_loss(mlp(start.inputs(x.clone()), weights), start.targets(y.clone()))
+            (loss * (len(x) / count)).backward()
+        for weight in weights:
+            weight.grad = current().total(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         optimizer.step()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError
+from vqkv.processes import current
 
 
 @dataclass
@@ -37,6 +38,13 @@ class Ridge:
         x = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
         xx, xy = x.T @ x, x.T @ y.double()
         self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
+
+    def share(self) -> None:
+        """Add the sums of all processes that share the job; each of them must have seen samples. Once, at the end."""
+        if current().count > 1:
+            if self.xx is None:
+                raise DataError("a process without samples cannot add to the others' sums: use fewer processes")
+            self.xx, self.xy = current().total(self.xx), current().total(self.xy)
 
     def merge(self, other: "Ridge") -> None:
         """Add the sums of ``other``, which may have seen nothing."""

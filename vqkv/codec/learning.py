@@ -1,0 +1,26 @@
+"""What parts have learned so far and not yet frozen, as tensors by name: kept while a long run of learning goes on."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from vqkv.codec.base import Part
+from vqkv.errors import FormatError
+
+Owners = Iterable[tuple[str, Part]]
+
+
+def collected(owners: Owners) -> dict[str, Tensor]:
+    """The ``learning_state`` of every part, as ``owner.name``."""
+    return {f"{owner}.{name}": tensor for owner, part in owners for name, tensor in part.learning_state().items()}
+
+
+def hand_out(state: dict[str, Tensor], owners: Owners) -> None:
+    """``load_learning_state`` of every part with its own tensors of ``state``. Raises ``FormatError`` if some are left,
+    and whatever the parts raise."""
+    left = dict(state)
+    for owner, part in owners:
+        mine = [name for name in left if name.startswith(owner + ".")]
+        part.load_learning_state({name.removeprefix(owner + "."): left.pop(name) for name in mine})
+    if left:
+        raise FormatError(f"unexpected tensors {sorted(left)}: the file was altered or is for another codec")
