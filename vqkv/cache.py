@@ -15,7 +15,7 @@ from vqkv.batch import Batch, Watch
 from vqkv.errors import DataError
 from vqkv.group import Group
 from vqkv.meter import Report, tensor_bytes
-from vqkv.models import position_rotary
+from vqkv.models import layer_devices, position_rotary
 from vqkv.packed_attention import PackedStates, chosen
 from vqkv.positions import Positions, Rotary
 from vqkv.role import Role, Settings
@@ -96,7 +96,7 @@ class CompressedCache(Cache):
         if type(decoded_cache_bytes) is not int or decoded_cache_bytes < 0:
             raise DataError(f"decoded_cache_bytes {decoded_cache_bytes!r} must be a whole number of bytes from 0 on")
         compressor.check(model)
-        compressor.to(model.device)
+        compressor.place(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         settings = _settings(compressor, model, in_place, decoded_cache_bytes)
         module = position_rotary(model) if compressor.settings.pre_rope else None

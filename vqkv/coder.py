@@ -45,7 +45,7 @@ class Prediction:
 def inputs(known: dict[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
     """A predictor's input: the sources' heads side by side, (batch, seq_len, in_features) in float32."""
     none = like.new_empty(like.shape[0], like.shape[2], 0, dtype=torch.float32)
-    return torch.cat([none, *(side_by_side(known[place]).float() for place in sources)], dim=-1)
+    return torch.cat([none, *(side_by_side(known[place]).to(like.device).float() for place in sources)], dim=-1)
 
 
 class Known(dict):

@@ -82,6 +82,15 @@ class Compressor:
             prediction.predictor.to(device)
         return self
 
+    def place(self, devices: list[torch.device]) -> "Compressor":
+        """Move what each layer has learned to that layer's device, in place."""
+        for layer, device in enumerate(devices):
+            for coder in self.coders[layer]:
+                coder.codec.to(device)
+                if coder.prediction is not None:
+                    coder.prediction.predictor.to(device)
+        return self
+
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
         """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
         to another model."""

@@ -268,7 +268,7 @@ def _attention_sums(exact: dict, packed: dict, start: int) -> torch.Tensor:
     rows = []
     for layer in exact:
         x, x_hat = (torch.cat(outputs[layer], 1)[:, start:].double() for outputs in (exact, packed))
-        rows.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]))
+        rows.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu())
     return torch.stack(rows)
 
 

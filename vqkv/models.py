@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 CHANGING_ROPE = ("dynamic", "longrope")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
 # What transformers, safetensors and torch raise for a name or files that cannot be loaded.
@@ -49,24 +50,34 @@ class KVSource:
         return flat.reshape(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
 
 
-def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
+def load_model(
+    name: str,
+    dtype: torch.dtype | str | None = None,
+    device: str | dict = "cpu",
+    trust_remote_code: bool = False,
+    offload_folder: str | None = None,
+):
     """(model, tokenizer) of a bundled reference model, a local folder or a hub name, in evaluation mode.
 
-    ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. Only safetensors weights are read, and no code
-    that comes with a model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name
-    can be loaded.
+    ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
+    device map of ``accelerate`` for a model larger than a card: ``auto`` (all cards, then main memory, then
+    ``offload_folder``), ``balanced``, ``balanced_low_0``, ``sequential``, or a dict from modules to devices. Only
+    safetensors weights are read, and no code that comes with a model is run unless ``trust_remote_code``. Raises
+    ``UnknownNameError`` when nothing of that name can be loaded.
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
     path = BUNDLED.get(name, name)
+    device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
     if dtype is None:
-        dtype = torch.float32 if device == "cpu" else "auto"
+        on_cpu = device == "cpu" or (device_map is not None and not torch.cuda.is_available())
+        dtype = torch.float32 if on_cpu else "auto"
     if isinstance(dtype, str) and dtype != "auto":
         dtype = _dtype(dtype)
     try:
         with _quiet():
-            model, tokenizer = _load(path, dtype, trust_remote_code)
-            model = model.to(device)
+            model, tokenizer = _load(path, dtype, trust_remote_code, device_map, offload_folder)
+            model = model.to(device) if device_map is None else model
     except LOADING_ERRORS as error:
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         if Path(path).is_dir():
@@ -91,7 +102,7 @@ def _quiet():
             logging.enable_progress_bar()
 
 
-def _load(path, dtype, trust_remote_code: bool):
+def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -101,6 +112,8 @@ def _load(path, dtype, trust_remote_code: bool):
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,
+        device_map=device_map,
+        offload_folder=offload_folder,
     )
     if info["missing_keys"]:
         raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
@@ -187,12 +200,22 @@ def describe(model) -> dict:
         "num_kv_heads": sources[0].num_kv_heads,
         "head_dim": sources[0].head_dim,
         "weights": [
-            _sample(parameter)
+            sample
             for source in sources
             for module in dict.fromkeys((source.key_module, source.value_module))
-            for parameter in module.parameters()
+            for sample in _samples(module)
         ],
     }
+
+
+def layer_devices(model) -> list[torch.device]:
+    """Where each layer's keys and values are made; weights that wait in main memory or on a disk are elsewhere."""
+    found = []
+    for source in kv_sources(model):
+        hook = getattr(source.value_module, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        found.append(next(source.value_module.parameters()).device if device is None else torch.device(device))
+    return found
 
 
 def difference(fitted: dict, model) -> str | None:
@@ -209,6 +232,16 @@ def difference(fitted: dict, model) -> str | None:
         if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= ROUNDING * ours.abs().max() < torch.inf:
             return "other key or value weights"
     return None
+
+
+def _samples(module: nn.Module) -> list[list[float]]:
+    """Of each of its parameters; those that a device map keeps elsewhere are fetched for it."""
+    if not hasattr(module, "_hf_hook"):
+        return [_sample(parameter) for parameter in module.parameters()]
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return [_sample(parameter) for parameter in module.parameters()]
 
 
 def _sample(parameter: torch.Tensor) -> list[float]:

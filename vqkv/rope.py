@@ -10,7 +10,7 @@ def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     model's own rotary embedding returns them, any ``rope_type`` and attention scaling included. Channels beyond
     rotary_dim (partial rotary) pass through.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = (table.unsqueeze(1).to(keys.device) for table in (cos, sin))
     turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
     turned = turned * cos + _quarter_turn(turned) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
