@@ -136,7 +136,7 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured, s
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
-            keys, values = capture(model, current().share(batch), batch_size, post_rope=not preset.pre_rope)
+            keys, values = capture(model, current().share(batch), post_rope=not preset.pre_rope)
         for pair, exact in zip(codecs, zip(keys, values, strict=True), strict=True):
             for codec, x in zip(pair, exact, strict=True):
                 if not codec.ready:  # some need no batch at all

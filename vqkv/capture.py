@@ -1,5 +1,6 @@
 """The keys and values of a forward pass, per layer, before RoPE (or after)."""
 
+import inspect
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +9,8 @@ from transformers import DynamicCache
 from vqkv.errors import DataError
 from vqkv.models import KVSource, kv_sources, position_rotary, rotary_embedding
 from vqkv.rope import rotate
+
+PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
 
 @contextmanager
@@ -28,14 +31,16 @@ def recording(model):
 
 
 @torch.inference_mode()
-def capture(model, tokens: torch.Tensor, batch_size: int = 8, post_rope: bool = False):
-    """Keys and values of ``tokens`` (num_seqs, seq_len) in one pass: two lists over layers of
-    (num_seqs, num_kv_heads, seq_len, head_dim), in the model's dtype; the sequences are independent.
+def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
+    """Keys and values of ``tokens`` (num_seqs, seq_len): two lists over layers of (num_seqs, num_kv_heads, seq_len,
+    head_dim), in the model's dtype; the sequences are independent. ``batch_size``: how many go through the model at a
+    time, by default as many as make ``PASS_TOKENS`` tokens.
 
     ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. Raises ``DataError`` for an empty
     input or if the model made NaN or infinity.
     """
     check_tokens(model, tokens)
+    batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)
     one_pass = _post_rope_pass if post_rope else _pre_rope_pass
     passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
@@ -88,13 +93,18 @@ def check_rope(model, tokens: torch.Tensor) -> None:
 
 def _pre_rope_pass(model, tokens):
     with recording(model) as record:
-        model(tokens, use_cache=False)
+        model(tokens, use_cache=False, **_few_logits(model))
     return [record[i][0][0] for i in sorted(record)], [record[i][1][0] for i in sorted(record)]
 
 
 def _post_rope_pass(model, tokens):
-    cache = model(tokens, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    cache = model(tokens, past_key_values=DynamicCache(), use_cache=True, **_few_logits(model)).past_key_values
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+
+
+def _few_logits(model) -> dict:
+    """Logits of a vocabulary of 128,000 would take more memory than all keys and values."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _hook(source: KVSource, part: int, into: list):

@@ -12,6 +12,15 @@ class UnknownNameError(ValueError):
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}")
 
+    def __reduce__(self):  # from a worker process it comes back with its words, not to be put together again
+        return _with_words, (type(self), str(self))
+
+
+def _with_words(kind: type, words: str):
+    error = kind.__new__(kind)
+    error.args = (words,)
+    return error
+
 
 class FormatError(ValueError):
     """A file that is truncated, altered, of another version, or made for something else."""

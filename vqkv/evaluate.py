@@ -18,6 +18,7 @@ from vqkv.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "values", "cache_bytes", "seq_len", "side_bytes")  # of a cache's report
+LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
 
 
@@ -31,7 +32,7 @@ def evaluate(
     chunk_size: int = 32,
     prompt_len: int | None = None,
     step_size: int = 1,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     reconstruction: bool = True,
     per_sequence: bool = False,
     checkpoint=None,
@@ -42,8 +43,9 @@ def evaluate(
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest ``step_size`` tokens at a time). ``reconstruction``: whether to measure the MSE
-    of K and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
+    them, then decode and score the rest ``step_size`` tokens at a time). ``batch_size``: sequences at a time, by
+    default 8, or as few as keep logits below ``LOGITS`` values. ``reconstruction``: whether to measure the MSE of K
+    and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
 
     Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
     relative MSE of K, V and attention output, and the byte meter's numbers.
@@ -62,6 +64,8 @@ def evaluate(
         raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
     if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
         raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
+    if batch_size is None:
+        batch_size = scored_at_once(model.config.get_text_config().vocab_size, tokens.shape[1])
     check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     batches = tokens.split(batch_size)
@@ -79,6 +83,11 @@ def evaluate(
     if per_sequence:
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
     return row | (_reconstruction_summary(totals) if reconstruction else {})
+
+
+def scored_at_once(vocab_size: int, seq_len: int) -> int:
+    """Sequences that make at most ``LOGITS`` logits; 8 are enough."""
+    return max(1, min(8, LOGITS // (vocab_size * seq_len)))
 
 
 def _steps(checkpoint, model, compressor, tokens: Tensor, batch_size: int, scored: list) -> Checkpoint | None:
@@ -146,7 +155,7 @@ def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: in
 
 def _reconstruction(model, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
-    keys, values = capture(model, batch, len(batch), post_rope=not compressor.settings.pre_rope)
+    keys, values = capture(model, batch, post_rope=not compressor.settings.pre_rope)
     known, sums = compressor.new_pass(), {"key_mse": [], "value_mse": []}
     for layer, exact in enumerate(zip(keys, values, strict=True)):
         stored = compressor.reconstruct(layer, *exact, known)

@@ -107,7 +107,7 @@ class CapturedTokens(Spill):
             if self.has(last, number):
                 continue
             mine = self.processes.share(batch)
-            for role, layers in zip(("key", "value"), capture(model, mine, len(mine), self.post_rope), strict=True):
+            for role, layers in zip(("key", "value"), capture(model, mine, None, self.post_rope), strict=True):
                 for layer, x in enumerate(layers):
                     self.put((role, layer), number, x)
 

@@ -21,6 +21,7 @@ import typer
 import yaml
 from tqdm import tqdm
 
+from vqkv.cluster import check, local_cluster
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.tables import digest, repository_root, write_atomically
 
@@ -33,7 +34,9 @@ class Study:
     """What to run and where: the notebooks of ``root``, a profile, further parameters, an output folder.
 
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
-    parameters, else ``runs/<profile>-<hash of the parameters>``. All bad input is found here, before anything runs.
+    parameters, else ``runs/<profile>-<hash of the parameters>``. ``scheduler`` (the address of a Dask scheduler) or
+    ``workers`` (processes on this machine) compute the tables' rows, but for timings. All bad input is found here,
+    before anything runs.
     """
 
     root: Path | None = None
@@ -43,6 +46,8 @@ class Study:
     out: Path | None = None
     recompute: bool = False
     profiles: Path = PROFILES
+    scheduler: str = ""
+    workers: int = 0
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
@@ -58,11 +63,12 @@ class Study:
         self.target = self.root if self.in_place else Path(other).resolve()
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
+        check(self.scheduler, self.workers)
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
         failures = {}
-        with tqdm(self.notebooks, unit="notebook", file=sys.stderr) as bar:
+        with self._cluster(), tqdm(self.notebooks, unit="notebook", file=sys.stderr) as bar:
             for path in bar:
                 bar.set_description(path.stem)
                 try:
@@ -70,6 +76,13 @@ class Study:
                 except Exception as error:  # a failing page, or a dead kernel, must not stop the others
                     failures[path.stem] = str(error)
         return failures
+
+    @contextlib.contextmanager
+    def _cluster(self):
+        """One cluster for all notebooks: the kernels find its scheduler's address in their environment."""
+        started = local_cluster(self.workers) if self.workers else contextlib.nullcontext(self.scheduler)
+        with started as address, environment(**_steering(address)):
+            yield
 
     def run_one(self, path: Path) -> Path:
         """Execute one notebook in a temporary file and move it to its place; what was there stays if it fails."""
@@ -109,6 +122,10 @@ class Study:
                 coalesce_streams=True,
                 allow_error_names=[] if self.in_place else ["AssertionError"],
             )
+
+
+def _steering(address: str) -> dict[str, str]:
+    return {"VQKV_SCHEDULER": address, "VQKV_WORKERS": ""} if address else {}
 
 
 def all_notebooks(folder: Path) -> list[Path]:
@@ -267,6 +284,17 @@ def describe(root: Path) -> str:
     return "\n".join([*lines, "profiles: " + ", ".join(sorted(path.stem for path in PROFILES.glob("*.yaml")))])
 
 
+def _show(study: Study) -> None:
+    """What a study would do, page by page; ends with 1 where something cannot be reached."""
+    from vqkv.dry_run import DryRun  # loads torch, which else only the kernels do
+
+    found = DryRun({path.stem: notebook_parameters(path) | study.injected[path] for path in study.notebooks})
+    typer.echo("\n".join(found.lines))
+    for reason in found.missing:
+        typer.echo(f"cannot be reached: {reason}", err=True)
+    raise typer.Exit(1 if found.missing else 0)
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -277,16 +305,24 @@ def main(
     parameter: Annotated[list[str], typer.Option("-p", metavar="NAME=VALUE", help="One parameter.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Folder for notebooks, results and figures.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables anew.")] = False,
+    scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
+    workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
     show: Annotated[bool, typer.Option("--list", help="Show notebooks, parameters and profiles.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; reach for it.")] = False,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
         if show:
             return typer.echo(describe(repository_root()))
-        study = Study(only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute)
-    except ValueError as error:
+        study = Study(
+            only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute,
+            scheduler=scheduler, workers=workers,
+        )  # fmt: skip
+    except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+    if dry_run:
+        return _show(study)
     failures = study.run()
     for name, error in failures.items():
         typer.echo(f"\n{name} failed: {error}", err=True)
