@@ -276,7 +276,7 @@ def page_memory(page: str, parameters: dict, size: ModelSize) -> dict[str, int]:
     )
     stored = size.footprint(preset)
     training = min(BATCH, parameters.get("train_seqs", 0)) * min(parameters.get("seq_len", seq_len), size.positions)
-    for_each = 2 * size.item_bytes + 2 * 4 if page in SCORED else size.item_bytes
+    for_each = 2 * size.item_bytes + 2 * 4 if page in SCORED else 0
     logits = size.vocab_size * batch * seq_len * for_each  # calibration makes none
     return {
         "weights": stored.weights,
