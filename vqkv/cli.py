@@ -1,7 +1,8 @@
-"""``vqkv calibrate | evaluate | inspect``."""
+"""``vqkv calibrate | finetune | evaluate | tasks | lm-eval | inspect``."""
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,9 @@ from vqkv.compressor import Compressor
 from vqkv.corpus import load_corpus
 from vqkv.errors import DataError, FormatError
 from vqkv.evaluate import evaluate
+from vqkv.finetune import finetune
 from vqkv.models import load_model
+from vqkv.processes import launched
 from vqkv.snapshot_forms import dtype_name
 from vqkv.snapshot_layout import SIZES
 from vqkv.snapshots import MAGIC, SnapshotReader
@@ -23,7 +26,8 @@ app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pret
 
 Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
 Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, or a data set's name")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
+BatchSize = Annotated[int, typer.Option(help="sequences that are captured or scored at a time")]
 READABLE = (
     "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
     "stream (SnapshotWriter)"
@@ -43,15 +47,62 @@ def calibrate_command(
     seed: int = 0,
     device: Device = "cpu",
     dtype: Dtype = "",
+    batch_size: BatchSize = 8,
 ) -> None:
-    """Fit a preset to a model and save the compressor."""
-    with _plain_errors():
+    """Fit a preset to a model and save the compressor. Killed, the same command goes on where it was, out of the folder
+    OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
+    with _plain_errors(), launched() as processes:
         wanted = presets.make(preset, **_assignments(parameter))
-        loaded, tokenizer = load_model(model, dtype or None, device)
+        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
         tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
-        compressor = calibrate(loaded, tokens, wanted)
-        compressor.save_pretrained(out)
-        typer.echo(f"{compressor} -> {out}")
+        checkpoint = out.with_name(out.name + ".checkpoint")
+        compressor = calibrate(loaded, tokens, wanted, batch_size, checkpoint=checkpoint)
+        if processes.first:
+            compressor.save_pretrained(out)
+            shutil.rmtree(checkpoint)
+            typer.echo(f"{compressor} -> {out}")
+
+
+@app.command("finetune")
+def finetune_command(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="folder for the fine-tuned model (OUT/model) and OUT/compressor")],
+    preset: Annotated[
+        str, typer.Option(help="vqllm, higgs, or none: the control, the same steps without quantization")
+    ] = "vqllm",
+    parameter: Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")] = [],  # noqa: B006
+    lr: Annotated[float, typer.Option(help="constant learning rate")] = 1e-5,
+    corpus: Corpus = "python-stdlib",
+    num_seqs: int = 408,
+    seq_len: int = 512,
+    seed: int = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    batch_size: Annotated[int, typer.Option(help="sequences of a step; the first batch initialises the codebooks")] = 8,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="sequences that go through the model at a time; default: a whole batch")
+    ] = None,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="less memory, more time")] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="steps")] = 1,
+) -> None:
+    """Train a model's attention blocks to read a quantized cache; save both. Killed, the same command goes on where it
+    was, out of the folder OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
+    with _plain_errors(), launched() as processes:
+        wanted = None if preset == "none" else presets.make(preset, **_assignments(parameter))
+        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
+        tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
+        checkpoint = out.with_name(out.name + ".checkpoint")
+        made = finetune(
+            loaded, tokens, wanted, lr, batch_size, micro_batch, gradient_checkpointing, checkpoint,
+            checkpoint_every,
+        )  # fmt: skip
+        if processes.first:
+            loaded.save_pretrained(out / "model")
+            tokenizer.save_pretrained(out / "model")
+            if made.compressor is not None:
+                made.compressor.save_pretrained(out / "compressor")
+            shutil.rmtree(checkpoint)
+            typer.echo(f"{len(made.losses)} steps, loss {made.losses[0]:.4f} -> {made.losses[-1]:.4f}: {out}")
 
 
 @app.command("evaluate")
@@ -65,13 +116,65 @@ def evaluate_command(
     seed: int = 0,
     device: Device = "cpu",
     dtype: Dtype = "",
+    batch_size: Annotated[int | None, typer.Option(help="sequences at a time")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="folder that keeps finished batches, to go on if killed")
+    ] = None,
 ) -> None:
-    """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row."""
-    with _plain_errors():
-        loaded, tokenizer = load_model(model, dtype or None, device)
+    """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row. Under
+    `accelerate launch` or `torchrun` the processes take turns at the batches."""
+    with _plain_errors(), launched() as processes:
+        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
         tokens = load_corpus(corpus, tokenizer, "test", seq_len, num_seqs, seed)
-        row = evaluate(loaded, Compressor.from_pretrained(compressor), tokens, protocol)
-        typer.echo(json.dumps(row, indent=1))
+        fitted = Compressor.from_pretrained(compressor)
+        row = evaluate(loaded, fitted, tokens, protocol, batch_size=batch_size, checkpoint=checkpoint)
+        if processes.first:
+            typer.echo(json.dumps(row, indent=1))
+
+
+@app.command("tasks")
+def tasks_command(
+    model: Model,
+    compressor: Annotated[
+        str, typer.Option(help="folder written by `vqkv calibrate`; without it the cache stays as it is")
+    ] = "",
+    task: Annotated[
+        list[str],
+        typer.Option(
+            "--task",
+            "-t",
+            help="a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable",
+        ),
+    ] = ["local"],  # noqa: B006
+    num_fewshot: Annotated[int, typer.Option(help="examples in the prompt; -1: the suite's, or the task's own")] = -1,
+    limit: Annotated[int, typer.Option(help="only the first documents of each task; 0: all")] = 0,
+    protocol: Annotated[str, typer.Option(help="in_place or chunked")] = "chunked",
+    chunk_size: int = 32,
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    batch_size: BatchSize = 8,
+) -> None:
+    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options."""
+    with _plain_errors():
+        from vqkv.harness import run_tasks  # lm_eval takes seconds to import
+
+        loaded, tokenizer = load_model(model, dtype or None, device)
+        fitted = Compressor.from_pretrained(compressor) if compressor else None
+        shots = None if num_fewshot < 0 else num_fewshot
+        rows = run_tasks(loaded, tokenizer, fitted, task, shots, limit or None, protocol, chunk_size, batch_size)
+        typer.echo(json.dumps(rows, indent=1))
+
+
+@app.command(
+    "lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def lm_eval_command(context: typer.Context) -> None:
+    """lm_eval's own command line, all options as there, with `--model vqkv --model_args pretrained=MODEL,
+    compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_code_cloze, ...)."""
+    with _plain_errors():
+        from vqkv.harness.command import main
+
+        main(context.args)
 
 
 @app.command("inspect")

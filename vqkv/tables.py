@@ -11,9 +11,13 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -22,6 +26,23 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.machine import processor
 
 RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
+
+
+@dataclass
+class Work:
+    """Where the function of a table keeps what it has finished: ``folder`` is there for later runs of the same table
+    until it is stored. ``earlier_seconds``: what such an earlier run took for what this one found there."""
+
+    folder: Path
+    earlier_seconds: float = 0.0
+
+
+_work: ContextVar[Work | None] = ContextVar("vqkv_work", default=None)
+
+
+def work() -> Work | None:
+    """Of the table that is being computed; None outside ``table``."""
+    return _work.get()
 
 
 def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
@@ -39,8 +60,11 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
     record, start = _describe(name, function, wanted), time.perf_counter()
-    frame = function(**parameters)
-    _store(root, name, frame, record | {"wall_seconds": round(time.perf_counter() - start, 2)})
+    with _working(root, record, recompute) as unfinished:
+        frame = function(**parameters)
+    seconds = time.perf_counter() - start + unfinished.earlier_seconds
+    _store(root, name, frame, record | {"wall_seconds": round(seconds, 2)})
+    _clear(unfinished.folder)
     return _load(root, name, _provenance(root, name), fresh=True)
 
 
@@ -132,6 +156,24 @@ def _remedy(name: str) -> str:
         f"Restore it with `git checkout -- results/{name}.csv results/{name}.json`, "
         "or recompute it with `python -m vqkv.study --recompute`."
     )
+
+
+@contextmanager
+def _working(root: Path, record: dict, recompute: bool) -> Iterator[Work]:
+    """What ``work()`` gives meanwhile: a place for this table, of these parameters, computed in this way."""
+    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
+    token = _work.set(Work(root / "results" / ".rows" / record["name"] / digest(same)))
+    try:
+        yield _work.get()
+    finally:
+        _work.reset(token)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what led to a stored table, and to others of its name, which no run would go on from."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    with suppress(OSError):  # not empty: other tables are being computed
+        folder.parent.parent.rmdir()
 
 
 def _provenance(root: Path, name: str) -> dict | None:

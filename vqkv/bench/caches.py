@@ -98,6 +98,15 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
     }
 
 
+def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
+    """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
+    known = [*THEIRS, *ours(codebook_sizes), KEPT]
+    for label in systems:
+        if label not in known:
+            raise UnknownNameError("system", label, known)
+    return [label for label in known if label in (systems or known)]
+
+
 def contenders(
     model,
     tokens: torch.Tensor,
@@ -109,20 +118,15 @@ def contenders(
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: transformers' caches, those
     aside whose packages are missing, and presets fitted to the model on ``tokens`` (num_seqs, seq_len), all at once.
     Raises ``UnknownNameError`` for another label."""
-    wanted = ours(codebook_sizes, kmeans_iterations, seed)
-    known = [*THEIRS, *wanted, KEPT]
-    for label in systems:
-        if label not in known:
-            raise UnknownNameError("system", label, known)
-    chosen = set(systems or known)
-    needed = chosen | {"quanto 4"} if KEPT in chosen else chosen
-    found = _theirs(chosen)
+    wanted, labels = ours(codebook_sizes, kmeans_iterations, seed), set(chosen(systems, codebook_sizes))
+    needed = labels | {"quanto 4"} if KEPT in labels else labels
+    found = _theirs(labels)
     mine = [(label, preset) for label, preset in wanted.items() if label in needed]
     for label, preset in tqdm(mine, desc="calibrate", leave=False, disable=None):
         found[label] = calibrate(model, tokens, preset, len(tokens), progress=False)
-    if KEPT in chosen:
+    if KEPT in labels:
         found[KEPT] = KeepingDecoded(found["quanto 4"])
-    return {label: system for label, system in found.items() if label in chosen}
+    return {label: system for label, system in found.items() if label in labels}
 
 
 def _theirs(chosen: set[str]) -> dict:

@@ -1,11 +1,15 @@
 """What every experiment needs: models and tokens whose fingerprints go into the provenance, rows as a DataFrame."""
 
+from typing import NamedTuple
+
 import pandas as pd
+import torch
 
 from vqkv.corpus import fingerprint as corpus_fingerprint
 from vqkv.corpus import load_corpus
 from vqkv.models import fingerprint as model_fingerprint
 from vqkv.models import load_model
+from vqkv.sweep import per_process
 
 
 def load(name: str, dtype: str, device: str, sources: dict):
@@ -20,6 +24,44 @@ def draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources):
     tokens = load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
     sources[f"corpus {corpus} {split} {num_seqs}x{seq_len} seed {seed}"] = corpus_fingerprint(tokens)
     return tokens
+
+
+class Subject(NamedTuple):
+    """What most cases of a sweep begin with; ``sources`` has the hashes of model and tokens."""
+
+    model: object
+    tokenizer: object
+    train: torch.Tensor
+    test: torch.Tensor
+    sources: dict
+
+
+def subject(
+    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None
+) -> Subject:
+    """A model and its calibration and held-out tokens, ``train`` and ``test`` as (num_seqs, seq_len); all arguments are
+    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given."""
+    model, tokenizer, sources = loaded(name=name, dtype=dtype, device=device)
+    how = {"name": name, "dtype": dtype, "device": device, "corpus": corpus}
+    seeds = {"train": seed, "test": seed if test_seed is None else test_seed}
+    texts = [_text(split=split, size=size, seed=seeds[split], **how) for split, size in zip(seeds, (train, test))]
+    for _, drawn in texts:
+        sources = sources | drawn
+    return Subject(model, tokenizer, *(tokens for tokens, _ in texts), sources)
+
+
+@per_process(maxsize=1)
+def loaded(name: str, dtype: str, device: str):
+    """Model, tokenizer and sources, once for the cases of a sweep that need them."""
+    sources = {}
+    return *load(name, dtype, device, sources), sources
+
+
+@per_process(maxsize=2)
+def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: list[int], seed: int):
+    sources = {}
+    _, tokenizer, _ = loaded(name=name, dtype=dtype, device=device)
+    return draw(corpus, tokenizer, split, size[1], size[0], seed, sources), sources
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
@@ -12,9 +11,10 @@ from vqkv.codec.pipeline import Chain
 from vqkv.codec.residual import ResidualVQ
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate, reconstruction_error
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import frame, subject
 from vqkv.metrics import relative_mse
 from vqkv.recall import RecallTask
+from vqkv.sweep import per_process, sweep
 
 
 def gaussian_depth(
@@ -26,19 +26,22 @@ def gaussian_depth(
     One row per codebook size, beam, depth and seed. ``bits_per_value`` counts codes only; the bound at that rate is
     2^(-2 bits).
     """
-    rows = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
-        for size in tqdm(codebook_sizes, desc="Gaussian", disable=None):
-            codec = Chain([], ResidualVQ(max(depths), size, group_size, seed=seed)).fit(train)
-            for beam, depth in itertools.product(beams, depths):
-                cut = recut(codec, depth, beam)
-                error = relative_mse(test, cut.decode(cut.encode(test)))
-                bits = depth * cut.quantizer.code_bits / group_size
-                label = {"codebook_size": size, "beam": beam, "num_quantizers": depth, "seed": seed}
-                rows.append(label | {"bits_per_value": bits, "mse": error})
-    return frame(rows, {})
+    settings = {"depths": depths, "beams": beams, "group_size": group_size, "vectors": vectors, "held_out": held_out}
+    cases = [{"seed": seed, "codebook_size": size} for seed in seeds for size in codebook_sizes]
+    return frame(*sweep(_gaussian_rows, cases, settings, "Gaussian"))
+
+
+def _gaussian_rows(seed: int, codebook_size: int, depths, beams, group_size: int, vectors: int, held_out: int):
+    generator, rows = torch.Generator().manual_seed(seed), []
+    train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
+    codec = Chain([], ResidualVQ(max(depths), codebook_size, group_size, seed=seed)).fit(train)
+    for beam, depth in itertools.product(beams, depths):
+        cut = recut(codec, depth, beam)
+        error = relative_mse(test, cut.decode(cut.encode(test)))
+        bits = depth * cut.quantizer.code_bits / group_size
+        label = {"codebook_size": codebook_size, "beam": beam, "num_quantizers": depth, "seed": seed}
+        rows.append(label | {"bits_per_value": bits, "mse": error})
+    return rows, {}
 
 
 def residual_depth(
@@ -51,26 +54,43 @@ def residual_depth(
     Codebooks are learned once per size, greedily; a shallower quantizer is the first stages of the deepest, which is
     what learning fewer stages gives, and a beam is the encoder's alone.
     """
-    sources = {}
-    loaded, tokenizer = load(model, dtype, device, sources)
-    train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-    test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-    recall = RecallTask(tokenizer).batch(seq_len, recall_seqs, 0)
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},
+        "quantizer": {"group_size": group_size, "kmeans_iterations": kmeans_iterations, "deepest": max(depths)},
+        "recall_seqs": recall_seqs,
+        "chunk_size": chunk_size,
+    }
+    cases = [
+        {"codebook_size": size, "beam": beam, "num_quantizers": depth}
+        for size, beam, depth in itertools.product(codebook_sizes, beams, depths)
+    ]
+    return frame(*sweep(_depth_row, cases, settings, "depth"))
+
+
+def _depth_row(
+    codebook_size: int, beam: int, num_quantizers: int, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int
+):
+    found = subject(**who)
+    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
+    deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
+    codecs = [tuple(recut(codec, num_quantizers, beam) for codec in pair) for pair in deepest.codecs]
+    compressor = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
     settings = {"chunk_size": chunk_size, "reconstruction": False}
-    rows = []
-    for size in tqdm(codebook_sizes, desc="depth", disable=None):
-        preset = presets.vqllm(max(depths), size, group_size, seed=seed, kmeans_iterations=kmeans_iterations)
-        deepest = calibrate(loaded, train, preset, batch_size=train_seqs, progress=False)
-        for beam, depth in tqdm([*itertools.product(beams, depths)], desc=f"{size} codes", leave=False, disable=None):
-            codecs = [tuple(recut(codec, depth, beam) for codec in pair) for pair in deepest.codecs]
-            compressor = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
-            row = evaluate(loaded, compressor, test, **settings)
-            hits = evaluate(loaded, compressor, recall.tokens, answers=recall.answers, **settings)
-            row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
-            row |= reconstruction_error(loaded, compressor, test[:1])
-            label = {"model": model, "codebook_size": size, "beam": beam, "num_quantizers": depth}
-            rows.append(label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)})
-    return frame(rows, sources)
+    row = evaluate(found.model, compressor, found.test, **settings)
+    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings)
+    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row |= reconstruction_error(found.model, compressor, found.test[:1])
+    label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}
+    return [label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}], found.sources
+
+
+@per_process(maxsize=1)
+def _deepest(codebook_size: int, deepest: int, group_size: int, kmeans_iterations: int, who: dict) -> Compressor:
+    found = subject(**who)
+    learning = {"seed": who["seed"], "kmeans_iterations": kmeans_iterations}
+    preset = presets.vqllm(deepest, codebook_size, group_size, **learning)
+    return calibrate(found.model, found.train, preset, batch_size=who["train"][0], progress=False)
 
 
 def recut(codec: Codec, num_quantizers: int, beam: int) -> Codec:

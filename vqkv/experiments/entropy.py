@@ -3,13 +3,13 @@
 import statistics
 
 import torch
-from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.capture import capture
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import frame, subject
 from vqkv.metrics import code_perplexity
+from vqkv.sweep import sweep
 
 
 def code_entropy(
@@ -22,28 +22,36 @@ def code_entropy(
     stage (``by_stage``), one for each place in a token (``by_place``; ``table_bytes`` of side information), and the
     latter updated while coding (``adaptive``). Means over layers.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        shared = {"codebook_size": codebook_size, "seed": seed}
-        for label, preset in {
-            "VQ of 8 values": presets.vq(8, **shared),
-            "2 residual stages of 8 values": presets.rvq2(**shared),
-            "residual VQ": presets.vqllm(num_quantizers, **shared),
-        }.items():
-            fitted = {
-                context: calibrate(model, train, presets.entropy_coded(preset, context=context), progress=False)
-                for context in ("stage", "position")
-            }
-            roles = capture(model, test, post_rope=not preset.pre_rope)
-            for i, role in enumerate(("key", "value")):
-                codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted.values()]
-                layers = tqdm(list(zip(*codecs, roles[i], strict=True)), desc=label, leave=False, disable=None)
-                found = [_layer(*codecs, x.float()) for *codecs, x in layers]
-                rows += [{"model": name, "codec": label, "role": role} | row for row in _mean_rows(found)]
-    return frame(rows, sources)
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "quantizer": {"codebook_size": codebook_size, "num_quantizers": num_quantizers, "seed": seed},
+    }
+    cases = [{"model": name, "codec": codec} for name in models for codec in _codecs(**settings["quantizer"])]
+    return frame(*sweep(_rows, cases, settings, "entropy"))
+
+
+def _rows(model: str, codec: str, who: dict, quantizer: dict):
+    found, preset, rows = subject(**who, name=model), _codecs(**quantizer)[codec], []
+    fitted = [
+        calibrate(found.model, found.train, presets.entropy_coded(preset, context=context), progress=False)
+        for context in ("stage", "position")
+    ]
+    roles = capture(found.model, found.test, post_rope=not preset.pre_rope)
+    for i, role in enumerate(("key", "value")):
+        codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted]
+        layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
+        rows += [{"model": model, "codec": codec, "role": role} | row for row in _mean_rows(layers)]
+    return rows, found.sources
+
+
+def _codecs(codebook_size: int, num_quantizers: int, seed: int) -> dict[str, presets.Preset]:
+    shared = {"codebook_size": codebook_size, "seed": seed}
+    return {
+        "VQ of 8 values": presets.vq(8, **shared),
+        "2 residual stages of 8 values": presets.rvq2(**shared),
+        "residual VQ": presets.vqllm(num_quantizers, **shared),
+    }
 
 
 def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:

@@ -4,26 +4,27 @@ import math
 
 import pandas as pd
 import torch
-from tqdm import tqdm
 
-from vqkv.bench.caches import REFERENCE, contenders, stored_bytes
+from vqkv.bench.caches import REFERENCE, chosen, contenders, stored_bytes
 from vqkv.bench.generation import latency
 from vqkv.bench.peak import peak_memory
 from vqkv.errors import DataError
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import frame, loaded, subject
 from vqkv.metrics import token_kl, token_nll
 from vqkv.models import rotary_embedding
+from vqkv.sweep import sweep
 
 BLOCK = 128  # tokens: every system packs in blocks that divide it
 
 
 def generation_latency(**settings) -> pd.DataFrame:
-    """See ``vqkv.bench.generation.latency``: times, which no two runs have alike."""
+    """See ``vqkv.bench.generation.latency``: times, which no two runs have alike, and no case of a sweep: one system
+    after another on one machine that does nothing else."""
     return frame(latency(**settings), {})
 
 
 def generation_peak(**settings) -> pd.DataFrame:
-    """See ``vqkv.bench.peak.peak_memory``: resident memory, which differs a little from run to run."""
+    """See ``vqkv.bench.peak.peak_memory``: resident memory, which differs a little from run to run; nor a sweep."""
     return frame(peak_memory(**settings), {})
 
 
@@ -42,17 +43,26 @@ def memory_growth(
     """
     if not generated or any(type(n) is not int or n < 0 or n % BLOCK for n in generated):
         raise DataError(f"generated {generated!r}: give multiples of {BLOCK} tokens")
-    sources = {}
-    loaded, tokenizer = load(model, dtype, device, sources)
-    train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-    text = draw(corpus, tokenizer, "test", BLOCK + max(generated), max(batches), seed, sources)
-    found = contenders(loaded, train, systems, codebook_sizes, kmeans_iterations, seed)
-    rows = []
-    for label, system in tqdm(found.items(), desc="memory", leave=False, disable=None):
-        for batch in batches:
-            growth = _growth(loaded, system, text[:batch].to(loaded.device), generated)
-            rows += [{"model": model, "system": label, "batch": batch} | row for row in growth]
+    texts = {"train": [train_seqs, seq_len], "test": [max(batches), BLOCK + max(generated)], "seed": seed}
+    settings = {
+        "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},
+        "fit": {"codebook_sizes": codebook_sizes, "kmeans_iterations": kmeans_iterations, "seed": seed},
+        "generated": generated,
+        "batches": batches,
+    }
+    cases = [{"label": label} for label in chosen(systems, codebook_sizes)]
+    rows, sources = sweep(_memory_rows, cases, settings, "memory")
     return frame(_with_ratio(rows), sources)
+
+
+def _memory_rows(label: str, who: dict, fit: dict, generated: list[int], batches: list[int]):
+    """None for transformers' cache with a package that is missing."""
+    found, rows = subject(**who), []
+    for system in contenders(found.model, found.train, [label], **fit).values():
+        for batch in batches:
+            growth = _growth(found.model, system, found.test[:batch].to(found.model.device), generated)
+            rows += [{"model": who["name"], "system": label, "batch": batch} | row for row in growth]
+    return rows, found.sources
 
 
 @torch.inference_mode()
@@ -104,33 +114,45 @@ def loss_by_position(
     exact model) are nats per token, ``nll_added`` is the difference from ``nll_exact``, each with the standard error
     of its mean over sequences (``_se``). Presets are fitted on ``train_seqs`` sequences of ``seq_len`` tokens.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        length = longest if rotary_embedding(model) else min(longest, model.config.max_position_embeddings)
-        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", length, num_seqs, seed, sources)
-        compared = contenders(model, train, systems, codebook_sizes, kmeans_iterations, seed)
-        found = {label: [] for label in compared}
-        for batch in tqdm(test.to(model.device).split(batch_size), desc=name, leave=False, disable=None):
-            for label, losses in _losses(model, compared, batch, chunk_size):
-                found[label].append(losses)
-        for label, losses in found.items():
-            about = {"model": name, "trained": model.config.max_position_embeddings, "system": label}
-            rows += [about | row for row in _by_bucket(torch.cat(losses, 1), bucket)]
-    return frame(rows, sources)
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, longest], "seed": seed}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "fit": {"codebook_sizes": codebook_sizes, "kmeans_iterations": kmeans_iterations, "seed": seed},
+        "feed": {"chunk_size": chunk_size, "batch_size": batch_size},
+        "bucket": bucket,
+    }
+    cases = [{"model": name, "label": label} for name in models for label in chosen(systems, codebook_sizes)]
+    return frame(*sweep(_position_rows, cases, settings, "position"))
+
+
+def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, bucket: int):
+    """None for transformers' cache with a package that is missing."""
+    found, rows = _long_texts(who | {"name": model}), []
+    for system in contenders(found.model, found.train, [label], **fit).values():
+        losses = torch.cat([*_losses(found.model, system, found.test.to(found.model.device), **feed)], 1)
+        about = {"model": model, "trained": found.model.config.max_position_embeddings, "system": label}
+        rows += [about | row for row in _by_bucket(losses, bucket)]
+    return rows, found.sources
+
+
+def _long_texts(who: dict):
+    """Held-out sequences no longer than a model with learned positions has."""
+    model, _, _ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
+    num_seqs, length = who["test"]
+    if rotary_embedding(model) is None:
+        length = min(length, model.config.max_position_embeddings)
+    return subject(**who | {"test": [num_seqs, length]})
 
 
 @torch.inference_mode()
-def _losses(model, systems: dict, tokens: torch.Tensor, chunk_size: int):
-    """Yields each system's label with its NLL, the exact one and KL: (3, num_seqs, seq_len - 1)."""
-    exact, targets = model(tokens, use_cache=False).logits[:, :-1], tokens[:, 1:]
-    known = token_nll(exact, targets)
-    for label, system in systems.items():
+def _losses(model, system, tokens: torch.Tensor, chunk_size: int, batch_size: int):
+    """Yields, batch by batch, the NLL with a system, the exact one and KL: (3, num_seqs, seq_len - 1)."""
+    for batch in tokens.split(batch_size):
+        exact, targets = model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
         cache = system.new_cache(model)
-        pieces = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(chunk_size, dim=1)]
+        pieces = [model(x, past_key_values=cache, use_cache=True).logits for x in batch.split(chunk_size, dim=1)]
         logits = torch.cat(pieces, 1)[:, :-1]
-        yield label, torch.stack([token_nll(logits, targets), known, token_kl(exact, logits)]).cpu()
+        yield torch.stack([token_nll(logits, targets), token_nll(exact, targets), token_kl(exact, logits)]).cpu()
 
 
 def _by_bucket(losses: torch.Tensor, bucket: int) -> list[dict]:

@@ -1,13 +1,20 @@
 """Notebook 03: what is quantised, and which channels share a code."""
 
-from tqdm import tqdm
-
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import frame, subject
 from vqkv.recall import RecallTask
+from vqkv.sweep import per_process, sweep
+
+TABLE_1 = {  # the residual VQ paper's rows: how key channels are grouped, if keys are quantised, and whether values are
+    "key (contiguous)": ("contiguous", False),
+    "key (strided)": ("strided", False),
+    "key (random)": ("random", False),
+    "value": (None, True),
+    "key (strided) + value": ("strided", True),
+}
 
 
 def grouping(
@@ -18,39 +25,48 @@ def grouping(
     and recall. One row per model, row of the table and seed; seeds draw the calibration text, the k-means start and the
     random permutation, while the held-out text and recall sequences stay the same.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, 0, sources)
-        recall = RecallTask(tokenizer).batch(seq_len, recall_seqs, 0)
-        for seed in seeds:
-            train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-            settings = {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size}
-            for label, compressor in _table_1(model, train, settings | {"seed": seed}).items():
-                row = evaluate(model, compressor, test, "chunked", chunk_size=chunk_size)
-                answers = {"answers": recall.answers, "chunk_size": chunk_size, "reconstruction": False}
-                hits = evaluate(model, compressor, recall.tokens, "chunked", **answers)
-                row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
-                row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-                row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])
-                rows.append({"model": name, "quantised": label, "seed": seed} | row)
-    return frame(rows, sources)
-
-
-def _table_1(model, train, settings: dict) -> dict[str, Compressor]:
-    """The rows of the residual VQ paper's Table 1; a codec that two rows share is fitted once."""
-    exact = calibrate(model, train[:1], presets.fp16(), progress=False)
-    fitted = {
-        kind: calibrate(model, train, presets.vqllm(key_grouping=kind, quantize="key", **settings), progress=False)
-        for kind in tqdm(("contiguous", "strided", "random"), desc="key codebooks", leave=False, disable=None)
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "test_seed": 0}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "quantizer": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size},
+        "recall_seqs": recall_seqs,
+        "chunk_size": chunk_size,
     }
-    value = calibrate(model, train, presets.vqllm(quantize="value", **settings), progress=False)
-    keys = {f"key ({kind})": _join(compressor, exact) for kind, compressor in fitted.items()}
-    return keys | {"value": _join(exact, value, like=value), "key (strided) + value": _join(fitted["strided"], value)}
+    cases = [{"model": name, "seed": seed, "label": label} for name in models for seed in seeds for label in TABLE_1]
+    return frame(*sweep(_row, cases, settings, "grouping"))
 
 
-def _join(keys: Compressor, values: Compressor, like: Compressor | None = None) -> Compressor:
-    """The key codecs of one compressor with the value codecs of another."""
-    like = like or keys
-    pairs = [(key, value) for (key, _), (_, value) in zip(keys.codecs, values.codecs, strict=True)]
+def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int):
+    who = who | {"name": model, "seed": seed}
+    found, compressor = subject(**who), _compressor(*TABLE_1[label], who, quantizer)
+    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
+    row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size)
+    answers = {"answers": recall.answers, "chunk_size": chunk_size, "reconstruction": False}
+    hits = evaluate(found.model, compressor, recall.tokens, "chunked", **answers)
+    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])
+    return [{"model": model, "quantised": label, "seed": seed} | row], found.sources
+
+
+def _compressor(key_grouping: str | None, values: bool, who: dict, quantizer: dict) -> Compressor:
+    """The key codecs of one compressor with the value codecs of another; what is not quantised is exact."""
+    key = _fitted(who=who, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else _exact(who=who)
+    value = _fitted(who=who, quantizer=quantizer, key_grouping=None) if values else _exact(who=who)
+    like = key if key_grouping else value
+    pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
     return Compressor(like.name, pairs, like.settings, like.model)
+
+
+@per_process(maxsize=4)
+def _fitted(who: dict, quantizer: dict, key_grouping: str | None) -> Compressor:
+    """Quantises keys in groups of this kind, or (None) values: a codec that two rows share is fitted once."""
+    found = subject(**who)
+    what = {"key_grouping": key_grouping, "quantize": "key"} if key_grouping else {"quantize": "value"}
+    return calibrate(found.model, found.train, presets.vqllm(**what, **quantizer, seed=who["seed"]), progress=False)
+
+
+@per_process(maxsize=1)
+def _exact(who: dict) -> Compressor:
+    found = subject(**who)
+    return calibrate(found.model, found.train[:1], presets.fp16(), progress=False)

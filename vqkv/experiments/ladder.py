@@ -5,19 +5,22 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.capture import capture
+from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate, evaluate_restored
 from vqkv.evict import H2O, attention_scores, compare_scores, heavy_hitters, random_tokens
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import Subject, frame, subject
 from vqkv.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.sweep import per_process, sweep
 
 KEPT = (
     "file_bytes", "keyframe_bytes", "delta_bytes", "header_bytes", "side_bytes", "every_fp32_bytes", "live_fp16_bytes",
 )  # fmt: skip
+EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
+EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
 
 
 def tier_ladder(
@@ -30,34 +33,52 @@ def tier_ladder(
     One row per model and tier. Ratios are from bytes on disk, the header (codebooks) apart: against every snapshot in
     fp32, the source's baseline, and against the live fp16 cache after the last step.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", max(interval, steps), train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", steps + new_tokens, num_seqs, seed, sources)
-        live = capture(model, test[:, :steps], batch_size=num_seqs, post_rope=True)
-        found = {}
-        tiers = _tiers(model, train, interval, codebook_size, seed)
-        for tier, how in tqdm(tiers.items(), desc="tiers", leave=False, disable=None):
-            sizes, state = _stream(live, *how, interval)
-            found[tier] = sizes | evaluate_restored(model, test, *state)
-        plain = found["4-bit deltas"]
-        found["4-bit deltas + H2O"] = _evicted(model, train, test, live, interval, plain, retain, recent)
-        rows += [{"model": name, "tier": tier} | _ratios(numbers) for tier, numbers in found.items()]
-    return frame(rows, sources)
+    texts = {"train": [train_seqs, max(interval, steps)], "test": [num_seqs, steps + new_tokens], "seed": seed}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "stream": {"steps": steps, "interval": interval},
+        "codebook_size": codebook_size,
+        "kept": {"retain": retain, "recent": recent},
+    }
+    tiers = [*EXACT, *_lossy(interval, codebook_size, seed), EVICTED]
+    cases = [{"model": name, "tier": tier} for name in models for tier in tiers]
+    rows, sources = sweep(_tier_row, cases, settings, "tiers")
+    return frame([_ratios(row) for row in _with_evicted(rows)], sources)
 
 
-def _tiers(model, train, keyframe: int, codebook_size: int, seed: int) -> dict:
-    """Tier -> what keyframes and deltas are stored as."""
+def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int, kept: dict):
+    """Bytes and KL of a tier; of the evicted one KL, and how many bytes of the whole one it saves."""
+    who = who | {"name": model}
+    found, live = subject(**who), _live(who=who, steps=stream["steps"])
+    if tier == EVICTED:
+        row = _evicted(found, live, stream["interval"], **kept)
+    else:
+        lossy = _lossy(stream["interval"], codebook_size, who["seed"])
+        stored = EXACT.get(tier) or (_fitted(found, lossy[tier]).codecs, "int4")
+        row, state = _stream(live, *stored, stream["interval"])
+        row |= evaluate_restored(found.model, found.test, *state)
+    return [{"model": model, "tier": tier} | row], found.sources
+
+
+@per_process(maxsize=1)
+def _live(who: dict, steps: int):
+    found = subject(**who)
+    return capture(found.model, found.test[:, :steps], batch_size=len(found.test), post_rope=True)
+
+
+def _fitted(found: Subject, preset: presets.Preset) -> Compressor:
+    return calibrate(found.model, found.train, preset, progress=False)
+
+
+def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Preset]:
+    """What keyframes are stored as."""
     shared = {"keyframe": keyframe, "codebook_size": codebook_size, "seed": seed}
-    lossy = {
+    return {
         "product codes, threshold 0.08": presets.vqq_product(0.08, **shared),
         "product codes, threshold 0.10": presets.vqq_product(0.10, **shared),
         "VQ of 2 values": presets.vq(2, **shared),
         "VQ of 8 values": presets.vq(8, **shared),
     }
-    exact = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}
-    return exact | {tier: (calibrate(model, train, p, progress=False).codecs, "int4") for tier, p in lossy.items()}
 
 
 def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
@@ -72,17 +93,30 @@ def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
         return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
 
 
-def _evicted(model, train, test, live, interval: int, plain: dict, retain: float, recent: float) -> dict:
-    """The stream of ``plain`` with its last keyframe evicted, as the source does; KL of the evicted exact cache."""
+def _evicted(found: Subject, live, interval: int, retain: float, recent: float) -> dict:
+    """Bytes that a stream's last keyframe is smaller by once evicted, as the source does; KL of the evicted exact
+    cache."""
     steps = live[0][0].shape[2]
     last = steps - steps % interval
-    kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(model, test[:, :last])]
+    kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(found.model, found.test[:, :last])]
     whole, evicted = (_stream(_one_keyframe(live, last, index), "fp32", "exact", 1)[0] for index in (None, kept))
-    saved = whole["keyframe_bytes"] - evicted["keyframe_bytes"]
-    smaller = {name: plain[name] - saved for name in ("file_bytes", "keyframe_bytes")}
-    policy = H2O(calibrate(model, train[:1], presets.fp16(), progress=False), retain, recent)
-    row = evaluate(model, policy, test, "snapshot", prompt_len=steps, batch_size=len(test), reconstruction=False)
-    return plain | smaller | {name: row[name] for name in ("kl_mean", "kl_std", "kl_worst", "top1")}
+    exact = calibrate(found.model, found.train[:1], presets.fp16(), progress=False)
+    settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False}
+    row = evaluate(found.model, H2O(exact, retain, recent), found.test, "snapshot", **settings)
+    saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
+    return saved | {name: row[name] for name in ("kl_mean", "kl_std", "kl_worst", "top1")}
+
+
+def _with_evicted(rows: list[dict]) -> list[dict]:
+    """The evicted tier's bytes: those of the whole one, less what its last keyframe has lost."""
+    whole = {row["model"]: row for row in rows if row["tier"] == WHOLE}
+    found = []
+    for row in rows:
+        if row["tier"] == EVICTED:
+            plain, saved = whole[row["model"]], row.pop("saved_bytes")
+            row = plain | {name: plain[name] - saved for name in ("file_bytes", "keyframe_bytes")} | row
+        found.append(row)
+    return found
 
 
 def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
@@ -93,10 +127,10 @@ def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
     return [[x.flatten(2).unsqueeze(2) for x in role] for role in roles]
 
 
-def _ratios(numbers: dict) -> dict:
-    stored = numbers["file_bytes"] - numbers["header_bytes"]
-    against = {f"ratio_{name}": numbers[f"{name}_bytes"] / stored for name in ("every_fp32", "live_fp16")}
-    return numbers | against | {"keyframe_share": numbers["keyframe_bytes"] / stored}
+def _ratios(row: dict) -> dict:
+    stored = row["file_bytes"] - row["header_bytes"]
+    against = {f"ratio_{name}": row[f"{name}_bytes"] / stored for name in ("every_fp32", "live_fp16")}
+    return row | against | {"keyframe_share": row["keyframe_bytes"] / stored}
 
 
 def eviction(
@@ -110,21 +144,39 @@ def eviction(
     rule, which would else show no more than what losing a sink costs. ``overlap``: the share of the tokens kept by
     scores from exact keys that scores from this codec's keys would keep too. One row per model, codec, rule and share.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        length = prompt_len + new_tokens  # calibrated on as many: a model may tell positions apart
-        train = draw(corpus, tokenizer, "train", length, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", length, num_seqs, seed, sources)
-        settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": num_seqs, "reconstruction": False}
-        for codec in (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed)):
-            codec = dataclasses.replace(codec, sink_tokens=sink_tokens)
-            compressor = calibrate(model, train, codec, progress=False)
-            for retain in tqdm(retains, desc=codec.name, leave=False, disable=None):
-                compared = compare_scores(model, compressor, test[:, :prompt_len], retain, recent)
-                overlap = sum(layer["overlap"] for layer in compared) / len(compared)
-                for rule, choose in (("heavy hitters", heavy_hitters), ("random", random_tokens(seed))):
-                    row = evaluate(model, H2O(compressor, retain, recent, choose=choose), test, "snapshot", **settings)
-                    label = {"model": name, "codec": codec.name, "retain": retain, "rule": rule, "overlap": overlap}
-                    rows.append(label | {key: row[key] for key in ("kl_mean", "kl_std", "kl_worst", "top1", "ratio")})
-    return frame(rows, sources)
+    length = prompt_len + new_tokens  # calibrated on as many: a model may tell positions apart
+    texts = {"train": [train_seqs, length], "test": [num_seqs, length], "seed": seed}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "quantizer": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "sink_tokens": sink_tokens},
+        "prompt_len": prompt_len,
+        "recent": recent,
+    }
+    codecs = _codecs(seed=seed, **settings["quantizer"])
+    cases = [{"model": name, "codec": codec, "retain": part} for name in models for codec in codecs for part in retains]
+    return frame(*sweep(_eviction_rows, cases, settings, "eviction"))
+
+
+def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: dict, prompt_len: int, recent: float):
+    who = who | {"name": model}
+    found, compressor = subject(**who), _evicted_codec(codec=codec, who=who, quantizer=quantizer)
+    settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(found.test), "reconstruction": False}
+    compared = compare_scores(found.model, compressor, found.test[:, :prompt_len], retain, recent)
+    overlap = sum(layer["overlap"] for layer in compared) / len(compared)
+    rows = []
+    for rule, choose in (("heavy hitters", heavy_hitters), ("random", random_tokens(who["seed"]))):
+        policy = H2O(compressor, retain, recent, choose=choose)
+        row = evaluate(found.model, policy, found.test, "snapshot", **settings)
+        label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
+        rows.append(label | {key: row[key] for key in ("kl_mean", "kl_std", "kl_worst", "top1", "ratio")})
+    return rows, found.sources
+
+
+@per_process(maxsize=1)
+def _evicted_codec(codec: str, who: dict, quantizer: dict) -> Compressor:
+    return _fitted(subject(**who), _codecs(seed=who["seed"], **quantizer)[codec])
+
+
+def _codecs(num_quantizers: int, codebook_size: int, sink_tokens: int, seed: int) -> dict[str, presets.Preset]:
+    chosen = (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed))
+    return {preset.name: dataclasses.replace(preset, sink_tokens=sink_tokens) for preset in chosen}

@@ -6,11 +6,12 @@ import torch
 from tqdm import tqdm
 
 from vqkv import presets
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import draw, frame, load, subject
 from vqkv.learn.gram import Gram
 from vqkv.metrics import bits_saved, participation_ratio
 from vqkv.models import condition_number, describe, kv_sources, projection_weight, rotary_embedding, untrained
 from vqkv.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.sweep import sweep
 
 # What a predictor could use at inference: V from its layer's K, AQUA-KV's predictors, and V without waiting for K.
 QUANTISED = [("V", "K"), ("V", "V-1+K"), ("V", "K-1+V-1"), ("K", "K-1")]
@@ -24,14 +25,16 @@ def predictability(
     regression: one row per model, variant, target, sources and layer.
 
     Variants: ``trained`` (before RoPE), ``after RoPE`` where there is one, ``untrained`` (the same shape with random
-    weights on the same tokens, for each of ``seeds``). Group ``shuffled``: a control without anything to predict.
+    weights on the same tokens, for each of ``seeds``). Group ``shuffled``: a control without anything to predict, drawn
+    from one random sequence for all models and variants, which is why they are no cases of a sweep.
     """
     rows, sources = [], {}
     group_of = {probe: group for group, probes in catalogue(reach).items() for probe in probes}
     settings = {"skip": skip, "forms": {"shuffled": shuffled(seed)}}
     for name in models:
         trained, tokenizer = load(name, dtype, device, sources)
-        texts = _texts(corpus, tokenizer, train_seqs, num_seqs, seq_len, seed, sources)
+        wanted = {"train": train_seqs, "test": num_seqs}
+        texts = [draw(corpus, tokenizer, split, seq_len, count, seed, sources) for split, count in wanted.items()]
         variants = [("trained", 0), *([("after RoPE", 0)] if rotary_embedding(trained) else [])]
         for variant, model_seed in tqdm([*variants, *(("untrained", s) for s in seeds)], desc=name, disable=None):
             model = untrained(trained, model_seed) if variant == "untrained" else trained
@@ -56,25 +59,28 @@ def algebra(
     square where KV width and hidden size differ. ``key_rank``, ``value_rank``: in how many directions keys and values
     vary (participation ratio of the covariance's eigenvalues).
     """
-    rows, sources = [], {}
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
+    settings = {"who": who, "input_bits": input_bits, "skip": skip, "strengths": strengths}
+    table = frame(*sweep(_algebra_rows, [{"model": name} for name in models], settings, "algebra"))
+    return table.assign(sources=table["sources"].str.replace(r"~\w+", "", regex=True))
+
+
+def _algebra_rows(model: str, who: dict, input_bits: list[int], skip: int, strengths: list[float]):
     inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
     probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
     alone = {form: [Probe(role, f"{role}~{form}") for role in "KV"] for form in inputs if form}
     every = [probe for found in (*probes.values(), *alone.values()) for probe in found]
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        texts = _texts(corpus, tokenizer, train_seqs, num_seqs, seq_len, seed, sources)
-        settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
-        train, test = (probe_sums(model, x, every, **settings) for x in texts)
-        about, found = _layers(model, test), []
-        for form, strength in itertools.product(inputs, strengths):
-            fitted = explained_variance(train, test, probes[form], len(about), strength)
-            found += [{"inputs": inputs[form], "strength": strength} | row for row in fitted]
-        for form, quantizers in alone.items():
-            found += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
-        rows += [{"model": name} | _widths(model) | about[row["layer"]] | row for row in found]
-    table = frame(rows, sources)
-    return table.assign(sources=table["sources"].str.replace(r"~\w+", "", regex=True))
+    found = subject(**who, name=model)
+    settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
+    train, test = (probe_sums(found.model, x, every, **settings) for x in (found.train, found.test))
+    about, rows = _layers(found.model, test), []
+    for form, strength in itertools.product(inputs, strengths):
+        fitted = explained_variance(train, test, probes[form], len(about), strength)
+        rows += [{"inputs": inputs[form], "strength": strength} | row for row in fitted]
+    for form, quantizers in alone.items():
+        rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
+    return [{"model": model} | _widths(found.model) | about[row["layer"]] | row for row in rows], found.sources
 
 
 def catalogue(reach: int) -> dict[str, list[Probe]]:
@@ -111,11 +117,6 @@ def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
         row = {"target": probe.target, "sources": probe.sources, "layer": layer, "evr": evr}
         rows.append(row | {"bits": bits_saved(evr)})
     return rows
-
-
-def _texts(corpus, tokenizer, train_seqs, num_seqs, seq_len, seed, sources):
-    wanted = {"train": train_seqs, "test": num_seqs}
-    return [draw(corpus, tokenizer, split, seq_len, count, seed, sources) for split, count in wanted.items()]
 
 
 def _widths(model) -> dict:

@@ -2,22 +2,21 @@
 
 import dataclasses
 import math
-from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
-from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.capture import capture
 from vqkv.coder import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluate import evaluate, reconstruction_error
-from vqkv.experiments.common import draw, frame, load, with_side_information
+from vqkv.experiments.common import frame, subject, with_side_information
 from vqkv.experiments.systems import bare
 from vqkv.metrics import explained_variance_ratio
 from vqkv.models import describe, rotary_embedding
 from vqkv.spill import CapturedTokens
+from vqkv.sweep import per_process, sweep
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
 
@@ -35,26 +34,49 @@ def predictor_ablation(
     and 4 bits log KL is interpolated, beyond them it is cut off); ``pays_from``: tokens from which the side information
     is smaller than that saving.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        about, found = describe(model), []
-        width = about["num_kv_heads"] * about["head_dim"]
-        rank = max(1, int(rank_share * width))
-        table = _table(codebook_size, num_quantizers, kmeans_iterations, rank, share_threshold, sink_tokens, seed)
-        if rotary_embedding(model) is None:
-            del table["RoPE"]
-        for block, label, compressor in _calibrated(model, train, table, batch_size, name):
-            row = evaluate(model, compressor, test, chunk_size=chunk_size, reconstruction=False)
-            row |= reconstruction_error(model, compressor, test[:2])
-            row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-            label = {"model": name, "block": block, "label": label, "predicted": bool(compressor.predictions)}
-            sizes = {"predictor_bytes": compressor.predictor_bytes, "width": width}
-            found.append(label | row | sizes | with_side_information(row, about, CONTEXTS))
-        rows += [row | _against_plain(row, found, about) for row in found]
-    return frame(rows, sources)
+    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": who | {"dtype": dtype, "device": device},
+        "table": {
+            "codebook_size": codebook_size, "num_quantizers": num_quantizers, "kmeans_iterations": kmeans_iterations,
+            "share_threshold": share_threshold, "sink_tokens": sink_tokens, "seed": seed,
+        },
+        "rank_share": rank_share,
+        "chunk_size": chunk_size,
+        "batch_size": batch_size,
+    }  # fmt: skip
+    labels = [(block, label) for block, presets in _table(rank=1, **settings["table"]).items() for label in presets]
+    cases = [{"model": name, "block": block, "label": label} for name in models for block, label in labels]
+    rows, sources = sweep(_ablation_row, cases, settings, "ablation")
+    return frame([row for name in models for row in _beside_plain([r for r in rows if r["model"] == name])], sources)
+
+
+def _ablation_row(
+    model: str, block: str, label: str, who: dict, table: dict, rank_share: float, chunk_size: int, batch_size: int
+):
+    """None for the block ``RoPE`` of a model without."""
+    who = who | {"name": model}
+    found = subject(**who)
+    about = describe(found.model)
+    if block == "RoPE" and rotary_embedding(found.model) is None:
+        return [], found.sources
+    width = about["num_kv_heads"] * about["head_dim"]
+    preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
+    captured = _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
+    compressor = calibrate(found.model, found.train, preset, batch_size, False, captured)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    row |= reconstruction_error(found.model, compressor, found.test[:2])
+    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
+    row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}
+    return [row | with_side_information(row, about, CONTEXTS)], found.sources
+
+
+@per_process(maxsize=2)
+def _captured(who: dict, batch_size: int, post_rope: bool) -> CapturedTokens:
+    """The calibration text, once for each side of RoPE; the files go when it is forgotten."""
+    found = subject(**who)
+    return CapturedTokens(found.model, found.train, batch_size, post_rope, progress=False)
 
 
 def error_propagation(
@@ -67,23 +89,38 @@ def error_propagation(
     AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
     error of the restored layer over its variance.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        layers = [x.float() for pair in zip(*capture(model, test), strict=True) for x in pair]
-        places = [(role, layer) for layer in range(len(layers) // 2) for role in ROLES]
-        exact = dict(zip(places, layers, strict=True))
-        with CapturedTokens(model, train, batch_size, progress=False) as captured:
-            fit = {"batch_size": batch_size, "progress": False, "captured": captured}
-            on_exact = calibrate(model, train, presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), **fit)
-            for width in tqdm(bits, desc=name, leave=False, disable=None):
-                preset = presets.aqua(presets.higgs(width), sink_tokens=0)
-                compressor = calibrate(model, train, preset, **fit)
-                label = {"model": name, "bits": width}
-                rows += [label | row for row in _propagation_rows(exact, on_exact, compressor)]
-    return frame(rows, sources)
+    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {"who": who | {"dtype": dtype, "device": device}, "batch_size": batch_size}
+    cases = [{"model": name, "bits": width} for name in models for width in bits]
+    return frame(*sweep(_propagation_rows, cases, settings, "propagation"))
+
+
+def _propagation_rows(model: str, bits: int, who: dict, batch_size: int):
+    who = who | {"name": model}
+    found, exact = subject(**who), _exact(who=who)
+    captured = _captured(who=who, batch_size=batch_size, post_rope=False)
+    on_exact = _on_exact(who=who, batch_size=batch_size)
+    preset = presets.aqua(presets.higgs(bits), sink_tokens=0)
+    compressor = calibrate(found.model, found.train, preset, batch_size, False, captured)
+    label = {"model": model, "bits": bits}
+    return [label | row for row in _by_place(exact, on_exact, compressor)], found.sources
+
+
+@per_process(maxsize=1)
+def _exact(who: dict) -> dict:
+    """Held-out keys and values by place."""
+    found = subject(**who)
+    layers = [x.float() for pair in zip(*capture(found.model, found.test), strict=True) for x in pair]
+    places = [(role, layer) for layer in range(len(layers) // 2) for role in ROLES]
+    return dict(zip(places, layers, strict=True))
+
+
+@per_process(maxsize=1)
+def _on_exact(who: dict, batch_size: int):
+    """AQUA-KV whose predictors were fitted on exact inputs."""
+    found, captured = subject(**who), _captured(who=who, batch_size=batch_size, post_rope=False)
+    preset = presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0)
+    return calibrate(found.model, found.train, preset, batch_size, False, captured)
 
 
 def within_budget(table, budget: float):
@@ -212,16 +249,10 @@ def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str,
     }
 
 
-def _calibrated(model, train, table: dict, batch_size: int, name: str):
-    """(block, label, compressor) of every row; tokens are captured once for each side of RoPE."""
-    rows = [(block, label, preset) for block, presets in table.items() for label, preset in presets.items()]
-    with ExitStack() as stack:
-        captured = {}
-        for block, label, preset in tqdm(rows, desc=name, leave=False, disable=None):
-            if preset.pre_rope not in captured:
-                made = CapturedTokens(model, train, batch_size, not preset.pre_rope, progress=False)
-                captured[preset.pre_rope] = stack.enter_context(made)
-            yield block, label, calibrate(model, train, preset, batch_size, False, captured[preset.pre_rope])
+def _beside_plain(rows: list[dict]) -> list[dict]:
+    """A model's rows with ``_against_plain``'s columns, without the number of layers that these need."""
+    found = [row | _against_plain(row, rows, {"num_layers": row["num_layers"]}) for row in rows]
+    return [{name: value for name, value in row.items() if name != "num_layers"} for row in found]
 
 
 def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
@@ -239,7 +270,7 @@ def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
     }
 
 
-def _propagation_rows(exact: dict, on_exact, compressor) -> list[dict]:
+def _by_place(exact: dict, on_exact, compressor) -> list[dict]:
     restored, known, rows = {}, compressor.new_pass(), []
     for layer in range(len(compressor.codecs)):
         pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)

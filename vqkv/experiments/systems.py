@@ -3,16 +3,15 @@
 import dataclasses
 import itertools
 
-from tqdm import tqdm
-
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import draw, frame, load, with_side_information
+from vqkv.experiments.common import Subject, frame, subject, with_side_information
 from vqkv.experiments.depth import recut
 from vqkv.models import describe, load_model
 from vqkv.peers import TransformersQuantized
+from vqkv.sweep import per_process, sweep
 
 BY_BITS = (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs)
 
@@ -28,26 +27,15 @@ def systems(
     take 16 bits as ours do. One row per model and system; ``bits_8k`` and ``bits_128k`` share the side information
     (codebooks, grids, scales) out among the values of a cache of 8,192 and of 131,072 tokens.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", seq_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        short, _ = load_model(name, "bfloat16", device)
-        residual = calibrate(model, train, presets.vqllm(max(num_quantizers), codebook_size, seed=seed), progress=False)
-        compressors = _depths(residual, num_quantizers, beam)
-        for label, preset in tqdm(_presets(codebook_size, seed).items(), desc=name, leave=False, disable=None):
-            compressors[label] = calibrate(model, train, bare(preset), progress=False)
-        peers = _peers()
-        for label, compressor in tqdm((compressors | peers).items(), desc=name, leave=False, disable=None):
-            row = evaluate(model, compressor, test, chunk_size=chunk_size)
-            if label in peers:
-                metered = evaluate(short, compressor, test[:1], chunk_size=chunk_size, reconstruction=False)
-                row["bits_per_value"] = metered["bits_per_value"]
-            row |= with_side_information(row, describe(model), {"bits_8k": 8192, "bits_128k": 131072})
-            row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-            rows.append({"model": name, "system": compressor.name, "label": label, "peer": label in peers} | row)
-    return frame(rows, sources)
+    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": who | {"dtype": dtype, "device": device},
+        "quantizer": {"codebook_size": codebook_size, "num_quantizers": num_quantizers, "beam": beam},
+        "chunk_size": chunk_size,
+    }
+    labels = [*_depths(num_quantizers, beam), *_presets(codebook_size, seed), *_peers()]
+    cases = [{"model": name, "label": label} for name in models for label in labels]
+    return frame(*sweep(_row, cases, settings, "systems"))
 
 
 def bare(preset: presets.Preset) -> presets.Preset:
@@ -55,14 +43,48 @@ def bare(preset: presets.Preset) -> presets.Preset:
     return dataclasses.replace(preset, sink_tokens=0, recent_window=0, flush_block=1)
 
 
-def _depths(deepest: Compressor, num_quantizers: list[int], beam: int) -> dict[str, Compressor]:
-    """Residual VQ of several depths out of the deepest, with and without a beam."""
-    found = {}
-    for depth, width in itertools.product(num_quantizers, (1, beam)):
-        codecs = [tuple(recut(codec, depth, width) for codec in pair) for pair in deepest.codecs]
-        label = f"vqllm {depth}" + f" beam {width}" * (width > 1)
-        found[label] = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
-    return found
+def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
+    who = who | {"name": model}
+    found, peer = subject(**who), label in _peers()
+    compressor = _peers()[label] if peer else _compressor(found, label, who, quantizer)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size)
+    if peer:
+        short = _in_bfloat16(name=model, device=who["device"])
+        metered = evaluate(short, compressor, found.test[:1], chunk_size=chunk_size, reconstruction=False)
+        row["bits_per_value"] = metered["bits_per_value"]
+    row |= with_side_information(row, describe(found.model), {"bits_8k": 8192, "bits_128k": 131072})
+    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    return [{"model": model, "system": compressor.name, "label": label, "peer": peer} | row], found.sources
+
+
+def _compressor(found: Subject, label: str, who: dict, quantizer: dict) -> Compressor:
+    depths = _depths(quantizer["num_quantizers"], quantizer["beam"])
+    if label in depths:
+        deepest = _deepest(who=who, quantizer=quantizer)
+        codecs = [tuple(recut(codec, *depths[label]) for codec in pair) for pair in deepest.codecs]
+        return Compressor(deepest.name, codecs, deepest.settings, deepest.model)
+    preset = _presets(quantizer["codebook_size"], who["seed"])[label]
+    return calibrate(found.model, found.train, bare(preset), progress=False)
+
+
+@per_process(maxsize=1)
+def _deepest(who: dict, quantizer: dict) -> Compressor:
+    found, depth = subject(**who), max(quantizer["num_quantizers"])
+    preset = presets.vqllm(depth, quantizer["codebook_size"], seed=who["seed"])
+    return calibrate(found.model, found.train, preset, progress=False)
+
+
+@per_process(maxsize=1)
+def _in_bfloat16(name: str, device: str):
+    return load_model(name, "bfloat16", device)[0]
+
+
+def _depths(num_quantizers: list[int], beam: int) -> dict[str, tuple[int, int]]:
+    """Depths and beams of residual VQ, all cut out of the deepest, with and without a beam."""
+    return {
+        f"vqllm {depth}" + f" beam {width}" * (width > 1): (depth, width)
+        for depth, width in itertools.product(num_quantizers, (1, beam))
+    }
 
 
 def _presets(codebook_size: int, seed: int) -> dict[str, presets.Preset]:

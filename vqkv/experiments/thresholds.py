@@ -2,13 +2,13 @@
 
 import statistics
 
-from tqdm import tqdm
-
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.capture import capture
+from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import draw, frame, load
+from vqkv.experiments.common import frame, subject
+from vqkv.sweep import per_process, sweep
 
 
 def threshold_sweep(
@@ -22,28 +22,48 @@ def threshold_sweep(
     blocks that are not in fp16, ``ratio`` is against the live fp16 cache of the prompt, ``median_error`` the median
     absolute error of a value, in shares of its head's maximum.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", prompt_len, train_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", prompt_len + new_tokens, num_seqs, seed, sources)
-        keys, values = capture(model, test[:, :prompt_len], post_rope=True)
-        shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
-        for preset in (presets.vqq(1.0, **shared), presets.vqq_product(1.0, **shared)):
-            compressor = calibrate(model, train, preset, progress=False)
-            for threshold in tqdm(thresholds, desc=preset.name, leave=False, disable=None):
-                for codec in (codec for pair in compressor.codecs for codec in pair):
-                    codec.quantizer.threshold = threshold
-                share = _vq_share(compressor, keys, values)
-                label = {"model": name, "method": preset.name, "threshold": threshold, "vq_blocks": share}
-                label["median_error"] = _median_error(compressor, keys, values)
-                rows += _per_sequence(model, compressor, test, prompt_len, label)
-        for method, preset in _without_fallback(shared).items():
-            compressor = calibrate(model, train, preset, progress=False)
-            label = {"model": name, "method": method, "threshold": float("nan"), "vq_blocks": 1.0}
-            label["median_error"] = _median_error(compressor, keys, values)
-            rows += _per_sequence(model, compressor, test, prompt_len, label)
-    return frame(rows, sources)
+    texts = {"train": [train_seqs, prompt_len], "test": [num_seqs, prompt_len + new_tokens], "seed": seed}
+    who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
+    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
+    cases = [
+        {"model": name, "method": method, "threshold": threshold}
+        for name in models
+        for found, chosen in ((_with_fallback(shared), thresholds), (_without_fallback(shared), [None]))
+        for method in found
+        for threshold in chosen
+    ]
+    return frame(*sweep(_rows, cases, {"who": who, "shared": shared}, "thresholds"))
+
+
+def _rows(model: str, method: str, threshold: float | None, who: dict, shared: dict):
+    """The rows of a method at a threshold; ``None`` for one without fallback."""
+    who, prompt_len = who | {"name": model}, shared["keyframe"]
+    found = subject(**who)
+    keys, values = _prompts(who=who, prompt_len=prompt_len)
+    compressor = _fitted(method=method, who=who, shared=shared)
+    label = {"model": model, "method": method, "threshold": float("nan"), "vq_blocks": 1.0}
+    if threshold is not None:
+        for codec in (codec for pair in compressor.codecs for codec in pair):
+            codec.quantizer.threshold = threshold
+        label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
+    label["median_error"] = _median_error(compressor, keys, values)
+    return _per_sequence(found.model, compressor, found.test, prompt_len, label), found.sources
+
+
+@per_process(maxsize=1)
+def _prompts(who: dict, prompt_len: int):
+    found = subject(**who)
+    return capture(found.model, found.test[:, :prompt_len], post_rope=True)
+
+
+@per_process(maxsize=1)
+def _fitted(method: str, who: dict, shared: dict) -> Compressor:
+    found, preset = subject(**who), (_with_fallback(shared) | _without_fallback(shared))[method]
+    return calibrate(found.model, found.train, preset, progress=False)
+
+
+def _with_fallback(shared: dict) -> dict:
+    return {preset.name: preset for preset in (presets.vqq(1.0, **shared), presets.vqq_product(1.0, **shared))}
 
 
 def _without_fallback(shared: dict) -> dict:

@@ -10,6 +10,7 @@ from vqkv.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
 from vqkv.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
 from vqkv.figures.speed import attention_lines, bound_dots, format_look, look_of, search_lines
 from vqkv.figures.style import PALETTE, STYLE, render, save, use_style
+from vqkv.figures.tasks import change_grid, depth_lines, perplexity_dots
 from vqkv.figures.thresholds import (
     entropy_bars,
     eviction_curves,
@@ -20,10 +21,11 @@ from vqkv.figures.thresholds import (
 )
 
 __all__ = [
-    "GROUPING_COLOURS", "PALETTE", "STYLE", "ablation_bars", "attention_lines", "bound_dots", "channel_ratios",
-    "choose", "code_usage", "context_costs", "context_dots", "depth_curves", "distance_to_bound", "entropy_bars",
-    "eviction_curves", "evr_bars", "evr_heatmap", "format_look", "grouping_bars", "ladder_bars", "learning_curves",
-    "look_of", "loss_by_position", "magnitude_boxes", "memory_lines", "predicted_plane", "propagation",
-    "quantised_inputs", "ratios_by_threshold", "recall_bars", "render", "save", "search_lines", "sequence_spread",
-    "systems_plane", "threshold_curves", "time_dumbbells", "use_style",
+    "GROUPING_COLOURS", "PALETTE", "STYLE", "ablation_bars", "attention_lines", "bound_dots", "change_grid",
+    "channel_ratios", "choose", "code_usage", "context_costs", "context_dots", "depth_curves", "depth_lines",
+    "distance_to_bound", "entropy_bars", "eviction_curves", "evr_bars", "evr_heatmap", "format_look",
+    "grouping_bars", "ladder_bars", "learning_curves", "look_of", "loss_by_position", "magnitude_boxes",
+    "memory_lines", "perplexity_dots", "predicted_plane", "propagation", "quantised_inputs", "ratios_by_threshold",
+    "recall_bars", "render", "save", "search_lines", "sequence_spread", "systems_plane", "threshold_curves",
+    "time_dumbbells", "use_style",
 ]  # fmt: skip

@@ -1,0 +1,210 @@
+"""Notebook 10: the residual VQ paper's three tables on tasks of lm-evaluation-harness, fine-tuning included."""
+
+import copy
+
+import pandas as pd
+import torch
+
+from vqkv import presets
+from vqkv.calibrate import calibrate
+from vqkv.compressor import Compressor
+from vqkv.evaluate import evaluate
+from vqkv.experiments.common import Subject, frame, subject
+from vqkv.experiments.depth import recut
+from vqkv.finetune import finetune
+from vqkv.sweep import per_process, sweep
+
+EXACT, BOTH, FINE_TUNED = "exact", "key + value", ", fine-tuned"
+ROLES = {  # Table 1's rows without training: how key channels are grouped, if keys are quantised; whether values are
+    "key (contiguous)": ("contiguous", False),
+    "key (strided)": ("strided", False),
+    "value": (None, True),
+    BOTH: ("strided", True),
+}
+TRAINED = {  # whether codes were read in training, and whether they are read now
+    BOTH + FINE_TUNED: (True, True),
+    "control: trained without codes": (False, False),
+    "control, then key + value": (False, True),
+}
+TABLE_1 = (EXACT, *ROLES, *TRAINED)
+TEXT = "held-out text"
+PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5", "gsm8k_5")
+
+
+def leaderboard(
+    models: list[str], corpus: str, tasks: list[str], limit: int | None, protocol: str, codebook_sizes: list[int],
+    num_quantizers: list[int], codebook_size: int, group_size: int, train_seqs: int, seq_len: int, num_seqs: int,
+    tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float, batch_size: int, seed: int, dtype: str,
+    device: str,
+):  # fmt: skip
+    """One row per table of the paper, system and task, and one for the perplexity of ``num_seqs`` held-out sequences.
+
+    Table 1, on the first of ``models``: what is quantised, with max(``num_quantizers``) codebooks of ``codebook_size``
+    codes; fine-tuned for ``tuning_steps`` steps of ``tuning_seqs`` sequences of ``tuning_len`` tokens; and the control,
+    the same steps without codes. Table 2: every codebook size and number of codebooks, the smaller ones cut out of the
+    deepest. Table 3: each model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first metric of each task;
+    ``limit``: documents a task, None for all.
+    """
+    text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": text | {"dtype": dtype, "device": device},
+        "scoring": {"tasks": tasks, "limit": limit, "protocol": protocol, "batch_size": batch_size},
+        "tuning": {"steps": tuning_steps, "size": [tuning_seqs, tuning_len], "lr": learning_rate},
+    }
+    depth, largest = max(num_quantizers), {"codebook_size": codebook_size, "group_size": group_size}
+    cases = [(1, models[0], label, largest | {"num_quantizers": depth}) for label in TABLE_1]
+    cases += [
+        (2, models[0], BOTH, largest | {"num_quantizers": count, "codebook_size": size})
+        for size in sorted(codebook_sizes) for count in sorted(num_quantizers)
+    ]  # fmt: skip
+    cases += [(3, name, label, largest | {"num_quantizers": depth}) for name in models[1:] for label in (EXACT, BOTH)]
+    names = ("table", "model", "label", "quantizer")
+    return frame(*sweep(_rows, [dict(zip(names, case)) for case in cases], settings | {"depth": depth}, "tasks"))
+
+
+def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: dict, scoring: dict, tuning: dict):
+    from vqkv.harness import run_tasks  # seconds, which the other experiments need not spend
+
+    who = who | {"name": model}
+    found, (read, compressor) = subject(**who), _system(label, quantizer, depth, who, tuning)
+    protocol, batch_size = scoring["protocol"], scoring["batch_size"]
+    score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False)
+    text = {"task": TEXT, "metric": "perplexity", "value": score["ppl"], "n": len(found.test), "num_fewshot": 0}
+    scored = run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
+    about = {"table": table, "model": model, "label": label, "side_bytes": score["side_bytes"]}
+    about |= {name: quantizer[name] for name in ("num_quantizers", "codebook_size")}
+    about["bits_per_value"] = score["bits_per_value"]
+    columns = ("task", "metric", "value", "stderr", "n", "num_fewshot")
+    rows = [text | {"stderr": float("nan")}, *_first_metrics(scored)]
+    return [about | {name: row[name] for name in columns} for row in rows], found.sources
+
+
+def _first_metrics(rows: list[dict]) -> list[dict]:
+    return [row for i, row in enumerate(rows) if row["task"] not in {earlier["task"] for earlier in rows[:i]}]
+
+
+def _system(label: str, quantizer: dict, depth: int, who: dict, tuning: dict):
+    """The model that is to read, and the compressor that it reads through."""
+    found = subject(**who)
+    if label in TRAINED:
+        with_codes, reads_codes = TRAINED[label]
+        tuned = _tuned(who=who, quantizer=quantizer, tuning=tuning, with_codes=with_codes)
+        return tuned[0], tuned[1] if reads_codes else _exact(tuned[0], found)
+    if label == EXACT:
+        return found.model, _exact(found.model, found)
+    return found.model, _quantised(*ROLES[label], quantizer, depth, who)
+
+
+def _exact(model, found: Subject) -> Compressor:
+    return calibrate(model, found.train[:1], presets.fp16(), progress=False)
+
+
+def _quantised(key_grouping: str | None, values: bool, quantizer: dict, depth: int, who: dict) -> Compressor:
+    """Keys, values or both as residual VQ stores them; what is not quantised is exact."""
+    found, deepest = subject(**who), quantizer | {"num_quantizers": depth}
+    exact = _exact(found.model, found)
+    source = _fitted(who=who, quantizer=deepest, key_grouping=key_grouping or "strided")
+    cut = [tuple(recut(codec, quantizer["num_quantizers"], 1) for codec in pair) for pair in source.codecs]
+    pairs = [
+        (ours[0] if key_grouping else plain[0], ours[1] if values else plain[1])
+        for ours, plain in zip(cut, exact.codecs)
+    ]
+    return Compressor(source.name, pairs, source.settings, source.model)
+
+
+@per_process(maxsize=2)
+def _fitted(who: dict, quantizer: dict, key_grouping: str) -> Compressor:
+    found = subject(**who)
+    preset = presets.vqllm(**quantizer, key_grouping=key_grouping, seed=who["seed"])
+    return calibrate(found.model, found.train, preset, batch_size=_batch_size(found, quantizer), progress=False)
+
+
+def _batch_size(found: Subject, quantizer: dict) -> int:
+    """Sequences of at least 16 vectors a code, which k-means wants of the first batch."""
+    about = found.model.config.get_text_config()
+    heads = getattr(about, "num_key_value_heads", None) or about.num_attention_heads
+    head_dim = getattr(about, "head_dim", None) or about.hidden_size // about.num_attention_heads
+    vectors = heads * head_dim // quantizer["group_size"] * found.train.shape[1]
+    return max(8, -(-16 * quantizer["codebook_size"] // vectors))
+
+
+@per_process(maxsize=1)
+def _tuned(who: dict, quantizer: dict, tuning: dict, with_codes: bool):
+    """A fine-tuned copy of the model, and the compressor fitted to it: while it was trained, or afterwards."""
+    found = subject(**who)
+    count = tuning["size"][0]
+    tokens = subject(**who | {"train": [count * (tuning["steps"] + 1), tuning["size"][1]]}).train
+    with torch.inference_mode(False):
+        model = copy.deepcopy(found.model)
+    preset = presets.vqllm(**quantizer, seed=who["seed"])
+    tuned = finetune(model, tokens, preset if with_codes else None, tuning["lr"], count, progress=False)
+    if with_codes:
+        return model, tuned.compressor
+    return model, calibrate(model, found.train, preset, _batch_size(found, quantizer), progress=False)
+
+
+def beside_published(table: pd.DataFrame, published: pd.DataFrame, number: int) -> pd.DataFrame:
+    """The paper's table ``number`` (its CSV) and ours, a row for each system: accuracies in percent, perplexity of the
+    held-out text. Columns have two levels: whose they are, and the task. A row that one side lacks is empty there."""
+    ours = _wide(table[table["table"].isin((1, number))], number)
+    theirs = published[[*PUBLISHED]].set_axis(_names(published, number), axis=0)
+    joined = pd.concat({"published": theirs, "here": ours}, axis=1)
+    return joined.loc[[*dict.fromkeys([*theirs.index, *ours.index])]].rename_axis("system")
+
+
+def _names(published: pd.DataFrame, number: int) -> list[str]:
+    """What ours calls the rows of the paper's table."""
+    if number == 1:
+        return [EXACT, *ROLES, BOTH + FINE_TUNED]
+    if number == 2:
+        sizes = published[["codebook_size", "num_quantizers"]].itertuples(index=False)
+        return [EXACT if pd.isna(size) else f"{count:g} x {size:g} codes" for size, count in sizes]
+    cached = published["quantised"].map({"no": EXACT, "yes": BOTH})
+    return list(published["model"] + ", " + cached)
+
+
+def _wide(rows: pd.DataFrame, number: int) -> pd.DataFrame:
+    """Systems by tasks."""
+    names = rows["label"]
+    if number == 2:
+        sizes = rows["num_quantizers"].astype(str) + " x " + rows["codebook_size"].astype(str) + " codes"
+        names = sizes.where(names != EXACT, EXACT)
+        rows = rows[(rows["table"] == 2) | (rows["label"] == EXACT)]
+    if number == 3:
+        rows = rows[rows["label"].isin((EXACT, BOTH))]
+        names = rows["model"] + ", " + names
+    names = names.loc[rows.index]
+    shown = rows["value"].where(rows["task"] == TEXT, 100 * rows["value"])
+    wide = rows.assign(system=names, shown=shown).pivot(index="system", columns="task", values="shown")
+    return wide.loc[names.unique(), rows["task"].unique()]
+
+
+def changes(table: pd.DataFrame) -> pd.DataFrame:
+    """Table 1 as changes of accuracy from the exact cache in percentage points. ``error`` is that of a difference of
+    two independent accuracies: too wide, as both come from the same documents."""
+    rows = table[(table["table"] == 1) & (table["task"] != TEXT)]
+    exact = rows[rows["label"] == EXACT].set_index("task")
+    change = 100 * (rows["value"] - rows["task"].map(exact["value"]))
+    error = 100 * (rows["stderr"] ** 2 + rows["task"].map(exact["stderr"]) ** 2) ** 0.5
+    return rows.assign(change=change, error=error)[rows["label"] != EXACT].reset_index(drop=True)
+
+
+def published_changes(published: pd.DataFrame) -> pd.DataFrame:
+    """The same of the paper's Table 1: systems by tasks."""
+    wide = published[[*PUBLISHED]].set_axis(_names(published, 1), axis=0)
+    return (wide - wide.loc[EXACT]).drop(EXACT)
+
+
+def depth_changes(table: pd.DataFrame) -> pd.DataFrame:
+    """Table 2 as percent of perplexity above the exact cache's: num_quantizers, codebook_size, change."""
+    text = table[table["task"] == TEXT]
+    exact = text.loc[(text["table"] == 1) & (text["label"] == EXACT), "value"].item()
+    rows = text[text["table"] == 2]
+    return rows[["num_quantizers", "codebook_size"]].assign(change=100 * (rows["value"] / exact - 1))
+
+
+def published_depth_changes(published: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 2 as points of mean accuracy below the exact cache's."""
+    means = published[[*PUBLISHED]].mean(axis=1)
+    sizes = published[["num_quantizers", "codebook_size"]]
+    return sizes.assign(change=means - means[sizes["codebook_size"].isna()].item()).dropna()

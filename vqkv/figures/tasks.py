@@ -1,0 +1,90 @@
+"""Figures of notebook 10."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from vqkv.figures.style import PALETTE, short
+
+NOTHING = "#f2f2f2"
+
+
+def change_grid(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, str]):
+    """Two grids, systems by tasks: the change of accuracy from the exact cache in points, published and here.
+
+    ``published`` has a row for each system and a column for each task; ``ours`` is a table of changes with columns
+    label, task, change, error; both without the exact row. ``names``: what to call tasks. A cell of ours whose change
+    is within one standard error is grey. Colours stop at 10 points.
+    """
+    wide = [ours.pivot(index="label", columns="task", values=column) for column in ("change", "error")]
+    order = (ours["label"].unique(), [task for task in names if task in set(ours["task"])])
+    change, error = (table.loc[order[0], order[1]] for table in wide)
+    fig, axes = plt.subplots(
+        1, 2, figsize=(10, 1.6 + 0.42 * len(change)), width_ratios=[published.shape[1], change.shape[1]]
+    )
+    _grid(axes[0], published.reindex(change.index), None)
+    _grid(axes[1], change.rename(columns=names), error)
+    axes[0].set_title("published: Llama-3-8B", loc="left")
+    axes[1].set_title("here: llama-mini, ±1 standard error", loc="left")
+    axes[1].set_yticklabels([])
+    return fig
+
+
+def _grid(ax, change: pd.DataFrame, error: pd.DataFrame | None) -> None:
+    ax.imshow(change, cmap="RdBu", vmin=-10, vmax=10, aspect="auto")
+    for y in range(change.shape[0]):
+        for x in range(change.shape[1]):
+            _cell(ax, x, y, change.iat[y, x], None if error is None else error.iat[y, x])
+    ax.set_xticks(range(change.shape[1]), change.columns, rotation=25, ha="right")
+    ax.set_yticks(range(change.shape[0]), change.index)
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _cell(ax, x: int, y: int, change: float, error: float | None) -> None:
+    if pd.isna(change):
+        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color="white"))
+        return
+    unclear = error is not None and abs(change) <= error
+    if unclear:
+        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=NOTHING))
+    text = f"{change:+.1f}" + ("" if error is None else f"\n±{error:.1f}")
+    dark = not unclear and abs(change) > 6
+    ax.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222", linespacing=0.9)
+
+
+def perplexity_dots(table: pd.DataFrame, exact: float):
+    """Held-out perplexity of each system of Table 1 (columns label, value) against that of the exact cache."""
+    fig, ax = plt.subplots(figsize=(8, 1.1 + 0.4 * len(table)))
+    ax.axvline(exact, color=PALETTE["bound"], linestyle="--", linewidth=1.2)
+    for y, (label, value) in enumerate(zip(table["label"], table["value"])):
+        colour = PALETTE["fp16"] if "without" in label else PALETTE["vqllm"]
+        ax.plot([exact, value], [y, y], color=colour, linewidth=1.2)
+        ax.plot(value, y, "o", color=colour)
+        side = 1 if value >= exact else -1
+        at = {"xytext": (8 * side, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        ax.annotate(f"{value:.1f}", (value, y), ha="left" if side > 0 else "right", **at)
+    ax.set_yticks(range(len(table)), table["label"])
+    ax.invert_yaxis()
+    ax.margins(x=0.15)
+    ax.set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
+    return fig
+
+
+def depth_lines(published: pd.DataFrame, ours: pd.DataFrame):
+    """Table 2: what is lost against the number of codebooks, a line for each codebook size. Published: mean accuracy
+    over the six tasks, in points; here: perplexity, in percent. Both frames: num_quantizers, codebook_size, change."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    for ax, rows, marker in zip(axes, (published, ours), "os"):
+        for size, colour in zip(sorted(rows["codebook_size"].unique()), (PALETTE["kivi"], PALETTE[short("")])):
+            mine = rows[rows["codebook_size"] == size].sort_values("num_quantizers")
+            ax.plot(mine["num_quantizers"], mine["change"], marker=marker, color=colour, label=f"{size:g} codes")
+        ax.axhline(0, color=PALETTE["bound"], linewidth=0.8)
+        ax.set_xticks(sorted(rows["num_quantizers"].unique()))
+        ax.set_xlabel("codebooks")
+        ax.legend()
+    axes[0].set_title("published: Llama-3-8B", loc="left")
+    axes[0].set_ylabel("mean accuracy of six tasks,\nchange (points)")
+    axes[1].set_title("here: llama-mini", loc="left")
+    axes[1].set_ylabel("perplexity,\nchange (%)")
+    return fig
