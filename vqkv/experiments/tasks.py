@@ -27,6 +27,7 @@ TRAINED = {  # whether codes were read in training, and whether they are read no
     "control, then key + value": (False, True),
 }
 TABLE_1 = (EXACT, *ROLES, *TRAINED)
+TABLE_4 = (BOTH, *(label for label, (_, reads_codes) in TRAINED.items() if reads_codes))
 TEXT = "held-out text"
 PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5", "gsm8k_5")
 
@@ -34,16 +35,17 @@ PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5",
 def leaderboard(
     models: list[str], corpus: str, tasks: list[str], limit: int | None, protocol: str, codebook_sizes: list[int],
     num_quantizers: list[int], codebook_size: int, group_size: int, train_seqs: int, seq_len: int, num_seqs: int,
-    tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float, batch_size: int, seed: int, dtype: str,
-    device: str,
+    tuned_quantizers: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float,
+    batch_size: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """One row per table of the paper, system and task, and one for the perplexity of ``num_seqs`` held-out sequences.
 
     Table 1, on the first of ``models``: what is quantised, with max(``num_quantizers``) codebooks of ``codebook_size``
     codes; fine-tuned for ``tuning_steps`` steps of ``tuning_seqs`` sequences of ``tuning_len`` tokens; and the control,
-    the same steps without codes. Table 2: every codebook size and number of codebooks, the smaller ones cut out of the
-    deepest. Table 3: each model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first metric of each task;
-    ``limit``: documents a task, None for all.
+    the same steps without codes. "Table 4": the rows with codes again, for every other number of codebooks in
+    ``tuned_quantizers``, without tasks. Table 2: every codebook size and number of codebooks, the smaller ones cut out
+    of the deepest. Table 3: each model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first metric of
+    each task; ``limit``: documents a task, None for all.
     """
     text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
@@ -53,6 +55,10 @@ def leaderboard(
     }
     depth, largest = max(num_quantizers), {"codebook_size": codebook_size, "group_size": group_size}
     cases = [(1, models[0], label, largest | {"num_quantizers": depth}) for label in TABLE_1]
+    cases += [
+        (4, models[0], label, largest | {"num_quantizers": count})
+        for count in tuned_quantizers if count != depth for label in TABLE_4
+    ]  # fmt: skip
     cases += [
         (2, models[0], BOTH, largest | {"num_quantizers": count, "codebook_size": size})
         for size in sorted(codebook_sizes) for count in sorted(num_quantizers)
@@ -70,12 +76,12 @@ def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: 
     protocol, batch_size = scoring["protocol"], scoring["batch_size"]
     score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False)
     text = {"task": TEXT, "metric": "perplexity", "value": score["ppl"], "n": len(found.test), "num_fewshot": 0}
-    scored = run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
+    tasks = [] if table == 4 else run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
     about = {"table": table, "model": model, "label": label, "side_bytes": score["side_bytes"]}
     about |= {name: quantizer[name] for name in ("num_quantizers", "codebook_size")}
     about["bits_per_value"] = score["bits_per_value"]
     columns = ("task", "metric", "value", "stderr", "n", "num_fewshot")
-    rows = [text | {"stderr": float("nan")}, *_first_metrics(scored)]
+    rows = [text | {"stderr": float("nan")}, *_first_metrics(tasks)]
     return [about | {name: row[name] for name in columns} for row in rows], found.sources
 
 
@@ -88,8 +94,10 @@ def _system(label: str, quantizer: dict, depth: int, who: dict, tuning: dict):
     found = subject(**who)
     if label in TRAINED:
         with_codes, reads_codes = TRAINED[label]
-        tuned = _tuned(who=who, quantizer=quantizer, tuning=tuning, with_codes=with_codes)
-        return tuned[0], tuned[1] if reads_codes else _exact(tuned[0], found)
+        if not reads_codes:
+            model = _tuned_without(who=who, tuning=tuning)
+            return model, _exact(model, found)
+        return _tuned(quantizer, with_codes, who=who, tuning=tuning)
     if label == EXACT:
         return found.model, _exact(found.model, found)
     return found.model, _quantised(*ROLES[label], quantizer, depth, who)
@@ -128,19 +136,35 @@ def _batch_size(found: Subject, quantizer: dict) -> int:
     return max(8, -(-16 * quantizer["codebook_size"] // vectors))
 
 
-@per_process(maxsize=1)
-def _tuned(who: dict, quantizer: dict, tuning: dict, with_codes: bool):
+def _tuned(quantizer: dict, with_codes: bool, **how):
     """A fine-tuned copy of the model, and the compressor fitted to it: while it was trained, or afterwards."""
-    found = subject(**who)
-    count = tuning["size"][0]
-    tokens = subject(**who | {"train": [count * (tuning["steps"] + 1), tuning["size"][1]]}).train
-    with torch.inference_mode(False):
-        model = copy.deepcopy(found.model)
-    preset = presets.vqllm(**quantizer, seed=who["seed"])
-    tuned = finetune(model, tokens, preset if with_codes else None, tuning["lr"], count, progress=False)
     if with_codes:
-        return model, tuned.compressor
+        return _tuned_with_codes(quantizer=quantizer, **how)
+    found, model = subject(**how["who"]), _tuned_without(**how)
+    preset = presets.vqllm(**quantizer, seed=how["who"]["seed"])
     return model, calibrate(model, found.train, preset, _batch_size(found, quantizer), progress=False)
+
+
+@per_process(maxsize=1)
+def _tuned_with_codes(who: dict, quantizer: dict, tuning: dict):
+    model, tokens = _copy_and_tokens(who, tuning)
+    preset = presets.vqllm(**quantizer, seed=who["seed"])
+    return model, finetune(model, tokens, preset, tuning["lr"], tuning["size"][0], progress=False).compressor
+
+
+@per_process(maxsize=1)
+def _tuned_without(who: dict, tuning: dict):
+    model, tokens = _copy_and_tokens(who, tuning)
+    finetune(model, tokens, None, tuning["lr"], tuning["size"][0], progress=False)
+    return model
+
+
+def _copy_and_tokens(who: dict, tuning: dict):
+    """The tokens of all steps; the first batch only initialises codebooks."""
+    count, seq_len = tuning["size"]
+    tokens = subject(**who | {"train": [count * (tuning["steps"] + 1), seq_len]}).train
+    with torch.inference_mode(False):
+        return copy.deepcopy(subject(**who).model), tokens
 
 
 def beside_published(table: pd.DataFrame, published: pd.DataFrame, number: int) -> pd.DataFrame:
@@ -177,6 +201,12 @@ def _wide(rows: pd.DataFrame, number: int) -> pd.DataFrame:
     shown = rows["value"].where(rows["task"] == TEXT, 100 * rows["value"])
     wide = rows.assign(system=names, shown=shown).pivot(index="system", columns="task", values="shown")
     return wide.loc[names.unique(), rows["task"].unique()]
+
+
+def trained(table: pd.DataFrame) -> pd.DataFrame:
+    """Perplexities of what was and was not fine-tuned: label, num_quantizers, value."""
+    rows = table[(table["task"] == TEXT) & table["table"].isin((1, 4))]
+    return rows.loc[rows["label"].isin((BOTH, *TRAINED)), ["label", "num_quantizers", "value"]].reset_index(drop=True)
 
 
 def changes(table: pd.DataFrame) -> pd.DataFrame:

@@ -54,21 +54,33 @@ def _cell(ax, x: int, y: int, change: float, error: float | None) -> None:
 
 
 def perplexity_dots(table: pd.DataFrame, exact: float):
-    """Held-out perplexity of each system of Table 1 (columns label, value) against that of the exact cache."""
-    fig, ax = plt.subplots(figsize=(8, 1.1 + 0.4 * len(table)))
+    """Held-out perplexity (columns label, num_quantizers, value) against that of the exact cache: a panel for each
+    number of codebooks; models that read exact keys and values are black."""
+    depths = sorted(table["num_quantizers"].unique(), reverse=True)
+    rows = [table[table["num_quantizers"] == depth] for depth in depths]
+    heights = [len(mine) for mine in rows]
+    fig, axes = plt.subplots(
+        len(rows), 1, figsize=(8, 1.3 + 0.45 * sum(heights)), height_ratios=heights, sharex=True, squeeze=False
+    )
+    for ax, mine, depth in zip(axes[:, 0], rows, depths):
+        _dots(ax, mine, exact)
+        ax.set_title(f"{depth} codebooks", loc="left")
+        ax.margins(x=0.12, y=0.25 if len(mine) < 4 else 0.12)
+        ax.invert_yaxis()
+    axes[-1, 0].set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
+    return fig
+
+
+def _dots(ax, rows: pd.DataFrame, exact: float) -> None:
     ax.axvline(exact, color=PALETTE["bound"], linestyle="--", linewidth=1.2)
-    for y, (label, value) in enumerate(zip(table["label"], table["value"])):
+    for y, (label, value) in enumerate(zip(rows["label"], rows["value"])):
         colour = PALETTE["fp16"] if "without" in label else PALETTE["vqllm"]
         ax.plot([exact, value], [y, y], color=colour, linewidth=1.2)
         ax.plot(value, y, "o", color=colour)
         side = 1 if value >= exact else -1
         at = {"xytext": (8 * side, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
         ax.annotate(f"{value:.1f}", (value, y), ha="left" if side > 0 else "right", **at)
-    ax.set_yticks(range(len(table)), table["label"])
-    ax.invert_yaxis()
-    ax.margins(x=0.15)
-    ax.set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
-    return fig
+    ax.set_yticks(range(len(rows)), rows["label"])
 
 
 def depth_lines(published: pd.DataFrame, ours: pd.DataFrame):
