@@ -1,8 +1,10 @@
 """``python -m vqkv.study --dry-run``: what would be run, what that is expected to take, and what can be reached."""
 
+import logging
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -32,9 +34,10 @@ class DryRun:
     def __post_init__(self):
         self._sizes: dict[tuple[str, str], ModelSize | str] = {}
         self._rates: dict[tuple[str, str], Rates] = {}
-        for page, parameters in self.pages.items():
-            self._describe(page, parameters)
-        self._reach()
+        with _quiet_hub():
+            for page, parameters in self.pages.items():
+                self._describe(page, parameters)
+            self._reach()
 
     def _describe(self, page: str, parameters: dict) -> None:
         self.lines += [page, f"  {', '.join(f'{name} = {value!r}' for name, value in _chosen(parameters).items())}"]
@@ -105,6 +108,18 @@ class DryRun:
             self.lines.append(f"  {what}")
         except ValueError as error:
             self.missing.append(f"{what}: {error}")
+
+
+@contextmanager
+def _quiet_hub():
+    """Without the hub's line for each of its retries: what cannot be reached is said once, with the remedy."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def check_model(name: str) -> None:

@@ -34,16 +34,16 @@ PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5",
 
 def leaderboard(
     models: list[str], corpus: str, tasks: list[str], limit: int | None, protocol: str, codebook_sizes: list[int],
-    num_quantizers: list[int], codebook_size: int, group_size: int, train_seqs: int, seq_len: int, num_seqs: int,
-    tuned_quantizers: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float,
+    depths: list[int], codebook_size: int, group_size: int, train_seqs: int, seq_len: int, num_seqs: int,
+    tuned_depths: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float,
     batch_size: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """One row per table of the paper, system and task, and one for the perplexity of ``num_seqs`` held-out sequences.
 
-    Table 1, on the first of ``models``: what is quantised, with max(``num_quantizers``) codebooks of ``codebook_size``
+    Table 1, on the first of ``models``: what is quantised, with max(``depths``) codebooks of ``codebook_size``
     codes; fine-tuned for ``tuning_steps`` steps of ``tuning_seqs`` sequences of ``tuning_len`` tokens; and the control,
     the same steps without codes. "Table 4": the rows with codes again, for every other number of codebooks in
-    ``tuned_quantizers``, without tasks. Table 2: every codebook size and number of codebooks, the smaller ones cut out
+    ``tuned_depths``, without tasks. Table 2: every codebook size and number of codebooks, the smaller ones cut out
     of the deepest. Table 3: each model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first metric of
     each task; ``limit``: documents a task, None for all.
     """
@@ -53,15 +53,15 @@ def leaderboard(
         "scoring": {"tasks": tasks, "limit": limit, "protocol": protocol, "batch_size": batch_size},
         "tuning": {"steps": tuning_steps, "size": [tuning_seqs, tuning_len], "lr": learning_rate},
     }
-    depth, largest = max(num_quantizers), {"codebook_size": codebook_size, "group_size": group_size}
+    depth, largest = max(depths), {"codebook_size": codebook_size, "group_size": group_size}
     cases = [(1, models[0], label, largest | {"num_quantizers": depth}) for label in TABLE_1]
     cases += [
         (4, models[0], label, largest | {"num_quantizers": count})
-        for count in tuned_quantizers if count != depth for label in TABLE_4
+        for count in tuned_depths if count != depth for label in TABLE_4
     ]  # fmt: skip
     cases += [
         (2, models[0], BOTH, largest | {"num_quantizers": count, "codebook_size": size})
-        for size in sorted(codebook_sizes) for count in sorted(num_quantizers)
+        for size in sorted(codebook_sizes) for count in sorted(depths)
     ]  # fmt: skip
     cases += [(3, name, label, largest | {"num_quantizers": depth}) for name in models[1:] for label in (EXACT, BOTH)]
     names = ("table", "model", "label", "quantizer")
@@ -149,14 +149,21 @@ def _tuned(quantizer: dict, with_codes: bool, **how):
 def _tuned_with_codes(who: dict, quantizer: dict, tuning: dict):
     model, tokens = _copy_and_tokens(who, tuning)
     preset = presets.vqllm(**quantizer, seed=who["seed"])
-    return model, finetune(model, tokens, preset, tuning["lr"], tuning["size"][0], progress=False).compressor
+    return model, finetune(model, tokens, preset, **_training(model, tuning)).compressor
 
 
 @per_process(maxsize=1)
 def _tuned_without(who: dict, tuning: dict):
     model, tokens = _copy_and_tokens(who, tuning)
-    finetune(model, tokens, None, tuning["lr"], tuning["size"][0], progress=False)
+    finetune(model, tokens, None, **_training(model, tuning))
     return model
+
+
+def _training(model, tuning: dict) -> dict:
+    """Few tokens at a time, and on a GPU layers computed twice: a model of 8B parameters is to fit beside its copy."""
+    count, seq_len = tuning["size"]
+    at_once = {"micro_batch": max(1, 8192 // seq_len), "gradient_checkpointing": model.device.type != "cpu"}
+    return {"lr": tuning["lr"], "batch_size": count, "progress": False} | at_once
 
 
 def _copy_and_tokens(who: dict, tuning: dict):
