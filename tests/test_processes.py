@@ -1,6 +1,5 @@
 """Two processes against one: the same codebooks, predictors and metrics, to rounding."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import shared_job
 import small_models
 import torch
 
-from vqkv import DataError, calibrate, load_model, presets
+from vqkv import Compressor, DataError, calibrate, load_model, presets
 from vqkv.processes import ALONE, Processes, alone, current, launched
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -65,25 +64,11 @@ def test_two_processes_learn_and_measure_what_one_does(one, two, name):
 def test_accelerate_launches_the_commands(model, tmp_path):
     made, texts = tmp_path / "compressor", tmp_path / "text.txt"
     texts.write_text("\n".join(f"line {i} of {i * i} words to read" for i in range(9000)))
-    calibration = ["calibrate", model, made, "--corpus", texts, "--num-seqs", "8", "--seq-len", "64"]
-    run(
-        [
-            *ACCELERATE,
-            "-m",
-            "vqkv.cli",
-            *calibration,
-            "-p",
-            "num_quantizers=2",
-            "-p",
-            "codebook_size=16",
-            "-p",
-            "group_size=8",
-        ]
-    )
-    evaluation = ["evaluate", model, made, "--corpus", texts, "--num-seqs", "2", "--seq-len", "64", "--batch-size", "1"]
-    printed = run([*ACCELERATE, "-m", "vqkv.cli", *evaluation])
-    row = json.loads(printed[printed.index("{") :])  # the first process alone prints
-    assert row["num_seqs"] == 2 and row["bits_per_value"] == 1.5
+    command = ["calibrate", model, made, "--corpus", texts, "--num-seqs", "8", "--seq-len", "64"]
+    settings = ["-p", "num_quantizers=2", "-p", "codebook_size=16", "-p", "group_size=8"]
+    printed = run([*ACCELERATE, "-m", "vqkv.cli", *command, *settings])
+    assert printed.count("Compressor(") == 1  # the first process alone prints, and saves
+    assert Compressor.from_pretrained(made).name == "vqllm" and not made.with_name("compressor.checkpoint").exists()
 
 
 def test_a_process_of_its_own_is_alone():

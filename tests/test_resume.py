@@ -1,5 +1,7 @@
 """Jobs that are killed go on from their last finished step, and end with the same bits."""
 
+import copy
+import dataclasses
 import multiprocessing
 import random
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import shared_job
 import small_models
+import torch
 
 from vqkv import FormatError, calibrate, evaluate, load_model, presets
 from vqkv.checkpoint import Checkpoint
@@ -72,6 +75,7 @@ def test_an_evaluation_goes_on_to_the_same_row(model, tmp_path, monkeypatch, aft
         ({"tokens": shared_job.text(8, 1)}, "tokens"),
         ({"preset": presets.vqllm(3, 16, 8)}, "preset"),
         ({"preset": presets.vqllm(2, 16, 8, seed=1)}, "preset"),
+        ({"preset": dataclasses.replace(shared_job.PRESETS["vqllm"], sink_tokens=1)}, "preset"),
         ({"batch_size": 2}, "batch_size"),
     ],
 )
@@ -80,6 +84,19 @@ def test_another_jobs_checkpoint_is_refused(model, tmp_path, change, named):
     calibrate(model, **job, progress=False, checkpoint=tmp_path)
     with pytest.raises(FormatError, match=rf"another job: its {named} .*delete"):
         calibrate(model, **job | change, progress=False, checkpoint=tmp_path)
+
+
+def test_plans_and_weights_tell_jobs_apart(model, tmp_path):
+    job = {"tokens": shared_job.text(8, 0), "batch_size": 4, "progress": False, "checkpoint": tmp_path}
+    calibrate(model, preset=presets.aqua("higgs", recent_window=0), **job)
+    for other in ({"key_from": "none"}, {"predictor": "gptq"}, {"first_layer_bits": 2}, {"strength": 0.1}):
+        with pytest.raises(FormatError, match="another job: its preset"):
+            calibrate(model, preset=presets.aqua("higgs", recent_window=0, **other), **job)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():  # leaves the first layer's keys and values as they are
+        changed.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(FormatError, match="another job: its model"):
+        calibrate(changed, preset=presets.aqua("higgs", recent_window=0), **job)
 
 
 def test_an_altered_step_is_refused(model, tmp_path, monkeypatch):

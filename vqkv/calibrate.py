@@ -18,8 +18,7 @@ from vqkv.compressor import Compressor, claim
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError
 from vqkv.layer_fit import fit_layers
-from vqkv.models import describe, difference
-from vqkv.models import fingerprint as model_fingerprint
+from vqkv.models import describe, difference, weights_fingerprint
 from vqkv.presets import Preset
 from vqkv.processes import current
 from vqkv.settings import CacheSettings
@@ -87,13 +86,10 @@ def calibrate(
 def _job(model, tokens: Tensor, preset: Preset, batch_size: int) -> dict:
     """What a checkpoint must have been made for. The number of processes counts too: sums are rounded differently, and
     each keeps its own share of keys and values."""
-    head_dim = describe(model)["head_dim"]
-    codecs = [preset.key_codec(head_dim).config(), preset.value_codec(head_dim).config()]
-    settings = [preset.sink_tokens, preset.recent_window, preset.flush_block, preset.pre_rope]
     return {
         "job": "calibrate",
-        "preset": [preset.name, preset.arguments, settings, codecs],
-        "model": model_fingerprint(model),
+        "preset": preset.describe(describe(model)["head_dim"]),
+        "model": weights_fingerprint(model),
         "tokens": [list(tokens.shape), fingerprint(tokens)],
         "batch_size": batch_size,
         "processes": current().count,

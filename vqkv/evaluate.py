@@ -12,8 +12,7 @@ from vqkv.checkpoint import Checkpoint
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.metrics import token_kl, token_nll, top1_agreement
-from vqkv.models import describe, kv_sources
-from vqkv.models import fingerprint as model_fingerprint
+from vqkv.models import describe, kv_sources, weights_fingerprint
 from vqkv.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -95,7 +94,7 @@ def _steps(checkpoint, model, compressor, tokens: Tensor, batch_size: int, score
         return None
     if not hasattr(compressor, "fingerprint"):
         raise DataError(f"{compressor.name} cannot be told from others, so not be checkpointed: leave checkpoint out")
-    job = {"job": "evaluate", "compressor": compressor.fingerprint, "model": model_fingerprint(model)}
+    job = {"job": "evaluate", "compressor": compressor.fingerprint, "model": weights_fingerprint(model)}
     return Checkpoint(checkpoint, job | {"tokens": fingerprint(tokens), "batch_size": batch_size, "scored": scored})
 
 

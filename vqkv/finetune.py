@@ -21,8 +21,7 @@ from vqkv.coder import ROLES, Place
 from vqkv.compressor import Compressor, claim
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError
-from vqkv.files import tensors_sha256
-from vqkv.models import describe, kv_sources
+from vqkv.models import describe, kv_sources, weights_fingerprint
 from vqkv.presets import Preset
 from vqkv.processes import current
 from vqkv.settings import CacheSettings
@@ -244,10 +243,10 @@ def _codecs(preset: Preset | None, about: dict) -> dict[Place, Codec]:
 
 def _job(model, tokens: Tensor, preset, codecs, lr, batch_size, micro_batch) -> dict:
     """What a checkpoint must have been made for."""
-    about = preset and [preset.name, preset.sink_tokens, *(codecs[role, 0].config() for role in ROLES)]
+    about = preset and preset.describe(describe(model)["head_dim"])
     return {
         "job": "finetune",
-        "model": tensors_sha256(sorted(model.state_dict().items()))[:16],
+        "model": weights_fingerprint(model),
         "tokens": [list(tokens.shape), fingerprint(tokens)],
         "preset": about,
         "settings": {"lr": lr, "batch_size": batch_size, "micro_batch": micro_batch, "processes": current().count},

@@ -70,7 +70,7 @@ def load_model(
     path = BUNDLED.get(name, name)
     device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
     if dtype is None:
-        on_cpu = device == "cpu" or (device_map is not None and not torch.cuda.is_available())
+        on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
         dtype = torch.float32 if on_cpu else "auto"
     if isinstance(dtype, str) and dtype != "auto":
         dtype = _dtype(dtype)
@@ -187,6 +187,16 @@ def fingerprint(model) -> str:
     """Sixteen hex digits that name the key and value weights as they were loaded (another dtype, another name)."""
     sample = str([describe(model)["weights"], str(model.dtype)])
     return hashlib.sha256(sample.encode()).hexdigest()[:16]
+
+
+def weights_fingerprint(model) -> str:
+    """Sixteen hex digits that name all weights, by samples of each, for checkpoints. Of weights that a device map keeps
+    elsewhere only names and shapes count."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sample = None if parameter.device.type == "meta" else _sample(parameter)
+        digest.update(str([name, list(parameter.shape), str(parameter.dtype), sample]).encode())
+    return digest.hexdigest()[:16]
 
 
 def describe(model) -> dict:

@@ -72,6 +72,10 @@ class FromPrevious:
             for layer in range(1, trial.num_layers)
         ]  # fmt: skip
 
+    def describe(self, head_dim: int) -> list:
+        """See ``Preset.describe``."""
+        return [self.kind, self.key_from, self.value_from, self.arguments, self.first.describe(head_dim)]
+
     def _sources(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return ("key", self.key_from), ("value", self.value_from)
 
@@ -125,6 +129,10 @@ class Shared:
                 "share fewer, or lower the threshold"
             )
         return self._plan(preset, trial.num_layers, source)
+
+    def describe(self, head_dim: int) -> list:
+        """See ``Preset.describe``."""
+        return [self.pairs, self.threshold]
 
     def _plan(self, preset, num_layers: int, source: dict[int, int]) -> list[dict[str, RolePlan]]:
         own = {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
