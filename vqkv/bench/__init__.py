@@ -2,12 +2,13 @@
 
 ``python -m vqkv.bench [--only OPERATION ...] [--out FILE.csv]``: the kernels against other libraries, fp16 attention
 and the machine's roofline. ``python -m vqkv.bench generate``: what a cache adds to the time of a generated token.
-``python -m vqkv.bench peak``: how much memory generation takes at its peak.
+``python -m vqkv.bench peak``: how much memory generation takes at its peak. ``python -m vqkv.bench scaling``: how much
+faster several processes calibrate.
 """
 
-from vqkv.bench import generation, peak, speed
+from vqkv.bench import generation, peak, scaling, speed
 
-COMMANDS = {"generate": generation.main, "peak": peak.main}
+COMMANDS = {"generate": generation.main, "peak": peak.main, "scaling": scaling.main}
 
 
 def main(arguments: list[str]) -> None:
