@@ -5,9 +5,10 @@ import shared_job
 import small_models
 import torch
 
-from vqkv import calibrate, evaluate, load_model, presets
+from vqkv import DataError, calibrate, evaluate, load_model, presets
 from vqkv.capture import capture
-from vqkv.models import describe, fingerprint, layer_devices
+from vqkv.finetune import finetune
+from vqkv.models import describe, fingerprint, layer_devices, weights_fingerprint
 
 PLACES = {
     "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
@@ -34,6 +35,7 @@ def spread(folder, tmp_path_factory):
 
 def test_it_is_the_same_model(whole, spread):
     assert describe(spread) == describe(whole) and fingerprint(spread) == fingerprint(whole)
+    assert weights_fingerprint(spread) == weights_fingerprint(whole)
     assert layer_devices(spread) == [torch.device("cpu")] * 3 == layer_devices(whole)
     for mine, theirs in zip(capture(spread, shared_job.text(2, 0)), capture(whole, shared_job.text(2, 0)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -57,6 +59,11 @@ def test_generation(whole, spread):
         for model in (whole, spread)
     ]
     assert torch.equal(*made)
+
+
+def test_weights_that_are_elsewhere_cannot_be_trained(spread):
+    with pytest.raises(DataError, match="not in memory"):
+        finetune(spread, shared_job.text(8, 0), None, batch_size=4)
 
 
 def test_auto(folder, whole):

@@ -13,7 +13,7 @@ import shared_job
 import small_models
 import torch
 
-from vqkv import FormatError, calibrate, evaluate, load_model, presets
+from vqkv import DataError, FormatError, calibrate, evaluate, load_model, presets
 from vqkv.checkpoint import Checkpoint
 
 RESUMED = ("vqllm", "kvquant", "entropy", "reduced", "kvsharer")
@@ -82,7 +82,7 @@ def test_an_evaluation_goes_on_to_the_same_row(model, tmp_path, monkeypatch, aft
 def test_another_jobs_checkpoint_is_refused(model, tmp_path, change, named):
     job = {"tokens": shared_job.text(8, 0), "preset": shared_job.PRESETS["vqllm"], "batch_size": 4}
     calibrate(model, **job, progress=False, checkpoint=tmp_path)
-    with pytest.raises(FormatError, match=rf"another job: its {named} .*delete"):
+    with pytest.raises(FormatError, match=rf"another job: its {named}.* is .*delete"):
         calibrate(model, **job | change, progress=False, checkpoint=tmp_path)
 
 
@@ -111,6 +111,27 @@ def test_an_altered_step_is_refused(model, tmp_path, monkeypatch):
         path.write_bytes(damaged)
         with pytest.raises(FormatError, match=r"codecs.safetensors.*delete"):
             calibrate(model, tokens, preset, batch_size=4, progress=False, checkpoint=tmp_path)
+
+
+def test_a_damaged_spill_is_refused(model, tmp_path, monkeypatch):
+    arguments = {"tokens": shared_job.text(8, 0), "batch_size": 4, "progress": False, "checkpoint": tmp_path}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, 1)
+        calibrate(model, preset=shared_job.PRESETS["reduced"], **arguments)
+    path = tmp_path / "process-0/captured/key-2-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    for damaged in (data, data[:-9]):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"key-2-1.safetensors .*delete"):
+            calibrate(model, preset=shared_job.PRESETS["reduced"], **arguments)
+
+
+def test_one_job_at_a_time_in_a_folder(model, tmp_path):
+    job = {"preset": shared_job.PRESETS["vqllm"], "batch_size": 4, "progress": False, "checkpoint": tmp_path}
+    with Checkpoint(tmp_path, {}).alone(), pytest.raises(DataError, match="in use by another process"):
+        calibrate(model, shared_job.text(8, 0), **job)
+    calibrate(model, shared_job.text(8, 0), **job)
 
 
 def test_a_file_is_no_folder(tmp_path):

@@ -16,9 +16,9 @@ from vqkv.codec.base import Codec
 from vqkv.coder import ROLES
 from vqkv.compressor import Compressor, claim
 from vqkv.corpus import fingerprint
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError
 from vqkv.layer_fit import fit_layers
-from vqkv.models import describe, difference, weights_fingerprint
+from vqkv.models import describe, difference, layer_devices, weights_fingerprint
 from vqkv.presets import Preset
 from vqkv.processes import current
 from vqkv.settings import CacheSettings
@@ -68,19 +68,25 @@ def calibrate(
     current().share(tokens.split(batch_size)[-1])  # the smallest batch
     progress = progress and current().first
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
-    steps = None if checkpoint is None else Checkpoint(checkpoint, _job(model, tokens, preset, batch_size))
-    if steps is not None and (steps.folder / DONE).is_dir():
-        return Compressor.from_pretrained(steps.folder / DONE)
-    if preset.plan is None:
-        codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured, steps), {}
-    else:
-        made = captured or _capture(model, tokens, preset, batch_size, progress, steps)
-        with nullcontext(made) if made is captured else made:
-            codecs, predictions = fit_layers(preset, made, ModelTrial(model, made), model.device, progress, steps)
-    compressor = Compressor(preset.name, codecs, settings, describe(model), notes, predictions)
-    if steps is not None:
+    if checkpoint is None:
+        found = _fit(model, tokens, preset, batch_size, progress, captured, None)
+        return Compressor(preset.name, found[0], settings, describe(model), notes, found[1])
+    with Checkpoint(checkpoint, _job(model, tokens, preset, batch_size)).alone() as steps:
+        if (steps.folder / DONE).is_dir():
+            return _finished(steps)
+        found = _fit(model, tokens, preset, batch_size, progress, captured, steps)
+        compressor = Compressor(preset.name, found[0], settings, describe(model), notes, found[1])
         _finish(steps, compressor)
     return compressor
+
+
+def _fit(model, tokens, preset: Preset, batch_size, progress, captured, steps: Checkpoint | None) -> tuple[list, dict]:
+    """Every layer's codecs, and the predictions by place."""
+    if preset.plan is None:
+        return _fit_codecs(model, tokens, preset, batch_size, progress, captured, steps), {}
+    made = captured or _capture(model, tokens, preset, batch_size, progress, steps)
+    with nullcontext(made) if made is captured else made:
+        return fit_layers(preset, made, ModelTrial(model, made), model.device, progress, steps)
 
 
 def _job(model, tokens: Tensor, preset: Preset, batch_size: int) -> dict:
@@ -97,12 +103,21 @@ def _job(model, tokens: Tensor, preset: Preset, batch_size: int) -> dict:
 
 
 def _capture(model, tokens, preset: Preset, batch_size, progress, steps: Checkpoint | None) -> CapturedTokens:
+    if steps is not None:
+        steps.begin()  # keys and values alone do not say whose they are
     folder = None if steps is None else _spill_folder(steps, "captured")
     return CapturedTokens(model, tokens, batch_size, not preset.pre_rope, folder, progress, keep=folder is not None)
 
 
 def _spill_folder(steps: Checkpoint, name: str) -> Path:
     return steps.folder / f"process-{current().rank}" / name
+
+
+def _finished(steps: Checkpoint) -> Compressor:
+    try:
+        return Compressor.from_pretrained(steps.folder / DONE)
+    except FormatError as error:
+        raise FormatError(f"{error}: delete {steps.folder} to calibrate anew") from error
 
 
 def _finish(steps: Checkpoint, compressor: Compressor) -> None:
@@ -124,7 +139,7 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured, s
     batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
     if not any(codec.learns for codec in codecs[0]):
         batches = batches[:1]
-    done = _learned_so_far(codecs, steps)
+    done = _learned_so_far(model, codecs, steps)
     bar = tqdm(batches, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
     for number, batch in enumerate(bar):
         if number < done:
@@ -152,15 +167,16 @@ def _learning(codecs: list[tuple[Codec, Codec]]) -> Iterator[tuple[str, Tensor]]
                 yield f"{layer}.{role}.{name}", tensor
 
 
-def _learned_so_far(codecs: list[tuple[Codec, Codec]], steps: Checkpoint | None) -> int:
+def _learned_so_far(model, codecs: list[tuple[Codec, Codec]], steps: Checkpoint | None) -> int:
     """Batches that the codecs need not see again, after they have been brought to where they were."""
-    if steps is None or (found := steps.load("codecs")) is None:
+    if steps is None or (found := steps.load_together("codecs")) is None:
         return 0
     tensors, notes = found
-    for layer, pair in enumerate(codecs):
+    for layer, (pair, device) in enumerate(zip(codecs, layer_devices(model), strict=True)):
         for role, codec in zip(ROLES, pair, strict=True):
+            learned = claim(tensors, f"{layer}.{role}.")
             if not codec.ready:
-                codec.load_learning_state(claim(tensors, f"{layer}.{role}."))
+                codec.load_learning_state({name: tensor.to(device) for name, tensor in learned.items()})
     return notes["batches"]
 
 
@@ -172,5 +188,6 @@ def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Pre
     if not torch.equal(captured.tokens, tokens) or captured.post_rope == preset.pre_rope:
         raise DataError("captured holds other tokens, or keys on the other side of RoPE: capture them for this preset")
     found = difference(captured.about, model) or (captured.dtype != model.dtype and f"{captured.dtype}")
+    found = found or (captured.weights != weights_fingerprint(model) and "other weights")
     if found:
         raise DataError(f"captured is of a model with {found}: capture the tokens with this one")

@@ -17,7 +17,7 @@ from vqkv.errors import DataError, FormatError
 from vqkv.evaluate import evaluate
 from vqkv.finetune import finetune
 from vqkv.models import load_model
-from vqkv.processes import launched
+from vqkv.processes import launched, own_device
 from vqkv.snapshot_forms import dtype_name
 from vqkv.snapshot_layout import SIZES
 from vqkv.snapshots import MAGIC, SnapshotReader
@@ -25,9 +25,9 @@ from vqkv.snapshots import MAGIC, SnapshotReader
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
-Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, or a data set's name")]
+Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, a data set, or NAME@FOLDER")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
-BatchSize = Annotated[int, typer.Option(help="sequences that are captured or scored at a time")]
+BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
 READABLE = (
     "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
     "stream (SnapshotWriter)"
@@ -53,7 +53,8 @@ def calibrate_command(
     OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
     with _plain_errors(), launched() as processes:
         wanted = presets.make(preset, **_assignments(parameter))
-        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
+        out = out.resolve()
+        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
         checkpoint = out.with_name(out.name + ".checkpoint")
         compressor = calibrate(loaded, tokens, wanted, batch_size, checkpoint=checkpoint)
@@ -88,8 +89,11 @@ def finetune_command(
     """Train a model's attention blocks to read a quantized cache; save both. Killed, the same command goes on where it
     was, out of the folder OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
     with _plain_errors(), launched() as processes:
+        if preset == "none" and parameter:
+            raise DataError("-p is for a preset's arguments, and --preset none has none: leave it out")
         wanted = None if preset == "none" else presets.make(preset, **_assignments(parameter))
-        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
+        out = out.resolve()
+        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
         checkpoint = out.with_name(out.name + ".checkpoint")
         made = finetune(
@@ -99,10 +103,12 @@ def finetune_command(
         if processes.first:
             loaded.save_pretrained(out / "model")
             tokenizer.save_pretrained(out / "model")
+            shutil.rmtree(out / "compressor", ignore_errors=True)  # of another run into this folder
             if made.compressor is not None:
                 made.compressor.save_pretrained(out / "compressor")
             shutil.rmtree(checkpoint)
-            typer.echo(f"{len(made.losses)} steps, loss {made.losses[0]:.4f} -> {made.losses[-1]:.4f}: {out}")
+            losses = f"loss of the first batch {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}"
+            typer.echo(f"{len(made.losses)} steps, {losses}, mean {sum(made.losses) / len(made.losses):.4f}: {out}")
 
 
 @app.command("evaluate")
@@ -116,7 +122,7 @@ def evaluate_command(
     seed: int = 0,
     device: Device = "cpu",
     dtype: Dtype = "",
-    batch_size: Annotated[int | None, typer.Option(help="sequences at a time")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="sequences at a time in each process")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="folder that keeps finished batches, to go on if killed")
     ] = None,
@@ -124,7 +130,7 @@ def evaluate_command(
     """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row. Under
     `accelerate launch` or `torchrun` the processes take turns at the batches."""
     with _plain_errors(), launched() as processes:
-        loaded, tokenizer = load_model(model, dtype or None, processes.on(device))
+        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         tokens = load_corpus(corpus, tokenizer, "test", seq_len, num_seqs, seed)
         fitted = Compressor.from_pretrained(compressor)
         row = evaluate(loaded, fitted, tokens, protocol, batch_size=batch_size, checkpoint=checkpoint)
@@ -154,15 +160,17 @@ def tasks_command(
     dtype: Dtype = "",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options."""
+    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options. Under
+    `accelerate launch` or `torchrun` the processes share the documents."""
     with _plain_errors():
         from vqkv.harness import run_tasks  # lm_eval takes seconds to import
 
-        loaded, tokenizer = load_model(model, dtype or None, device)
+        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         fitted = Compressor.from_pretrained(compressor) if compressor else None
         shots = None if num_fewshot < 0 else num_fewshot
         rows = run_tasks(loaded, tokenizer, fitted, task, shots, limit or None, protocol, chunk_size, batch_size)
-        typer.echo(json.dumps(rows, indent=1))
+        if rows:  # of several processes the first has them
+            typer.echo(json.dumps(rows, indent=1))
 
 
 @app.command(
@@ -243,7 +251,7 @@ class _plain_errors:
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, (ValueError, OSError)):
+        if isinstance(error, (ValueError, OSError, ImportError)):
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
         return False

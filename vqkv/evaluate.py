@@ -1,6 +1,6 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from safetensors.torch import load, save
@@ -77,7 +77,8 @@ def evaluate(
         return sums | (_reconstruction(model, compressor, batches[number]) if reconstruction else {})
 
     scored = [protocol, pieces, start, reconstruction, None if answers is None else fingerprint(answers)]
-    totals = _all_batches(measure, len(batches), _steps(checkpoint, model, compressor, tokens, batch_size, scored))
+    with _steps(checkpoint, model, compressor, tokens, batch_size, scored) as steps:
+        totals = _all_batches(measure, len(batches), steps)
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
@@ -89,13 +90,15 @@ def scored_at_once(vocab_size: int, seq_len: int) -> int:
     return max(1, min(8, LOGITS // (vocab_size * seq_len)))
 
 
-def _steps(checkpoint, model, compressor, tokens: Tensor, batch_size: int, scored: list) -> Checkpoint | None:
+def _steps(checkpoint, model, compressor, tokens: Tensor, batch_size: int, scored: list):
+    """A context manager that gives the checkpoint, or None if there is to be none."""
     if checkpoint is None:
-        return None
+        return nullcontext()
     if not hasattr(compressor, "fingerprint"):
         raise DataError(f"{compressor.name} cannot be told from others, so not be checkpointed: leave checkpoint out")
     job = {"job": "evaluate", "compressor": compressor.fingerprint, "model": weights_fingerprint(model)}
-    return Checkpoint(checkpoint, job | {"tokens": fingerprint(tokens), "batch_size": batch_size, "scored": scored})
+    job |= {"tokens": fingerprint(tokens), "batch_size": batch_size, "scored": scored}
+    return Checkpoint(checkpoint, job).alone()
 
 
 def _all_batches(measure, count: int, steps: Checkpoint | None) -> list[Sums]:

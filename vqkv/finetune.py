@@ -79,11 +79,12 @@ def finetune(
     batches, about = tokens.split(batch_size), describe(model)
     micro_batch = micro_batch or batch_size
     codecs = _codecs(preset, about)
-    steps = None
+    opened = nullcontext()
     if checkpoint is not None:
-        steps = Checkpoint(checkpoint, _job(model, tokens, preset, codecs, lr, batch_size, micro_batch))
+        job = _job(model, tokens, preset, codecs, lr, batch_size, micro_batch)
+        opened = Checkpoint(checkpoint, job).alone()
     reading = StraightThrough(codecs, preset.sink_tokens if preset else 0)
-    with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
+    with opened as steps, torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
         run = _Run(model, weights, reading, lr, micro_batch, steps)
         if run.resume() is None:
             run.start(batches[0])
@@ -182,7 +183,7 @@ class _Run:
 
     def resume(self) -> list[float] | None:
         """Be where ``save`` was called last; None if it never was."""
-        if self.steps is None or (found := self.steps.load(STEP)) is None:
+        if self.steps is None or (found := self.steps.load_together(STEP)) is None:
             return None
         tensors, self.losses = found[0], found[1]["losses"]
         state = {}
@@ -202,6 +203,8 @@ class _Run:
 
 def _check(model, tokens, preset, lr, batch_size, micro_batch, checkpoint_every) -> None:
     check_tokens(model, tokens)
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise DataError("some weights are not in memory: fine-tune on one device, or a device map without offloading")
     check_batch_size(batch_size)
     check_whole("checkpoint_every", checkpoint_every, 1, MOST)
     if micro_batch is not None:

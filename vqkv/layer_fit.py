@@ -48,7 +48,7 @@ def _restored(captured: CapturedTokens, steps: Checkpoint | None) -> Spill:
 def _fit_or_load(fitting: "LayerFit", place: Place, plan: RolePlan, codec: Codec, steps: Checkpoint | None):
     """(codec, prediction) of one place, from the checkpoint if it is there."""
     name = f"{place[0]}-{place[1]}"
-    if steps is not None and (found := steps.load(name)) is not None:
+    if steps is not None and (found := steps.load_together(name)) is not None:
         fitting.forget(place, plan.sources)
         return _loaded(*found, plan.sources, fitting.device)
     prediction = fitting.fit(place, plan, codec)

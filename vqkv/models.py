@@ -4,7 +4,7 @@ import copy
 import hashlib
 import inspect
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.files import raw_bytes
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 CHANGING_ROPE = ("dynamic", "longrope")
@@ -190,12 +191,14 @@ def fingerprint(model) -> str:
 
 
 def weights_fingerprint(model) -> str:
-    """Sixteen hex digits that name all weights, by samples of each, for checkpoints. Of weights that a device map keeps
-    elsewhere only names and shapes count."""
+    """Sixteen hex digits that name every bit of all weights, wherever a device map keeps them (a second for a gigabyte
+    or two)."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        sample = None if parameter.device.type == "meta" else _sample(parameter)
-        digest.update(str([name, list(parameter.shape), str(parameter.dtype), sample]).encode())
+    for name, module in model.named_modules():
+        with _fetched(module):
+            for key, parameter in module.named_parameters(recurse=False):
+                digest.update(str([name, key, list(parameter.shape), str(parameter.dtype)]).encode())
+                digest.update(raw_bytes(parameter))
     return digest.hexdigest()[:16]
 
 
@@ -245,13 +248,18 @@ def difference(fitted: dict, model) -> str | None:
 
 
 def _samples(module: nn.Module) -> list[list[float]]:
-    """Of each of its parameters; those that a device map keeps elsewhere are fetched for it."""
-    if not hasattr(module, "_hf_hook"):
+    """Of each of its parameters."""
+    with _fetched(module):
         return [_sample(parameter) for parameter in module.parameters()]
+
+
+def _fetched(module: nn.Module):
+    """A context in which the module's own weights are here, also those that a device map keeps elsewhere."""
+    if not hasattr(module, "_hf_hook"):
+        return nullcontext()
     from accelerate.utils import align_module_device
 
-    with align_module_device(module):
-        return [_sample(parameter) for parameter in module.parameters()]
+    return align_module_device(module)
 
 
 def _sample(parameter: torch.Tensor) -> list[float]:

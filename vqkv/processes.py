@@ -79,10 +79,6 @@ class Processes:
         joined = self.rows(torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)])
         return [part.numpy().tobytes() for part in joined.split(lengths)]
 
-    def on(self, device: str) -> str:
-        """Where this process's model goes if each is to have one on ``device``: with several, a card each."""
-        return str(self.device) if device == "cuda" and self.device is not None else device
-
     def wait(self) -> None:
         """Until all are here."""
         self.total(torch.zeros(1, dtype=torch.float32))
@@ -126,6 +122,12 @@ def _entered(processes: Processes) -> Iterator[Processes]:
         yield processes
     finally:
         _current.reset(token)
+
+
+def own_device(device: str) -> str:
+    """``device`` of this process's own model: of several processes that were launched on ``cuda``, each has a card."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if device == "cuda" and rank is not None else device
 
 
 def _launched() -> Processes:

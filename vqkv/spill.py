@@ -1,20 +1,20 @@
 """Keys and values of many tokens on disk, a file for each batch, so that memory does not grow with their number."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.coder import Place
-from vqkv.errors import DataError
-from vqkv.models import describe
+from vqkv.errors import DataError, FormatError
+from vqkv.files import replacing, tensors_sha256
+from vqkv.models import describe, weights_fingerprint
 from vqkv.processes import current
 
 HEADROOM = 1 << 28  # bytes that stay free on the disk
@@ -49,8 +49,10 @@ class Spill:
         """Write, under another name first. Raises ``DataError`` where that fails."""
         path = self._path(place, batch)
         try:
-            save_file({"x": x.contiguous()}, path.with_suffix(".part"))
-            os.replace(path.with_suffix(".part"), path)
+            if self._temporary is None:
+                self._keep({"x": x.cpu().contiguous()}, path)
+            else:
+                save_file({"x": x.contiguous()}, path)
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot write to {self._folder}: {error}. {REMEDY}") from error
 
@@ -62,8 +64,24 @@ class Spill:
         """Read back. Raises ``DataError`` for what was not put there, or after the end."""
         path = self._path(place, batch)
         if not path.is_file():
-            raise DataError(f"{path} is gone: use it within its 'with', and only for places it holds")
-        return load_file(path, device=str(device))["x"]
+            hint = "delete its folder to begin anew" if self._temporary is None else "use it within its 'with'"
+            raise DataError(f"{path} is gone: {hint}, and only for places it holds")
+        return load_file(path, device=str(device))["x"] if self._temporary else self._kept(path).to(device)
+
+    def _keep(self, tensors: dict[str, Tensor], path: Path) -> None:
+        """Written as a whole, under a checksum: it may be read by another process, after a crash."""
+        with replacing(path) as file:
+            file.write(save(tensors, {"sha256": tensors_sha256(tensors.items())}))
+
+    def _kept(self, path: Path) -> Tensor:
+        try:
+            with safe_open(path, "pt") as file:
+                tensors, digest = {"x": file.get_tensor("x")}, (file.metadata() or {}).get("sha256")
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{path} is damaged ({error}): delete its folder to begin anew") from error
+        if digest != tensors_sha256(tensors.items()):
+            raise FormatError(f"{path} was altered: delete its folder to begin anew")
+        return tensors["x"]
 
     def drop(self, place: Place) -> None:
         """Remove every batch of ``place``."""
@@ -91,7 +109,7 @@ class CapturedTokens(Spill):
         super().__init__(folder, keep)
         self.processes = current()
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
-        self.about, self.dtype = describe(model), model.dtype
+        self.about, self.dtype, self.weights = describe(model), model.dtype, weights_fingerprint(model)
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         self._check_room(model.dtype.itemsize)

@@ -55,7 +55,8 @@ class Study:
         settings = load_profile(
             self.profile, self.profiles, [path.stem for path in all_notebooks(self.root / "notebooks")]
         )
-        self.injected = {path: parameters_for(path, settings, self.parameters) for path in self.notebooks}
+        assigned = self._assigned()
+        self.injected = {path: parameters_for(path, settings, assigned[path]) for path in self.notebooks}
         self.in_place = self.out is None and not settings and not self.parameters
         label = "custom" if self.profile == "default" else self.profile
         other = self.out or self.root / "runs" / f"{label}-{digest([settings, self.parameters])}"
@@ -64,6 +65,17 @@ class Study:
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
         check(self.scheduler, self.workers)
+
+    def _assigned(self) -> dict[Path, dict]:
+        """For each notebook, the parameters given that it has, and those that none of the chosen has: to be refused."""
+        if not self.parameters:
+            return {path: {} for path in self.notebooks}
+        known = {path: set(notebook_parameters(path)) for path in self.notebooks}
+        some = set().union(*known.values())
+        return {
+            path: {name: value for name, value in self.parameters.items() if name in mine or name not in some}
+            for path, mine in known.items()
+        }
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
@@ -197,7 +209,10 @@ def parameters_for(notebook: Path, settings: dict[str, dict], assigned: dict) ->
 def notebook_parameters(notebook: Path) -> dict:
     """{parameter: default} of a notebook's ``parameters`` cell; a default that is not a literal becomes None."""
     with environment(JUPYTER_PREFER_ENV_PATH="1"):
-        inspected = papermill.inspect_notebook(str(notebook))
+        try:
+            inspected = papermill.inspect_notebook(str(notebook))
+        except ValueError as error:
+            raise FormatError(f"notebook {notebook}: {error} Save it with a Python 3 kernel") from error
     return {name: _literal(entry["default"]) for name, entry in inspected.items()}
 
 

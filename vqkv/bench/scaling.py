@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path, help="CSV file to write")
-    for name, size in (("num_quantizers", 8), ("codebook_size", 256), ("num_seqs", 64), ("seq_len", 512)):
+    for name, size in (("num_quantizers", 8), ("codebook_size", 256), ("num_seqs", 128), ("seq_len", 512)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args(arguments)

@@ -6,14 +6,18 @@ import pandas as pd
 from vqkv.figures.style import PALETTE, short
 
 NOTHING = "#f2f2f2"
+NAMES = {
+    "arc_25": "ARC-c", "hellaswag_10": "HellaSwag", "mmlu_5": "MMLU", "truthfulqa_0": "TruthfulQA",
+    "winogrande_5": "WinoGrande", "gsm8k_5": "GSM8K",
+}  # fmt: skip
 
 
-def change_grid(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, str]):
+def change_grid(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, str], here: str):
     """Two grids, systems by tasks: the change of accuracy from the exact cache in points, published and here.
 
     ``published`` has a row for each system and a column for each task; ``ours`` is a table of changes with columns
-    label, task, change, error; both without the exact row. ``names``: what to call tasks. A cell of ours whose change
-    is within one standard error is grey. Colours stop at 10 points.
+    label, task, change, error; both without the exact row. ``names``: what to call tasks; ``here``: our model. A cell
+    of ours whose change is within one standard error is grey. Colours stop at 10 points.
     """
     wide = [ours.pivot(index="label", columns="task", values=column) for column in ("change", "error")]
     order = (ours["label"].unique(), [task for task in names if task in set(ours["task"])])
@@ -21,10 +25,10 @@ def change_grid(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, st
     fig, axes = plt.subplots(
         1, 2, figsize=(10, 1.6 + 0.42 * len(change)), width_ratios=[published.shape[1], change.shape[1]]
     )
-    _grid(axes[0], published.reindex(change.index), None)
+    _grid(axes[0], published.reindex(change.index).rename(columns=NAMES), None)
     _grid(axes[1], change.rename(columns=names), error)
     axes[0].set_title("published: Llama-3-8B", loc="left")
-    axes[1].set_title("here: llama-mini, ±1 standard error", loc="left")
+    axes[1].set_title(f"here: {here}", loc="left")
     axes[1].set_yticklabels([])
     return fig
 
@@ -64,7 +68,7 @@ def perplexity_dots(table: pd.DataFrame, exact: float):
     )
     for ax, mine, depth in zip(axes[:, 0], rows, depths):
         _dots(ax, mine, exact)
-        ax.set_title(f"{depth} codebooks", loc="left")
+        ax.set_title(f"{depth} codebook{'s' * (depth > 1)}", loc="left")
         ax.margins(x=0.12, y=0.25 if len(mine) < 4 else 0.12)
         ax.invert_yaxis()
     axes[-1, 0].set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
@@ -83,7 +87,7 @@ def _dots(ax, rows: pd.DataFrame, exact: float) -> None:
     ax.set_yticks(range(len(rows)), rows["label"])
 
 
-def depth_lines(published: pd.DataFrame, ours: pd.DataFrame):
+def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):
     """Table 2: what is lost against the number of codebooks, a line for each codebook size. Published: mean accuracy
     over the six tasks, in points; here: perplexity, in percent. Both frames: num_quantizers, codebook_size, change."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.4))
@@ -97,6 +101,6 @@ def depth_lines(published: pd.DataFrame, ours: pd.DataFrame):
         ax.legend()
     axes[0].set_title("published: Llama-3-8B", loc="left")
     axes[0].set_ylabel("mean accuracy of six tasks,\nchange (points)")
-    axes[1].set_title("here: llama-mini", loc="left")
+    axes[1].set_title(f"here: {here}", loc="left")
     axes[1].set_ylabel("perplexity,\nchange (%)")
     return fig

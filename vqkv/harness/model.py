@@ -24,6 +24,10 @@ OF_HFLM = (
     "max_length", "max_batch_size", "truncation", "logits_cache", "add_bos_token", "prefix_token_id", "softmax_dtype",
     "mixed_precision_dtype", "think_end_token", "enable_thinking", "chat_template_args",
 )  # fmt: skip
+OWN = (
+    "pretrained", "compressor", "protocol", "chunk_size", "batch_size", "dtype", "device", "parallelize",
+    "trust_remote_code", "tokenizer",
+)  # fmt: skip
 
 
 @register_model("vqkv")
@@ -56,7 +60,9 @@ class VqkvLM(HFLM):
     ):
         for name in of_hflm:
             if name not in OF_HFLM:
-                raise UnknownNameError("model argument", name, (*OF_HFLM, *VqkvLM.__init__.__annotations__))
+                raise UnknownNameError("model argument", name, (*OF_HFLM, *OWN))
+        if batch_size != "auto" and (not str(batch_size).isdecimal() or int(batch_size) < 1):
+            raise DataError(f"batch_size {batch_size!r} must be a whole number from 1 on, or 'auto'")
         accelerator = _accelerator()
         model = pretrained
         if isinstance(pretrained, str):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from lm_eval import evaluate
 
+from vqkv.codec.base import check_whole
 from vqkv.errors import DataError
 from vqkv.harness.model import VqkvLM
 from vqkv.harness.quiet import quiet
@@ -14,6 +15,7 @@ from vqkv.harness.tasks import Entry, entries, manager
 from vqkv.models import load_model
 
 BOOTSTRAP_ITERS = 100  # only a few metrics of text are bootstrapped; accuracies have a formula
+MOST = 10**9
 UNREACHABLE = ("ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError", "LocalEntryNotFoundError")
 
 
@@ -43,6 +45,9 @@ def run_tasks(
     ``UnknownNameError`` for a task that does not exist and ``DataError`` for one whose data cannot be reached.
     """
     wanted = entries(tasks)
+    for name, count, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+        if count is not None:
+            check_whole(name, count, least, MOST)
     if isinstance(model, str):
         model, tokenizer = load_model(model)
     lm = VqkvLM(model, compressor, protocol, chunk_size, batch_size, tokenizer=tokenizer, **arguments)

@@ -66,7 +66,12 @@ class KMeans:
 
     def _shared_assign(self, x: Tensor) -> Tensor:
         processes = current()
-        return processes.rows(self.assign(x.tensor_split(processes.count)[processes.rank]))
+        if processes.count == 1:
+            return self.assign(x)
+        parts = x.tensor_split(processes.count)
+        codes = [torch.zeros(len(part), dtype=torch.int64, device=x.device) for part in parts]
+        codes[processes.rank] = self.assign(parts[processes.rank]).long()
+        return processes.total(torch.cat(codes))
 
     def statistics(self, x: Tensor) -> Statistics:
         """One process's share of an iteration."""
