@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.harness import VqkvLM, entries
+from vqkv.harness import VqkvLM, entries, run_tasks
 from vqkv.harness.reader import PROTOCOLS, Family, Reader, Text
 from vqkv.harness.tasks import manager
 from vqkv.models import load_model
@@ -205,6 +205,10 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         ({"protocol": "snapshot"}, UnknownNameError, "in_place"),
         ({"chunk_size": 0}, DataError, "chunk_size 0"),
         ({"max_lenght": 5}, UnknownNameError, "max_length"),
+        ({"compresor": "folder"}, UnknownNameError, "Did you mean 'compressor'"),
+        ({"batch_size": 0}, DataError, "batch_size 0 must be"),
+        ({"batch_size": -1}, DataError, "batch_size -1 must be"),
+        ({"batch_size": "many"}, DataError, "or 'auto'"),
         ({"tokenizer": None}, DataError, "tokenizer"),
         ({"compressor": str(tmp_path)}, FormatError, "no compressor"),
     ):
@@ -216,6 +220,12 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         VqkvLM("vqkv/lama-mini")
     with pytest.raises(DataError, match="continuation of 0"):
         answers(VqkvLM(model, tokenizer=tokenizer), [(None, [1], [])])
+
+
+@pytest.mark.parametrize("count", [{"limit": 0}, {"limit": -3}, {"limit": "x"}, {"num_fewshot": -2}])
+def test_counts_of_documents_and_shots(model, tokenizer, count):
+    with pytest.raises(DataError, match=f"{next(iter(count))} .* must be an integer"):
+        run_tasks(model, tokenizer, None, "vqkv_recall_16", **count)
 
 
 def test_text_starts_where_its_longest_continuation_is_scored():
