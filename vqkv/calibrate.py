@@ -4,9 +4,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,7 +22,7 @@ from vqkv.errors import DataError, FormatError
 from vqkv.layer_fit import fit_layers
 from vqkv.models import describe, difference, layer_devices, weights_fingerprint
 from vqkv.presets import Preset
-from vqkv.processes import current
+from vqkv.processes import alone, current
 from vqkv.settings import CacheSettings
 from vqkv.sharing import ModelTrial
 from vqkv.spill import CapturedTokens
@@ -148,16 +150,40 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured, s
             keys, values = captured.layers(number, model.device)
         else:
             keys, values = capture(model, current().share(batch), post_rope=not preset.pre_rope)
-        for pair, exact in zip(codecs, zip(keys, values, strict=True), strict=True):
-            for codec, x in zip(pair, exact, strict=True):
-                if not codec.ready:  # some need no batch at all
-                    codec.partial_fit(x)
+        exact = [x for layer in zip(keys, values, strict=True) for x in layer]
+        unready = [(codec, x) for codec, x in zip(chain(*codecs), exact, strict=True) if not codec.ready]
+        if number == 0 and current().count > 1:
+            _start_together(unready)
+        else:
+            for codec, x in unready:
+                codec.partial_fit(x)
         if steps is not None and current().first:
             steps.save("codecs", dict(_learning(codecs)), batches=number + 1)
     for pair in codecs:
         for codec in pair:
             codec.finalize()
     return codecs
+
+
+def _start_together(unready: list[tuple[Codec, Tensor]]) -> None:
+    """The first batch, which initialises codebooks: each codec sees all processes' tokens in one process, and the
+    others take over what it has learned. So k-means runs for as many codecs at a time as there are processes."""
+    processes, whole, learned = current(), {}, {}
+    for number, (_, x) in enumerate(unready):  # all together, before any of them begins to compute
+        gathered = processes.rows(x)
+        if number % processes.count == processes.rank:
+            whole[number] = gathered
+    for number, x in whole.items():
+        with alone():
+            unready[number][0].partial_fit(x)
+        learned |= {f"{number}.{name}": tensor.cpu() for name, tensor in unready[number][0].learning_state().items()}
+    for rank, message in enumerate(processes.exchange(save(learned))):
+        tensors = load(message)
+        for number in range(rank, len(unready), processes.count):
+            codec, x = unready[number]
+            if number not in whole:
+                mine = claim(tensors, f"{number}.")
+                codec.load_learning_state({name: tensor.to(x.device) for name, tensor in mine.items()})
 
 
 def _learning(codecs: list[tuple[Codec, Codec]]) -> Iterator[tuple[str, Tensor]]:

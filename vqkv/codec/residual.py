@@ -90,7 +90,7 @@ class ResidualVQ(Quantizer):
             self._start(vectors)
         else:
             statistics, samples = self.statistics(vectors)
-            self.learn([stage.total() for stage in statistics], samples)
+            self.learn(Statistics.totals(statistics), samples)
 
     def statistics(self, x: Tensor) -> tuple[list[Statistics], list[Tensor]]:
         """Per stage, statistics of x (rows, group_size), which add up over processes, and a sample of residuals of all

@@ -1,9 +1,11 @@
 """Figures of notebook 10."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.figures.style import PALETTE, short
+from vqkv.figures.style import PALETTE
 
 NOTHING = "#f2f2f2"
 NAMES = {
@@ -68,7 +70,7 @@ def perplexity_dots(table: pd.DataFrame, exact: float):
     )
     for ax, mine, depth in zip(axes[:, 0], rows, depths):
         _dots(ax, mine, exact)
-        ax.set_title(f"{depth} codebook{'s' * (depth > 1)}", loc="left")
+        ax.set_title(f"{depth} codebook{'s' if depth > 1 else ''}", loc="left")
         ax.margins(x=0.12, y=0.25 if len(mine) < 4 else 0.12)
         ax.invert_yaxis()
     axes[-1, 0].set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
@@ -90,9 +92,12 @@ def _dots(ax, rows: pd.DataFrame, exact: float) -> None:
 def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):
     """Table 2: what is lost against the number of codebooks, a line for each codebook size. Published: mean accuracy
     over the six tasks, in points; here: perplexity, in percent. Both frames: num_quantizers, codebook_size, change."""
+    sizes = sorted({*published["codebook_size"], *ours["codebook_size"]})
+    colours = dict(zip(sizes, itertools.cycle(PALETTE[name] for name in ("kivi", "vqllm", "kvquant", "vq"))))
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for ax, rows, marker in zip(axes, (published, ours), "os"):
-        for size, colour in zip(sorted(rows["codebook_size"].unique()), (PALETTE["kivi"], PALETTE[short("")])):
+        for size in sorted(rows["codebook_size"].unique()):
+            colour = colours[size]
             mine = rows[rows["codebook_size"] == size].sort_values("num_quantizers")
             ax.plot(mine["num_quantizers"], mine["change"], marker=marker, color=colour, label=f"{size:g} codes")
         ax.axhline(0, color=PALETTE["bound"], linewidth=0.8)

@@ -23,10 +23,11 @@ class Statistics:
         """Of vectors x (rows, dim) and their codes (rows,): the same bits every time."""
         return cls(*sums_by_code(x, codes, codebook_size))
 
-    def total(self) -> "Statistics":
-        """Added up over all processes."""
-        joined = current().total(torch.cat([self.counts.unsqueeze(-1), self.sums], dim=-1))
-        return Statistics(joined[:, 0], joined[:, 1:])
+    @classmethod
+    def totals(cls, stages: "list[Statistics]") -> "list[Statistics]":
+        """Of one size each, added up over all processes at once."""
+        joined = torch.stack([torch.cat([stage.counts.unsqueeze(-1), stage.sums], dim=-1) for stage in stages])
+        return [cls(stage[:, 0], stage[:, 1:]) for stage in current().total(joined)]
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(self.counts + other.counts, self.sums + other.sums)
