@@ -1,5 +1,7 @@
 """Small codecs of every kind, for the tests of codecs."""
 
+import copy
+
 import torch
 
 from vqkv import presets
@@ -71,4 +73,5 @@ def fitted_codecs():
     """One of every kind, fitted for 3 heads of 16 channels."""
     x = gaussian(2, HEADS, 210, HEAD_DIM)
     made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
-    return {name: codec if codec.ready else codec.fit(x) for name, codec in (made | EXTRA).items()}
+    fresh = made | copy.deepcopy(EXTRA)  # other tests are to find them as they are
+    return {name: codec if codec.ready else codec.fit(x) for name, codec in fresh.items()}

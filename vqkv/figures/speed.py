@@ -77,7 +77,8 @@ def _panel(ax, table, operations) -> None:
 def _dot(ax, place: int, row) -> None:
     colour, marker, label = look_of(row.implementation)
     ours, share = label == "vqkv", row.ratio_to_bound
-    ends = [[share - row.bound_ms / row.max], [row.bound_ms / row.min - share]]
+    # a median that equals an end may be rounded beyond it
+    ends = [[max(0.0, share - row.bound_ms / row.max)], [max(0.0, row.bound_ms / row.min - share)]]
     face = "white" if row.implementation.endswith("(reference)") else colour
     style = {"color": colour, "mfc": face, "ms": 9 if ours else 6, "elinewidth": 1, "zorder": 4 if ours else 3}
     ax.errorbar(share, place, xerr=ends, fmt=marker, **style)
