@@ -10,7 +10,7 @@ from test_bad_input import _signed
 
 from vqkv import Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.codec import Nothing, codec_from_config
-from vqkv.codec.base import check_head_dim, check_num_kv_heads
+from vqkv.codec.checks import check_head_dim, check_num_kv_heads
 from vqkv.compressor import _sha256
 from vqkv.models import describe, difference
 

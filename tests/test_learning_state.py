@@ -23,7 +23,7 @@ from vqkv.codec import (
     TokenBlock,
     codec_from_config,
 )
-from vqkv.codec.base import part_from_config
+from vqkv.codec.part import part_from_config
 
 TOKENS = 240  # a multiple of every block in the zoos but kvquant's 7, and enough for every codebook
 ROLES = ("key", "value")

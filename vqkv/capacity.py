@@ -26,7 +26,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
-from vqkv.codec.base import check_whole
+from vqkv.codec.checks import check_whole
 from vqkv.compressor import Compressor
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.footprint import Footprint, dynamic_footprint, footprint, model_shape

@@ -13,7 +13,10 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from vqkv.cache import CompressedCache
-from vqkv.codec.base import ALTERED, Codec, Nothing, check_head_dim, check_num_kv_heads, codec_from_config, whole_blocks
+from vqkv.codec.base import Codec, codec_from_config
+from vqkv.codec.checks import check_head_dim, check_num_kv_heads, whole_blocks
+from vqkv.codec.exact import Nothing
+from vqkv.codec.part import ALTERED
 from vqkv.coder import ROLES, Coder, Known, Place, Prediction, check_order, last_readers
 from vqkv.errors import FormatError
 from vqkv.files import replacing, tensors_sha256

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from vqkv.capture import capture, check_batch_size, check_rope, check_tokens
 from vqkv.checkpoint import Checkpoint
-from vqkv.codec.base import Codec, check_whole
+from vqkv.codec.base import Codec
+from vqkv.codec.checks import check_whole
 from vqkv.coder import ROLES, Place
 from vqkv.compressor import Compressor, claim
 from vqkv.corpus import fingerprint

@@ -8,7 +8,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vqkv.checkpoint import Checkpoint
-from vqkv.codec.base import Codec, codec_from_config, whole_blocks
+from vqkv.codec.base import Codec, codec_from_config
+from vqkv.codec.checks import whole_blocks
 from vqkv.coder import Coder, Known, Place, Prediction, inputs, last_readers, side_by_side
 from vqkv.compressor import claim
 from vqkv.plans import RolePlan, Trial

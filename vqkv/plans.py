@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import Codec, Nothing
+from vqkv.codec.base import Codec
+from vqkv.codec.exact import Nothing
 from vqkv.coder import Place
 from vqkv.errors import DataError
 from vqkv.predict import Copy, Predictor, check_kind, make_predictor

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import ALTERED, MAX_SEED, check_whole, part_from_config
+from vqkv.codec.checks import MAX_SEED, check_whole
 from vqkv.codec.packing import pack, packed_size, unpack
+from vqkv.codec.part import ALTERED, part_from_config
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.learn.gptq import dequantize, gptq
 from vqkv.learn.mlp import mlp, train_mlp

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, Part, check_whole, take
+from vqkv.codec.checks import FP16_MAX, check_whole
+from vqkv.codec.part import Part, take
 from vqkv.errors import DataError, FormatError
 from vqkv.precision import full_precision
 

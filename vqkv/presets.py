@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vqkv.codec.affine import Uniform
-from vqkv.codec.base import Codec, Fp16
+from vqkv.codec.base import Codec
 from vqkv.codec.entropy import Entropy
+from vqkv.codec.exact import Fp16
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock

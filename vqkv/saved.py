@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vqkv.cache import CompressedCache
-from vqkv.codec.base import ALTERED
+from vqkv.codec.part import ALTERED
 from vqkv.compressor import Compressor, _check_types
 from vqkv.errors import DataError, FormatError
 from vqkv.files import raw_bytes, replacing, tensors_sha256

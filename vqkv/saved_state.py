@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from vqkv.cache import CompressedCache
-from vqkv.codec.base import FP16_MAX, Codec, take
+from vqkv.codec.base import Codec
+from vqkv.codec.checks import FP16_MAX
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_from
 from vqkv.coder import ROLES
 from vqkv.errors import DataError, FormatError

@@ -10,7 +10,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, Codec, check_values, codec_from_config
+from vqkv.codec.base import Codec, codec_from_config
+from vqkv.codec.checks import FP16_MAX, check_values
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.presets import quanto
 from vqkv.snapshot_forms import DTYPES, Coded, Cursor, Raw, check_growth, dtype_name, payload_layout, shares

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from vqkv.codec.base import Codec, part_from_config
+from vqkv.codec.base import Codec
+from vqkv.codec.part import part_from_config
 from vqkv.coder import ROLES, Place, Prediction
 from vqkv.compressor import Compressor
 from vqkv.errors import DataError

@@ -1,8 +1,9 @@
 """A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
 
 from vqkv.codec.affine import Uniform
-from vqkv.codec.base import Codec, Fp16, Nothing, codec_from_config
+from vqkv.codec.base import Codec, codec_from_config
 from vqkv.codec.entropy import Entropy
+from vqkv.codec.exact import Fp16, Nothing
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import take
 from vqkv.codec.learning import collected, hand_out
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import MAX_ROW, Quantizer
 from vqkv.codec.ragged import StreamPayload

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, MAX_HEAD_DIM, Codec, check_whole
+from vqkv.codec.base import Codec
+from vqkv.codec.checks import FP16_MAX, MAX_HEAD_DIM, check_whole
 from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import pack
 from vqkv.codec.payload import Payload

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import take
 from vqkv.codec.packing import check_packed
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from vqkv.codec.base import Part
+from vqkv.codec.part import Part
 from vqkv.errors import FormatError
 
 Owners = Iterable[tuple[str, Part]]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, MAX_SEED, check_whole, take
+from vqkv.codec.checks import FP16_MAX, MAX_SEED, check_whole
 from vqkv.codec.packing import pack, unpack
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload
 from vqkv.codec.pipeline import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import Codec, Part, check_head_dim, check_num_kv_heads
+from vqkv.codec.base import Codec
+from vqkv.codec.checks import check_head_dim, check_num_kv_heads
 from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import check_packed, pack, unpack
+from vqkv.codec.part import Part
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels import Packed, decode, lookup, which

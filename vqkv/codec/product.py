@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.checks import MAX_SEED, check_whole
 from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import check_packed
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.residual import ResidualVQ

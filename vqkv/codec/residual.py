@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import MAX_SEED, check_whole, take
+from vqkv.codec.checks import MAX_SEED, check_whole
 from vqkv.codec.packing import check_packed
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import FP16_MAX, check_heads, check_whole, take
+from vqkv.codec.checks import FP16_MAX, check_heads, check_whole
+from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError

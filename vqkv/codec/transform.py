@@ -7,7 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vqkv.codec.base import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole, take
+from vqkv.codec.checks import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole
+from vqkv.codec.part import take
 from vqkv.codec.pipeline import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Coded, Packed

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from lm_eval import evaluate
 
-from vqkv.codec.base import check_whole
+from vqkv.codec.checks import check_whole
 from vqkv.errors import DataError
 from vqkv.harness.model import VqkvLM
 from vqkv.harness.quiet import quiet

@@ -1,0 +1,81 @@
+"""Checks of what codecs are given: values, and sizes from an altered config that must not make us allocate."""
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from vqkv.errors import DataError
+
+MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096
+MAX_SEED = 2**63 - 1
+FP16_MAX = 65504.0
+
+
+def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1, most: float = math.inf) -> Tensor:
+    """``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); every input check of every codec is here.
+
+    Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
+    or a magnitude above ``most``.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise DataError(f"expected a floating tensor (batch, num_kv_heads, seq_len, head_dim), got {got}")
+    if x.numel() == 0:
+        raise DataError(f"empty input of shape {tuple(x.shape)}: encode at least one token")
+    if head_dim is not None and x.shape[-1] != head_dim:
+        raise DataError(f"head_dim is {x.shape[-1]}, but this codec was made for {head_dim}: fit one for this model")
+    if x.shape[2] % tokens_per_row:
+        raise DataError(f"seq_len {x.shape[2]} is no multiple of the codec's block of {tokens_per_row} tokens")
+    values = x.detach().float()
+    largest = max(abs(float(end)) for end in torch.aminmax(values))  # one pass, and NaN is passed on
+    if not math.isfinite(largest):
+        _refuse_values(values)
+    if largest > most:
+        raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({most:g}): scale the values first")
+    return values
+
+
+def _refuse_values(values: Tensor) -> NoReturn:
+    bad = ~torch.isfinite(values)
+    position = tuple(bad.nonzero()[0].tolist())
+    raise DataError(
+        f"{int(bad.sum())} of {values.numel()} values are NaN or infinite, the first ({values[position]}) at "
+        f"(batch, head, token, channel) = {position}: check the model's dtype (fp16 overflows) and its inputs"
+    )
+
+
+def check_head_dim(head_dim) -> None:
+    """Raises ``DataError`` unless ``head_dim`` is a plausible number of channels."""
+    if type(head_dim) is not int or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise DataError(f"head_dim {head_dim!r} is not an integer from 1 to {MAX_HEAD_DIM}")
+
+
+def check_num_kv_heads(num_kv_heads) -> int:
+    """``num_kv_heads``, or 1 in its place while it is None. Raises ``DataError`` for an implausible number."""
+    if num_kv_heads is not None and (type(num_kv_heads) is not int or not 0 < num_kv_heads <= MAX_NUM_KV_HEADS):
+        raise DataError(f"num_kv_heads {num_kv_heads!r} is not an integer from 1 to {MAX_NUM_KV_HEADS}")
+    return num_kv_heads or 1
+
+
+def check_whole(name: str, value, least: int, most: int) -> None:
+    """Raise ``DataError`` unless ``value``, a setting called ``name``, is an integer from ``least`` to ``most``."""
+    if type(value) is not int or not least <= value <= most:
+        raise DataError(f"{name} {value!r} must be an integer from {least} to {most}")
+
+
+def check_heads(x: Tensor, learned: Tensor) -> None:
+    """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
+    if x.shape[1] != len(learned):
+        raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {len(learned)}: fit again")
+
+
+def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
+    """x (batch, num_kv_heads, seq_len, head_dim) without the tokens after the last whole block. Raises ``DataError`` if
+    there is no whole block."""
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        return x  # check_values says what is wrong
+    if 0 < x.shape[2] < tokens_per_row:
+        raise DataError(f"seq_len {x.shape[2]} is shorter than the codec's block of {tokens_per_row} tokens")
+    return x[:, :, : x.shape[2] - x.shape[2] % tokens_per_row]
