@@ -20,7 +20,7 @@ from vqkv.trained_weights import attention_weights
 TOKENS = torch.randint(0, 400, (36, 30), generator=torch.Generator().manual_seed(0))
 PRESET = presets.vqllm(2, 16, 8, revive=True, decay=0.5)
 SETTINGS = {"lr": 1e-3, "batch_size": 6, "micro_batch": 4}
-KILLS = 5
+KILLS = 8
 
 
 def run(model_folder: str, out: Path, checkpoint=None) -> None:
@@ -45,18 +45,30 @@ def start(*arguments) -> int:
         os._exit(0 if arguments[1].exists() else 1)
 
 
+def strike(child: int, seconds: float) -> bool:
+    """Whether SIGKILL after so many seconds, at the latest at its own end, found the child at work."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
 def main(model_folder: str, out: Path) -> None:
-    """Once without a break, then with: killed at random moments of the time that the first took."""
+    """Once without a break, then with: as often as it takes until it was killed ``KILLS`` times at random moments."""
     begun = time.monotonic()
     os.waitpid(start(model_folder, out / "whole"), 0)
-    took, rng, killed = time.monotonic() - begun, random.Random(0), 0
-    for _ in range(KILLS):
-        child = start(model_folder, out / "killed", out / "checkpoint")
-        time.sleep(rng.uniform(0.3, 0.8) * took)
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    os.waitpid(start(model_folder, out / "killed", out / "checkpoint"), 0)
-    print(f"killed {killed} times")
+    longest, rng, kills, rounds = time.monotonic() - begun, random.Random(0), 0, 0
+    while kills < KILLS:
+        rounds, ended = rounds + 1, False
+        while not ended:
+            seconds = rng.uniform(0, longest) if kills < KILLS else float("inf")
+            ended = not strike(start(model_folder, out / f"killed-{rounds}", out / f"checkpoint-{rounds}"), seconds)
+            kills += not ended
+            longest *= 0.7 if ended else 1  # the first run was slow: strike earlier
+    print(f"killed {kills} times in {rounds} rounds")
 
 
 if __name__ == "__main__":
