@@ -13,8 +13,11 @@ from vqkv.codec import (
     Hadamard,
     HeadScale,
     MeanRemoval,
+    MergeHeads,
     MinMax,
+    Principal,
     ResidualVQ,
+    Steps,
     TokenBlock,
     Uniform,
     VectorScale,
@@ -51,6 +54,9 @@ SMALL = {
 
 
 EXTRA = {
+    "transform coder": Chain([MeanRemoval(), MergeHeads(), Principal(), TokenBlock(4)], Steps(2.0)),
+    "transform coder per head": Chain([Principal(), TokenBlock(3)], Steps(1.0)),
+    "steps token by token": Chain([], Steps(3.0)),
     "symmetric": Chain([Grouping(group_size=8), VectorScale("absmax")], Uniform(3, signed=True)),
     "symmetric per channel": Chain(
         [TokenBlock(5, channels_first=True), VectorScale("absmax")], Uniform(8, signed=True)

@@ -1,9 +1,7 @@
-"""A calibration and an evaluation of many presets, as one process or as each of several that share the work:
-``python shared_job.py MODEL OUT`` under torchrun or accelerate launch."""
+"""A calibration and an evaluation of many presets, as one process or as each of several that share the work."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -46,6 +44,7 @@ def text(num_seqs: int, seed: int, seq_len: int = 64) -> torch.Tensor:
 
 def run(model_folder: str, out: Path, names=tuple(PRESETS)) -> None:
     """Calibrate and evaluate every preset; the first process writes what came out."""
+    torch.set_num_threads(1)
     with launched() as processes:
         model, _ = vqkv.load_model(model_folder)
         for name in names:
@@ -72,8 +71,3 @@ def resumable(model_folder: str, out: Path) -> None:
 def results(out: Path, name: str) -> tuple[dict, dict]:
     """Learned tensors and the evaluation's row."""
     return load_file(out / f"{name}.safetensors"), json.loads((out / f"{name}.json").read_text())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or tuple(PRESETS))

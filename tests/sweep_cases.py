@@ -47,6 +47,20 @@ def failing(x, folder, scale=3):
     return cube(x, folder, scale)[0], {"text": path(folder, "text").read_text()}
 
 
+def misspelt(x, folder):
+    """An error of the library's own, whose arguments are not its words."""
+    from vqkv.errors import UnknownNameError
+
+    raise UnknownNameError("preset", "vqlm", ["vqllm"])
+
+
+def unsendable(x, folder):
+    """An error that no other process can be given."""
+    error = OSError(f"disk {x} of {folder}")
+    error.lock = threading.Lock()
+    raise error
+
+
 def mark(folder, name):
     with path(folder, name).open("a") as file:
         file.write("1")

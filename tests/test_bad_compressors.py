@@ -11,7 +11,7 @@ from test_bad_input import _signed
 from vqkv import Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.codec import Nothing, codec_from_config
 from vqkv.codec.checks import check_head_dim, check_num_kv_heads
-from vqkv.compressor import _sha256
+from vqkv.compressor_folder import sha256
 from vqkv.models import describe, difference
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -141,7 +141,7 @@ def test_every_tensor_belongs_to_something(altered, orphan):
     folder = altered("plain", header())
     path = next(folder.glob("codecs-*"))
     save_file(load_file(path) | {orphan: torch.zeros(1)}, path)
-    _signed(folder, header(codecs_sha256=_sha256(path.read_bytes())))
+    _signed(folder, header(codecs_sha256=sha256(path.read_bytes())))
     with pytest.raises(FormatError, match="has no state|belong to no codec"):
         Compressor.from_pretrained(folder)
 

@@ -23,7 +23,7 @@ from vqkv import (
     presets,
 )
 from vqkv.codec import VectorScale
-from vqkv.compressor import _config_sha256
+from vqkv.compressor_folder import config_sha256
 from vqkv.corpus import documents
 from vqkv.meter import tensor_bytes
 
@@ -151,7 +151,7 @@ def _signed(folder, change):
     path = folder / "config.json"
     config = json.loads(path.read_text())
     change(config)
-    config["config_sha256"] = _config_sha256(config)
+    config["config_sha256"] = config_sha256(config)
     path.write_text(json.dumps(config))
 
 

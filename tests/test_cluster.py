@@ -136,8 +136,12 @@ def test_without_distributed_the_error_says_what_to_install(tmp_path, monkeypatc
     cluster.check("", 0)
 
 
-def test_errors_survive_the_way_between_processes():
-    error = sweep.pickle.loads(sweep.pickle.dumps(UnknownNameError("preset", "vqlm", ["vqllm"])))
-    assert (
-        type(error) is UnknownNameError and str(error) == "unknown preset 'vqlm'. Did you mean 'vqllm'? Known: vqllm."
-    )
+def test_errors_survive_the_way_between_processes(address, tmp_path, monkeypatch):
+    monkeypatch.setenv("VQKV_SCHEDULER", address)
+    with pytest.raises(UnknownNameError) as caught:
+        sweep.sweep(cases.misspelt, [{"x": 1}], {"folder": str(tmp_path)}, "toy")
+    assert str(caught.value) == "unknown preset 'vqlm'. Did you mean 'vqllm'? Known: vqllm."
+    assert caught.value.__notes__ == ["in toy, case 1 of 1 (x=1)"]
+    with pytest.raises(Exception, match=r"OSError\('disk 1 of .*'\)") as caught:  # its words, where it cannot be sent
+        sweep.sweep(cases.unsendable, [{"x": 1}], {"folder": str(tmp_path)}, "toy")
+    assert "in toy, case 1 of 1" in caught.value.__notes__[0]

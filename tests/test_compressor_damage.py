@@ -20,7 +20,7 @@ from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file, save_file
 
 from vqkv import Compressor, DataError, FormatError, calibrate, load_model
-from vqkv.compressor import _config_sha256, _sha256
+from vqkv.compressor_folder import config_sha256, sha256
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
 NAMES = ("vqllm", "kivi", "vqq", "vqllm+ans", "aqua-higgs", "kvsharer")
@@ -38,8 +38,8 @@ def forged(rng, folder, kind):
         config = edited(rng, config)
     elif tensors := load_file(path):
         save_file({name: x.clone() for name, x in altered(rng, tensors).items()}, path)
-        config["codecs_sha256"] = _sha256(path.read_bytes())
-    config["config_sha256"] = _config_sha256(config)
+        config["codecs_sha256"] = sha256(path.read_bytes())
+    config["config_sha256"] = config_sha256(config)
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -1,7 +1,6 @@
 """Tokenised corpora on the disk: killed, damaged, wanted twice at once, larger than memory should grow."""
 
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -10,6 +9,7 @@ import threading
 from pathlib import Path
 
 import corpus_folders as folders
+import forked
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -36,9 +36,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def processes():
     """Processes that fork from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vqkv", "datasets", "transformers"])
-    return context
+    return forked.context()
 
 
 def load(where: str, name: str, packing: str, num_seqs: int | None = None):

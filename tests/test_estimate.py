@@ -7,17 +7,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from vqkv import DataError, dry_run, estimate, load_model, study
-from vqkv.dry_run import DryRun, check_model
+from vqkv import DataError, configs, estimate, load_model, study
+from vqkv.dry_run import DryRun
+from vqkv.finetune import finetune
 from vqkv.footprint import weight_bytes
+from vqkv.meter import tensor_bytes
+from vqkv.model_size import ModelSize, model_size
 from vqkv.study import notebook_parameters
 from vqkv.tables import repository_root
 
 RATES = estimate.Rates(model=1e10, search=1e10, where="here", call_seconds=0.001)
 
 
-def size_of(name: str, dtype: str = "float32") -> estimate.ModelSize:
-    return estimate.model_size(name, estimate.config_of(name)[0], dtype)
+def size_of(name: str, dtype: str = "float32") -> ModelSize:
+    return model_size(name, configs.config_of(name)[0], dtype)
 
 
 def parameters(page: str) -> dict:
@@ -68,6 +71,31 @@ def test_memory_of_a_large_model_is_that_of_its_weights_and_batches():
     assert spilled > 4 * 8192 * size.values * 2 and not estimate.page_disk("03_grouping_ablation", {}, size)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")])
+def test_memory_of_fine_tuning_is_what_training_holds(name, dtype, tmp_path, monkeypatch):
+    folder, held, step = str(small_models.make(name, tmp_path)), [], torch.optim.AdamW.step
+
+    def weighed(optimizer):
+        step(optimizer)
+        moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        held.append(tensor_bytes([*weights, *(weight.grad for weight in weights), *moments]))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", weighed)
+    tokens = torch.arange(4 * 16).reshape(4, 16)
+    finetune(load_model(folder, dtype)[0], tokens, None, batch_size=2, progress=False)
+    size = size_of(folder, dtype)
+    kinds = estimate.page_memory("10_tasks", parameters("10"), size)
+    assert held == [kinds["fine-tuning"] - 2 * weight_bytes(size.model)] and held[0] > 0  # two models are tuned
+    assert kinds["logits"] > 0 and kinds["codebooks"] > 0
+    assert estimate.page_memory("03_grouping_ablation", parameters("03"), size)["fine-tuning"] == 0
+
+
+def test_what_is_estimated_are_pages():
+    pages = {path.stem for path in repository_root().glob("notebooks/*.ipynb")}
+    assert {*estimate.PAGES, *estimate.SCORED, *estimate.SPILLING, *estimate.TUNING} <= pages
+
+
 def test_rates_are_measured_here_or_said_to_be_assumed():
     here = estimate.measured_rates(torch.float32, "cpu", 0.02)
     assert "measured on this machine" in here.where and 1e8 < here.model < 1e15
@@ -78,7 +106,7 @@ def test_rates_are_measured_here_or_said_to_be_assumed():
 
 def test_an_unknown_model_gets_no_estimate(monkeypatch):
     with pytest.raises(DataError, match="no estimate is possible.*'nobody/nothing'"):
-        estimate.config_of("nobody/nothing")
+        configs.config_of("nobody/nothing")
     run = DryRun({"03_grouping_ablation": parameters("03") | {"model": "nobody/nothing", "second_model": ""}})
     assert any("no estimate is possible" in line for line in run.lines) and "  time: not estimated" in run.lines
     assert len(run.missing) == 1 and run.missing[0].startswith("model nobody/nothing: this process is offline")
@@ -96,11 +124,11 @@ def test_what_keeps_a_model_away_is_told_apart(message, remedy, monkeypatch):
     def fail(path):
         raise OSError(message)
 
-    for variable in dry_run.OFFLINE:
+    for variable in configs.OFFLINE:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(dry_run.AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr(configs.AutoConfig, "from_pretrained", fail)
     with pytest.raises(DataError, match=remedy):
-        check_model("a/b")
+        configs.check_model("a/b")
 
 
 def test_the_command_says_what_would_be_run_and_whether_it_can(tmp_path, monkeypatch):

@@ -2,11 +2,10 @@
 
 import io
 import json
-import os
-import subprocess
 import sys
 
 import datasets
+import forked
 import leaderboard_data
 import pytest
 from small_models import COMMON, load
@@ -24,13 +23,6 @@ from vqkv.models import load_model
 from vqkv.recall import RecallTask
 
 MMLU_ONE = Entry("mmlu_anatomy", 5, ("acc,none",))  # the group has 57 of these
-SHARE_THE_WORK = """
-import json, sys
-from vqkv.harness import run_tasks
-rows = run_tasks(sys.argv[1], tasks=["vqkv_recall_16"], limit=5, batch_size=2)
-if rows:
-    print(json.dumps([rows[0]["value"], rows[0]["n"]]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +161,11 @@ def test_lm_eval_command(small, tmp_path, monkeypatch):
     assert CliRunner().invoke(app, ["lm-eval", "--tasks", "x", "--no-such-option"]).exit_code == 2
 
 
+def run_recall(model: str) -> list:
+    return [[row["value"], row["n"]] for row in run_tasks(model, tasks=["vqkv_recall_16"], limit=5, batch_size=2)]
+
+
 def test_two_processes_share_the_documents(small):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = [*launcher, "--no-python", sys.executable, "-c", SHARE_THE_WORK, small[0].vqkv_name]
-    found = subprocess.run(script, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert found.returncode == 0, found.stderr
-    (line,) = [line for line in found.stdout.splitlines() if line.startswith("[")]
+    first, second = forked.share(2, run_recall, small[0].vqkv_name)
     (alone,) = run_tasks(small[0], small[1], tasks=["vqkv_recall_16"], limit=5)
-    assert json.loads(line) == [alone["value"], 5]
+    assert first == [[alone["value"], 5]] and second == []  # the first process has the rows

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import shared_job
 import small_models
@@ -13,7 +14,6 @@ import torch
 from vqkv import Compressor, DataError, calibrate, load_model, presets
 from vqkv.processes import ALONE, Processes, alone, current, launched
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 # Without cards it is the flag for several of them that makes accelerate start several processes.
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
@@ -44,7 +44,7 @@ def one(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
-    run([*TORCHRUN, "shared_job.py", model, out])
+    forked.share(2, shared_job.run, str(model), out)  # torchrun itself: test_finetune_resume
     return out
 
 
@@ -53,10 +53,10 @@ def test_two_processes_learn_and_measure_what_one_does(one, two, name):
     (learned, row), (also_learned, also_row) = shared_job.results(one, name), shared_job.results(two, name)
     assert learned.keys() == also_learned.keys() and row.keys() == also_row.keys()
     if name == "mlp":  # AdamW makes a step of full size out of a rounding error: the same training, other weights
-        assert also_row["kl_mean"] == pytest.approx(row["kl_mean"], rel=0.05)
+        assert also_row["kl_mean"] == pytest.approx(row["kl_mean"], rel=0.02)
         return
     for key, tensor in learned.items():
-        torch.testing.assert_close(also_learned[key].float(), tensor.float(), rtol=2e-3, atol=1e-4, msg=key)
+        torch.testing.assert_close(also_learned[key].float(), tensor.float(), rtol=1e-3, atol=1e-6, msg=key)
     for key, number in row.items():
         assert number == also_row[key] or also_row[key] == pytest.approx(number, rel=1e-4, abs=1e-7), key
 

@@ -8,9 +8,8 @@ import small_models
 from transformers import AutoConfig
 
 from vqkv import experiments
-from vqkv.capacity import architecture
+from vqkv.configs import KNOWN_CONFIGS, architecture
 from vqkv.corpus import HUB_CORPORA, SPLITS, of_split
-from vqkv.known_configs import KNOWN_CONFIGS
 from vqkv.study import Study, load_profile, notebook_parameters
 from vqkv.tables import repository_root
 

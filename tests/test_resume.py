@@ -2,12 +2,12 @@
 
 import copy
 import dataclasses
-import multiprocessing
 import random
 import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import shared_job
 import small_models
@@ -143,8 +143,7 @@ def test_a_file_is_no_folder(tmp_path):
 def test_killed_at_twenty_random_moments(model, tmp_path):
     """SIGKILL, wherever it strikes: in a forward pass, while a step is written, between two jobs."""
     folder = small_models.make("llama", tmp_path / "model")
-    processes = multiprocessing.get_context("forkserver")  # forks from a process that has everything imported
-    processes.set_forkserver_preload(["vqkv", "transformers.models.llama.modeling_llama"])
+    processes = forked.context()
 
     def start(out: Path):
         out.mkdir(exist_ok=True)

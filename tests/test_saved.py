@@ -1,10 +1,9 @@
 """Saved caches: loaded again, also in another process, they go on as if they had never been away."""
 
 import dataclasses
-import json
-import subprocess
-import sys
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file, save_file
 from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_state, through_file
 
-from vqkv import Compressor, calibrate, presets
+from vqkv import CompressedCache, Compressor, calibrate, load_model, presets
 from vqkv.saved import inspect
 
 PREDICTING = {f"aqua-{kind}": presets.aqua(presets.quanto(), kind, recent_window=8, **arguments)
@@ -85,6 +84,18 @@ def test_a_loaded_cache_does_not_change_with_its_file(llama, kivi, tmp_path):
     assert same_state(again, cache)
 
 
+def generate_on(model_folder: str, folder: Path, arguments: dict, names: list[str]) -> dict:
+    """What a new process generates from saved caches."""
+    model, found = load_model(model_folder)[0], {}
+    for name in names:
+        compressor = Compressor.from_pretrained(folder / name)
+        cache = CompressedCache.load(folder / f"{name}.cache", compressor, model)
+        text = load_file(folder / f"{name}.tokens")
+        more = model.generate(text["tokens"], attention_mask=text["mask"], past_key_values=cache, **arguments)
+        found[name] = more.tolist()
+    return found
+
+
 def test_generate_goes_on_in_a_new_process(llama, tmp_path):
     """With the tokens of never having stopped."""
     expected, folder = {}, tmp_path
@@ -105,24 +116,7 @@ def test_generate_goes_on_in_a_new_process(llama, tmp_path):
         save_file({"tokens": first.sequences.contiguous(), "mask": mask}, folder / f"{name}.tokens")
         more = llama.generate(first.sequences, attention_mask=mask, past_key_values=cache, **arguments)
         expected[name] = more.tolist()
-    script = f"""
-import json
-from pathlib import Path
-from safetensors.torch import load_file
-from vqkv import CompressedCache, Compressor, load_model
-model, found = load_model({llama.config._name_or_path!r})[0], {{}}
-for name in {list(expected)}:
-    compressor = Compressor.from_pretrained(Path({str(folder)!r}) / name)
-    cache = CompressedCache.load(Path({str(folder)!r}) / f"{{name}}.cache", compressor, model)
-    text = load_file(Path({str(folder)!r}) / f"{{name}}.tokens")
-    found[name] = model.generate(
-        text["tokens"], attention_mask=text["mask"], past_key_values=cache, **{arguments}
-    ).tolist()
-print(json.dumps(found))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert forked.call(generate_on, llama.config._name_or_path, folder, arguments, list(expected)) == expected
 
 
 steps = st.lists(

@@ -1,12 +1,9 @@
 """Captured keys and values on disk: whose they are, what fails, and that memory does not grow with the tokens."""
 
 import copy
-import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+import resource
 
+import forked
 import pytest
 import small_models
 import torch
@@ -92,29 +89,19 @@ def test_a_full_disk_is_named_before_anything_is_written(llama, tmp_path, monkey
         calibrate(llama, TOKENS, presets.aqua(), progress=False)
 
 
-MEMORY = """
-    import resource, sys, torch
-    sys.path.insert(0, {tests!r})
-    import small_models
-    from vqkv import calibrate, load_model, presets
+def peaks(folder: str) -> list[int]:
+    """Bytes that this process has held at most, after a calibration on 16 sequences and after one on 128."""
     torch.set_num_threads(1)
-    model = load_model({folder!r})[0]
-    tokens = torch.randint(1, 4096, ({num_seqs}, 256), generator=torch.Generator().manual_seed(0))
-    calibrate(model, tokens[:8], presets.aqua(), progress=False)  # whatever is only allocated once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    calibrate(model, tokens, presets.aqua(), progress=False)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_memory_does_not_grow_with_the_tokens(llama, tmp_path_factory):
-    """Peak resident memory of a process that calibrates on 16 and on 128 sequences: captured keys and values of the
-    latter alone are 24 MB, which would show."""
-    folder, tests = llama.config._name_or_path, str(Path(__file__).parent)
-    grown = []
+    model, found = load_model(folder)[0], []
     for num_seqs in (16, 128):
-        script = textwrap.dedent(MEMORY.format(tests=tests, folder=folder, num_seqs=num_seqs))
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        grown.append(json.loads(done.stdout.splitlines()[-1]) * 1024)
+        tokens = torch.randint(1, 4096, (num_seqs, 256), generator=torch.Generator().manual_seed(0))
+        calibrate(model, tokens, presets.aqua(), progress=False)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return found
+
+
+def test_memory_does_not_grow_with_the_tokens(llama):
+    """Captured keys and values of 128 sequences alone are 24 MB, which would show."""
+    short, long = forked.call(peaks, llama.config._name_or_path)
     captured = 128 * 256 * 2 * 3 * 64 * 4
-    assert grown[1] - grown[0] < captured / 3
+    assert long - short < captured / 3

@@ -15,19 +15,31 @@ from pathlib import Path
 out = Path(os.environ["VQKV_OUT"], "results"); out.mkdir(exist_ok=True)
 out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{os.environ.get('VQKV_RECOMPUTE')}")
 print(Path.cwd().name, steps)"""
-TABLE = """import pandas as pd
+TABLE = f"""import sys, types
+sys.modules["vqkv"] = package = types.ModuleType("vqkv")  # without what it imports: torch, which neither part needs
+package.__path__ = [{str(Path(study.__file__).parent)!r}]
+import pandas as pd
 import matplotlib.pyplot as plt
 from vqkv import figures, tables
-table = tables.table("toy", pd.DataFrame, {"data": {"x": sizes}})
+table = tables.table("toy", pd.DataFrame, {{"data": {{"x": sizes}}}})
 figures.use_style()
 fig, ax = plt.subplots()
 ax.plot(table["x"])
 figures.save(fig, "toy", table)
 plt.show()"""
 
+BEGIN = """import os, time
+from pathlib import Path
+out = Path(os.environ["VQKV_OUT"])
+_ = out.joinpath(f"{name}.begun").write_text(str(time.monotonic()))"""
+MEET = """deadline = time.monotonic() + 60
+while not all(out.joinpath(f"{each}.begun").exists() for each in "ab") and time.monotonic() < deadline:
+    time.sleep(0.01)"""
+END = """_ = out.joinpath(f"{name}.ended").write_text(str(time.monotonic()))"""
 
-def write(path: Path, *sources: str) -> Path:
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *sources)])
+
+def write(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (parameters, *sources)])
     notebook.cells[0].metadata["tags"] = ["parameters"]
     path.parent.mkdir(exist_ok=True)
     nbformat.write(study.strip(notebook), path)
@@ -204,3 +216,29 @@ def test_strip_is_stable():
     assert nbformat.writes(study.strip(once)) == nbformat.writes(once) and len(once.cells) == 2
     assert once.cells[0].metadata == {} and once.cells[0].id != once.cells[1].id
     nbformat.validate(once)
+
+
+def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
+    """Two wait for each other, one of which then fails; one that measures times begins when the others have ended."""
+    for name, extra, last in (("a", "", END), ("b", "", "1 / 0"), ("c", "\nrepetitions = 3", END), ("d", "", END)):
+        meet = MEET if name in "ab" else "print(steps)"
+        parameters = PARAMETERS.replace('"a"', f'"{name}"') + extra
+        write(tmp_path / f"notebooks/{name}.ipynb", BEGIN, meet, last, parameters=parameters)
+    failures = study.Study(tmp_path, jobs=2).run()
+    assert list(failures) == ["b"] and "ZeroDivisionError" in failures["b"] and "failed/b.ipynb" in failures["b"]
+    begun, ended = (
+        {file.stem: float(file.read_text()) for file in tmp_path.glob(f"*.{end}")} for end in ("begun", "ended")
+    )
+    assert begun.keys() == {"a", "b", "c", "d"} and begun["b"] < ended["a"]
+    assert begun["c"] > max(ended["a"], ended["d"])
+    pages = contents(tmp_path, "notebooks")
+    assert list(study.Study(tmp_path).run()) == ["b"] and contents(tmp_path, "notebooks") == pages
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(DataError, match="jobs: use a whole number"):
+            study.Study(tmp_path, jobs=wrong)
+
+
+def test_pages_that_measure_times_are_known():
+    pages = study.all_notebooks(study.repository_root() / "notebooks")
+    timed = {page.name[:2] for page in pages if study.TIMES.intersection(study.notebook_parameters(page))}
+    assert timed == {"08", "09"}

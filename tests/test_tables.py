@@ -7,6 +7,7 @@ import pytest
 
 from vqkv import tables
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.provenance import RECORDED_PACKAGES
 
 calls = []
 
@@ -61,7 +62,7 @@ def test_provenance(root):
     record = provenance(root)
     assert record["parameters"] == {"seed": 3, "scale": 2.0} and record["seeds"] == {"seed": 3}
     assert record["function"].endswith("test_tables.experiment") and record["sources"] == {"model": "abc"}
-    assert set(record["versions"]) == {"python", *tables.RECORDED_PACKAGES} and record["versions"]["torch"]
+    assert set(record["versions"]) == {"python", *RECORDED_PACKAGES} and record["versions"]["torch"]
     assert record["rows"] == 3 and record["figures"] == {} and record["device"] and record["wall_seconds"] >= 0
     assert {"commit", "dirty"} <= set(record)
 

@@ -16,27 +16,23 @@ Not counted, so ``reserve_gb`` should leave room for it: activations and logits,
 decoded tokens that a cache is told to keep; the framework itself, and memory that its allocator cannot use.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from torch import Tensor
 
 from vqkv.codec.checks import check_whole
 from vqkv.compressor import Compressor
-from vqkv.errors import DataError, UnknownNameError
-from vqkv.footprint import Footprint, dynamic_footprint, footprint, model_shape
-from vqkv.models import BUNDLED, LOADING_ERRORS
+from vqkv.configs import architecture
+from vqkv.errors import DataError
+from vqkv.footprint import Footprint, dynamic_footprint, footprint
 from vqkv.presets import PRESETS, Preset
 from vqkv.registry import call_described
 
 GB = 10**9
 MOST = 1 << 40  # tokens or sequences, where a search ends
-REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 
 
 @dataclass(frozen=True)
@@ -132,70 +128,6 @@ def capacity(
     )
 
 
-def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
-    """A loaded model as it is; or one laid out from a config, a dict or a name on the ``meta`` device, which knows
-    shapes but holds no numbers. See ``capacity``."""
-    if isinstance(model_or_config, nn.Module):
-        if dtype is not None:
-            raise DataError(f"dtype {dtype!r} for a loaded model, which has one: leave it out, or pass model.config")
-        if not isinstance(getattr(model_or_config, "config", None), PreTrainedConfig):
-            raise DataError(f"{type(model_or_config).__name__} is no transformers model: pass one, or its config")
-        _check_decoder(model_or_config.config)
-        _check_every_token_kept(model_or_config)
-        return model_or_config
-    config = copy.deepcopy(_config(model_or_config))
-    _check_decoder(config)
-    if getattr(config, "quantization_config", None):
-        raise DataError("this config has quantized weights, whose bytes it does not tell: pass the loaded model")
-    dtype = _dtype(dtype, config)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    except REFUSALS as error:
-        raise DataError(
-            f"{type(config).__name__} describes no decoder that can be laid out ({type(error).__name__}: "
-            f"{str(error)[:200]}): pass the config of a causal language model, such as LlamaConfig"
-        ) from error
-    if not isinstance(model_or_config, (PreTrainedConfig, dict)):
-        model.vqkv_name = str(model_or_config)
-    _check_every_token_kept(model)
-    return model
-
-
-def _config(config) -> PreTrainedConfig:
-    """From a config, its contents, or a name of something that is already here."""
-    if isinstance(config, PreTrainedConfig):
-        return config
-    if isinstance(config, dict):
-        try:
-            return AutoConfig.for_model(**config)
-        except REFUSALS as error:
-            raise DataError(f"{str(config)[:80]} is no config: it needs a model_type and its settings") from error
-    if not isinstance(config, str) and not hasattr(config, "__fspath__"):
-        kind = type(config).__name__
-        raise DataError(f"model_or_config must be a model, a config, a dict, a folder or a bundled name, not {kind}")
-    try:
-        return AutoConfig.from_pretrained(BUNDLED.get(config, config), local_files_only=True)
-    except REFUSALS as error:
-        remedy = "A folder with a config.json also works, and a hub name whose config was downloaded before."
-        raise UnknownNameError("model", str(config), BUNDLED, remedy) from error
-
-
-def _check_decoder(config: PreTrainedConfig) -> None:
-    if config.is_encoder_decoder:
-        raise DataError(f"{type(config).__name__} is of an encoder and a decoder: pass the config of a decoder alone")
-
-
-def _check_every_token_kept(model) -> None:
-    """Raises ``DataError`` for layers with a sliding window, and for what has no KV heads."""
-    model_shape(model)
-    if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
-        raise DataError(
-            f"{type(model).__name__} has layers with a sliding window, whose DynamicCache stops growing: set "
-            "sliding_window=None (and layer_types to full_attention) in the config to count every token"
-        )
-
-
 def _preset(preset) -> Preset | Compressor:
     if isinstance(preset, (Preset, Compressor)):
         return preset
@@ -203,14 +135,6 @@ def _preset(preset) -> Preset | Compressor:
         kind = type(preset).__name__
         raise DataError(f"preset must be a Preset such as presets.vqllm(), its name, or a Compressor, not {kind}")
     return call_described("preset", PRESETS, preset)
-
-
-def _dtype(dtype, config: PreTrainedConfig) -> torch.dtype:
-    dtype = dtype or getattr(config, "dtype", None) or torch.float16
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UnknownNameError("dtype", str(dtype), ("float32", "float16", "bfloat16"))
-    return found
 
 
 def _name(model) -> str:

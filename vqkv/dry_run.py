@@ -1,23 +1,21 @@
 """``python -m vqkv.study --dry-run``: what would be run, what that is expected to take, and what can be reached."""
 
-import logging
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
 from vqkv import estimate
+from vqkv.configs import check_model, config_of, quiet_hub
 from vqkv.corpus import check_corpus
 from vqkv.errors import DataError
-from vqkv.estimate import ModelSize, Rates, gigabytes
+from vqkv.estimate import Rates, gigabytes
 from vqkv.footprint import weight_bytes
-from vqkv.models import BUNDLED, DEVICE_MAPS, LOADING_ERRORS
+from vqkv.model_size import ModelSize, model_size
+from vqkv.models import DEVICE_MAPS
 
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 MODELS = ("model", "second_model")
 CORPORA = {"corpus": ("train", "test")}
 
@@ -34,7 +32,7 @@ class DryRun:
     def __post_init__(self):
         self._sizes: dict[tuple[str, str], ModelSize | str] = {}
         self._rates: dict[tuple[str, str], Rates] = {}
-        with _quiet_hub():
+        with quiet_hub():
             for page, parameters in self.pages.items():
                 self._describe(page, parameters)
             self._reach()
@@ -72,8 +70,8 @@ class DryRun:
         """Or why it is not known."""
         if (name, dtype) not in self._sizes:
             try:
-                config, source = estimate.config_of(name)
-                self._sizes[name, dtype] = size = estimate.model_size(name, config, dtype or None)
+                config, source = config_of(name)
+                self._sizes[name, dtype] = size = model_size(name, config, dtype or None)
                 weights = gigabytes(weight_bytes(size.model))
                 self.lines += [f"  {name}: weights of {weights} in {size.model.dtype}, from {source}"]
             except DataError as error:
@@ -108,41 +106,6 @@ class DryRun:
             self.lines.append(f"  {what}")
         except ValueError as error:
             self.missing.append(f"{what}: {error}")
-
-
-@contextmanager
-def _quiet_hub():
-    """Without the hub's line for each of its retries: what cannot be reached is said once, with the remedy."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def check_model(name: str) -> None:
-    """Fetch config and tokenizer, no weights. Raises ``DataError`` with the remedy: offline, gated, misspelt."""
-    path = BUNDLED.get(name, name)
-    try:
-        AutoConfig.from_pretrained(path)
-        AutoTokenizer.from_pretrained(path)
-    except LOADING_ERRORS as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise DataError(f"{_remedy(name, str(error))} ({reason})") from error
-
-
-def _remedy(name: str, error: str) -> str:
-    if os.path.isdir(name):
-        return "the folder lacks a config.json or a tokenizer that transformers can read"
-    if "gated" in error.lower():
-        return f"ask for access on https://huggingface.co/{name} and log in with `hf auth login`"
-    if any(os.environ.get(variable, "").lower() in ("1", "true", "yes", "on") for variable in OFFLINE):
-        return f"this process is offline and has no copy: unset {', '.join(OFFLINE)}, or name a local folder"
-    if "is not a local folder and is not a valid model identifier" in error:
-        return "check the spelling; a private model needs `hf auth login`"
-    return "check the network, or name a local folder (-p model=FOLDER)"
 
 
 def _device(parameters: dict) -> str:

@@ -7,19 +7,15 @@ is counted: an estimate within a factor of two or three. Pages without a formula
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from vqkv import presets
-from vqkv.capacity import GB, REFUSALS, architecture
-from vqkv.errors import DataError
+from vqkv.capacity import GB
 from vqkv.evaluate import scored_at_once
-from vqkv.footprint import Footprint, footprint, model_shape
-from vqkv.known_configs import KNOWN_CONFIGS
-from vqkv.models import BUNDLED
+from vqkv.model_size import ModelSize
+from vqkv.trained_weights import attention_weights
 
 # The share of a large matrix product's rate that each kind of work reached on a CPU (committed tables, 2 cores).
 EFFICIENCY = {"model": 0.5, "search": 0.5}
@@ -27,49 +23,20 @@ CALL_SECONDS = 0.0015  # of a layer in a chunk that reads packed history, beyond
 H100_TFLOPS = {"bfloat16": 989, "float16": 989, "float32": 67}  # NVIDIA's data sheet, SXM, dense
 GPU_EFFICIENCY = 0.3
 BATCH = 8  # sequences that ``calibrate`` takes at a time
+# Pages whose memory or disk has parts of its own: they score caches, spill captured keys and values, fine-tune.
 SCORED = (
     "03_grouping_ablation",
     "05_threshold_sweep",
     "06_residual_depth",
     "07_predictor_ablation",
     "08_generation_cost",
+    "10_tasks",
 )
+SPILLING = ("07_predictor_ablation",)
+TUNING = ("10_tasks",)
+TUNED_MODELS = 2  # kept meanwhile: one trained with codes, one without
+TUNING_BYTES = 4 + 4 + 8  # of an attention weight: in fp32 itself, its gradient and both moments of AdamW
 ITERATIONS = 10  # of k-means where a page does not say
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What costs depend on: ``parameters`` that are multiplied with each token, bytes of the weights, and the shape of
-    layers and cache. ``model`` lies on the ``meta`` device."""
-
-    name: str
-    model: torch.nn.Module = field(repr=False)
-    parameters: int
-    layers: int
-    attention: int  # query heads * head_dim
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    positions: int
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of a number in the model's dtype."""
-        return self.model.dtype.itemsize
-
-    @property
-    def values(self) -> int:
-        """Elements of K and V in a token."""
-        return 2 * self.layers * self.num_kv_heads * self.head_dim
-
-    def pass_flop(self, num_seqs: int, seq_len: int) -> float:
-        """Of the model reading so many sequences."""
-        attention = 4 * self.layers * self.attention * seq_len
-        return num_seqs * seq_len * (2 * self.parameters + attention)
-
-    def footprint(self, preset) -> Footprint:
-        """Measured on a model without weights: see ``vqkv.footprint``."""
-        return footprint(self.model, preset)
 
 
 @dataclass(frozen=True)
@@ -99,37 +66,6 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """What ``work`` takes."""
         return work.model_flop / self.model + work.search_flop / self.search + work.calls * self.call_seconds
-
-
-def config_of(name: str) -> tuple[PreTrainedConfig, str]:
-    """A model's config, fetched if need be, and where it is from. Raises ``DataError`` if neither the hub nor ``vqkv``
-    knows it."""
-    try:
-        return AutoConfig.from_pretrained(BUNDLED.get(name, name)), "its config"
-    except REFUSALS as error:
-        if name not in KNOWN_CONFIGS:
-            raise DataError(f"no estimate is possible: the config of {name!r} cannot be reached") from error
-        return AutoConfig.for_model(**KNOWN_CONFIGS[name]), "the sizes that vqkv knows of it"
-
-
-def model_size(name: str, config: PreTrainedConfig, dtype: str | None) -> ModelSize:
-    """Raises ``DataError`` for a config that describes no decoder."""
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = None  # vqkv keeps every token
-    model = architecture(config, dtype or None)
-    text, shape = config.get_text_config(decoder=True), model_shape(model)
-    multiplied = [module.weight.numel() for module in model.modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
-    return ModelSize(
-        name,
-        model,
-        sum(multiplied),
-        shape.num_layers,
-        text.num_attention_heads * shape.head_dim,
-        shape.num_kv_heads,
-        shape.head_dim,
-        text.vocab_size,
-        text.max_position_embeddings,
-    )
 
 
 def measured_rates(dtype: torch.dtype, device: str, seconds: float = 0.5) -> Rates:
@@ -268,11 +204,13 @@ def page_work(page: str, parameters: dict, sizes: list[ModelSize]) -> Work | Non
 
 def page_memory(page: str, parameters: dict, size: ModelSize) -> dict[str, int]:
     """Bytes by kind of the page's largest batch: weights, the keys and values of a batch, its logits (where it scores
-    caches: exact and packed, and both in fp32), codebooks, and what the batch's cache stores packed."""
+    caches: exact and packed, and both in fp32; training makes fewer), codebooks, what the batch's cache stores packed,
+    and what fine-tuning holds beside the model."""
     seq_len = _longest(parameters, size)
     batch = min(scored_at_once(size.vocab_size, seq_len), parameters.get("num_seqs", BATCH))
     preset = presets.vqllm(
-        *(_largest(parameters, name, default) for name, default in (("num_quantizers", 8), ("codebook_size", 2048)))
+        _largest(parameters, 8, "num_quantizers", "depths"),
+        _largest(parameters, 2048, "codebook_size", "codebook_sizes"),
     )
     stored = size.footprint(preset)
     training = min(BATCH, parameters.get("train_seqs", 0)) * min(parameters.get("seq_len", seq_len), size.positions)
@@ -284,12 +222,18 @@ def page_memory(page: str, parameters: dict, size: ModelSize) -> dict[str, int]:
         "logits": logits,
         "codebooks": stored.side_information * 3,  # in fp32 with their sums while they are learned
         "packed cache": stored.kinds(seq_len, batch)["packed"],
+        "fine-tuning": _tuning_memory(size, stored.weights) if page in TUNING else 0,
     }
+
+
+def _tuning_memory(size: ModelSize, weights: int) -> int:
+    trained = sum(weight.numel() for weight in attention_weights(size.model))
+    return TUNED_MODELS * weights + TUNING_BYTES * trained
 
 
 def page_disk(page: str, parameters: dict, size: ModelSize) -> int:
     """Bytes of captured keys and values that a page with predictors spills, in ``TMPDIR``."""
-    if page != "07_predictor_ablation":
+    if page not in SPILLING:
         return 0
     tokens = parameters["train_seqs"] * parameters["seq_len"]
     return tokens * size.values * size.item_bytes + tokens * size.values * 4 * 3 // size.layers
@@ -300,9 +244,9 @@ def _longest(parameters: dict, size: ModelSize) -> int:
     return min(longest or 512, size.positions)
 
 
-def _largest(parameters: dict, name: str, default: int) -> int:
-    value = parameters.get(name, parameters.get(f"{name}s", default))
-    return max(value) if isinstance(value, list) else value
+def _largest(parameters: dict, default: int, *names: str) -> int:
+    found = [parameters[name] for name in names if name in parameters]
+    return max((n for value in found for n in (value if isinstance(value, list) else [value])), default=default)
 
 
 def gigabytes(count: float) -> str:

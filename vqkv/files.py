@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and checksums of tensors."""
+"""Files that are there as a whole or not at all, and the named tensors in them."""
 
 import hashlib
 import json
@@ -40,3 +40,8 @@ def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def claim(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take out the tensors whose names start with ``prefix``, by the rest of the name."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}

@@ -18,11 +18,13 @@ from vqkv.capture import capture, check_batch_size, check_rope, check_tokens
 from vqkv.checkpoint import Checkpoint
 from vqkv.codec.base import Codec
 from vqkv.codec.checks import check_whole
+from vqkv.codec.learning import collected, hand_out
 from vqkv.coder import ROLES, Place
-from vqkv.compressor import Compressor, claim
+from vqkv.compressor import Compressor
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError
-from vqkv.models import describe, kv_sources, weights_fingerprint
+from vqkv.files import claim
+from vqkv.models import describe, layer_devices, weights_fingerprint
 from vqkv.presets import Preset
 from vqkv.processes import current
 from vqkv.settings import CacheSettings
@@ -178,9 +180,7 @@ class _Run:
         tensors = {f"weights.{i}": weight for i, weight in enumerate(self.weights)}
         for i, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
-        for (role, layer), codec in self.reading.codecs.items():
-            tensors |= {f"codecs.{layer}.{role}.{name}": x for name, x in codec.learning_state().items()}
-        self.steps.save(STEP, tensors, losses=self.losses)
+        self.steps.save(STEP, tensors | collected(self._named_codecs()), losses=self.losses)
 
     def resume(self) -> list[float] | None:
         """Be where ``save`` was called last; None if it never was."""
@@ -189,17 +189,17 @@ class _Run:
         tensors, self.losses = found[0], found[1]["losses"]
         state = {}
         for i, weight in enumerate(self.weights):
-            weight.data.copy_(tensors[f"weights.{i}"])
+            weight.data.copy_(tensors.pop(f"weights.{i}"))
             state[i] = claim(tensors, f"optimizer.{i}.")
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state if self.losses else {}, "param_groups": groups})
-        for source in kv_sources(self.model):
-            device = next(source.attention.parameters()).device
-            for role in ROLES:
-                if codec := self.reading.codecs.get((role, source.layer_idx)):
-                    learned = claim(tensors, f"codecs.{source.layer_idx}.{role}.")
-                    codec.load_learning_state({name: tensor.to(device) for name, tensor in learned.items()})
+        devices = enumerate(layer_devices(self.model))
+        places = {f"codecs.{layer}.{role}": device for layer, device in devices for role in ROLES}
+        hand_out(tensors, self._named_codecs(), places)
         return self.losses
+
+    def _named_codecs(self) -> list[tuple[str, Codec]]:
+        return [(f"codecs.{layer}.{role}", codec) for (role, layer), codec in self.reading.codecs.items()]
 
 
 def _check(model, tokens, preset, lr, batch_size, micro_batch, checkpoint_every) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from vqkv.cache import CompressedCache
 from vqkv.codec.part import ALTERED
-from vqkv.compressor import Compressor, _check_types
+from vqkv.compressor import Compressor
+from vqkv.compressor_folder import check_types
 from vqkv.errors import DataError, FormatError
 from vqkv.files import raw_bytes, replacing, tensors_sha256
 from vqkv.meter import Report
@@ -229,7 +230,7 @@ def _check_header(header: dict) -> None:
 
 def _check_fields(what: str, found: dict, types: dict[str, type]) -> None:
     """Raise ``FormatError`` unless ``found`` has just the keys of ``types``, of these types, and no absurd number."""
-    _check_types(what, found, types)
+    check_types(what, found, types)
     for key, kind in types.items():
         if kind is int and not 0 <= found[key] <= MOST:
             raise FormatError(f"{what}: {key} {found[key]} is no number from 0 to {MOST}")

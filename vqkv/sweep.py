@@ -13,7 +13,6 @@ processor or GPU.
 
 import json
 import os
-import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -142,20 +141,7 @@ def _on_worker(case: Case, code: str, threads: int) -> dict:
         raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
     with _one_at_a_time:
         torch.set_num_threads(threads)
-        try:
-            return case.result()
-        except Exception as error:
-            if _survives(error):
-                raise
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def _survives(error: Exception) -> bool:
-    """Whether it can be sent to another process."""
-    try:
-        return isinstance(pickle.loads(pickle.dumps(error)), type(error))
-    except Exception:
-        return False
+        return case.result()  # Dask sends back what this raises, and its name and words where that is all it can send
 
 
 def _sources(cases: list[Case], results: dict[int, dict]) -> dict:

@@ -4,15 +4,11 @@
 ``VQKV_RECOMPUTE=1`` computes every table anew. ``vqkv.study`` sets both.
 """
 
-import functools
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
-import platform
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,9 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.machine import processor
-
-RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
+from vqkv.provenance import describe
 
 
 @dataclass
@@ -59,7 +53,7 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     root = _root_for(name, wanted, forgive=recompute)
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
-    record, start = _describe(name, function, wanted), time.perf_counter()
+    record, start = describe(name, function, wanted), time.perf_counter()
     with _working(root, record, recompute) as unfinished:
         frame = function(**parameters)
     seconds = time.perf_counter() - start + unfinished.earlier_seconds
@@ -260,48 +254,3 @@ def _kind(column: pd.Series) -> str:
             f"column {column.name!r} holds {', '.join(sorted(other))}: use numbers, booleans or strings only"
         )
     return "str"
-
-
-def _describe(name: str, function: Callable, parameters: dict) -> dict:
-    """Everything about a run that is known before it starts."""
-    function = function.func if isinstance(function, functools.partial) else function
-    return {
-        "name": name,
-        "function": f"{function.__module__}.{function.__qualname__}",
-        "parameters": parameters,
-        "seeds": {key: value for key, value in parameters.items() if "seed" in key},
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in RECORDED_PACKAGES},
-        "device": _device(),
-    } | _commit()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{processor()}, {torch.get_num_threads()} threads"
-
-
-def _commit() -> dict:
-    """Commit and dirty flag of the code. Tables, figures and pages change while a study runs, so they do not count."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return {"commit": None, "dirty": None}
-    commit = _git(root, "rev-parse", "--verify", "HEAD")
-    status = _git(root, "status", "--porcelain", "--", "vqkv", "pyproject.toml", "constraints.txt")
-    return {"commit": commit or None, "dirty": None if status is None else bool(status)}
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
+from vqkv.compressor import Compressor
 from vqkv.corpus import fingerprint as corpus_fingerprint
 from vqkv.corpus import load_corpus
 from vqkv.models import fingerprint as model_fingerprint
@@ -62,6 +63,12 @@ def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: lis
     sources = {}
     _, tokenizer, _ = loaded(name=name, dtype=dtype, device=device)
     return draw(corpus, tokenizer, split, size[1], size[0], seed, sources), sources
+
+
+def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
+    """The key codecs of one calibrated compressor with the value codecs of another, named and set as ``like``."""
+    pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
+    return Compressor(like.name, pairs, like.settings, like.model)
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:

@@ -74,8 +74,7 @@ def _depth_row(
     found = subject(**who)
     recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
     deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
-    codecs = [tuple(recut(codec, num_quantizers, beam) for codec in pair) for pair in deepest.codecs]
-    compressor = Compressor(deepest.name, codecs, deepest.settings, deepest.model)
+    compressor = shallower(deepest, num_quantizers, beam)
     settings = {"chunk_size": chunk_size, "reconstruction": False}
     row = evaluate(found.model, compressor, found.test, **settings)
     hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings)
@@ -91,6 +90,12 @@ def _deepest(codebook_size: int, deepest: int, group_size: int, kmeans_iteration
     learning = {"seed": who["seed"], "kmeans_iterations": kmeans_iterations}
     preset = presets.vqllm(deepest, codebook_size, group_size, **learning)
     return calibrate(found.model, found.train, preset, batch_size=who["train"][0], progress=False)
+
+
+def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:
+    """A calibrated residual VQ with the first stages of every codec only, and another encoder."""
+    codecs = [tuple(recut(codec, num_quantizers, beam) for codec in pair) for pair in compressor.codecs]
+    return Compressor(compressor.name, codecs, compressor.settings, compressor.model)
 
 
 def recut(codec: Codec, num_quantizers: int, beam: int) -> Codec:

@@ -4,7 +4,7 @@ from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import frame, subject
+from vqkv.experiments.common import frame, paired, subject
 from vqkv.recall import RecallTask
 from vqkv.sweep import per_process, sweep
 
@@ -50,12 +50,10 @@ def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_s
 
 
 def _compressor(key_grouping: str | None, values: bool, who: dict, quantizer: dict) -> Compressor:
-    """The key codecs of one compressor with the value codecs of another; what is not quantised is exact."""
+    """What is not quantised is exact."""
     key = _fitted(who=who, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else _exact(who=who)
     value = _fitted(who=who, quantizer=quantizer, key_grouping=None) if values else _exact(who=who)
-    like = key if key_grouping else value
-    pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
-    return Compressor(like.name, pairs, like.settings, like.model)
+    return paired(key, value, like=key if key_grouping else value)
 
 
 @per_process(maxsize=4)

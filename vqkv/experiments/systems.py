@@ -8,7 +8,7 @@ from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
 from vqkv.experiments.common import Subject, frame, subject, with_side_information
-from vqkv.experiments.depth import recut
+from vqkv.experiments.depth import shallower
 from vqkv.models import describe, load_model
 from vqkv.peers import TransformersQuantized
 from vqkv.sweep import per_process, sweep
@@ -60,9 +60,7 @@ def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
 def _compressor(found: Subject, label: str, who: dict, quantizer: dict) -> Compressor:
     depths = _depths(quantizer["num_quantizers"], quantizer["beam"])
     if label in depths:
-        deepest = _deepest(who=who, quantizer=quantizer)
-        codecs = [tuple(recut(codec, *depths[label]) for codec in pair) for pair in deepest.codecs]
-        return Compressor(deepest.name, codecs, deepest.settings, deepest.model)
+        return shallower(_deepest(who=who, quantizer=quantizer), *depths[label])
     preset = _presets(quantizer["codebook_size"], who["seed"])[label]
     return calibrate(found.model, found.train, bare(preset), progress=False)
 
