@@ -1,22 +1,23 @@
 # study  recompute every committed table, figure and page      smoke  the same in small, into a temporary folder
 # test   lint, library tests, committed pages, smoke           lab    read and change the notebooks
-# bench  the kernels against other libraries, runs/bench.csv    (each makes .venv when there is none)
+# bench  the kernels against other libraries, runs/bench.csv    report  the pages as HTML, for people without Jupyter
+# (each makes .venv when there is none)
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: study smoke test lab bench
+.PHONY: study smoke test lab bench report
 .DELETE_ON_ERROR:
 
 study: $(READY)
 	$(BIN)/python -m vqkv.study --recompute
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
+# Here and below one thread a process: two processes of two threads on two cores stall each other.
 smoke: $(READY)
-	out=$$(mktemp -d) && $(BIN)/python -m vqkv.study --profile smoke --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
 
-# one thread a process: two processes of two threads on two cores stall each other
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +31,9 @@ lab: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m vqkv.bench --out runs/bench.csv
+
+report: $(READY)
+	$(BIN)/python -m vqkv.report --out report
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
 $(READY): pyproject.toml constraints.txt

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -15,9 +14,11 @@ from tqdm import tqdm
 from vqkv.capture import capture, check_batch_size, check_rope, check_tokens
 from vqkv.checkpoint import Checkpoint
 from vqkv.codec.base import Codec
+from vqkv.codec.learning import collected, hand_out
 from vqkv.coder import ROLES
-from vqkv.compressor import Compressor, claim
+from vqkv.compressor import Compressor
 from vqkv.corpus import fingerprint
+from vqkv.costs import metrics
 from vqkv.errors import DataError, FormatError
 from vqkv.layer_fit import fit_layers
 from vqkv.models import describe, difference, layer_devices, weights_fingerprint
@@ -138,6 +139,7 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured, s
     codecs = [
         (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])
     ]
+    _tell_costs(model, tokens, preset, codecs)
     batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
     if not any(codec.learns for codec in codecs[0]):
         batches = batches[:1]
@@ -158,17 +160,26 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured, s
             for codec, x in unready:
                 codec.partial_fit(x)
         if steps is not None and current().first:
-            steps.save("codecs", dict(_learning(codecs)), batches=number + 1)
+            steps.save("codecs", collected(_named(codecs)), batches=number + 1)
     for pair in codecs:
         for codec in pair:
             codec.finalize()
     return codecs
 
 
+def _tell_costs(model, tokens: Tensor, preset: Preset, codecs: list[tuple[Codec, Codec]]) -> None:
+    """Tell those codecs that weigh errors what these cost."""
+    if any(codec.weighted for codec in chain(*codecs)):
+        found = metrics(model, tokens, not preset.pre_rope)
+        for layer, pair in enumerate(codecs):
+            for role, codec in zip(ROLES, pair, strict=True):
+                codec.weigh(found[role, layer])
+
+
 def _start_together(unready: list[tuple[Codec, Tensor]]) -> None:
     """The first batch, which initialises codebooks: each codec sees all processes' tokens in one process, and the
     others take over what it has learned. So k-means runs for as many codecs at a time as there are processes."""
-    processes, whole, learned = current(), {}, {}
+    processes, whole = current(), {}
     for number, (_, x) in enumerate(unready):  # all together, before any of them begins to compute
         gathered = processes.rows(x)
         if number % processes.count == processes.rank:
@@ -176,21 +187,19 @@ def _start_together(unready: list[tuple[Codec, Tensor]]) -> None:
     for number, x in whole.items():
         with alone():
             unready[number][0].partial_fit(x)
-        learned |= {f"{number}.{name}": tensor.cpu() for name, tensor in unready[number][0].learning_state().items()}
+    named = {number: (str(number), codec) for number, (codec, _) in enumerate(unready)}
+    learned = {name: tensor.cpu() for name, tensor in collected(named[number] for number in whole).items()}
+    devices = {str(number): x.device for number, (_, x) in enumerate(unready)}
     for rank, message in enumerate(processes.exchange(save(learned))):
-        tensors = load(message)
-        for number in range(rank, len(unready), processes.count):
-            codec, x = unready[number]
-            if number not in whole:
-                mine = claim(tensors, f"{number}.")
-                codec.load_learning_state({name: tensor.to(x.device) for name, tensor in mine.items()})
+        if rank != processes.rank:
+            theirs = (named[number] for number in range(rank, len(unready), processes.count))
+            hand_out(load(message), theirs, devices)
 
 
-def _learning(codecs: list[tuple[Codec, Codec]]) -> Iterator[tuple[str, Tensor]]:
-    for layer, pair in enumerate(codecs):
-        for role, codec in zip(ROLES, pair, strict=True):
-            for name, tensor in codec.learning_state().items():
-                yield f"{layer}.{role}.{name}", tensor
+def _named(codecs: list[tuple[Codec, Codec]]) -> list[tuple[str, Codec]]:
+    return [
+        (f"{layer}.{role}", codec) for layer, pair in enumerate(codecs) for role, codec in zip(ROLES, pair, strict=True)
+    ]
 
 
 def _learned_so_far(model, codecs: list[tuple[Codec, Codec]], steps: Checkpoint | None) -> int:
@@ -198,11 +207,8 @@ def _learned_so_far(model, codecs: list[tuple[Codec, Codec]], steps: Checkpoint 
     if steps is None or (found := steps.load_together("codecs")) is None:
         return 0
     tensors, notes = found
-    for layer, (pair, device) in enumerate(zip(codecs, layer_devices(model), strict=True)):
-        for role, codec in zip(ROLES, pair, strict=True):
-            learned = claim(tensors, f"{layer}.{role}.")
-            if not codec.ready:
-                codec.load_learning_state({name: tensor.to(device) for name, tensor in learned.items()})
+    devices = {f"{layer}.{role}": device for layer, device in enumerate(layer_devices(model)) for role in ROLES}
+    hand_out(tensors, _named(codecs), devices)
     return notes["batches"]
 
 

@@ -90,7 +90,11 @@ class Coder:
 
     def through(self, x: Tensor, known: Known) -> Tensor:
         """What is read back of ``x`` once it is stored, float32."""
-        x_hat = self._store(x, known)[1]()
+        if self.prediction is None:
+            x_hat = self.codec.read_back(x)
+        else:
+            predicted = self.prediction(known, x)
+            x_hat = self.codec.read_back(x.float() - predicted) + predicted
         known.learn(self.place, lambda: x_hat)
         return x_hat
 

@@ -11,7 +11,7 @@ from vqkv.checkpoint import Checkpoint
 from vqkv.codec.base import Codec, codec_from_config
 from vqkv.codec.checks import whole_blocks
 from vqkv.coder import Coder, Known, Place, Prediction, inputs, last_readers, side_by_side
-from vqkv.compressor import claim
+from vqkv.files import claim
 from vqkv.plans import RolePlan, Trial
 from vqkv.precision import full_precision
 from vqkv.predict import predictor_from_config
@@ -27,10 +27,19 @@ def fit_layers(
     """AQUA-KV's Algorithm 1: layer by layer, keys before values, each on what the places before it are read back as.
     Returns a list over layers of (key codec, value codec), and the predictions by place. ``steps``: a checkpoint that
     keeps each place once it is fitted."""
-    arranged = preset.plan.arrange(preset, trial)
+    return fit_arranged(preset, preset.plan.arrange(preset, trial), captured, trial, device, progress, steps)
+
+
+def fit_arranged(
+    preset: Preset, arranged: list[dict[str, RolePlan]], captured: CapturedTokens, trial: Trial, device="cpu",
+    progress: bool = True, steps: Checkpoint | None = None,
+):  # fmt: skip
+    """``fit_layers`` for plans of every layer that are arranged already."""
     plans = {(role, layer): plan for layer, roles in enumerate(arranged) for role, plan in roles.items()}
     head_dim = captured.about["head_dim"]
     unfitted = {place: plan.make_codec(head_dim) for place, plan in plans.items()}
+    for place in (place for place, codec in unfitted.items() if codec.weighted):
+        unfitted[place].weigh(trial.metrics[place])
     block = math.lcm(*(codec.tokens_per_row for codec in unfitted.values()))
     with _restored(captured, steps) as restored:
         fitting = LayerFit(captured, restored, _readers(plans), preset.sink_tokens, block, device)

@@ -1,14 +1,17 @@
 """Which layers are predicted from which: what a preset with predictors arranges for each layer of a model."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vqkv.allocation import allocate
 from vqkv.codec.base import Codec
 from vqkv.codec.exact import Nothing
 from vqkv.coder import Place
@@ -33,12 +36,16 @@ class Trial(Protocol):
     """What a plan may ask about the model that it is made for."""
 
     num_layers: int
+    metrics: dict[Place, Tensor]  # what errors cost, (num_kv_heads, head_dim, head_dim)
 
     def distances(self) -> Tensor:
         """(num_layers, num_layers): Euclidean distances between the layers' mean keys and values."""
 
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
         """Cosine similarity of the last hidden states with and without ``plan``."""
+
+    def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
+        """For each place, (n, 2): bits a value, and the KL that its error alone is expected to cost."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,46 @@ class FromPrevious:
         places = tuple((name, layer - back) for name, back in _parse(sources, role) if back <= layer)
         predictor = make_predictor(self.kind, **self.arguments) if places else make_predictor("linear")
         return RolePlan(make_codec, predictor, places)
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """Every layer as the preset stores it, none predicted from another."""
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and of its values."""
+        return [{"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}] * trial.num_layers
+
+    def describe(self, head_dim: int) -> list:
+        """See ``Preset.describe``."""
+        return []
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """Bits where an error costs the model most: all places of ``plan`` together take ``bits`` a value, and each as many
+    as keep the expected KL lowest (``vqkv.costs``, ``vqkv.allocation``), measured with the preset as it is. Takes
+    quantizers whose bits can be chosen, Steps and ResidualVQ; the bits of scales are not counted."""
+
+    plan: FromPrevious | Unpredicted
+    bits: float
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and values. Raises ``DataError`` if they cannot be had for the bits."""
+        bits = allocate(trial.cost_curves(preset, self.plan.arrange(preset, trial)), self.bits)
+        return [
+            {role: dataclasses.replace(plan, make_codec=partial(_with_bits, plan.make_codec, bits[role, layer]))
+             for role, plan in roles.items()}
+            for layer, roles in enumerate(self.plan.arrange(preset, trial))
+        ]  # fmt: skip
+
+    def describe(self, head_dim: int) -> list:
+        """See ``Preset.describe``."""
+        return [type(self.plan).__name__, self.plan.describe(head_dim), self.bits]
+
+
+def _with_bits(make_codec, bits: float, head_dim: int | None) -> Codec:
+    return make_codec(head_dim).with_bits(bits)
 
 
 @dataclass(frozen=True)

@@ -2,65 +2,26 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from vqkv.codec.affine import Uniform
 from vqkv.codec.base import Codec
-from vqkv.codec.entropy import Entropy
 from vqkv.codec.exact import Fp16
 from vqkv.codec.fallback import Fallback
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock
 from vqkv.codec.nonuniform import NonUniform, SparseOutliers
-from vqkv.codec.pipeline import Chain, Quantizer, Stage
+from vqkv.codec.pipeline import Chain
 from vqkv.codec.product import ProductVQ
 from vqkv.codec.residual import ResidualVQ
 from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codec.stage import Quantizer, Stage
 from vqkv.codec.transform import Grouping, Hadamard
+from vqkv.crosses import best, crossed, entropy_coded  # noqa: F401  entropy_coded wraps presets, and is none
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.plans import FromPrevious, Shared
+from vqkv.preset import Preset
 from vqkv.registry import call, call_described
-from vqkv.settings import check_settings
-
-
-@dataclass(frozen=True)
-class Preset:
-    """How a cache is stored: a codec for the keys and one for the values of each layer, and what stays exact.
-
-    ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
-    ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
-    ``pre_rope``: keys are stored before RoPE and rotated when read. ``plan``: which layers are predicted from which.
-    """
-
-    name: str
-    make_key_codec: Callable[[int | None], Codec]
-    make_value_codec: Callable[[int | None], Codec]
-    sink_tokens: int = 0
-    recent_window: int = 0
-    flush_block: int = 1
-    pre_rope: bool = True
-    arguments: dict = field(default_factory=dict)
-    plan: FromPrevious | Shared | None = None
-
-    def __post_init__(self):
-        check_settings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
-
-    def key_codec(self, head_dim: int | None = None) -> Codec:
-        """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""
-        return self.make_key_codec(head_dim)
-
-    def value_codec(self, head_dim: int | None = None) -> Codec:
-        """An unfitted codec for one layer's values."""
-        return self.make_value_codec(head_dim)
-
-    def describe(self, head_dim: int) -> dict:
-        """All that decides how a cache is stored, as plain literals."""
-        codecs = [self.key_codec(head_dim).config(), self.value_codec(head_dim).config()]
-        settings = [self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope]
-        plan = None if self.plan is None else self.plan.describe(head_dim)
-        return {"name": self.name, "codecs": codecs, "settings": settings, "plan": plan}
 
 
 def fp16() -> Preset:
@@ -274,33 +235,12 @@ def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
     return dataclasses.replace(fp16(), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
 
 
-def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
-    """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
-    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
-
-    def coded(make: Callable, head_dim: int | None) -> Codec:
-        chain = make(head_dim)
-        if not isinstance(chain, Chain):
-            raise DataError(f"{preset.name} has no codes to entropy-code")
-        stages = chain.stages
-        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
-            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
-            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
-        return Chain(stages, Entropy(chain.quantizer, tables, context), head_dim)
-
-    return dataclasses.replace(
-        preset,
-        name=f"{preset.name}+ans",
-        make_key_codec=partial(coded, preset.make_key_codec),
-        make_value_codec=partial(coded, preset.make_value_codec),
-        arguments=preset.arguments | {"tables": tables, "context": context, "block": block},
-    )
-
-
 PRESETS = {
     preset.__name__: preset
-    for preset in (fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer)
-}
+    for preset in (
+        fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, best,
+    )
+}  # fmt: skip
 
 
 def make(name: str, /, **arguments) -> Preset:

@@ -1,21 +1,24 @@
-"""What a plan for sharing whole layers asks about a model (KVSharer): how unlike layers are, and what sharing costs."""
+"""What plans ask about a model: how unlike layers are, what sharing them costs (KVSharer), what errors cost."""
 
 import dataclasses
 from functools import cached_property
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn import functional as F
 
-from vqkv.coder import ROLES, Prediction
+from vqkv.coder import ROLES, Place, Prediction
 from vqkv.compressor import Compressor
+from vqkv.costs import cost_curves, metrics
+from vqkv.layer_fit import fit_arranged
 from vqkv.models import describe
 from vqkv.plans import RolePlan
 from vqkv.processes import current
 from vqkv.settings import CacheSettings
 from vqkv.spill import CapturedTokens
 
-NUM_SEQS = 4  # sequences that a plan is tried on
+NUM_SEQS, COST_SEQS = 4, 2  # sequences that shared layers are tried on, and each place's errors
 
 
 class ModelTrial:
@@ -29,6 +32,22 @@ class ModelTrial:
         """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""
         means = [torch.cat([self._mean((role, layer)).flatten() for role in ROLES]) for layer in range(self.num_layers)]
         return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
+
+    @cached_property
+    def metrics(self) -> dict[Place, Tensor]:
+        """See ``costs.fisher_metrics``. Raises ``DataError`` for keys captured after RoPE."""
+        return metrics(self.model, self.captured.tokens, self.captured.post_rope)
+
+    def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
+        """See ``costs.cost_curves``, for ``preset`` arranged as ``plan`` says."""
+        codecs, predictions = fit_arranged(preset, plan, self.captured, self, self.model.device, progress=False)
+        settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
+        compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
+        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS])
+        names = {place: f"{place[1]}.{place[0]}" for place in found}
+        mine = save({names[place]: curve.cpu() for place, curve in found.items()})
+        first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
+        return {place: first[name] for place, name in names.items()}
 
     def _mean(self, place) -> Tensor:
         total = sum(x.double().sum(0) for x in self.captured.batches(place))

@@ -3,14 +3,18 @@
 The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
 or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
 ``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
+
+Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that measure
+times run alone, after the others.
 """
 
 import ast
 import contextlib
-import hashlib
 import os
-import sys
+import queue
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -18,15 +22,15 @@ from typing import Annotated
 import nbformat
 import papermill
 import typer
-import yaml
 from tqdm import tqdm
 
 from vqkv.cluster import check, local_cluster
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.page_parameters import PROFILES, fit, load_profile, parse_assignments
+from vqkv.pages import all_notebooks, broken_claims, select, strip
 from vqkv.tables import digest, repository_root, write_atomically
 
-PROFILES = Path(__file__).parent / "profiles"
-KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+TIMES = {"rounds", "repetitions"}  # parameters of pages that measure times
 
 
 @dataclass
@@ -35,8 +39,8 @@ class Study:
 
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
     parameters, else ``runs/<profile>-<hash of the parameters>``. ``scheduler`` (the address of a Dask scheduler) or
-    ``workers`` (processes on this machine) compute the tables' rows, but for timings. All bad input is found here,
-    before anything runs.
+    ``workers`` (processes on this machine) compute the tables' rows, but for timings. ``jobs``: pages at a time; give
+    each page's kernel its share of the cores by ``OMP_NUM_THREADS``. All bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -48,6 +52,7 @@ class Study:
     profiles: Path = PROFILES
     scheduler: str = ""
     workers: int = 0
+    jobs: int = 1
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
@@ -64,6 +69,8 @@ class Study:
         self.target = self.root if self.in_place else Path(other).resolve()
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
+        if type(self.jobs) is not int or self.jobs < 1:
+            raise DataError(f"{self.jobs!r} jobs: use a whole number from 1 on")
         check(self.scheduler, self.workers)
 
     def _assigned(self) -> dict[Path, dict]:
@@ -79,15 +86,41 @@ class Study:
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures = {}
-        with self._cluster(), tqdm(self.notebooks, unit="notebook", file=sys.stderr) as bar:
-            for path in bar:
-                bar.set_description(path.stem)
+        failures, running = {}, set()
+        with self._cluster(), self._surroundings(), tqdm(total=len(self.notebooks), unit="notebook") as bar:
+
+            def attempt(path: Path) -> None:
+                running.add(path.stem)
+                bar.set_description(", ".join(sorted(running)))
                 try:
-                    self.run_one(path)
+                    self._run_one(path)
                 except Exception as error:  # a failing page, or a dead kernel, must not stop the others
                     failures[path.stem] = str(error)
-        return failures
+                running.remove(path.stem)
+
+            for paths, jobs in self._batches():
+                for _ in _each(attempt, paths, jobs):
+                    bar.update()
+        return dict(sorted(failures.items()))
+
+    def _batches(self) -> list[tuple[list[Path], int]]:
+        """Which notebooks run, and how many at a time: with several, those that measure times come last, alone."""
+        if self.jobs == 1:
+            return [(self.notebooks, 1)]
+        timed = [path for path in self.notebooks if TIMES.intersection(notebook_parameters(path))]
+        return [([path for path in self.notebooks if path not in timed], self.jobs), (timed, 1)]
+
+    @contextlib.contextmanager
+    def _surroundings(self):
+        """What kernels inherit, set once: environment and folder belong to the process, not to a thread of it."""
+        variables = {
+            "VQKV_OUT": str(self.target),
+            "VQKV_RECOMPUTE": "1" if self.recompute else "0",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's python3 kernel, not one in the user's home
+        }
+        with environment(**variables), contextlib.chdir(self.root / "notebooks"):
+            yield
 
     @contextlib.contextmanager
     def _cluster(self):
@@ -96,7 +129,7 @@ class Study:
         with started as address, environment(**_steering(address)):
             yield
 
-    def run_one(self, path: Path) -> Path:
+    def _run_one(self, path: Path) -> Path:
         """Execute one notebook in a temporary file and move it to its place; what was there stays if it fails."""
         destination = self.target / "notebooks" / path.name
         scratch = self.target / "runs" if self.in_place else self.target
@@ -117,77 +150,47 @@ class Study:
         return destination
 
     def _execute(self, path: Path, executed: Path) -> None:
-        with environment(
-            VQKV_OUT=str(self.target),
-            VQKV_RECOMPUTE="1" if self.recompute else "0",
-            MPLBACKEND="module://matplotlib_inline.backend_inline",
-            JUPYTER_PREFER_ENV_PATH="1",  # this interpreter's python3 kernel, not one in the user's home
-        ):
-            papermill.execute_notebook(
-                str(path),
-                str(executed),
-                parameters=self.injected[path],
-                kernel_name="python3",
-                language="python",
-                cwd=str(path.parent),
-                progress_bar=False,
-                coalesce_streams=True,
-                allow_error_names=[] if self.in_place else ["AssertionError"],
-            )
+        papermill.execute_notebook(
+            str(path),
+            str(executed),
+            parameters=self.injected[path],
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            coalesce_streams=True,
+            allow_error_names=[] if self.in_place else ["AssertionError"],
+        )
+
+
+def _each(function: Callable[[Path], None], paths: list[Path], jobs: int) -> Iterator[None]:
+    """Call ``function`` with every path, ``jobs`` at a time; yields as calls end. Threads do, as the work is done in
+    kernels; they die with this process, and the kernels with them."""
+    if jobs == 1:
+        yield from map(function, paths)
+        return
+    waiting, ended = queue.SimpleQueue(), queue.SimpleQueue()
+    for path in paths:
+        waiting.put(path)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                path = waiting.get_nowait()
+                try:
+                    ended.put(function(path))
+                except BaseException as error:
+                    ended.put(error)
+
+    for _ in range(min(jobs, len(paths))):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in paths:
+        if (error := ended.get()) is not None:
+            raise error
+        yield
 
 
 def _steering(address: str) -> dict[str, str]:
     return {"VQKV_SCHEDULER": address, "VQKV_WORKERS": ""} if address else {}
-
-
-def all_notebooks(folder: Path) -> list[Path]:
-    """The notebooks of a folder in the order of their names. Raises ``DataError`` when there are none."""
-    notebooks = sorted(path for path in Path(folder).glob("*.ipynb") if not path.name.startswith("."))
-    if not notebooks:
-        raise DataError(f"no notebooks in {folder}: run the study in a checkout of the repository")
-    return notebooks
-
-
-def select(folder: Path, only: list[str]) -> list[Path]:
-    """The notebooks whose names start with one of ``only`` (``"01"``, ``"01,03"``); all of them when it is empty."""
-    notebooks = all_notebooks(folder)
-    prefixes = [prefix.strip() for entry in only for prefix in entry.split(",") if prefix.strip()]
-    for prefix in prefixes:
-        if not any(path.name.startswith(prefix) for path in notebooks):
-            raise UnknownNameError("notebook", prefix, [path.stem for path in notebooks])
-    return [path for path in notebooks if not prefixes or path.name.startswith(tuple(prefixes))]
-
-
-def load_profile(name: str, folder: Path = PROFILES, stems: list[str] | None = None) -> dict[str, dict]:
-    """{notebook or "*": {parameter: value}}. Raises ``UnknownNameError`` for an unknown profile or notebook name."""
-    known = [path.stem for path in Path(folder).glob("*.yaml")]
-    if name not in known:
-        raise UnknownNameError("profile", name, known)
-    path = Path(folder) / f"{name}.yaml"
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise FormatError(f"profile {path} is not YAML: {error}") from error
-    if not isinstance(settings, dict) or not all(isinstance(entry, dict) for entry in settings.values()):
-        raise FormatError(f"profile {path} must map notebook names, or '*', to mappings of parameters")
-    for entry in settings:
-        if stems is not None and entry != "*" and entry not in stems:
-            raise UnknownNameError(f"notebook in profile {name!r}", entry, ["*", *stems])
-    return settings
-
-
-def parse_assignments(assignments: list[str]) -> dict:
-    """``["seeds=[0, 1]", "model=gpt2"]`` -> parameters; values are YAML literals. Raises ``FormatError`` for others."""
-    parameters = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        try:
-            parameters[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise FormatError(f"-p {assignment}: the value is not a YAML literal ({error})") from error
-        if not equals or not name.strip():
-            raise FormatError(f"-p {assignment}: write it as name=value")
-    return parameters
 
 
 def parameters_for(notebook: Path, settings: dict[str, dict], assigned: dict) -> dict:
@@ -203,7 +206,7 @@ def parameters_for(notebook: Path, settings: dict[str, dict], assigned: dict) ->
             raise UnknownNameError(
                 f"parameter of notebook {notebook.stem}", name, defaults, "Choose notebooks by --only."
             )
-    return {name: _fit(value, defaults[name], f"{notebook.stem}: {name}") for name, value in parameters.items()}
+    return {name: fit(value, defaults[name], f"{notebook.stem}: {name}") for name, value in parameters.items()}
 
 
 def notebook_parameters(notebook: Path) -> dict:
@@ -219,56 +222,6 @@ def notebook_parameters(notebook: Path) -> dict:
 def _literal(text: str):
     with contextlib.suppress(ValueError, SyntaxError):
         return ast.literal_eval(text)
-
-
-def _fit(value, default, what: str):
-    """``value`` if it has the default's type. An int also serves as a float, and so does 1e-3, a string in YAML."""
-    if isinstance(default, float) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):
-            return float(value)
-    if isinstance(default, list | tuple) and isinstance(value, list):
-        return [_fit(entry, default[0], f"{what}[{i}]") if default else entry for i, entry in enumerate(value)]
-    if default is None or type(value) is type(default):
-        return value
-    raise DataError(
-        f"{what} = {value!r} is {type(value).__name__}; the notebook has {default!r} ({type(default).__name__})"
-    )
-
-
-def strip(notebook: nbformat.NotebookNode, keep_injected: bool = False) -> nbformat.NotebookNode:
-    """Remove what differs between equal runs: times, injected parameters, interpreter versions, random cell ids."""
-    notebook.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
-    unwanted = {"papermill-error-cell-tag"} if keep_injected else {"papermill-error-cell-tag", "injected-parameters"}
-    notebook.cells = [cell for cell in notebook.cells if not unwanted.intersection(cell.metadata.get("tags", []))]
-    seen: dict[str, int] = {}
-    for cell in notebook.cells:
-        for key in ("papermill", "execution", "ExecuteTime"):
-            cell.metadata.pop(key, None)
-        if not cell.metadata.get("tags", True):
-            del cell.metadata["tags"]
-        identity = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:8]
-        seen[identity] = seen.get(identity, 0) + 1
-        cell["id"] = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
-    return notebook
-
-
-def broken_claims(executed: Path) -> list[str]:
-    """The cells whose ``assert`` failed in a notebook that else ran to its end; [] when anything else went wrong."""
-    if not executed.is_file():
-        return []
-    cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
-    errors = [(cell, output) for cell in cells for output in cell.outputs if output.output_type == "error"]
-    finished = all(cell.execution_count for cell in cells)
-    if finished and all(output.ename == "AssertionError" and _asserts(cell.source) for cell, output in errors):
-        return [cell.source for cell, _ in errors]
-    return []
-
-
-def _asserts(source: str) -> bool:
-    with contextlib.suppress(SyntaxError):
-        return any(isinstance(node, ast.Assert) for node in ast.parse(source).body)
-    return False
 
 
 @contextlib.contextmanager
@@ -322,6 +275,7 @@ def main(
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables anew.")] = False,
     scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
     show: Annotated[bool, typer.Option("--list", help="Show notebooks, parameters and profiles.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; reach for it.")] = False,
 ):
@@ -331,7 +285,7 @@ def main(
             return typer.echo(describe(repository_root()))
         study = Study(
             only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute,
-            scheduler=scheduler, workers=workers,
+            scheduler=scheduler, workers=workers, jobs=jobs,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -341,7 +295,7 @@ def main(
     failures = study.run()
     for name, error in failures.items():
         typer.echo(f"\n{name} failed: {error}", err=True)
-    for name, claims in study.broken_claims.items():
+    for name, claims in sorted(study.broken_claims.items()):
         for claim in claims:
             typer.echo(f"\n{name}: with these parameters this does not hold:\n{claim}", err=True)
     typer.echo(f"{len(study.notebooks) - len(failures)} of {len(study.notebooks)} notebooks done, in {study.target}")

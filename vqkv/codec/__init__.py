@@ -9,16 +9,19 @@ from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock
 from vqkv.codec.nonuniform import NonUniform, SparseOutliers
 from vqkv.codec.payload import Payload, payload_from
-from vqkv.codec.pipeline import Chain, Quantizer, Stage
+from vqkv.codec.pipeline import Chain
+from vqkv.codec.principal import Principal
 from vqkv.codec.product import ProductVQ
 from vqkv.codec.ragged import MaskedPayload, RaggedPayload, StreamPayload
 from vqkv.codec.residual import ResidualVQ
 from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codec.stage import Quantizer, Stage
+from vqkv.codec.steps import Steps
 from vqkv.codec.transform import Grouping, Hadamard, MeanRemoval
 
 __all__ = [
     "Chain", "ChannelScale", "Codec", "Entropy", "Fallback", "Fp16", "Grid", "Grouping", "Hadamard", "HalfQuadratic",
     "HeadScale", "MaskedPayload", "MeanRemoval", "MergeHeads", "MinMax", "NonUniform", "Nothing", "Payload",
-    "ProductVQ", "Quantizer", "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "StreamPayload", "TokenBlock",
-    "Uniform", "VectorScale", "codec_from_config", "payload_from",
+    "Principal", "ProductVQ", "Quantizer", "RaggedPayload", "ResidualVQ", "SparseOutliers", "Stage", "Steps",
+    "StreamPayload", "TokenBlock", "Uniform", "VectorScale", "codec_from_config", "payload_from",
 ]  # fmt: skip

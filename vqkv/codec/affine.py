@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vqkv.codec.packing import check_packed
 from vqkv.codec.payload import Payload, payload_field
-from vqkv.codec.pipeline import Quantizer
+from vqkv.codec.stage import Quantizer
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels import Affine, Packed, affine_encode, by_byte, fused, which
 

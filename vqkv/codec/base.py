@@ -35,6 +35,14 @@ class Codec(Part):
         return type(self)._partial_fit is not Codec._partial_fit
 
     @property
+    def weighted(self) -> bool:
+        """Whether it wants to be told what errors cost, by ``weigh``, before it learns."""
+        return False
+
+    def weigh(self, metric: Tensor) -> None:
+        """``metric`` (num_kv_heads, head_dim, head_dim): an error e of a head's vector costs e' metric e."""
+
+    @property
     def side_bytes(self) -> int:
         """Bytes of side information: everything learned that decoding needs."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state().values())

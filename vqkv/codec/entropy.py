@@ -13,8 +13,8 @@ from torch import Tensor
 from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload
-from vqkv.codec.pipeline import MAX_ROW, Quantizer
 from vqkv.codec.ragged import StreamPayload
+from vqkv.codec.stage import MAX_ROW, Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.processes import current
 
@@ -92,7 +92,7 @@ class Entropy(Quantizer):
 
     def partial_fit(self, x: Tensor) -> None:
         """Let the quantizer learn, then count the codes it now has for x."""
-        _constriction()
+        stream_coder()
         self.quantizer.partial_fit(x)
         heads, tables, size = self._shape
         first = torch.arange(heads * tables, device=x.device).view(heads, tables, 1) * size
@@ -190,7 +190,7 @@ class _Coder:
     """Rows of codes, int32 (tables, count), <-> bytes. Without ``step`` the tables stay as they start."""
 
     def __init__(self, start: np.ndarray, step: int | None = None, strength: int = 1):
-        constriction = _constriction()
+        constriction = stream_coder()
         self.stack, self.model = constriction.stack.AnsCoder, constriction.model.Categorical
         self.start, self.step = start, step
         # What one code adds: a whole number, so that sums of float64 are exact (below 2^53).
@@ -238,7 +238,7 @@ class _Coder:
             np.add.at(weights, (np.arange(len(codes))[:, None], codes), self.gain)
 
 
-def _constriction():
+def stream_coder():
     """Raises ``ImportError`` with the remedy if the package is missing."""
     try:
         from constriction import stream

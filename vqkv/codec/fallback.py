@@ -11,8 +11,8 @@ from vqkv.codec.checks import FP16_MAX, MAX_HEAD_DIM, check_whole
 from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import pack
 from vqkv.codec.payload import Payload
-from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.ragged import MaskedPayload
+from vqkv.codec.stage import Quantizer
 from vqkv.errors import DataError, FormatError
 from vqkv.processes import alone, current
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vqkv.codec.packing import check_packed
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
-from vqkv.codec.pipeline import Quantizer
+from vqkv.codec.stage import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Coded, Packed, by_byte, grid_encode_packed, rvq_decode, rvq_encode
 

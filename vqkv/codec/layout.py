@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vqkv.codec.pipeline import Side, Stage
+from vqkv.codec.stage import Side, Stage
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed
 

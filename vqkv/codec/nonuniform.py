@@ -10,7 +10,7 @@ from vqkv.codec.checks import FP16_MAX, MAX_SEED, check_whole
 from vqkv.codec.packing import pack, unpack
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload
-from vqkv.codec.pipeline import Quantizer, Side, Stage
+from vqkv.codec.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels import by_byte
 from vqkv.learn import Ema, KMeans, Statistics, check_decay

@@ -10,8 +10,8 @@ from vqkv.codec.learning import collected, hand_out
 from vqkv.codec.packing import check_packed
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
-from vqkv.codec.pipeline import Quantizer
 from vqkv.codec.residual import ResidualVQ
+from vqkv.codec.stage import Quantizer
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed
 

@@ -1,5 +1,6 @@
 """Residual vector quantization: every stage quantises what the stage before left over. One stage is plain VQ."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from vqkv.codec.checks import MAX_SEED, check_whole
 from vqkv.codec.packing import check_packed
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
-from vqkv.codec.pipeline import Quantizer
+from vqkv.codec.stage import Quantizer
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import (
     Coded,
@@ -125,6 +126,19 @@ class ResidualVQ(Quantizer):
         if codes.numel() and (largest := int(codes.max())) >= self.codebook_size:
             raise FormatError(f"code {largest} is not below codebook_size {self.codebook_size}: altered payload")
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+
+    def rates(self, y: Tensor) -> Tensor:
+        """See ``Quantizer``: a point for each number of quantizers, up to twice as many by extrapolation."""
+        vectors = y.reshape(-1, self.group_size)
+        left = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)]
+        errors = [x.double().square().mean().item() for x in left[1:]]
+        shrinks = (errors[-1] / left[0].double().square().mean().item()) ** (1 / len(errors)) if errors[-1] else 1.0
+        errors += [errors[-1] * shrinks**more for more in range(1, len(errors) + 1)]
+        return torch.tensor([(k * self.code_bits / self.group_size, e) for k, e in enumerate(errors, 1)]).double()
+
+    def with_bits(self, bits: float) -> "ResidualVQ":
+        """See ``Quantizer``."""
+        return dataclasses.replace(self, num_quantizers=max(1, round(bits * self.group_size / self.code_bits)))
 
     def encode_packed(self, y: Tensor) -> Tensor:
         """See ``Quantizer``."""

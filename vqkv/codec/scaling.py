@@ -9,7 +9,7 @@ from torch import Tensor
 from vqkv.codec.checks import FP16_MAX, check_heads, check_whole
 from vqkv.codec.part import take
 from vqkv.codec.payload import Payload, payload_field
-from vqkv.codec.pipeline import Side, Stage
+from vqkv.codec.stage import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Affine, Coded, Packed, fused
 from vqkv.learn.moments import channel_moments

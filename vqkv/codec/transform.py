@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vqkv.codec.checks import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole
 from vqkv.codec.part import take
-from vqkv.codec.pipeline import Side, Stage
+from vqkv.codec.stage import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Coded, Packed
 from vqkv.learn.moments import channel_moments

@@ -4,9 +4,18 @@
 """
 
 from vqkv.experiments import tasks
+from vqkv.experiments.audit import audited_tables, claims_audit
 from vqkv.experiments.capacity import blog_claims, capacity_table
 from vqkv.experiments.depth import gaussian_depth, residual_depth
 from vqkv.experiments.entropy import code_entropy
+from vqkv.experiments.frontier import (
+    against_published,
+    finalists,
+    frontier,
+    halving_search,
+    proxy_correlations,
+    what_to_use,
+)
 from vqkv.experiments.generation import choices, generation_latency, generation_peak, loss_by_position, memory_growth
 from vqkv.experiments.grouping import grouping
 from vqkv.experiments.ladder import eviction, tier_ladder
@@ -20,9 +29,10 @@ from vqkv.experiments.tasks import leaderboard
 from vqkv.experiments.thresholds import threshold_sweep
 
 __all__ = [
-    "against_ours", "algebra", "attention_times", "beside_published", "blog_claims", "capacity_table", "choices",
-    "code_entropy", "codebook_learning", "error_propagation", "eviction", "gaussian_depth", "generation_latency",
-    "generation_peak", "grouping", "kernel_speed", "leaderboard", "loss_by_position", "magnitudes", "memory_growth",
-    "phenomena", "predictability", "predictor_ablation", "residual_depth", "systems", "tasks", "threshold_sweep",
-    "tier_ladder", "trade", "within_budget",
+    "against_ours", "against_published", "algebra", "attention_times", "audited_tables", "beside_published",
+    "blog_claims", "capacity_table", "choices", "claims_audit", "code_entropy", "codebook_learning",
+    "error_propagation", "eviction", "finalists", "frontier", "gaussian_depth", "generation_latency", "generation_peak",
+    "grouping", "halving_search", "kernel_speed", "leaderboard", "loss_by_position", "magnitudes", "memory_growth",
+    "phenomena", "predictability", "predictor_ablation", "proxy_correlations", "residual_depth", "systems", "tasks",
+    "threshold_sweep", "tier_ladder", "trade", "what_to_use", "within_budget",
 ]  # fmt: skip

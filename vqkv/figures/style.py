@@ -22,6 +22,9 @@ PALETTE = {
     "vqq": "#b9ac70",
     "pq": "#717581",
     "aqua": "#92dadd",
+    "crossed": "#d6007f",  # crosses of page 11, the best first
+    "crossed 2": "#7a0f5c",
+    "crossed 3": "#f28fc4",
     # implementations that are timed
     "vqkv": "#3f90da",
     "plain": "#94a4a2",

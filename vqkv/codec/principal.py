@@ -1,0 +1,109 @@
+"""The basis in which a transform coder quantizes: uncorrelated channels, the error of each worth the same."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codec.part import take
+from vqkv.codec.stage import Side, Stage
+from vqkv.errors import DataError, FormatError
+from vqkv.processes import current
+
+MAX_CHANNELS = 1 << 13
+LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
+
+
+@dataclass(eq=False)
+class Principal(Stage):
+    """Turn the last axis to the principal components of the first batch (Karhunen-Loeve transform), which makes
+    channels uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
+    (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
+
+    ``weighted``: where ``weigh`` was told what an error costs, channels are scaled first so that equal errors cost
+    equally. One matrix per head, or one for all after ``MergeHeads``; fp16, side information.
+    """
+
+    weighted: bool = False
+
+    def __post_init__(self):
+        if type(self.weighted) is not bool:
+            raise DataError(f"weighted {self.weighted!r} must be True or False")
+        self._metric = None
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises ``DataError`` for too many channels."""
+        if shape[-1] > MAX_CHANNELS:
+            raise DataError(f"principal components of {shape[-1]} channels: at most {MAX_CHANNELS}, leave heads apart")
+        self._shape = (shape[0], shape[-1], shape[-1])
+        self._matrix = self._inverse = None
+        return shape
+
+    def weigh(self, metric: Tensor) -> None:
+        """``metric`` (num_kv_heads, head_dim, head_dim), symmetric: an error e of a head costs e' metric e. To be told
+        before the first batch."""
+        self._metric = metric
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Learn from the first batch. Raises ``DataError`` if nothing was said about costs that it is to weigh."""
+        if self._matrix is not None:
+            return
+        rows = x.transpose(0, 1).flatten(1, -2).double()
+        moment = current().total(rows.mT @ rows)
+        scale = self._scale(moment.device)
+        _, basis = torch.linalg.eigh(scale @ moment @ scale)
+        self._set((scale @ basis.flip(-1)).half())
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x @ matrix."""
+        return self._times(x, self._matrix.float()), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y @ the inverse of the matrix as stored."""
+        return self._times(y, self._inverse)
+
+    def state(self) -> dict[str, Tensor]:
+        """The matrix, fp16 (num_kv_heads or 1, channels, channels)."""
+        return {"matrix": self._matrix}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ``FormatError`` for a matrix of another shape, or one that cannot be inverted."""
+        state = dict(state)
+        self._set(take(state, "matrix", self._shape, torch.float16))
+        super().load_state(state)
+
+    def learning_state(self) -> dict[str, Tensor]:
+        """The matrix; zeros before the first batch."""
+        return {"matrix": torch.zeros(self._shape, dtype=torch.float16) if self._matrix is None else self._matrix}
+
+    def load_learning_state(self, state: dict[str, Tensor]) -> None:
+        """See ``load_state``."""
+        if "matrix" in state and not state["matrix"].any():
+            take(dict(state), "matrix", self._shape, torch.float16)
+        else:
+            self.load_state(state)
+
+    def _scale(self, device) -> Tensor:
+        """The symmetric root of the metric, float64, of mean eigenvalue about 1."""
+        channels = self._shape[-1]
+        if not self.weighted:
+            return torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
+        if self._metric is None:
+            raise DataError("Principal(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
+        metric = self._metric.to(device).double()
+        if metric.shape[1] != channels:  # heads were merged
+            metric = torch.block_diag(*metric)[None]
+        values, vectors = torch.linalg.eigh(metric)
+        values = values / values.mean()
+        return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+
+    def _set(self, matrix: Tensor) -> None:
+        inverse, failed = torch.linalg.inv_ex(matrix.double())
+        if failed.any() or not inverse.isfinite().all():
+            raise FormatError("tensor 'matrix' has no inverse: the file was altered")
+        self._matrix, self._inverse = matrix, inverse.float()
+
+    def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
+        if len(matrix) not in (1, x.shape[1]):
+            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {len(matrix)}: fit again")
+        return (x.flatten(2, -2) @ matrix).view(x.shape)

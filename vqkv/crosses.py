@@ -1,0 +1,150 @@
+"""What nobody published: the stages of all systems crossed with each other, and the best of it."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+from vqkv.codec.affine import Uniform
+from vqkv.codec.base import Codec
+from vqkv.codec.entropy import Entropy
+from vqkv.codec.grid import Grid
+from vqkv.codec.layout import MergeHeads, TokenBlock
+from vqkv.codec.pipeline import Chain
+from vqkv.codec.principal import Principal
+from vqkv.codec.residual import ResidualVQ
+from vqkv.codec.scaling import MinMax, VectorScale
+from vqkv.codec.stage import Quantizer, Stage
+from vqkv.codec.steps import Steps
+from vqkv.codec.transform import Grouping, Hadamard, MeanRemoval
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.plans import Budgeted, FromPrevious, Unpredicted
+from vqkv.preset import Preset
+
+ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
+    "none": list,
+    "hadamard": lambda: [Hadamard()],
+    "principal": lambda: [Principal()],
+    "weighted": lambda: [Principal(weighted=True)],
+}
+LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
+
+
+def crossed(
+    quantizer: str = "steps",
+    bits: float = 2.0,
+    mean: bool = True,
+    rotation: str = "principal",
+    grouping: str = "contiguous",
+    entropy: bool = False,
+    predicted: bool = False,
+    mixed: bool = False,
+    beam: int = 1,
+    codebook_size: int = 256,
+    group_size: int = 32,
+    block: int = 32,
+    kmeans_iterations: int = 10,
+    sink_tokens: int = 4,
+    seed: int = 0,
+) -> Preset:
+    """Any quantizer with any of the stages that come before and after it, keys before RoPE.
+
+    ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``rvq`` (residual VQ), ``grid``
+    (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the codes; scales come on top. ``mean``
+    is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal`` components, or ``weighted`` ones, where an
+    error counts as much as it costs the model. ``entropy`` codes the codes in blocks of ``block`` tokens; ``predicted``
+    stores what AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed`` splits the bits among
+    layers, keys and values where they do most good (``steps`` and ``rvq``). ``grouping``, ``beam``, ``codebook_size``,
+    ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or ``DataError`` for what
+    does not exist together.
+    """
+    arguments = dict(locals())
+    for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
+        if name not in known:
+            raise UnknownNameError(what, name, known)
+    if mixed and (quantizer not in ("steps", "rvq") or entropy):
+        raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
+    if entropy and quantizer == "steps":
+        raise DataError("steps are entropy-coded by themselves: leave entropy out")
+    make = partial(CHAINS[quantizer], arguments)
+    make(None)  # raises what its parts refuse
+    preset = Preset(
+        "crossed", make, make, sink_tokens, flush_block=block if quantizer == "steps" else 1, arguments=arguments
+    )
+    preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
+    plan = FromPrevious(preset) if predicted else Unpredicted()
+    plan = Budgeted(plan, bits) if mixed else plan
+    return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
+
+
+def _before(arguments: dict) -> list[Stage]:
+    return [MeanRemoval()] * arguments["mean"]
+
+
+def _steps(arguments: dict, head_dim: int | None) -> Codec:
+    stages = [*_before(arguments), MergeHeads(), *_turned(arguments), TokenBlock(arguments["block"])]
+    return Chain(stages, Steps(arguments["bits"]), head_dim)
+
+
+def _grid(arguments: dict, head_dim: int | None) -> Codec:
+    bits = arguments["bits"]
+    if bits not in (2, 3, 4):
+        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
+    stages = [*_before(arguments), MergeHeads(), *_turned(arguments), VectorScale("rms")]
+    return Chain(stages, Grid(4 ** int(bits)), head_dim)
+
+
+def _affine(arguments: dict, head_dim: int | None) -> Codec:
+    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]]()]
+    return Chain([*stages, Grouping(group_size=64, shrink="divisor"), MinMax()], _uniform(arguments), head_dim)
+
+
+def _uniform(arguments: dict) -> Quantizer:
+    bits = arguments["bits"]
+    if bits != int(bits):
+        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
+    return Uniform(int(bits))
+
+
+def _rvq(arguments: dict, head_dim: int | None) -> Codec:
+    names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
+    quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
+    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]](), VectorScale("std")]
+    return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
+
+
+def _turned(arguments: dict) -> list[Stage]:
+    """The rotation of all heads' channels together."""
+    if arguments["rotation"] == "hadamard":
+        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
+    return ROTATIONS[arguments["rotation"]]()
+
+
+CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
+
+
+def best(bits: float = 2.0, context: int = 8192, sink_tokens: int = 4, block: int = 32) -> Preset:
+    """TO WRITE"""
+    return crossed("steps", bits, predicted=True, mixed=True, sink_tokens=sink_tokens, block=block)
+
+
+def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
+    """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
+    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+
+    def coded(make: Callable, head_dim: int | None) -> Codec:
+        chain = make(head_dim)
+        if not isinstance(chain, Chain):
+            raise DataError(f"{preset.name} has no codes to entropy-code")
+        stages = chain.stages
+        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
+            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
+            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
+        return Chain(stages, Entropy(chain.quantizer, tables, context), head_dim)
+
+    return dataclasses.replace(
+        preset,
+        name=f"{preset.name}+ans",
+        make_key_codec=partial(coded, preset.make_key_codec),
+        make_value_codec=partial(coded, preset.make_value_codec),
+        arguments=preset.arguments | {"tables": tables, "context": context, "block": block},
+    )

@@ -1,0 +1,240 @@
+"""Notebook 11: every system and the crosses that nobody published, on one harness: what to use at how many bits."""
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+
+from vqkv import presets
+from vqkv.calibrate import calibrate
+from vqkv.capture import capture
+from vqkv.coder import side_by_side
+from vqkv.compressor import Compressor
+from vqkv.evaluate import evaluate
+from vqkv.evict import H2O
+from vqkv.experiments.common import Subject, frame, subject
+from vqkv.experiments.depth import shallower
+from vqkv.experiments.designs import exists, factorial, published
+from vqkv.metrics import explained_variance_ratio
+from vqkv.models import describe
+from vqkv.recall import RecallTask
+from vqkv.sweep import per_process, sweep
+
+CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
+BATCHES = (1, 16)
+NEVER = 1e3  # nats: a system that broke is ranked last, not left out
+
+
+def halving_search(
+    models: list[str], corpus: str, rungs: list[dict], seq_len: int, chunk_size: int, codebook_size: int,
+    kmeans_iterations: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``: each rung of ``rungs`` tries the
+    designs that are left on more text, ``{"models": how many of them, "bits": [...], "train_seqs", "num_seqs",
+    "keep"}``, and keeps the ``keep`` best by ``equivalent_bits``, averaged over its models and bits. The first may name
+    the ``designs`` to begin with; all of them otherwise.
+
+    A row per rung, model, design and nominal bits. ``equivalent_bits``: stored bits of a value at 32,768 tokens, side
+    information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller, as at high
+    rates it does; lower is better. ``rank`` is the design's in its rung, from 1; ``kept`` whether it went on.
+    """
+    designs, rows, sources = rungs[0].get("designs") or list(factorial()), [], {}
+    for number, rung in enumerate(rungs, 1):
+        text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
+        settings = {
+            "who": text | {"corpus": corpus, "dtype": dtype, "device": device}, "chunk_size": chunk_size,
+            "learning": {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations},
+        }  # fmt: skip
+        cases = [
+            {"model": name, "design": design, "bits": bits}
+            for name, design, bits in itertools.product(models[: rung["models"]], designs, rung["bits"])
+            if exists(design, bits)
+        ]
+        found, drawn = sweep(_tried, cases, settings, f"rung {number}")
+        means = pd.DataFrame(found).groupby("design", sort=False)["equivalent_bits"].mean()
+        designs = list(means.sort_values(kind="stable").index)
+        ranks = {design: rank for rank, design in enumerate(designs, 1)}
+        designs = designs[: rung["keep"]]
+        rows += [{"rung": number, "rank": ranks[r["design"]], "kept": r["design"] in designs} | r for r in found]
+        sources |= drawn
+    return frame(rows, sources)
+
+
+def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict):
+    found = subject(**who | {"name": model})
+    preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
+    compressor = calibrate(found.model, found.train, preset, len(found.train), progress=False)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
+    kl = row["kl_mean"] if math.isfinite(row["kl_mean"]) else NEVER
+    label = {
+        "model": model,
+        "design": design,
+        "bits": bits,
+        "equivalent_bits": totals["bits_32k_x1"] + math.log2(kl) / 2,
+    }
+    return [label | {name: row[name] for name in ("bits_per_value", "kl_mean", "top1", "side_bytes")}], found.sources
+
+
+def frontier(
+    models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
+    seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, vqllm: dict[str, list[int]], codebook_size: int,
+    kmeans_iterations: int, sink_tokens: int, retains: list[float], tasks: list[str], limit: int, dtype: str,
+    device: str,
+):  # fmt: skip
+    """Every published system, the ``designs`` of ``designs.factorial`` at all nominal ``bits``, and eviction of all but
+    a share in ``retains`` beside residual VQ: a row per model, seed and system, ``chunked`` protocol, the same
+    ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means.
+
+    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. For eviction
+    ``bits_per_value`` is that of the tokens kept, times their share. ``tasks`` (of ``harness.run_tasks``, the first
+    metric, ``limit`` documents) are scored for the first seed alone.
+    """
+    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
+    learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
+    settings = {
+        "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
+        "recall_seqs": recall_seqs, "chunk_size": chunk_size,
+    }  # fmt: skip
+    evicted = [(f"{label} + h2o {retain:g}", 0) for label in list(vqllm)[:1] for retain in retains]
+    systems = [(label, 0) for label in published(vqllm, sink_tokens, 0)]
+    systems += [*evicted, *itertools.product(designs, bits)]
+    cases = [
+        {"model": name, "seed": seed, "system": system, "bits": nominal,
+         "tasks": {"tasks": tasks if seed == seeds[0] else [], "limit": limit}}
+        for name, seed, (system, nominal) in itertools.product(models, seeds, systems)
+    ]  # fmt: skip
+    return frame(*sweep(_row, cases, settings, "frontier"))
+
+
+def _row(
+    model: str, seed: int, system: str, bits: float, tasks: dict, who: dict, vqllm: dict, learning: dict,
+    recall_seqs: int, chunk_size: int,
+):  # fmt: skip
+    who = who | {"name": model, "seed": seed}
+    found = subject(**who)
+    compressor, share = _compressor(found, system, bits, who, vqllm, learning)
+    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, seed)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size)
+    hits = evaluate(
+        found.model, compressor, recall.tokens, answers=recall.answers, chunk_size=chunk_size, reconstruction=False
+    )
+    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row["bits_per_value"] *= share
+    row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])
+    row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    row |= _task_scores(found, compressor, **tasks)
+    return [{"model": model, "seed": seed, "system": system, "nominal_bits": bits} | row], found.sources
+
+
+def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
+    """What caches are made of, and the share of tokens that it keeps."""
+    system, _, retain = system.partition(" + h2o ")
+    if system in vqllm:
+        compressor = _residual(system, who, vqllm, learning)
+    elif system in (known := published(vqllm, learning["sink_tokens"], who["seed"])):
+        compressor = calibrate(found.model, found.train, known[system], len(found.train), progress=False)
+    else:
+        preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
+        compressor = calibrate(found.model, found.train, preset, len(found.train), progress=False)
+    return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
+
+
+def _residual(system: str, who: dict, vqllm: dict, learning: dict) -> Compressor:
+    """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
+    depth, size = vqllm[system]
+    deepest = max((pair for pair in vqllm.values() if pair[1] == size), key=lambda pair: pair[0])
+    label = next(label for label, pair in vqllm.items() if pair == deepest)
+    return shallower(_fitted(label=label, who=who, vqllm=vqllm, sink_tokens=learning["sink_tokens"]), depth)
+
+
+@per_process(maxsize=1)
+def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int) -> Compressor:
+    found = subject(**who)
+    preset = published(vqllm, sink_tokens, who["seed"])[label]
+    return calibrate(found.model, found.train, preset, len(found.train), progress=False)
+
+
+def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_tokens: int) -> dict[str, float]:
+    """Stored bits of a value with side information, shared by all sequences, and sinks in 16 bits: by context length
+    and number of sequences."""
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return {
+        f"bits_{name}_x{batch}": bits_per_value
+        + (16 - bits_per_value) * sink_tokens / tokens
+        + 8 * side_bytes / (tokens * batch * values)
+        for name, tokens in CONTEXTS.items()
+        for batch in BATCHES
+    }
+
+
+def _explained(found: Subject, compressor) -> float:
+    """EVR of what is stored, mean over layers, keys and values, on one sequence."""
+    known, ratios, settings = compressor.new_pass(), [], compressor.settings
+    for layer, pair in enumerate(zip(*capture(found.model, found.test[:1], post_rope=not settings.pre_rope))):
+        for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair, known)):
+            x = x[:, :, : x_hat.shape[2]]
+            ratios.append(explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat)))
+    return sum(ratios) / len(ratios)
+
+
+def _task_scores(found: Subject, compressor, tasks: list[str], limit: int) -> dict[str, float]:
+    """The first metric of each task."""
+    from vqkv.harness import run_tasks  # seconds, which the other experiments need not spend
+
+    if not tasks:
+        return {}
+    rows = run_tasks(found.model, found.tokenizer, compressor, tasks, limit=limit, protocol="chunked", batch_size=8)
+    return {row["task"]: row["value"] for row in reversed(rows)}
+
+
+def finalists(search: pd.DataFrame) -> list[str]:
+    """The designs that are left after the last rung, the best first."""
+    last = search[(search["rung"] == search["rung"].max()) & search["kept"]]
+    return list(last.sort_values("rank")["design"].unique())
+
+
+def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd.DataFrame:
+    """For each budget of bits, all told, and context length: the system whose mean KL over models and seeds (geometric)
+    is lowest of those that stay within the budget on every model, and that KL. Rows: budget; columns: context."""
+    groups = table.assign(log_kl=np.log(table["kl_mean"])).groupby(["system", "nominal_bits"], sort=False)
+    mean = np.exp(groups["log_kl"].mean())
+    found = {}
+    for name in CONTEXTS:
+        bits = groups[f"bits_{name}_x{batch}"].max()
+        found[name] = [_within(bits, mean, budget) for budget in budgets]
+    return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
+
+
+def _within(bits: pd.Series, kl: pd.Series, budget: float) -> str:
+    fits = kl[bits <= budget]
+    if fits.empty:
+        return "none"
+    system, nominal = fits.idxmin()
+    return f"{system}, {nominal:g} bits: {fits.min():.2g}" if nominal else f"{system}: {fits.min():.2g}"
+
+
+def against_published(table: pd.DataFrame, systems: list[str], designs: list[str]) -> pd.DataFrame:
+    """For each published system, model and seed: the lowest KL of ``designs`` at no more stored bits, over its own."""
+    rows = []
+    for (model, seed), mine in table.groupby(["model", "seed"], sort=False):
+        ours = mine[mine["system"].isin(designs)]
+        for theirs in mine[mine["system"].isin(systems)].itertuples():
+            best = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
+            label = {"system": theirs.system, "model": model, "seed": seed, "bits": theirs.bits_per_value}
+            label |= {"kl": theirs.kl_mean, "our_bits": best["bits_per_value"].item(), "our_kl": best["kl_mean"].item()}
+            rows.append(label | {"ratio": label["our_kl"] / theirs.kl_mean})
+    return pd.DataFrame(rows)
+
+
+def proxy_correlations(table: pd.DataFrame, proxies: list[str], tasks: list[str]) -> pd.DataFrame:
+    """Spearman's rank correlation over all systems of each proxy with each task score, of the rows that have one: a row
+    per model, task and proxy. The sign is turned so that 1 means: what the proxy calls better is better."""
+    rows = table.assign(unexplained=1 - table["evr"])
+    found = []
+    for (model, mine), task, proxy in itertools.product(rows.groupby("model", sort=False), tasks, proxies):
+        scored = mine.dropna(subset=[task])
+        value = scored[proxy].corr(scored[task], method="spearman") * (1 if proxy == "top1" else -1)
+        found.append({"model": model, "task": task, "proxy": proxy, "correlation": value, "systems": len(scored)})
+    return pd.DataFrame(found)
