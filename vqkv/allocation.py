@@ -11,7 +11,10 @@ BISECTIONS = 60
 def allocate(curves: dict[Place, Tensor], budget: float) -> dict[Place, float]:
     """Bits of each place: of its points (n, 2) of bits and cost, the one that keeps the sum of costs lowest with a mean
     of at most ``budget`` bits (Lagrange multipliers on the curves' convex hulls; Shoham & Gersho 1988). Raises
-    ``DataError`` if even the fewest bits are too many."""
+    ``DataError`` if even the fewest bits are too many, and for costs that are no numbers."""
+    for place, curve in curves.items():
+        if not curve.isfinite().all():
+            raise DataError(f"what {place} costs is infinite or NaN: check the model's weights and dtype")
     least = sum(curve[:, 0].min().item() for curve in curves.values()) / len(curves)
     if least > budget:
         raise DataError(f"{budget:g} bits a value, but {least:g} is the least that these codecs take: allow more")

@@ -32,7 +32,8 @@ def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
     a key, how much attention a value gets, and what later layers make of it.
 
     From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on ``tokens``
-    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of each sequence are used, one sequence at a time.
+    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of each sequence are used, one sequence at a time. Raises
+    ``DataError`` for a model that makes NaN or infinity.
     """
     sums: dict[Place, Tensor] = {}
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -40,6 +41,8 @@ def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
         for sequence in tokens[:, :FISHER_TOKENS].clone().split(1):
             with _perturbed(model) as perturbations:
                 logits = model(sequence.to(model.device), use_cache=False).logits[0].float()
+            if not logits.isfinite().all():
+                raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             score = logits.log_softmax(-1).gather(-1, drawn).sum()
             gradients = torch.autograd.grad(score, [x for _, _, x in perturbations.values()])

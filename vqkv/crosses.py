@@ -61,6 +61,11 @@ def crossed(
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
         if name not in known:
             raise UnknownNameError(what, name, known)
+    if type(bits) not in (int, float) or not 0 < bits <= 16:
+        raise DataError(f"{bits!r} bits a value: use a number up to 16")
+    for name in ("mean", "entropy", "predicted", "mixed"):
+        if type(arguments[name]) is not bool:
+            raise DataError(f"{name} {arguments[name]!r} must be True or False")
     if mixed and (quantizer not in ("steps", "rvq") or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
     if entropy and quantizer == "steps":

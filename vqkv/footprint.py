@@ -205,6 +205,10 @@ class _AnyModel:
         """See ``plans.Trial``."""
         return 1.0
 
+    def cost_curves(self, preset, plan) -> dict:
+        """Raises ``DataError``: these answers do change sizes."""
+        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {MEASURE}")
+
 
 def _stored_by(preset: Preset, shape: Shape) -> tuple[Stored, ...]:
     """How a preset would store each role of each layer."""

@@ -117,6 +117,10 @@ class Budgeted:
     plan: FromPrevious | Unpredicted
     bits: float
 
+    def __post_init__(self):
+        if type(self.bits) not in (int, float) or not 0 < self.bits < math.inf:
+            raise DataError(f"a budget of {self.bits!r} bits a value: use a number above 0")
+
     def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and values. Raises ``DataError`` if they cannot be had for the bits."""
         bits = allocate(trial.cost_curves(preset, self.plan.arrange(preset, trial)), self.bits)

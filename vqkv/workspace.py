@@ -216,6 +216,7 @@ def untrained_codec(config: str, num_kv_heads: int, head_dim: int) -> Codec:
     settings, tokens = _hasty(json.loads(config)), 1
     while True:
         codec = part_from_config(settings)
+        codec.weigh(torch.eye(head_dim).expand(num_kv_heads, -1, -1))
         whole = math.ceil(tokens / codec.tokens_per_row) * codec.tokens_per_row
         x = random_values(1, num_kv_heads, whole, head_dim)
         try:

@@ -45,7 +45,8 @@ class Principal(Stage):
         self._metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
-        """Learn from the first batch. Raises ``DataError`` if nothing was said about costs that it is to weigh."""
+        """Learn from the first batch. Raises ``DataError`` if nothing was said about costs that it is to weigh, or of
+        other channels."""
         if self._matrix is not None:
             return
         rows = x.transpose(0, 1).flatten(1, -2).double()
@@ -78,22 +79,32 @@ class Principal(Stage):
 
     def load_learning_state(self, state: dict[str, Tensor]) -> None:
         """See ``load_state``."""
-        if "matrix" in state and not state["matrix"].any():
-            take(dict(state), "matrix", self._shape, torch.float16)
-        else:
-            self.load_state(state)
+        if "matrix" not in state or state["matrix"].any():
+            return self.load_state(state)
+        state = dict(state)
+        take(state, "matrix", self._shape, torch.float16)
+        super().load_learning_state(state)
 
     def _scale(self, device) -> Tensor:
-        """The symmetric root of the metric, float64, of mean eigenvalue about 1."""
+        """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity where errors cost
+        nothing."""
         channels = self._shape[-1]
+        plain = torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
         if not self.weighted:
-            return torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
+            return plain
         if self._metric is None:
             raise DataError("Principal(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
         metric = self._metric.to(device).double()
         if metric.shape[1] != channels:  # heads were merged
             metric = torch.block_diag(*metric)[None]
+        if metric.shape != self._shape or not metric.isfinite().all():
+            raise DataError(
+                f"what errors cost is said of {tuple(self._metric.shape)}, and has to be finite and of "
+                f"{self._shape[0]} KV heads of {channels} channels: leave these as they are made, or merge all"
+            )
         values, vectors = torch.linalg.eigh(metric)
+        if not values.mean() > 0:
+            return plain
         values = values / values.mean()
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 

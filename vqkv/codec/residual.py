@@ -26,6 +26,7 @@ from vqkv.learn import Ema, KMeans, Statistics, check_decay
 from vqkv.processes import current
 
 INITS = ("kmeans", "random")
+MOST_QUANTIZERS = 64
 
 
 @dataclass(eq=False)
@@ -59,8 +60,8 @@ class ResidualVQ(Quantizer):
     def __post_init__(self):
         if self.init not in INITS:
             raise UnknownNameError("init", self.init, INITS)
-        limits = {"num_quantizers": 64, "codebook_size": 65536, "group_size": 32768, "beam": 256, "learning_beam": 256}
-        for name, most in (limits | {"samples_per_code": 1 << 20}).items():
+        limits = {"num_quantizers": MOST_QUANTIZERS, "codebook_size": 65536, "group_size": 32768}
+        for name, most in (limits | {"beam": 256, "learning_beam": 256, "samples_per_code": 1 << 20}).items():
             check_whole(name, getattr(self, name), 1, most)
         check_whole("kmeans_iterations", self.kmeans_iterations, 0, 10_000)
         check_whole("seed", self.seed, 0, MAX_SEED)
@@ -128,12 +129,13 @@ class ResidualVQ(Quantizer):
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
 
     def rates(self, y: Tensor) -> Tensor:
-        """See ``Quantizer``: a point for each number of quantizers, up to twice as many by extrapolation."""
+        """See ``Quantizer``: a point for each number of quantizers, up to twice as many (if so many there can be) by
+        extrapolation."""
         vectors = y.reshape(-1, self.group_size)
         left = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)]
         errors = [x.double().square().mean().item() for x in left[1:]]
         shrinks = (errors[-1] / left[0].double().square().mean().item()) ** (1 / len(errors)) if errors[-1] else 1.0
-        errors += [errors[-1] * shrinks**more for more in range(1, len(errors) + 1)]
+        errors += [errors[-1] * shrinks**more for more in range(1, min(len(errors), MOST_QUANTIZERS - len(errors)) + 1)]
         return torch.tensor([(k * self.code_bits / self.group_size, e) for k, e in enumerate(errors, 1)]).double()
 
     def with_bits(self, bits: float) -> "ResidualVQ":

@@ -23,6 +23,7 @@ PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8 steps, two an 
 SPREADS = 12  # a table has codes for so many spreads to either side
 LEAST_REACH = 3
 LEAST_BITS, MOST_BITS = 0.01, 7.0
+LEAST_STEP, MOST_STEP = torch.finfo(torch.float32).tiny, 1e12  # far beyond what fp16 values can ask for
 BISECTIONS, SEARCHED_ROWS = 20, 1 << 12
 CURVE = range(6, -25, -1)  # half octaves: steps of 8 times the root mean square down to 1/4096 of it
 
@@ -52,15 +53,14 @@ class Steps(Quantizer):
         """Any shape."""
         self._row_shape, self._places = shape[1:], (shape[0], shape[-1])
         self.codes_per_row = math.prod(self._row_shape)
-        self._step, self._reaches = torch.zeros((), dtype=torch.float32), None
-        self._counts = torch.zeros(*self._places, LEVELS, dtype=torch.int64)
+        self._step, self._counts, self._reaches = torch.zeros((), dtype=torch.float32), None, None
 
     def rates(self, y: Tensor) -> Tensor:
         """See ``Quantizer``: a point for each step of ``CURVE``."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
         rms, points = channels.double().square().mean().sqrt().item() or 1.0, []
         for half in CURVE:
-            step = torch.tensor(rms * 2 ** (half / 2), dtype=torch.float32, device=y.device)
+            step = _as_step(rms * 2 ** (half / 2), y.device)
             error = (_rounded(channels, step) * step - channels).double().square().mean().item()
             points.append((min(MOST_BITS, max(LEAST_BITS, _entropy(_counted(channels, step)))), error))
         return torch.tensor(points, dtype=torch.float64)
@@ -71,10 +71,13 @@ class Steps(Quantizer):
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch decides the step; the codes of every batch are counted."""
+        stream_coder()
+        self._check_heads(x)
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self._step == 0:
             self._step = _step(current().rows(channels.transpose(0, 1)).transpose(0, 1), self.bits)
-        self._counts = self._counts.to(x.device) + current().total(_counted(channels, self._step))
+        counts = current().total(_counted(channels, self._step))
+        self._counts = counts if self._counts is None else self._counts.to(x.device) + counts
 
     def finalize(self) -> None:
         """Share tables among channels of like spread, and round their frequencies as ``Entropy`` does."""
@@ -88,7 +91,8 @@ class Steps(Quantizer):
         self._counts = None
 
     def encode(self, x: Tensor) -> Tensor:
-        """(..., *row_shape) -> int64 (..., codes of a row), 0 to 2,046."""
+        """(batch, heads, rows, *row_shape) -> int64 (batch, heads, rows, codes of a row), 0 to 2,046."""
+        self._check_heads(x)
         codes = _rounded(x, self._step)
         if self._reaches is not None:
             reaches = self._reaches.view(1, len(self._reaches), *[1] * (x.ndim - 3), -1)
@@ -137,7 +141,7 @@ class Steps(Quantizer):
         state = dict(state)
         step = take(state, "step", (), torch.float32)
         spreads = take(state, "spreads", self._places, torch.int8)
-        if not step > 0 or int(spreads.abs().max()) > PER_OCTAVE * OCTAVES:
+        if not LEAST_STEP <= step <= MOST_STEP or int(spreads.int().abs().max()) > PER_OCTAVE * OCTAVES:
             raise FormatError("tensor 'step' or 'spreads' is out of range: the file was altered")
         length = sum(2 * _reach(spread) + 1 for spread in spreads.unique().tolist())
         self._set(step, spreads, take(state, "frequencies", (length,), torch.uint16))
@@ -145,16 +149,21 @@ class Steps(Quantizer):
 
     def learning_state(self) -> dict[str, Tensor]:
         """The step, 0 before the first batch, and the counts of codes."""
-        return {"step": self._step, "counts": self._counts}
+        counts = torch.zeros(*self._places, LEVELS, dtype=torch.int64) if self._counts is None else self._counts
+        return {"step": self._step, "counts": counts}
 
     def load_learning_state(self, state: dict[str, Tensor]) -> None:
         """Raises ``FormatError`` for tensors of another shape or type, or below 0."""
         state = dict(state)
         self._step = take(state, "step", (), torch.float32)
-        self._counts = take(state, "counts", tuple(self._counts.shape), torch.int64)
+        self._counts = take(state, "counts", (*self._places, LEVELS), torch.int64)
         if self._step < 0 or (self._counts < 0).any():
             raise FormatError("tensor 'step' or 'counts' is negative: the file was altered")
         super().load_learning_state(state)
+
+    def _check_heads(self, x: Tensor) -> None:
+        if x.shape[1] != self._places[0]:
+            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {self._places[0]}: fit again")
 
     def _set(self, step: Tensor, spreads: Tensor, frequencies: Tensor) -> None:
         self._step, self._spreads, self._frequencies = step, spreads, frequencies
@@ -237,9 +246,13 @@ def _step(channels: Tensor, bits: float) -> Tensor:
     low, high = math.log(rms) - 12, math.log(rms) + 8
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        step = torch.tensor(math.exp(middle), dtype=torch.float32, device=channels.device)
+        step = _as_step(math.exp(middle), channels.device)
         low, high = (middle, high) if _entropy(_counted(channels, step)) > bits else (low, middle)
-    return torch.tensor(math.exp(high), dtype=torch.float32, device=channels.device)
+    return _as_step(math.exp(high), channels.device)
+
+
+def _as_step(size: float, device) -> Tensor:
+    return torch.tensor(max(size, LEAST_STEP), dtype=torch.float32, device=device)
 
 
 def _sampled(channels: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from vqkv.sweep import per_process, sweep
 
 CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCHES = (1, 16)
+BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
 NEVER = 1e3  # nats: a system that broke is ranked last, not left out
 
 
@@ -64,7 +65,7 @@ def halving_search(
 def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict):
     found = subject(**who | {"name": model})
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
-    compressor = calibrate(found.model, found.train, preset, len(found.train), progress=False)
+    compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
     totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
     kl = row["kl_mean"] if math.isfinite(row["kl_mean"]) else NEVER
@@ -134,10 +135,10 @@ def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict
     if system in vqllm:
         compressor = _residual(system, who, vqllm, learning)
     elif system in (known := published(vqllm, learning["sink_tokens"], who["seed"])):
-        compressor = calibrate(found.model, found.train, known[system], len(found.train), progress=False)
+        compressor = calibrate(found.model, found.train, known[system], min(BATCH, len(found.train)), progress=False)
     else:
         preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
-        compressor = calibrate(found.model, found.train, preset, len(found.train), progress=False)
+        compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
     return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
 
 
@@ -153,7 +154,7 @@ def _residual(system: str, who: dict, vqllm: dict, learning: dict) -> Compressor
 def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int) -> Compressor:
     found = subject(**who)
     preset = published(vqllm, sink_tokens, who["seed"])[label]
-    return calibrate(found.model, found.train, preset, len(found.train), progress=False)
+    return calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
 
 
 def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_tokens: int) -> dict[str, float]:
