@@ -1,4 +1,4 @@
-"""What nobody published: the stages of all systems crossed with each other, and the best of it."""
+"""What nobody published: the stages of all systems crossed with each other."""
 
 import dataclasses
 from collections.abc import Callable
@@ -125,11 +125,6 @@ def _turned(arguments: dict) -> list[Stage]:
 
 
 CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
-
-
-def best(bits: float = 2.0, context: int = 8192, sink_tokens: int = 4, block: int = 32) -> Preset:
-    """TO WRITE"""
-    return crossed("steps", bits, predicted=True, mixed=True, sink_tokens=sink_tokens, block=block)
 
 
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:

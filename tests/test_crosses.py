@@ -1,0 +1,138 @@
+"""Every cross that exists calibrates and generates; those that do not exist say what does."""
+
+import itertools
+
+import pytest
+import small_models
+import torch
+
+from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
+from vqkv.capacity import capacity
+from vqkv.evict import H2O
+
+TOKENS = torch.randint(1, 400, (6, 48), generator=torch.Generator().manual_seed(0))
+LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block": 4}
+PLANS = ({}, {"predicted": True}, {"mixed": True}, {"predicted": True, "mixed": True})
+EXISTING = [
+    {"quantizer": quantizer, "rotation": rotation, "entropy": entropy}
+    for quantizer, entropy in (("steps", False), ("rvq", False), ("rvq", True), ("grid", False), ("grid", True),
+                               ("affine", False), ("affine", True))
+    for rotation in ("none", "hadamard", "principal", "weighted")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-crosses"))
+
+
+def made(model, **arguments):
+    return calibrate(model, TOKENS, presets.crossed(**LEARNED | arguments), progress=False, batch_size=3)
+
+
+def generated(model, cache, prompt=TOKENS[:2, :20]):
+    return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+
+def mean_bits(compressor):
+    """Nominal bits, mean over places."""
+    quantizers = [codec.quantizer for pair in compressor.codecs for codec in pair]
+    bits = [q.bits if hasattr(q, "bits") else q.num_quantizers * q.code_bits / q.group_size for q in quantizers]
+    return sum(bits) / len(bits), len(set(bits))
+
+
+@pytest.mark.parametrize("arguments", EXISTING, ids=lambda a: "-".join(map(str, a.values())))
+def test_every_cross_that_exists_generates(llama, arguments):
+    compressor = made(llama, **arguments)
+    cache = compressor.new_cache(llama)
+    assert generated(llama, cache).shape[1] == 32
+    report = cache.report()
+    assert report.packed_bytes > 0 and report.bits_per_value < 16
+
+
+@pytest.mark.parametrize("quantizer", ["steps", "rvq"])
+def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_path):
+    for number, plan in enumerate(PLANS[1:]):
+        compressor = made(llama, quantizer=quantizer, rotation="weighted", bits=1.5, **plan)
+        mean, different = mean_bits(compressor)
+        assert mean <= 1.5 + 1e-9 and (different > 1) == plan.get("mixed", False)
+        compressor.save_pretrained(tmp_path / str(number))
+        again = Compressor.from_pretrained(tmp_path / str(number))
+        assert again.fingerprint == compressor.fingerprint
+        caches = [one.new_cache(llama) for one in (compressor, again)]
+        assert torch.equal(*(generated(llama, cache) for cache in caches))
+        assert caches[0].report() == caches[1].report()
+
+
+NOWHERE = [
+    ({"quantizer": "step"}, UnknownNameError, "steps"),
+    ({"rotation": "hadamar"}, UnknownNameError, "hadamard"),
+    ({"quantizer": "grid", "mixed": True}, DataError, "use steps, or bare rvq"),
+    ({"quantizer": "affine", "mixed": True}, DataError, "use steps, or bare rvq"),
+    ({"quantizer": "rvq", "mixed": True, "entropy": True}, DataError, "use steps, or bare rvq"),
+    ({"entropy": True}, DataError, "leave entropy out"),
+    ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
+    ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
+    ({"bits": 8}, DataError, "use 0.01 to 7"),
+    ({"mean": "yes"}, DataError, "True or False"),
+    ({"block": 0}, DataError, "block of 0 tokens"),
+    *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")
+      for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), NOWHERE, ids=str)
+def test_what_does_not_exist_is_refused_with_a_remedy(arguments, error, message):
+    with pytest.raises(error, match=message):
+        presets.crossed(**arguments)
+
+
+def test_a_budget_below_what_residual_vq_can_take_is_named(llama):
+    with pytest.raises(DataError, match="0.1 bits a value, but 0.5 is the least"):
+        made(llama, quantizer="rvq", bits=0.1, mixed=True)
+
+
+def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
+    cache = H2O(made(llama, rotation="weighted"), retain=0.5).new_cache(llama)
+    assert generated(llama, cache).shape[1] == 32
+    with pytest.raises(DataError, match="streaming=False"):
+        H2O(made(llama), streaming=True).new_cache(llama)
+    with pytest.raises(DataError, match="without predictors"):
+        H2O(made(llama, predicted=True))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rotation": "weighted"}, {"mixed": True},
+                                       {"quantizer": "rvq", "mixed": True, "bits": 2.0}], ids=str)  # fmt: skip
+def test_capacity_asks_for_tokens_where_sizes_depend_on_them(llama, arguments):
+    with pytest.raises(DataError, match="calibrate a compressor and pass it"):
+        capacity(llama, presets.crossed(**LEARNED | arguments), 1)
+    found = capacity(llama, made(llama, **arguments), 1, tokens=TOKENS)
+    assert found.context > 0 and found.bits_per_value < 16
+
+
+def test_capacity_of_weighted_residual_vq_needs_no_model(llama):
+    preset = presets.crossed("rvq", 2.0, rotation="weighted", **LEARNED)
+    assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32
+
+
+def test_prompts_of_one_token_left_padding_and_beams(llama):
+    compressor = made(llama, predicted=True, mixed=True)
+    assert generated(llama, compressor.new_cache(llama), TOKENS[:1, :1]).shape[1] == 13
+    padded, mask = TOKENS[:2, :20].clone(), torch.ones(2, 20, dtype=torch.long)
+    padded[0, :7], mask[0, :7] = 0, 0
+    many = llama.generate(padded, attention_mask=mask, past_key_values=compressor.new_cache(llama), max_new_tokens=8,
+                          do_sample=False, pad_token_id=0)  # fmt: skip
+    alone = llama.generate(padded[:1, 7:], past_key_values=compressor.new_cache(llama), max_new_tokens=8,
+                           do_sample=False, pad_token_id=0)  # fmt: skip
+    assert torch.equal(many[0, 20:], alone[0, 13:])
+    beams = llama.generate(TOKENS[:1, :20], past_key_values=compressor.new_cache(llama), num_beams=3, max_new_tokens=8,
+                           do_sample=False, pad_token_id=0)  # fmt: skip
+    assert beams.shape[0] == 1 and 20 < beams.shape[1] <= 28
+
+
+def test_sequences_shorter_than_a_block_are_named(llama):
+    for plan in PLANS:
+        with pytest.raises(DataError, match="shorter than the codec's block of 64"):
+            made(llama, **plan | {"block": 64})
+    with pytest.raises(DataError, match="none is packed"):
+        calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)

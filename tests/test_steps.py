@@ -1,0 +1,287 @@
+"""Uniform steps with entropy-coded codes: the rate that was asked for, near Shannon's bound, lossless as streams."""
+
+import builtins
+import json
+import math
+
+import pytest
+import torch
+from codec_zoo import gaussian, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codec import Chain, MergeHeads, Payload, Steps, TokenBlock, codec_from_config, payload_from
+from vqkv.codec.steps import REACH
+from vqkv.errors import DataError, FormatError
+
+pytest.importorskip("constriction")
+CHANNELS = 16
+WIDTHS = {  # standard deviations of the channels
+    "alike": torch.ones(CHANNELS),
+    "unlike": 2.0 ** torch.linspace(4, -4, CHANNELS),
+    "one wide": torch.tensor([64.0] + [1.0] * (CHANNELS - 1)),
+}
+
+
+def chain(bits=2.0, tokens=4):
+    return Chain([TokenBlock(tokens)], Steps(bits))
+
+
+def drawn(widths, tokens, seed=0):
+    return gaussian(1, 1, tokens, CHANNELS, seed=seed) * WIDTHS[widths]
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """For 3 heads, whose channels vary by very different amounts."""
+    return chain().fit(unlike_heads(2, 200))
+
+
+def unlike_heads(batch, tokens, seed=0):
+    return gaussian(batch, 3, tokens, CHANNELS, seed=seed) * torch.tensor([0.1, 1.0, 10.0]).view(3, 1, 1)
+
+
+def bound(widths, bits):
+    """Shannon's: the least mean squared error of independent Gaussian channels at ``bits`` a value, by reverse
+    water-filling; every channel has the error ``level``, or its variance if that is less."""
+    variances, low, high = WIDTHS[widths].double().square(), 1e-9, 1e9
+    for _ in range(200):
+        level = math.sqrt(low * high)
+        rate = (variances / level).log2().clamp_min(0).mean().item() / 2
+        low, high = (level, high) if rate > bits else (low, level)
+    return variances.clamp_max(level).mean().item()
+
+
+@settings(deadline=None, max_examples=25)
+@given(batch=st.integers(1, 3), blocks=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 1000))
+def test_streams_are_lossless_and_commute_with_tokens_and_batch(fitted, batch, blocks, cut, seed):
+    x, cut = unlike_heads(batch, 4 * blocks, seed), 4 * min(cut, blocks)
+    payload = fitted.encode(x)
+    whole = fitted.decode(payload)
+    assert torch.equal(whole, fitted.read_back(x))
+    assert payload.seq_len == x.shape[2]
+    parts = [payload.tokens(0, cut), payload.tokens(cut)]
+    assert same(Payload.concat(parts), payload) and sum(part.nbytes for part in parts) == payload.nbytes
+    if 0 < cut < x.shape[2]:
+        assert same(Payload.concat([fitted.encode(x[:, :, :cut]), fitted.encode(x[:, :, cut:])]), payload)
+    assert torch.equal(fitted.decode(payload.tokens(-4)), whole[:, :, -4:])
+    assert fitted.decode(payload.tokens(0, 0)).shape == (batch, 3, 0, CHANNELS)
+    index = torch.tensor([batch - 1, 0])
+    assert torch.equal(fitted.decode(payload.batch_select(index)), whole[index])
+    assert torch.equal(fitted.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
+    assert same(payload_from(json.loads(json.dumps(payload.header())), payload.tensors), payload)
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_rate_is_met_and_the_error_near_shannons_bound(widths, bits):
+    """Within 2%, and 56 bits a row for its length and the end of its stream; at the bytes that the payload takes, less
+    than 0.4 bit more than the bound."""
+    train, test = drawn(widths, 4096), drawn(widths, 2048, seed=1)
+    codec = chain(bits, tokens=64).fit(train)
+    for x in (train, test):
+        payload = codec.encode(x)
+        error = (codec.decode(payload) - x).double().square().mean().item()
+        rate = 8 * payload.nbytes / x.numel()
+        assert 0.98 * bits <= rate <= 1.02 * bits + 56 / (64 * CHANNELS)
+        assert 0 < math.log2(error / bound(widths, rate)) / 2 < 0.4
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_no_value_is_cut_off(widths):
+    x = drawn(widths, 4096)
+    codec = chain(3.0, tokens=64).fit(x)
+    largest = (codec.decode(codec.encode(x)) - x).abs().max().item()
+    assert largest <= 0.61 * codec.quantizer.state()["step"].item()
+
+
+def test_values_farther_out_than_any_seen_are_cut_off_at_the_table_s_end(fitted):
+    x = unlike_heads(1, 4)
+    x[0, 1, 2, 5] = 6e4
+    decoded, step = fitted.decode(fitted.encode(x)), fitted.quantizer.state()["step"]
+    assert decoded[0, 1, 2, 5] == decoded[0, 1].max() and 3 * step <= decoded[0, 1, 2, 5] < REACH * step
+    x[0, 1, 2, 5] = decoded[0, 1, 2, 5]
+    assert torch.equal(fitted.decode(fitted.encode(x)), decoded)
+
+
+def test_channels_of_less_than_a_step_cost_next_to_nothing():
+    """Reverse water-filling: half of the channels take all of the bits."""
+    x = gaussian(1, 1, 2048, CHANNELS) * torch.tensor([1.0, 0.01]).repeat_interleave(CHANNELS // 2)
+    codec = chain(1.0, tokens=64).fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert (decoded[..., CHANNELS // 2 :] == 0).all()
+    alone = chain(2.0, tokens=64).fit(x[..., : CHANNELS // 2])
+    assert alone.quantizer.state()["step"] == pytest.approx(codec.quantizer.state()["step"].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [1, 40])
+def test_one_token_and_many_heads(tokens, heads):
+    codec = chain(2.0, tokens).fit(gaussian(1, heads, 60, 8))
+    x = gaussian(2, heads, tokens, 8, seed=1)
+    payload = codec.encode(x)
+    assert payload.shape == (2, heads, 1) and torch.equal(codec.decode(payload), codec.read_back(x))
+    assert (codec.decode(payload) - x).square().mean() < 0.2
+
+
+def test_one_token_is_enough_to_learn_from():
+    x = gaussian(1, 2, 1, 8)
+    codec = chain(2.0, 1).fit(x)
+    assert codec.decode(codec.encode(x)).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-30, 6e4])
+def test_zeros_and_extremes_can_be_learned_from(size):
+    x = gaussian(1, 2, 64, 8).clamp(-1, 1) * size
+    codec = chain().fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert (decoded - x).abs().max() <= 0.7 * max(size, torch.finfo(torch.float32).tiny) and decoded.isfinite().all()
+    assert codec.decode(codec.encode(x * 0)).abs().max() == 0
+
+
+def test_every_batch_is_counted_but_the_first_decides_the_step():
+    first, second = drawn("alike", 64), drawn("alike", 64, seed=1) * 3
+    codec = chain().partial_fit(first)
+    step = codec.learning_state()["quantizer.step"].clone()
+    both = codec.partial_fit(second).finalize()
+    alone = chain().fit(first)
+    assert both.quantizer.state()["step"] == step == alone.quantizer.state()["step"]
+    assert both.encode(second).nbytes < alone.encode(second).nbytes
+
+
+def test_rates_are_those_of_codecs_with_these_bits():
+    """Each point's error is that of a codec fitted with its bits."""
+    x = drawn("unlike", 1024)
+    curve = chain().fit(x).rates(x)
+    assert curve.dtype == torch.float64 and curve.shape[1] == 2
+    usable = curve[(curve[:, 0] > 0.3) & (curve[:, 0] < 5)]
+    assert len(usable) >= 6 and (usable.diff(dim=0)[:, 0] > 0).all() and (usable.diff(dim=0)[:, 1] < 0).all()
+    for bits, expected in usable[::3].tolist():
+        codec = chain().with_bits(bits).fit(x)
+        error = (codec.decode(codec.encode(x)) - x).double().square().mean().item()
+        assert error == pytest.approx(expected, rel=0.02)
+    assert chain().fit(x * 0).rates(x * 0).isfinite().all()
+
+
+def test_saved_and_reloaded_steps_write_the_same_bits(fitted):
+    again = codec_from_config(json.loads(json.dumps(fitted.config())), dict(fitted.state()))
+    x = unlike_heads(2, 8, 5)
+    assert same(again.encode(x), fitted.encode(x)) and torch.equal(again.decode(fitted.encode(x)), fitted.read_back(x))
+    assert again.side_bytes == fitted.side_bytes == 4 + 3 * CHANNELS + 2 * len(fitted.state()["quantizer.frequencies"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("frequencies", lambda x: x[:-1], "'frequencies' is"),
+        ("frequencies", lambda x: x.int(), "int32"),
+        ("frequencies", None, "'frequencies' is missing"),
+        ("step", lambda x: x * 0, "out of range"),
+        ("step", lambda x: -x, "out of range"),
+        ("step", lambda x: x * math.inf, "NaN or infinity"),
+        ("step", lambda x: x * 0 + 1e37, "out of range"),
+        ("spreads", lambda x: x[:2], "'spreads' is"),
+        ("spreads", lambda x: x * 0 + 17, "out of range"),
+        ("spreads", lambda x: x * 0 - 128, "out of range"),
+    ],
+)
+def test_altered_tables_are_refused(fitted, name, change, message):
+    state, key = dict(fitted.state()), f"quantizer.{name}"
+    tensor = state.pop(key)
+    if change is not None:
+        state[key] = change(tensor)
+    with pytest.raises(FormatError, match=message):
+        codec_from_config(fitted.config(), state)
+
+
+def test_altered_learning_is_refused(fitted):
+    learned = chain().partial_fit(unlike_heads(1, 8)).learning_state()
+    for name in ("quantizer.step", "quantizer.counts"):
+        with pytest.raises(FormatError, match="negative"):
+            chain().load_learning_state(learned | {name: -learned[name]})
+    with pytest.raises(FormatError, match="learns nothing|has no state|unexpected"):
+        chain().load_learning_state(learned | {"quantizer.more": torch.zeros(1)})
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_altered_streams_give_values_or_a_format_error(fitted, data):
+    payload = fitted.encode(unlike_heads(1, 8))
+    stream, lengths = payload.ragged["stream"].clone(), payload.fields["lengths"].clone()
+    how = data.draw(st.sampled_from(["flip", "noise", "move", "drop", "empty"]))
+    if how == "flip":
+        stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
+    elif how == "noise":
+        noise = data.draw(st.binary(min_size=len(stream), max_size=len(stream)))
+        stream = torch.tensor(list(noise), dtype=torch.uint8)
+    elif how == "move":  # bytes of one row to its neighbour
+        shift = data.draw(st.integers(1, min(5, int(lengths[0, 0, 0]))))
+        lengths[0, 0, 0] -= shift
+        lengths[0, 1, 0] += shift
+    else:
+        kept = 0 if how == "empty" else int(lengths[0, 0, 0]) - 1
+        lengths[:] = 0
+        lengths[0, 0, 0], stream = kept, stream[:kept]
+    altered = type(payload)(payload.fields | {"lengths": lengths}, payload.tokens_per_row, ragged={"stream": stream})
+    try:
+        values = fitted.decode(altered)
+    except FormatError:
+        return
+    assert values.shape == (1, 3, 8, CHANNELS) and values.isfinite().all()
+
+
+def test_most_altered_streams_are_noticed(fitted):
+    payload = fitted.encode(unlike_heads(1, 40))
+    noticed, places = 0, range(0, len(payload.ragged["stream"]), 3)
+    for place in places:
+        stream = payload.ragged["stream"].clone()
+        stream[place] ^= 1
+        try:
+            fitted.decode(type(payload)(payload.fields, payload.tokens_per_row, ragged={"stream": stream}))
+        except FormatError:
+            noticed += 1
+    assert noticed > 0.8 * len(places)
+
+
+def test_what_does_not_belong_is_refused(fitted):
+    payload = fitted.encode(unlike_heads(1, 8))
+    with pytest.raises(FormatError, match="not streams"):
+        fitted.decode(Payload({"codes": torch.zeros(1, 3, 2, 8, dtype=torch.uint8)}, 4))
+    with pytest.raises(FormatError, match="no stream of this codec"):
+        chain().fit(gaussian(1, 2, 40, CHANNELS)).decode(payload)
+    with pytest.raises(FormatError, match="int32 is no stream"):
+        fitted.decode(type(payload)(payload.fields, 4, ragged={"stream": payload.ragged["stream"].int()}))
+    for heads in (1, 2, 4):
+        with pytest.raises(DataError, match=f"{heads} KV heads, but .* fitted on 3: fit again"):
+            fitted.encode(gaussian(1, heads, 8, CHANNELS))
+    with pytest.raises(FormatError, match="is not below"):
+        fitted.quantizer.decode(torch.full((1, 3, 1, 4 * CHANNELS), 2 * REACH + 1))
+
+
+@pytest.mark.parametrize("bits", [0, 0.001, 7.5, -1.0, math.nan, math.inf, "2", None, True])
+def test_bits_out_of_range_are_named(bits):
+    with pytest.raises(DataError, match="bits a value: use 0.01 to 7"):
+        Steps(bits)
+
+
+def test_an_altered_config_allocates_nothing_large():
+    """A row of 2^23 channels, of which each would have 2,047 counts."""
+    codec = Chain([MergeHeads(), TokenBlock(1)], Steps(), 32768, 256)
+    with pytest.raises(FormatError, match="'step' is missing"):
+        codec.load_state({})
+
+
+def test_a_missing_package_is_named_with_the_remedy(fitted, monkeypatch):
+    real = builtins.__import__
+
+    def no_constriction(name, *args, **kwargs):
+        if name.startswith("constriction"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    x = unlike_heads(1, 8)
+    payload = fitted.encode(x)
+    monkeypatch.setattr(builtins, "__import__", no_constriction)
+    for use in (lambda: fitted.encode(x), lambda: fitted.decode(payload), lambda: chain().fit(x)):
+        with pytest.raises(ImportError, match="pip install constriction"):
+            use()
