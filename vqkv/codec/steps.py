@@ -35,6 +35,9 @@ class Steps(Quantizer):
     to nothing, which is reverse water-filling, the optimum for independent Gaussian channels; what is left to Shannon's
     bound is the step's shape, 0.25 bit a value at high rates (Gish & Pierce 1968).
 
+    Values further out than 1,023 steps are cut off. In the bundled models' principal components that counts from 4 bits
+    a value on; with a channel a thousand times as wide as the others, at any rate.
+
     ``bits``: what a value is to take; the first batch decides the step. Channels whose codes vary about as much share
     a table of frequencies, as long as their spread demands: int8 ``spreads`` (num_kv_heads or 1, channels), uint16
     ``frequencies`` of all tables, one after the other, narrow ones first, and the step, fp32, are the side information.
