@@ -73,7 +73,7 @@ NOWHERE = [
     ({"entropy": True}, DataError, "leave entropy out"),
     ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
-    ({"bits": 8}, DataError, "use 0.01 to 7"),
+    ({"bits": 11}, DataError, "use 0.01 to 10"),
     ({"mean": "yes"}, DataError, "True or False"),
     ({"block": 0}, DataError, "block of 0 tokens"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")

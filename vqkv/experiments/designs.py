@@ -33,7 +33,7 @@ def factorial() -> dict[str, dict]:
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
         _add(found, quantizer="steps", **shared)
-        for beam in (1, 4):
+        for beam in (1,) if mixed else (1, 4):  # a beam fits slowly, and bits are split after a fit of their own
             _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
     for rotation, predicted, entropy in itertools.product(ROTATIONS[:3], (False, True), (False, True)):
         for quantizer in ("grid", "affine"):
