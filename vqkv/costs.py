@@ -90,7 +90,8 @@ def _perturbed(model) -> Iterator[dict[Place, tuple]]:
 def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     """For each place, float64 (n, 2): bits a value, and the KL in nats that its error alone is expected to cost on
     ``tokens`` (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. The KL is measured with what
-    ``compressor`` restores, and goes with the squared error from there. Raises ``DataError`` for codecs that are no chain, or whose bits cannot be chosen."""
+    ``compressor`` restores, and goes with the squared error from there. Raises ``DataError`` for codecs that are no
+    chain, or whose bits cannot be chosen."""
     tokens = tokens[:, :COST_TOKENS].to(model.device)
     exact, settings, found = model(tokens, use_cache=False).logits, compressor.settings, {}
     rotary = position_rotary(model) if settings.pre_rope else None

@@ -102,7 +102,7 @@ class HeadStreams:
         coder = stream_coder().stack.AnsCoder()  # a stack: what is read last is written first
         for part in (beyond & ((1 << HALF) - 1), beyond >> HALF):
             coder.encode_reverse(_integers(part), self._half)
-        for group, values in ((self._low, low), (self._tables, symbols)):
+        for group, values in ((self._tables, symbols), (self._low, low)):
             for model, channels in reversed(group):
                 coder.encode_reverse(_integers(values[channels]), model)
         return coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
@@ -116,7 +116,7 @@ class HeadStreams:
             raise FormatError(f"a stream is altered: {error}") from error
         high = np.zeros((len(self._shifts), tokens), np.int64)
         low = np.zeros_like(high)
-        for group, values in ((self._tables, high), (self._low, low)):
+        for group, values in ((self._low, low), (self._tables, high)):
             for model, channels in group:
                 values[channels] = coder.decode(model, len(channels) * tokens).reshape(-1, tokens)
         high -= self._reaches
