@@ -1,6 +1,7 @@
 """Small codecs of every kind, for the tests of codecs."""
 
 import copy
+import sys
 
 import torch
 
@@ -81,3 +82,8 @@ def fitted_codecs():
     made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
     fresh = made | copy.deepcopy(EXTRA)  # other tests are to find them as they are
     return {name: codec if codec.ready else codec.fit(x) for name, codec in fresh.items()}
+
+
+def hide_constriction(monkeypatch):
+    """As if the package were not installed."""
+    monkeypatch.setitem(sys.modules, "constriction", None)

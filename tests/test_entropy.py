@@ -1,11 +1,11 @@
 """Entropy-coded codes: lossless, as short as their tables allow, and harmless when altered."""
 
-import builtins
 import json
 
 import numpy as np
 import pytest
 import torch
+from codec_zoo import hide_constriction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -315,14 +315,7 @@ def test_bad_settings_are_named():
 
 
 def test_a_missing_package_is_named_with_the_remedy(codecs, monkeypatch):
-    real = builtins.__import__
-
-    def no_constriction(name, *args, **kwargs):
-        if name.startswith("constriction"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_constriction)
+    hide_constriction(monkeypatch)
     x = gaussian(1, 3, 40, 16)
     codec = chain(Entropy(rvq()))  # settings alone do not need it
     for use in (codec.fit, codecs["static"].encode):

@@ -1,12 +1,11 @@
 """Uniform steps with entropy-coded codes: the rate that was asked for, near Shannon's bound, lossless as streams."""
 
-import builtins
 import json
 import math
 
 import pytest
 import torch
-from codec_zoo import gaussian, same
+from codec_zoo import gaussian, hide_constriction, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,16 +295,9 @@ def test_an_altered_config_allocates_nothing_large():
 
 
 def test_a_missing_package_is_named_with_the_remedy(fitted, monkeypatch):
-    real = builtins.__import__
-
-    def no_constriction(name, *args, **kwargs):
-        if name.startswith("constriction"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
     x = unlike_heads(1, 8)
     payload = fitted.encode(x)
-    monkeypatch.setattr(builtins, "__import__", no_constriction)
+    hide_constriction(monkeypatch)
     for use in (lambda: fitted.encode(x), lambda: fitted.decode(payload), lambda: chain().fit(x)):
         with pytest.raises(ImportError, match="pip install constriction"):
             use()

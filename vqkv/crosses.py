@@ -34,6 +34,7 @@ def crossed(
     bits: float = 2.0,
     mean: bool = True,
     rotation: str = "principal",
+    merged: bool = True,
     grouping: str = "contiguous",
     entropy: bool = False,
     predicted: bool = False,
@@ -51,11 +52,12 @@ def crossed(
     ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``rvq`` (residual VQ), ``grid``
     (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the codes; scales come on top. ``mean``
     is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal`` components, or ``weighted`` ones, where an
-    error counts as much as it costs the model. ``entropy`` codes the codes in blocks of ``block`` tokens; ``predicted``
-    stores what AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed`` splits the bits among
-    layers, keys and values where they do most good (``steps`` and ``rvq``). ``grouping``, ``beam``, ``codebook_size``,
-    ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or ``DataError`` for what
-    does not exist together.
+    error counts as much as it costs the model; ``merged``: of ``steps``, whether all heads' channels are rotated
+    together, which leaves less to store and takes a larger matrix. ``entropy`` codes the codes in blocks of ``block``
+    tokens; ``predicted`` stores what AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed``
+    splits the bits among layers, keys and values where they do most good (``steps`` and ``rvq``). ``grouping``,
+    ``beam``, ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError``
+    or ``DataError`` for what does not exist together.
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
@@ -63,7 +65,7 @@ def crossed(
             raise UnknownNameError(what, name, known)
     if type(bits) not in (int, float) or not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    for name in ("mean", "entropy", "predicted", "mixed"):
+    for name in ("mean", "merged", "entropy", "predicted", "mixed"):
         if type(arguments[name]) is not bool:
             raise DataError(f"{name} {arguments[name]!r} must be True or False")
     if mixed and (quantizer not in ("steps", "rvq") or entropy):
@@ -86,8 +88,8 @@ def _before(arguments: dict) -> list[Stage]:
 
 
 def _steps(arguments: dict, head_dim: int | None) -> Codec:
-    stages = [*_before(arguments), MergeHeads(), *_turned(arguments), TokenBlock(arguments["block"])]
-    return Chain(stages, Steps(arguments["bits"]), head_dim)
+    merge, block = [MergeHeads()] * arguments["merged"], TokenBlock(arguments["block"])
+    return Chain([*_before(arguments), *merge, *_turned(arguments), block], Steps(arguments["bits"]), head_dim)
 
 
 def _grid(arguments: dict, head_dim: int | None) -> Codec:
@@ -118,7 +120,7 @@ def _rvq(arguments: dict, head_dim: int | None) -> Codec:
 
 
 def _turned(arguments: dict) -> list[Stage]:
-    """The rotation of all heads' channels together."""
+    """The rotation of the last axis, all heads' channels together if they are merged."""
     if arguments["rotation"] == "hadamard":
         return [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
     return ROTATIONS[arguments["rotation"]]()

@@ -31,8 +31,9 @@ SCORED = (
     "07_predictor_ablation",
     "08_generation_cost",
     "10_tasks",
+    "11_frontier",
 )
-SPILLING = ("07_predictor_ablation",)
+SPILLING = ("07_predictor_ablation", "11_frontier")
 TUNING = ("10_tasks",)
 TUNED_MODELS = 2  # kept meanwhile: one trained with codes, one without
 TUNING_BYTES = 4 + 4 + 8  # of an attention weight: in fp32 itself, its gradient and both moments of AdamW

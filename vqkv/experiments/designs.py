@@ -28,12 +28,15 @@ def published(vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> dict[
 
 def factorial() -> dict[str, dict]:
     """Label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists of a quantizer, a
-    rotation, predictors, bits split among layers, a beam and entropy coding; the mean is subtracted, but once."""
+    rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
+    or heads are rotated apart. No beam where bits are split: that fits twice."""
     found = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
         _add(found, quantizer="steps", **shared)
-        for beam in (1,) if mixed else (1, 4):  # a beam fits slowly, and bits are split after a fit of their own
+        if mixed and rotation in ("principal", "weighted"):
+            _add(found, quantizer="steps", merged=False, **shared)
+        for beam in (1,) if mixed else (1, 4):
             _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
     for rotation, predicted, entropy in itertools.product(ROTATIONS[:3], (False, True), (False, True)):
         for quantizer in ("grid", "affine"):
@@ -58,5 +61,5 @@ def _add(found: dict[str, dict], **arguments) -> None:
         *(named[name] for name in named if arguments.get(name) not in (None, False, "none")),
     ]
     parts += [f"beam {beam}" for beam in [arguments.get("beam", 1)] if beam > 1]
-    parts += ["mean kept"] * (not arguments.get("mean", True))
+    parts += ["mean kept"] * (not arguments.get("mean", True)) + ["by head"] * (not arguments.get("merged", True))
     found[", ".join(parts)] = arguments

@@ -24,21 +24,22 @@ from vqkv.sweep import per_process, sweep
 CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCHES = (1, 16)
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
-NEVER = 1e3  # nats: a system that broke is ranked last, not left out
+LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
 
 def halving_search(
-    models: list[str], corpus: str, rungs: list[dict], seq_len: int, chunk_size: int, codebook_size: int,
-    kmeans_iterations: int, seed: int, dtype: str, device: str,
+    models: list[str], corpus: str, rungs: list[dict], contexts: list[str], seq_len: int, chunk_size: int,
+    codebook_size: int, kmeans_iterations: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``: each rung of ``rungs`` tries the
     designs that are left on more text, ``{"models": how many of them, "bits": [...], "train_seqs", "num_seqs",
-    "keep"}``, and keeps the ``keep`` best by ``equivalent_bits``, averaged over its models and bits. The first may name
-    the ``designs`` to begin with; all of them otherwise.
+    "keep"}``, and keeps for each of ``contexts`` (of ``CONTEXTS``) the ``keep`` best by equivalent bits, averaged over
+    its models and bits. The first may name the ``designs`` to begin with; all of them otherwise.
 
-    A row per rung, model, design and nominal bits. ``equivalent_bits``: stored bits of a value at 32,768 tokens, side
-    information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller, as at high
-    rates it does; lower is better. ``rank`` is the design's in its rung, from 1; ``kept`` whether it went on.
+    A row per rung, model, design and nominal bits. ``equivalent_bits_CONTEXT``: stored bits of a value at so many
+    tokens, side information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller,
+    as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
+    went on.
     """
     designs, rows, sources = rungs[0].get("designs") or list(factorial()), [], {}
     for number, rung in enumerate(rungs, 1):
@@ -46,6 +47,7 @@ def halving_search(
         settings = {
             "who": text | {"corpus": corpus, "dtype": dtype, "device": device}, "chunk_size": chunk_size,
             "learning": {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations},
+            "contexts": contexts,
         }  # fmt: skip
         cases = [
             {"model": name, "design": design, "bits": bits}
@@ -53,28 +55,30 @@ def halving_search(
             if exists(design, bits)
         ]
         found, drawn = sweep(_tried, cases, settings, f"rung {number}")
-        means = pd.DataFrame(found).groupby("design", sort=False)["equivalent_bits"].mean()
-        designs = list(means.sort_values(kind="stable").index)
-        ranks = {design: rank for rank, design in enumerate(designs, 1)}
-        designs = designs[: rung["keep"]]
-        rows += [{"rung": number, "rank": ranks[r["design"]], "kept": r["design"] in designs} | r for r in found]
+        ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
+        designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
+        for row in found:
+            places = {f"rank_{name}": rank[row["design"]] for name, rank in ranks.items()}
+            rows.append({"rung": number, "kept": row["design"] in designs} | places | row)
         sources |= drawn
     return frame(rows, sources)
 
 
-def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict):
+def _ranks(rows: list[dict], column: str) -> dict[str, int]:
+    """Design -> place, from 1, by the mean of a column."""
+    means = pd.DataFrame(rows).groupby("design", sort=False)[column].mean()
+    return {design: rank for rank, design in enumerate(means.sort_values(kind="stable").index, 1)}
+
+
+def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict, contexts: list[str]):
     found = subject(**who | {"name": model})
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
     compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
     totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
-    kl = row["kl_mean"] if math.isfinite(row["kl_mean"]) else NEVER
-    label = {
-        "model": model,
-        "design": design,
-        "bits": bits,
-        "equivalent_bits": totals["bits_32k_x1"] + math.log2(kl) / 2,
-    }
+    kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
+    label = {"model": model, "design": design, "bits": bits}
+    label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
     return [label | {name: row[name] for name in ("bits_per_value", "kl_mean", "top1", "side_bytes")}], found.sources
 
 
@@ -98,25 +102,32 @@ def frontier(
         "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
         "recall_seqs": recall_seqs, "chunk_size": chunk_size,
     }  # fmt: skip
-    evicted = [(f"{label} + h2o {retain:g}", 0) for label in list(vqllm)[:1] for retain in retains]
-    systems = [(label, 0) for label in published(vqllm, sink_tokens, 0)]
-    systems += [*evicted, *itertools.product(designs, bits)]
+    residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
+    others = [label for label in published(vqllm, sink_tokens, 0) if label not in vqllm]
+    systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
+    systems += [([design], nominal) for design, nominal in itertools.product(designs, bits)]
     cases = [
-        {"model": name, "seed": seed, "system": system, "bits": nominal,
+        {"model": name, "seed": seed, "systems": labels, "bits": nominal,
          "tasks": {"tasks": tasks if seed == seeds[0] else [], "limit": limit}}
-        for name, seed, (system, nominal) in itertools.product(models, seeds, systems)
+        for name, seed, (labels, nominal) in itertools.product(models, seeds, systems)
     ]  # fmt: skip
-    return frame(*sweep(_row, cases, settings, "frontier"))
+    return frame(*sweep(_rows, cases, settings, "frontier"))
+
+
+def _rows(model: str, seed: int, systems: list[str], bits: float, tasks: dict, who: dict, **settings):
+    who = who | {"name": model, "seed": seed}
+    label = {"model": model, "seed": seed}
+    found = subject(**who)
+    rows = [label | _row(found, system, bits, who, tasks, **settings) for system in systems]
+    return rows, found.sources
 
 
 def _row(
-    model: str, seed: int, system: str, bits: float, tasks: dict, who: dict, vqllm: dict, learning: dict,
-    recall_seqs: int, chunk_size: int,
-):  # fmt: skip
-    who = who | {"name": model, "seed": seed}
-    found = subject(**who)
+    found: Subject, system: str, bits: float, who: dict, tasks: dict, vqllm: dict, learning: dict, recall_seqs: int,
+    chunk_size: int,
+) -> dict:  # fmt: skip
     compressor, share = _compressor(found, system, bits, who, vqllm, learning)
-    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, seed)
+    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, who["seed"])
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size)
     hits = evaluate(
         found.model, compressor, recall.tokens, answers=recall.answers, chunk_size=chunk_size, reconstruction=False
@@ -126,7 +137,7 @@ def _row(
     row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])
     row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
     row |= _task_scores(found, compressor, **tasks)
-    return [{"model": model, "seed": seed, "system": system, "nominal_bits": bits} | row], found.sources
+    return {"system": system, "nominal_bits": bits} | row
 
 
 def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
@@ -191,9 +202,9 @@ def _task_scores(found: Subject, compressor, tasks: list[str], limit: int) -> di
 
 
 def finalists(search: pd.DataFrame) -> list[str]:
-    """The designs that are left after the last rung, the best first."""
+    """The designs that are left after the last rung, in the order in which the search came by them."""
     last = search[(search["rung"] == search["rung"].max()) & search["kept"]]
-    return list(last.sort_values("rank")["design"].unique())
+    return list(last["design"].unique())
 
 
 def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd.DataFrame:
@@ -217,15 +228,16 @@ def _within(bits: pd.Series, kl: pd.Series, budget: float) -> str:
 
 
 def against_published(table: pd.DataFrame, systems: list[str], designs: list[str]) -> pd.DataFrame:
-    """For each published system, model and seed: the lowest KL of ``designs`` at no more stored bits, over its own."""
+    """For each published system, model and seed: the lowest KL of ``designs`` at no more stored bits, over its own; NaN
+    where none has so few."""
     rows = []
     for (model, seed), mine in table.groupby(["model", "seed"], sort=False):
         ours = mine[mine["system"].isin(designs)]
         for theirs in mine[mine["system"].isin(systems)].itertuples():
-            best = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
+            within = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
+            bits, kl = next(within[["bits_per_value", "kl_mean"]].itertuples(index=False), (math.nan, math.nan))
             label = {"system": theirs.system, "model": model, "seed": seed, "bits": theirs.bits_per_value}
-            label |= {"kl": theirs.kl_mean, "our_bits": best["bits_per_value"].item(), "our_kl": best["kl_mean"].item()}
-            rows.append(label | {"ratio": label["our_kl"] / theirs.kl_mean})
+            rows.append(label | {"kl": theirs.kl_mean, "our_bits": bits, "our_kl": kl, "ratio": kl / theirs.kl_mean})
     return pd.DataFrame(rows)
 
 

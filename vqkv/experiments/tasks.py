@@ -44,9 +44,9 @@ def leaderboard(
     Table 1, on the first of ``models``: what is quantised, with max(``depths``) codebooks of ``codebook_size``
     codes; fine-tuned for ``tuning_steps`` steps of ``tuning_seqs`` sequences of ``tuning_len`` tokens; and the control,
     the same steps without codes. "Table 4": the rows with codes again, for every other number of codebooks in
-    ``tuned_depths``, without tasks. Table 2: every codebook size and number of codebooks, the smaller ones cut out
-    of the deepest. Table 3: each model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first metric of
-    each task; ``limit``: documents a task, None for all.
+    ``tuned_depths``, without tasks. Table 2: every other codebook size and number of codebooks, the smaller ones cut
+    out of the deepest. Table 3: each other model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first
+    metric of each task; ``limit``: documents a task, None for all.
     """
     text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
@@ -62,7 +62,7 @@ def leaderboard(
     ]  # fmt: skip
     cases += [
         (2, models[0], BOTH, largest | {"num_quantizers": count, "codebook_size": size})
-        for size in sorted(codebook_sizes) for count in sorted(depths)
+        for size in sorted(codebook_sizes) for count in sorted(depths) if (size, count) != (codebook_size, depth)
     ]  # fmt: skip
     cases += [(3, name, label, largest | {"num_quantizers": depth}) for name in models[1:] for label in (EXACT, BOTH)]
     names = ("table", "model", "label", "quantizer")
@@ -193,9 +193,9 @@ def _wide(rows: pd.DataFrame, number: int) -> pd.DataFrame:
     """Systems by tasks."""
     names = rows["label"]
     if number == 2:
+        rows = pd.concat([rows[rows["label"] == EXACT], _by_size(rows)])
         sizes = rows["num_quantizers"].astype(str) + " x " + rows["codebook_size"].astype(str) + " codes"
-        names = sizes.where(names != EXACT, EXACT)
-        rows = rows[(rows["table"] == 2) | (rows["label"] == EXACT)]
+        names = sizes.where(rows["label"] != EXACT, EXACT)
     if number == 3:
         rows = rows[rows["label"].isin((EXACT, BOTH))]
         names = rows["model"] + ", " + names
@@ -203,6 +203,12 @@ def _wide(rows: pd.DataFrame, number: int) -> pd.DataFrame:
     shown = rows["value"].where(rows["task"] == TEXT, 100 * rows["value"])
     wide = rows.assign(system=names, shown=shown).pivot(index="system", columns="task", values="shown")
     return wide.loc[names.unique(), rows["task"].unique()]
+
+
+def _by_size(rows: pd.DataFrame) -> pd.DataFrame:
+    """Table 2's rows by codebook size and number of codebooks; one of the systems stands in Table 1."""
+    found = rows[(rows["table"] == 2) | ((rows["table"] == 1) & (rows["label"] == BOTH))]
+    return found.sort_values(["codebook_size", "num_quantizers"], kind="stable")
 
 
 def trained(table: pd.DataFrame) -> pd.DataFrame:
@@ -231,7 +237,7 @@ def depth_changes(table: pd.DataFrame) -> pd.DataFrame:
     """Table 2 as percent of perplexity above the exact cache's: num_quantizers, codebook_size, change."""
     text = table[table["task"] == TEXT]
     exact = text.loc[(text["table"] == 1) & (text["label"] == EXACT), "value"].item()
-    rows = text[text["table"] == 2]
+    rows = _by_size(text)
     return rows[["num_quantizers", "codebook_size"]].assign(change=100 * (rows["value"] / exact - 1))
 
 

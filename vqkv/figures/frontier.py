@@ -107,9 +107,10 @@ def _envelope(ax, rows, bits: str, label: str, colour: str) -> None:
     )
 
 
-def search_dots(search):
-    """The first rung: equivalent bits of every design (further left is better), a line per quantizer and whether it has
-    predictors; colour: rotation; filled: bits split among layers; ringed: went on to the next rung."""
+def search_dots(search, context: str = "32k"):
+    """The first rung: equivalent bits of every design at a context (further left is better), a line per quantizer and
+    whether it has predictors; colour: rotation; filled: bits split among layers; square: each head rotated by itself;
+    ringed: went on to the next rung."""
     rows = search[search["rung"] == 1]
     quantizers = list(dict.fromkeys(rows["design"].str.split(",").str[0]))
     fig, ax = plt.subplots(figsize=(9, 4.2))
@@ -121,27 +122,29 @@ def search_dots(search):
             rotation = next((r for r in ROTATION_COLOURS if r in row.design), "none")
             colour = PALETTE[ROTATION_COLOURS[rotation]]
             face = colour if "mixed" in row.design else "white"
-            ax.plot(row.equivalent_bits, place, "o", color=colour, mfc=face, ms=7)
+            x = getattr(row, f"equivalent_bits_{context}")
+            ax.plot(x, place, "s" if "by head" in row.design else "o", color=colour, mfc=face, ms=7)
             if row.kept:
-                ax.plot(row.equivalent_bits, place, "o", color=PALETTE["bound"], mfc="none", ms=12)
+                ax.plot(x, place, "o", color=PALETTE["bound"], mfc="none", ms=12)
     ax.yaxis.set_major_locator(FixedLocator(range(len(lines))))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_yticklabels([name + (", predicted" if predicted else "") for name, predicted in lines])
     ax.invert_yaxis()
-    ax.set_xlabel("equivalent bits per value: stored bits + log2(KL) / 2 (left is better)")
+    ax.set_xlabel(f"equivalent bits per value at {context} tokens: stored bits + log2(KL) / 2 (left is better)")
     handles = [Line2D([], [], marker="o", ls="", color=PALETTE[c], label=r) for r, c in ROTATION_COLOURS.items()]
     dark = PALETTE["bound"]
     handles.append(
         Line2D([], [], marker="o", ls="", color=PALETTE["published"], label="filled: bits split among layers")
     )
+    handles.append(Line2D([], [], marker="s", ls="", color=PALETTE["published"], label="square: by head"))
     handles.append(Line2D([], [], marker="o", ls="", mfc="none", ms=11, color=dark, label="ringed: kept"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=9)
+    fig.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8)
     return fig
 
 
 def proxy_bars(correlations):
     """Spearman's correlation of each proxy with each task over all systems: how well it ranks them. A panel per task, a
-    bar per model; 1 is a proxy that ranks systems as the task does."""
+    bar per model; 1 is a proxy that ranks systems as the task does. Grey: where 95 of 100 worthless proxies lie."""
     tasks = list(dict.fromkeys(correlations["task"]))
     fig, axes = plt.subplots(1, len(tasks), figsize=(11, 3.8), sharey=True, squeeze=False)
     for ax, task in zip(axes[0], tasks, strict=True):
@@ -151,6 +154,8 @@ def proxy_bars(correlations):
         for i, model in enumerate(wide):
             colour = PALETTE["llama-mini" if "llama" in model else "gpt2-mini"]
             ax.barh(places + 0.38 * (i - (len(wide.columns) - 1) / 2), wide[model], 0.36, color=colour, label=model)
+        chance = 1.96 / np.sqrt(correlations["systems"].max() - 1)
+        ax.axvspan(-chance, chance, color=PALETTE["bound"], alpha=0.12, lw=0)
         ax.axvline(0, color=PALETTE["bound"], linewidth=0.8)
         ax.set(title=task, xlabel="rank correlation (sign: better is better)", xlim=(-1, 1))
         ax.set_yticks(places, [PROXIES[proxy] for proxy in wide.index])

@@ -25,7 +25,6 @@ from vqkv.tables import published
 
 MODEL, LARGE = "Llama-3.2-3B", "Llama-3.1-70B"
 WIDTHS = (2, 3, 4)  # bits of the rows of the large-scale table, in its order
-CONTEXTS = {"8K": 8192, "128K": 131072}
 PREDICTORS = {
     "Linear": ("linear", {}),
     "MLP": ("mlp", {}),
@@ -128,8 +127,8 @@ def _predictors(detailed: pd.Series) -> list[dict]:
             "Within what group scales and layer norms take.", rule=close(0.06), figures=3),
     ]  # fmt: skip
     needed = shapes.stored(MODEL, presets.aqua(presets.higgs(2)))
-    for name, tokens in CONTEXTS.items():
-        weights = 8 * needed.side_information / (tokens * needed.values)
+    for name in ("8K", "128K"):
+        weights = 8 * needed.side_information / (shapes.CONTEXTS[name] * needed.values)
         reason = f"True of the codes; the predictors add {weights:.2g} bits a value, fewer with several sequences."
         found.append(
             row(f"... predictors counted, one sequence of {name}", detailed["AQUA-KV (HIGGS)"],
@@ -146,7 +145,7 @@ def _large_caches(large: pd.DataFrame) -> list[dict]:
         "KIVI": presets.kivi,
         "KVQuant": presets.kvquant,
     }
-    tokens, printed = CONTEXTS["128K"], large.groupby("method")["cache_gib_70b"].apply(list)
+    tokens, printed = shapes.CONTEXTS["128K"], large.groupby("method")["cache_gib_70b"].apply(list)
     whole = shapes.exact(LARGE).cache_bytes(tokens) / 2**30
     found = [row("70B cache, uncompressed", printed["Uncompressed"][0], whole, "GiB", "That is 128K tokens.")]
     for method, make in makers.items():

@@ -22,7 +22,6 @@ from vqkv.tables import published
 
 MODEL = "Llama-3-8B"
 TASKS = ["arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5", "gsm8k_5"]
-CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}
 
 
 def rows(stated: pd.Series, tables: Tables) -> list[dict]:
@@ -59,7 +58,7 @@ def _sizes(ratio: float) -> list[dict]:
             f"Codes and scales take {bits:.4g} bits a value; the paper rounds down.",
         )
     ]
-    for name, tokens in CONTEXTS.items():
+    for name, tokens in shapes.CONTEXTS.items():
         with_side = fp16.cache_bytes(tokens) / (needed.cache_bytes(tokens) + side)
         reason = (
             f"True of codes and scales; the codebooks add {side / 2**20:.0f} MiB, once for all sequences of a model."

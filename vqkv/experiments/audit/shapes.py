@@ -11,6 +11,7 @@ from vqkv.experiments.capacity import MODELS
 from vqkv.footprint import Footprint, dynamic_footprint, footprint
 from vqkv.presets import Preset
 
+CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}  # tokens
 # Touvron et al. 2023, table 2: hidden size, MLP, layers, heads
 LLAMA_1 = {
     "7B": (4096, 11008, 32, 32),
