@@ -10,11 +10,11 @@ READY := .venv/.ready
 .PHONY: study smoke test lab bench report
 .DELETE_ON_ERROR:
 
+# Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
-	$(BIN)/python -m vqkv.study --recompute
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
-# Here and below one thread a process: two processes of two threads on two cores stall each other.
 smoke: $(READY)
 	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
 

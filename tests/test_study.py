@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from vqkv import study
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.pages import reads_tables
 
 PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"\nsteps = 3\nsay = None'
 WRITE = """import os
@@ -219,7 +220,12 @@ def test_strip_is_stable():
 
 
 def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
-    """Two wait for each other, one of which then fails; one that measures times begins when the others have ended."""
+    """Two wait for each other, one of which then fails; one that measures times begins when the others have ended, and
+    one that reads tables when all have."""
+    write(tmp_path / "notebooks/_.ipynb", BEGIN, END, parameters=PARAMETERS.replace('"a"', '"_"'))
+    notebook = nbformat.read(tmp_path / "notebooks/_.ipynb", as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
+    nbformat.write(notebook, tmp_path / "notebooks/_.ipynb")
     for name, extra, last in (("a", "", END), ("b", "", "1 / 0"), ("c", "\nrepetitions = 3", END), ("d", "", END)):
         meet = MEET if name in "ab" else "print(steps)"
         parameters = PARAMETERS.replace('"a"', f'"{name}"') + extra
@@ -229,8 +235,8 @@ def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
     begun, ended = (
         {file.stem: float(file.read_text()) for file in tmp_path.glob(f"*.{end}")} for end in ("begun", "ended")
     )
-    assert begun.keys() == {"a", "b", "c", "d"} and begun["b"] < ended["a"]
-    assert begun["c"] > max(ended["a"], ended["d"])
+    assert begun.keys() == {"a", "b", "c", "d", "_"} and begun["b"] < ended["a"]
+    assert begun["c"] > max(ended["a"], ended["d"]) and begun["_"] > ended["c"]
     pages = contents(tmp_path, "notebooks")
     assert list(study.Study(tmp_path).run()) == ["b"] and contents(tmp_path, "notebooks") == pages
     for wrong in (0, -1, 1.5, True):
@@ -242,3 +248,4 @@ def test_pages_that_measure_times_are_known():
     pages = study.all_notebooks(study.repository_root() / "notebooks")
     timed = {page.name[:2] for page in pages if study.TIMES.intersection(study.notebook_parameters(page))}
     assert timed == {"08", "09"}
+    assert [page.name[:2] for page in pages if reads_tables(page)] == ["12"]

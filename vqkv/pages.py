@@ -30,6 +30,12 @@ def select(folder: Path, only: list[str]) -> list[Path]:
     return [path for path in notebooks if not prefixes or path.name.startswith(tuple(prefixes))]
 
 
+def reads_tables(path: Path) -> bool:
+    """Whether a page reads other pages' tables: its first cell has the tag ``reads-tables``."""
+    cells = nbformat.read(path, as_version=4).cells
+    return "reads-tables" in cells[0].metadata.get("tags", []) if cells else False
+
+
 def strip(notebook: nbformat.NotebookNode, keep_injected: bool = False) -> nbformat.NotebookNode:
     """Remove what differs between equal runs: times, injected parameters, interpreter versions, random cell ids."""
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})

@@ -5,7 +5,7 @@ or parameter leaves the repository alone and writes notebooks, tables and figure
 ``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
 
 Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that measure
-times run alone, after the others.
+times run alone, after the others, and pages that read the others' tables last.
 """
 
 import ast
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from vqkv.cluster import check, local_cluster
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.page_parameters import PROFILES, fit, load_profile, parse_assignments
-from vqkv.pages import all_notebooks, broken_claims, select, strip
+from vqkv.pages import all_notebooks, broken_claims, reads_tables, select, strip
 from vqkv.tables import digest, repository_root, write_atomically
 
 TIMES = {"rounds", "repetitions"}  # parameters of pages that measure times
@@ -104,11 +104,14 @@ class Study:
         return dict(sorted(failures.items()))
 
     def _batches(self) -> list[tuple[list[Path], int]]:
-        """Which notebooks run, and how many at a time: with several, those that measure times come last, alone."""
+        """Which notebooks run, and how many at a time. With several, the later ones begin, as they compute more; those
+        that measure times follow alone, and then those that read the others' tables."""
         if self.jobs == 1:
             return [(self.notebooks, 1)]
+        reading = [path for path in self.notebooks if reads_tables(path)]
         timed = [path for path in self.notebooks if TIMES.intersection(notebook_parameters(path))]
-        return [([path for path in self.notebooks if path not in timed], self.jobs), (timed, 1)]
+        rest = [path for path in reversed(self.notebooks) if path not in [*timed, *reading]]
+        return [(rest, self.jobs), (timed, 1), (reading, 1)]
 
     @contextlib.contextmanager
     def _surroundings(self):
