@@ -24,7 +24,13 @@ SMALL = {
 CODED = {name: presets.entropy_coded(SMALL[name], "adaptive", block=16) for name in ("vqllm", "kivi")}
 
 
-EVERY = SMALL | {f"{name}+ans": preset for name, preset in CODED.items()}
+CROSSED = {
+    "weighted": presets.crossed("steps", 2.0, rotation="weighted", block=16),
+    "split": presets.crossed("steps", 1.5, rotation="hadamard", predicted=True, mixed=True, block=16),
+}
+
+
+EVERY = SMALL | {f"{name}+ans": preset for name, preset in CODED.items()} | CROSSED
 
 
 PREDICTED = {

@@ -12,6 +12,7 @@ from vqkv.capture import capture
 from vqkv.coder import Known
 from vqkv.evaluate import evaluate_restored
 from vqkv.evict import H2O
+from vqkv.exact import ExactPass
 from vqkv.recall import RecallTask
 
 
@@ -48,6 +49,28 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
     assert row["kl_mean"] > 1e-3 and abs(math.log(row["ppl"] / row["ppl_exact"])) > 1e-4
     assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3
     assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_what_the_model_itself_says_is_computed_once(mini, tokens, one_bit, protocol):
+    exact, expected = ExactPass(mini[0]), evaluate(mini[0], one_bit, tokens, protocol)
+    for _ in range(2):
+        assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == expected
+    passes = []
+    handle = mini[0].register_forward_hook(lambda *args: passes.append(1))
+    try:
+        exact(tokens)
+        assert not passes and len(exact(tokens[:2])[0]) == 2 and len(passes) == 1
+        exact(tokens[:1])  # two are remembered
+        exact(tokens)
+        assert len(passes) == 3
+    finally:
+        handle.remove()
+
+
+def test_another_model_is_not_what_was_remembered(mini, tokens, one_bit):
+    with pytest.raises(DataError, match="remembers another model"):
+        evaluate(mini[0], one_bit, tokens, exact=ExactPass(vqkv.load_model("vqkv/llama-mini")[0]))
 
 
 def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):

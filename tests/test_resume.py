@@ -16,7 +16,7 @@ import torch
 from vqkv import DataError, FormatError, calibrate, evaluate, load_model, presets
 from vqkv.checkpoint import Checkpoint
 
-RESUMED = ("vqllm", "kvquant", "entropy", "reduced", "kvsharer")
+RESUMED = ("vqllm", "kvquant", "entropy", "reduced", "kvsharer", "split")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from vqkv.models import kv_sources, position_rotary, weights_fingerprint
 from vqkv.rope import rotate
 
 FISHER_SEQS, FISHER_TOKENS = 8, 1024  # of a sequence: a backward pass keeps all activations
-COST_TOKENS = 2048  # of a sequence: logits of all of them are kept
+COST_TOKENS = 1024  # of a sequence, for each place again
 _last: dict[tuple, dict[Place, Tensor]] = {}  # what ``metrics`` found last: one model is often calibrated many times
 
 

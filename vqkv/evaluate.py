@@ -1,6 +1,6 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from safetensors.torch import load, save
@@ -11,8 +11,9 @@ from vqkv.capture import capture, check_batch_size, check_tokens
 from vqkv.checkpoint import Checkpoint
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.exact import ExactPass, attention_outputs
 from vqkv.metrics import token_kl, token_nll, top1_agreement
-from vqkv.models import describe, kv_sources, weights_fingerprint
+from vqkv.models import describe, weights_fingerprint
 from vqkv.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -35,6 +36,7 @@ def evaluate(
     reconstruction: bool = True,
     per_sequence: bool = False,
     checkpoint=None,
+    exact: ExactPass | None = None,
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
@@ -53,6 +55,8 @@ def evaluate(
     was killed goes on from there to the same row. Within ``processes.launched()`` every process calls this with the
     same arguments, takes its turn at the batches and returns the same row.
 
+    ``exact``: what remembers the model's own predictions, where many compressors are compared on the same tokens.
+
     Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
     packed token to be read, and ``FormatError`` for a checkpoint of another job.
     """
@@ -67,13 +71,15 @@ def evaluate(
         batch_size = scored_at_once(model.config.get_text_config().vocab_size, tokens.shape[1])
     check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
-    batches = tokens.split(batch_size)
+    batches, exact = tokens.split(batch_size), exact or ExactPass(model, entries=0)
+    if exact.model is not model:
+        raise DataError("exact= remembers another model: make an ExactPass of this one")
     marked = [None] * len(batches) if answers is None else answers.split(batch_size)
 
     def measure(number: int) -> Sums:
         batch, marks = batches[number].to(model.device), marked[number]
         cache = compressor.new_cache(model, in_place=protocol == "in_place")
-        sums = _compare(model, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
+        sums = _compare(exact, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
         return sums | (_reconstruction(model, compressor, batches[number]) if reconstruction else {})
 
     scored = [protocol, pieces, start, reconstruction, None if answers is None else fingerprint(answers)]
@@ -193,13 +199,12 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     return [prompt_len] + [step_size] * whole + [rest] * (rest > 0), prompt_len
 
 
-def _compare(model, cache, tokens, pieces, start, answers) -> dict:
+def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> dict:
     """Per-sequence sums and means of one batch."""
-    with _attention_outputs(model) as exact_attention:
-        exact = model(tokens, use_cache=False).logits[:, start:-1]
-    if not exact.isfinite().all():
-        raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
-    with _attention_outputs(model) as packed_attention:
+    model = exact_pass.model
+    exact, exact_attention = exact_pass(tokens)
+    exact = exact[:, start:-1]
+    with attention_outputs(model) as packed_attention:
         logits = _read_packed(model, cache, tokens.split(pieces, dim=1))
     logits, targets = torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
@@ -258,20 +263,6 @@ def _summary(batches: list[Sums]) -> dict:
         if name in joined:
             row[name] = joined[name].mean().item()
     return row
-
-
-@contextmanager
-def _attention_outputs(model):
-    """Collects, per layer, the attention blocks' outputs of every forward pass within the context."""
-    outputs, handles = {}, []
-    for source in kv_sources(model):
-        found = outputs.setdefault(source.layer_idx, [])
-        handles.append(source.attention.register_forward_hook(lambda m, a, o, found=found: found.append(o[0])))
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _attention_sums(exact: dict, packed: dict, start: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from vqkv.compressor import Compressor
 from vqkv.corpus import fingerprint as corpus_fingerprint
 from vqkv.corpus import load_corpus
+from vqkv.exact import ExactPass
 from vqkv.models import fingerprint as model_fingerprint
 from vqkv.models import load_model
 from vqkv.sweep import per_process
@@ -35,6 +36,7 @@ class Subject(NamedTuple):
     train: torch.Tensor
     test: torch.Tensor
     sources: dict
+    exact: ExactPass  # what the model itself makes of these tokens
 
 
 def subject(
@@ -42,26 +44,27 @@ def subject(
 ) -> Subject:
     """A model and its calibration and held-out tokens, ``train`` and ``test`` as (num_seqs, seq_len); all arguments are
     plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given."""
-    model, tokenizer, sources = loaded(name=name, dtype=dtype, device=device)
+    model, tokenizer, sources, exact = loaded(name=name, dtype=dtype, device=device)
     how = {"name": name, "dtype": dtype, "device": device, "corpus": corpus}
     seeds = {"train": seed, "test": seed if test_seed is None else test_seed}
     texts = [_text(split=split, size=size, seed=seeds[split], **how) for split, size in zip(seeds, (train, test))]
     for _, drawn in texts:
         sources = sources | drawn
-    return Subject(model, tokenizer, *(tokens for tokens, _ in texts), sources)
+    return Subject(model, tokenizer, *(tokens for tokens, _ in texts), sources, exact)
 
 
 @per_process(maxsize=1)
 def loaded(name: str, dtype: str, device: str):
-    """Model, tokenizer and sources, once for the cases of a sweep that need them."""
+    """Model, tokenizer, sources and an exact pass, once for the cases of a sweep that need them."""
     sources = {}
-    return *load(name, dtype, device, sources), sources
+    model, tokenizer = load(name, dtype, device, sources)
+    return model, tokenizer, sources, ExactPass(model)
 
 
 @per_process(maxsize=2)
 def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: list[int], seed: int):
     sources = {}
-    _, tokenizer, _ = loaded(name=name, dtype=dtype, device=device)
+    _, tokenizer, *_ = loaded(name=name, dtype=dtype, device=device)
     return draw(corpus, tokenizer, split, size[1], size[0], seed, sources), sources
 
 

@@ -76,8 +76,8 @@ def _depth_row(
     deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
     compressor = shallower(deepest, num_quantizers, beam)
     settings = {"chunk_size": chunk_size, "reconstruction": False}
-    row = evaluate(found.model, compressor, found.test, **settings)
-    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings)
+    row = evaluate(found.model, compressor, found.test, **settings, exact=found.exact)
+    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings, exact=found.exact)
     row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
     row |= reconstruction_error(found.model, compressor, found.test[:1])
     label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}

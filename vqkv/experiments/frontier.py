@@ -74,7 +74,7 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
     found = subject(**who | {"name": model})
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
     compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     label = {"model": model, "design": design, "bits": bits}
@@ -128,10 +128,11 @@ def _row(
 ) -> dict:  # fmt: skip
     compressor, share = _compressor(found, system, bits, who, vqllm, learning)
     recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, who["seed"])
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
     hits = evaluate(
-        found.model, compressor, recall.tokens, answers=recall.answers, chunk_size=chunk_size, reconstruction=False
-    )
+        found.model, compressor, recall.tokens, answers=recall.answers, chunk_size=chunk_size, reconstruction=False,
+        exact=found.exact,
+    )  # fmt: skip
     row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
     row["bits_per_value"] *= share
     row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])

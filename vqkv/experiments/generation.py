@@ -137,7 +137,7 @@ def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, buc
 
 def _long_texts(who: dict):
     """Held-out sequences no longer than a model with learned positions has."""
-    model, _, _ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
+    model, *_ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
     num_seqs, length = who["test"]
     if rotary_embedding(model) is None:
         length = min(length, model.config.max_position_embeddings)

@@ -40,9 +40,9 @@ def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_s
     who = who | {"name": model, "seed": seed}
     found, compressor = subject(**who), _compressor(*TABLE_1[label], who, quantizer)
     recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
-    row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size)
+    row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size, exact=found.exact)
     answers = {"answers": recall.answers, "chunk_size": chunk_size, "reconstruction": False}
-    hits = evaluate(found.model, compressor, recall.tokens, "chunked", **answers)
+    hits = evaluate(found.model, compressor, recall.tokens, "chunked", **answers, exact=found.exact)
     row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])

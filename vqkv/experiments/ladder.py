@@ -102,7 +102,7 @@ def _evicted(found: Subject, live, interval: int, retain: float, recent: float) 
     whole, evicted = (_stream(_one_keyframe(live, last, index), "fp32", "exact", 1)[0] for index in (None, kept))
     exact = calibrate(found.model, found.train[:1], presets.fp16(), progress=False)
     settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False}
-    row = evaluate(found.model, H2O(exact, retain, recent), found.test, "snapshot", **settings)
+    row = evaluate(found.model, H2O(exact, retain, recent), found.test, "snapshot", **settings, exact=found.exact)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
     return saved | {name: row[name] for name in ("kl_mean", "kl_std", "kl_worst", "top1")}
 
@@ -166,7 +166,7 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
     rows = []
     for rule, choose in (("heavy hitters", heavy_hitters), ("random", random_tokens(who["seed"]))):
         policy = H2O(compressor, retain, recent, choose=choose)
-        row = evaluate(found.model, policy, found.test, "snapshot", **settings)
+        row = evaluate(found.model, policy, found.test, "snapshot", **settings, exact=found.exact)
         label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
         rows.append(label | {key: row[key] for key in ("kl_mean", "kl_std", "kl_worst", "top1", "ratio")})
     return rows, found.sources

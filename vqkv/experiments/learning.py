@@ -32,7 +32,7 @@ def codebook_learning(
 
 
 def _rows(seed: int, variant: dict, who: dict, what: dict, quantizer: dict, per_step: int, steps: int, every: int):
-    _, _, sources = loaded(**who)
+    _, _, sources, _ = loaded(**who)
     test, tested = _layer_vectors(split="test", count=per_step, seed=0, who=who, **what)
     train, trained = _layer_vectors(split="train", count=per_step * (steps + 1), seed=seed, who=who, **what)
     preset = presets.vqllm(**quantizer, seed=seed, **variant)
@@ -61,7 +61,7 @@ def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every:
 def _layer_vectors(who: dict, corpus: str, split: str, role: str, layer: int, group_size: int, count: int, seed: int):
     """Keys or values of one layer, cut into batches that hold ``count`` group vectors in all (test: one batch), and the
     source of their text."""
-    (model, tokenizer, _), sources = loaded(**who), {}
+    (model, tokenizer, *_), sources = loaded(**who), {}
     source = kv_sources(model)[layer]
     per_token = source.num_kv_heads * source.head_dim // group_size
     seq_len = min(512, count // per_token)

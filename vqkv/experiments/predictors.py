@@ -64,7 +64,7 @@ def _ablation_row(
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
     captured = _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
     compressor = calibrate(found.model, found.train, preset, batch_size, False, captured)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     row |= reconstruction_error(found.model, compressor, found.test[:2])
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row

@@ -47,7 +47,7 @@ def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
     who = who | {"name": model}
     found, peer = subject(**who), label in _peers()
     compressor = _peers()[label] if peer else _compressor(found, label, who, quantizer)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
     if peer:
         short = _in_bfloat16(name=model, device=who["device"])
         metered = evaluate(short, compressor, found.test[:1], chunk_size=chunk_size, reconstruction=False)
