@@ -30,19 +30,22 @@ def shifts_of(root_mean_squares: Tensor) -> Tensor:
 
 
 def counted(codes: Tensor, shifts: Tensor) -> Tensor:
-    """How often each channel has each high part, int64 (heads, channels, LEVELS): codes int64 (heads, rows, channels),
+    """How often each channel has each high part, int64 (heads, channels, LEVELS): codes int32 (heads, rows, channels),
     ``shifts`` uint8 (heads, channels)."""
     heads, _, width = codes.shape
-    first = torch.arange(heads * width, device=codes.device).view(heads, 1, width) * LEVELS
-    high = (codes >> shifts.long().unsqueeze(1)).clamp_(-REACH, REACH) + REACH
-    return torch.bincount((high + first).flatten(), minlength=heads * width * LEVELS).view(heads, width, LEVELS)
+    first = torch.arange(heads * width, device=codes.device, dtype=torch.int32).view(heads, 1, width) * LEVELS + REACH
+    high = (codes >> shifts.int().unsqueeze(1)).clamp_(-REACH, REACH).add_(first)
+    return torch.bincount(high.flatten(), minlength=heads * width * LEVELS).view(heads, width, LEVELS)
 
 
 def entropy(counts: Tensor, shifts: Tensor) -> float:
-    """Mean bits of a code, if every channel has a table of its own."""
-    shares = counts.double() / counts.sum(-1, keepdim=True)
-    tables = -torch.xlogy(shares, shares).sum(-1) / math.log(2)
-    return (tables + shifts).mean().item()
+    """Mean bits of a code, if every channel has a table of its own, in the population that the counted codes are a
+    sample of (Miller 1955; what a sample itself takes is too little)."""
+    total = counts.sum(-1, keepdim=True)
+    shares = counts.float() / total
+    unseen = ((counts > 0).sum(-1) - 1).clamp_min(0) / (2 * total.squeeze(-1))
+    tables = (unseen - torch.xlogy(shares, shares).sum(-1)) / math.log(2)
+    return (tables + shifts).double().mean().item()
 
 
 def spreads_of(counts: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from vqkv.processes import current
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
 LEAST_STEP, MOST_STEP = torch.finfo(torch.float32).tiny, 1e12  # far beyond what fp16 values can ask for
-BISECTIONS, SEARCHED_ROWS = 20, 1 << 12
+BISECTIONS, SEARCHED_ROWS = 20, 1 << 10
 CURVE = range(6, -25, -1)  # half octaves: steps of 8 times the root mean square down to 1/4096 of it
 
 
@@ -62,7 +62,7 @@ class Steps(Quantizer):
         for half in CURVE:
             step = _as_step(rms * 2 ** (half / 2), y.device)
             codes = _rounded(channels, step)
-            bits, error = _bits(codes), (codes * step - channels).double().square().mean().item()
+            bits, error = _bits(codes), (codes * step - channels).square().mean(dtype=torch.float64).item()
             if bits > MOST_BITS:
                 break
             points = points if bits > LEAST_BITS else []
@@ -92,7 +92,7 @@ class Steps(Quantizer):
         self._counts = None
 
     def encode(self, x: Tensor) -> Tensor:
-        """(batch, heads, rows, *row_shape) -> int64 (batch, heads, rows, codes of a row), 0 to 2^24 - 2."""
+        """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), 0 to 2^24 - 2."""
         self._check_heads(x)
         return (_rounded(x, self._step) + LARGEST_CODE).flatten(3)
 
@@ -175,13 +175,13 @@ class Steps(Quantizer):
 
 
 def _rounded(x: Tensor, step: Tensor) -> Tensor:
-    """Multiples of the step, int64, a little nearer to zero than the nearest."""
-    size = (x.abs() / step + (0.5 - TOWARDS_ZERO)).floor().clamp_(max=LARGEST_CODE)
-    return (size * x.sign()).long()
+    """Multiples of the step, int32, a little nearer to zero than the nearest."""
+    size = (x.abs() / step).add_(0.5 - TOWARDS_ZERO).floor_().clamp_(max=LARGEST_CODE)
+    return size.copysign_(x).int()
 
 
 def _shifts(codes: Tensor) -> Tensor:
-    return spreads.shifts_of(codes.double().square().mean(1).sqrt())
+    return spreads.shifts_of(codes.float().square_().mean(1).sqrt())
 
 
 def _bits(codes: Tensor) -> float:
