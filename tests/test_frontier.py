@@ -27,8 +27,8 @@ def rung(keep, bits=(2,), models=1, **more):
 def made_up(model, design, bits, who, **settings):
     """Bits and KL that follow from the name alone: predictors take many bytes and help."""
     arguments = ALL[design]
-    kl = 4.0**-bits * (0.01 if arguments["predicted"] else 1.0) * (1 + len(design) / 1e3)
-    side = 4.0 if arguments["predicted"] else 0.1
+    kl = 4.0**-bits * (0.01 if arguments.get("predicted") else 1.0) * (1 + len(design) / 1e3)
+    side = 4.0 if arguments.get("predicted") else 0.1
     found = {"1k": bits + side, "32k": bits + side / 32}
     label = {"model": model, "design": design, "bits": bits, "train": who["train"][0], "kl_mean": kl}
     return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}], {}
