@@ -50,7 +50,8 @@ def frontier(table, designs, bits: str = "bits_per_value", bound: bool = True):
             rows = _over_seeds(mine[mine["system"] == design], bits)
             _points(ax, rows, bits, design, PALETTE[colour], marker + line, ms=9)
         if bound:
-            rows = _over_seeds(mine[mine["system"] == designs[0]], bits)
+            best = mine[mine["system"].isin(designs)].groupby("system")["kl_mean"].mean().idxmin()
+            rows = _over_seeds(mine[mine["system"] == best], bits)
             ax.plot(rows[bits] - STEP_LOSS, rows["kl_mean"], ":", color=PALETTE["bound"], label=BOUND)
         ax.set(title=model, xlabel="stored bits per value", yscale="log", xlim=(0, 5))
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
@@ -90,7 +91,7 @@ def contexts(table, designs, contexts: dict[str, str]):
         row[0].set_ylabel("lowest KL (nats)")
     for ax in axes[-1]:
         ax.set_xlabel("bits per value, all told")
-    axes[0, -1].legend(fontsize=9)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return fig
 
 
