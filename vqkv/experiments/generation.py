@@ -9,6 +9,7 @@ from vqkv.bench.caches import REFERENCE, chosen, contenders, stored_bytes
 from vqkv.bench.generation import latency
 from vqkv.bench.peak import peak_memory
 from vqkv.errors import DataError
+from vqkv.exact import ExactPass
 from vqkv.experiments.common import frame, loaded, subject
 from vqkv.metrics import token_kl, token_nll
 from vqkv.models import rotary_embedding
@@ -129,7 +130,7 @@ def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, buc
     """None for transformers' cache with a package that is missing."""
     found, rows = _long_texts(who | {"name": model}), []
     for system in contenders(found.model, found.train, [label], **fit).values():
-        losses = torch.cat([*_losses(found.model, system, found.test.to(found.model.device), **feed)], 1)
+        losses = torch.cat([*_losses(found.exact, system, found.test.to(found.model.device), **feed)], 1)
         about = {"model": model, "trained": found.model.config.max_position_embeddings, "system": label}
         rows += [about | row for row in _by_bucket(losses, bucket)]
     return rows, found.sources
@@ -145,10 +146,11 @@ def _long_texts(who: dict):
 
 
 @torch.inference_mode()
-def _losses(model, system, tokens: torch.Tensor, chunk_size: int, batch_size: int):
+def _losses(exact_pass: ExactPass, system, tokens: torch.Tensor, chunk_size: int, batch_size: int):
     """Yields, batch by batch, the NLL with a system, the exact one and KL: (3, num_seqs, seq_len - 1)."""
+    model = exact_pass.model
     for batch in tokens.split(batch_size):
-        exact, targets = model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
+        exact, targets = exact_pass(batch)[0][:, :-1], batch[:, 1:]
         cache = system.new_cache(model)
         pieces = [model(x, past_key_values=cache, use_cache=True).logits for x in batch.split(chunk_size, dim=1)]
         logits = torch.cat(pieces, 1)[:, :-1]
