@@ -2,13 +2,17 @@
 
 import itertools
 
+import pandas as pd
 import pytest
 import small_models
 import torch
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
 from vqkv.capacity import capacity
+from vqkv.crosses import PREDICTORS_PAY
 from vqkv.evict import H2O
+from vqkv.experiments.designs import factorial
+from vqkv.tables import repository_root
 
 TOKENS = torch.randint(1, 400, (6, 48), generator=torch.Generator().manual_seed(0))
 LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block": 4}
@@ -136,3 +140,46 @@ def test_sequences_shorter_than_a_block_are_named(llama):
             made(llama, **plan | {"block": 64})
     with pytest.raises(DataError, match="none is packed"):
         calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)
+
+
+@pytest.mark.parametrize("kv_width", [64, 1024])
+def test_the_best_changes_with_the_tokens_that_share_its_side_information(kv_width):
+    found = [presets.best(2.0, kv_width * PREDICTORS_PAY - more, kv_width).arguments for more in (1, 0)]
+    assert [(a["merged"], a["predicted"]) for a in found] == [(False, False), (True, True)]
+    assert all(a["quantizer"] == "steps" and a["mixed"] and a["rotation"] == "weighted" for a in found)
+
+
+def test_the_best_is_what_the_committed_search_found():
+    """The last rung's winners, and from which context on the longer one wins, on both models: from straight lines in
+    side information between the two contexts that were ranked."""
+    search = pd.read_csv(repository_root() / "results/11_search.csv")
+    last = search[search["rung"] == search["rung"].max()]
+    chosen = [presets.best(2.0, context).arguments for context in (1, 1 << 30)]
+    for context, arguments in zip(("1k", "32k"), chosen, strict=True):
+        (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
+        assert factorial()[winner].items() <= arguments.items()
+    short, long = ((1 / 1024, "1k"), (1 / 32768, "32k"))
+    for model, width in (("vqkv/llama-mini", 128), ("vqkv/gpt2-mini", 256)):
+        means = last[last["model"] == model].groupby("design")[["equivalent_bits_1k", "equivalent_bits_32k"]].mean()
+        side, rest = [], []
+        for context in ("1k", "32k"):
+            (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
+            ends = [means.loc[winner, f"equivalent_bits_{name}"] for _, name in (short, long)]
+            side.append((ends[0] - ends[1]) / (short[0] - long[0]))
+            rest.append(ends[1] - side[-1] * long[0])
+        crossing = (side[1] - side[0]) / (rest[0] - rest[1])
+        assert crossing / width == pytest.approx(PREDICTORS_PAY, rel=0.15), model
+
+
+@pytest.mark.parametrize("context", [1, 1 << 20])
+def test_the_best_compresses_and_reads_back(llama, context):
+    compressor = calibrate(llama, TOKENS, presets.best(1.0, context, block=4), progress=False)
+    assert bool(compressor.predictor_bytes) is (context > 1)
+    report = compressor.new_cache(llama)
+    assert generated(llama, report).shape[1] == 32 and 0.5 < report.report().bits_per_value < 2.5
+
+
+@pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])
+def test_the_best_of_nothing_is_refused(arguments):
+    with pytest.raises(DataError, match="|".join(arguments)):
+        presets.best(**arguments)

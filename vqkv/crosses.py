@@ -1,4 +1,4 @@
-"""What nobody published: the stages of all systems crossed with each other."""
+"""What nobody published: the stages of all systems crossed with each other, and the best of it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from functools import partial
 
 from vqkv.codec.affine import Uniform
 from vqkv.codec.base import Codec
+from vqkv.codec.checks import check_whole
 from vqkv.codec.entropy import Entropy
 from vqkv.codec.grid import Grid
 from vqkv.codec.layout import MergeHeads, TokenBlock
@@ -26,6 +27,7 @@ ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
     "principal": lambda: [Principal()],
     "weighted": lambda: [Principal(weighted=True)],
 }
+PREDICTORS_PAY = 20  # tokens for each channel of all KV heads
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
@@ -127,6 +129,24 @@ def _turned(arguments: dict) -> list[Stage]:
 
 
 CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
+
+
+def best(bits: float = 2.0, context: int = 8192, kv_width: int = 1024, sink_tokens: int = 4, block: int = 32) -> Preset:
+    """The winners of page 11's search (``results/11_search.csv``), for about ``bits`` stored bits a value and
+    ``context`` tokens that share the side information (context length times number of sequences).
+
+    Both are transform coders: the mean is subtracted, channels are turned to principal components in which errors count
+    as much as they cost the model, rounded to steps of one size and ANS-coded, and the bits are split among layers,
+    keys and values by what errors there cost. From ``PREDICTORS_PAY`` tokens on for each of ``kv_width`` channels
+    (num_kv_heads x head_dim; 1,024 for Llama-3-8B) all heads are turned together and only what AQUA-KV's linear
+    predictors leave is stored: five matrices of ``kv_width`` squared a layer instead of two of head_dim squared a head,
+    worth 1.4 and 1.8 bits a value at equal KL on the bundled models, and paid for after 20 and 18 tokens a channel.
+    """
+    check_whole("context", context, 1, 1 << 40)
+    check_whole("kv_width", kv_width, 1, 1 << 24)
+    long = context >= PREDICTORS_PAY * kv_width
+    settings = {"rotation": "weighted", "merged": long, "predicted": long, "mixed": True}
+    return crossed("steps", bits, **settings, block=block, sink_tokens=sink_tokens)
 
 
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:

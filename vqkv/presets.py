@@ -17,7 +17,7 @@ from vqkv.codec.residual import ResidualVQ
 from vqkv.codec.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
 from vqkv.codec.stage import Quantizer, Stage
 from vqkv.codec.transform import Grouping, Hadamard
-from vqkv.crosses import crossed, entropy_coded  # noqa: F401  entropy_coded wraps presets, and is none
+from vqkv.crosses import best, crossed, entropy_coded  # noqa: F401  entropy_coded wraps presets, and is none
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.plans import FromPrevious, Shared
 from vqkv.preset import Preset
@@ -238,7 +238,7 @@ def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
 PRESETS = {
     preset.__name__: preset
     for preset in (
-        fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
+        fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, best,
     )
 }  # fmt: skip
 

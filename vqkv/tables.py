@@ -70,6 +70,14 @@ def published(name: str) -> pd.DataFrame:
     return _read_csv((folder / f"{name}.csv").read_bytes())
 
 
+def stored(name: str) -> tuple[pd.DataFrame, str] | None:
+    """A table as it is stored, whatever made it, and ten hex digits that name its contents: of the run at hand or,
+    where that has none, of the repository; None if neither has it. ``published/NAME`` are ``published`` ones."""
+    paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
+    data = next((path.read_bytes() for path in paths if path.is_file()), None)
+    return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
+
+
 def repository_root() -> Path:
     """The checkout that this package lies in, else the one around the current folder, else the current folder."""
     here = Path.cwd()

@@ -29,7 +29,8 @@ def published(vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> dict[
 def factorial() -> dict[str, dict]:
     """Label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists of a quantizer, a
     rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
-    or heads are rotated apart. No beam where bits are split: that fits twice."""
+    or heads are rotated apart. Residual VQ groups channels as ``GROUPINGS`` says, and the other way where nothing else
+    is added. No beam where bits are split: that fits twice."""
     found = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
@@ -38,11 +39,15 @@ def factorial() -> dict[str, dict]:
             _add(found, quantizer="steps", merged=False, **shared)
         for beam in (1,) if mixed else (1, 4):
             _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
+    for rotation, grouping in GROUPINGS.items():
+        other = "contiguous" if grouping == "strided" else "strided"
+        _add(found, quantizer="rvq", rotation=rotation, grouping=other)
     for rotation, predicted, entropy in itertools.product(ROTATIONS[:3], (False, True), (False, True)):
         for quantizer in ("grid", "affine"):
             _add(found, quantizer=quantizer, rotation=rotation, predicted=predicted, entropy=entropy)
         if entropy:
-            _add(found, quantizer="rvq", rotation=rotation, predicted=predicted, entropy=True)
+            shared = {"rotation": rotation, "predicted": predicted, "grouping": GROUPINGS[rotation]}
+            _add(found, quantizer="rvq", entropy=True, **shared)
     for predicted in (False, True):
         _add(found, quantizer="steps", rotation="principal", predicted=predicted, mean=False)
     return found
@@ -56,10 +61,12 @@ def exists(design: str, bits: float) -> bool:
 
 def _add(found: dict[str, dict], **arguments) -> None:
     named = {"rotation": arguments["rotation"], **{name: name for name in ("predicted", "mixed", "entropy")}}
+    grouping = arguments.get("grouping")
     parts = [
         arguments["quantizer"],
         *(named[name] for name in named if arguments.get(name) not in (None, False, "none")),
     ]
     parts += [f"beam {beam}" for beam in [arguments.get("beam", 1)] if beam > 1]
+    parts += [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
     parts += ["mean kept"] * (not arguments.get("mean", True)) + ["by head"] * (not arguments.get("merged", True))
     found[", ".join(parts)] = arguments

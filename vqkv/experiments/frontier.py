@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pandas as pd
+import torch
 
 from vqkv import presets
 from vqkv.calibrate import calibrate
@@ -85,16 +86,15 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
 def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, vqllm: dict[str, list[int]], codebook_size: int,
-    kmeans_iterations: int, sink_tokens: int, retains: list[float], tasks: list[str], limit: int, dtype: str,
-    device: str,
+    kmeans_iterations: int, sink_tokens: int, retains: list[float], dtype: str, device: str,
 ):  # fmt: skip
     """Every published system, the ``designs`` of ``designs.factorial`` at all nominal ``bits``, and eviction of all but
     a share in ``retains`` beside residual VQ: a row per model, seed and system, ``chunked`` protocol, the same
     ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means.
 
     ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. For eviction
-    ``bits_per_value`` is that of the tokens kept, times their share. ``tasks`` (of ``harness.run_tasks``, the first
-    metric, ``limit`` documents) are scored for the first seed alone.
+    ``bits_per_value`` is that of the tokens kept, times their share. ``cloze``: the share of held-out tokens that the
+    model's first guess gets right; ``cloze_exact`` and ``recall_exact``: with everything exact.
     """
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
@@ -107,37 +107,33 @@ def frontier(
     systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
     systems += [([design], nominal) for design, nominal in itertools.product(designs, bits)]
     cases = [
-        {"model": name, "seed": seed, "systems": labels, "bits": nominal,
-         "tasks": {"tasks": tasks if seed == seeds[0] else [], "limit": limit}}
+        {"model": name, "seed": seed, "systems": labels, "bits": nominal}
         for name, seed, (labels, nominal) in itertools.product(models, seeds, systems)
-    ]  # fmt: skip
+    ]
     return frame(*sweep(_rows, cases, settings, "frontier"))
 
 
-def _rows(model: str, seed: int, systems: list[str], bits: float, tasks: dict, who: dict, **settings):
+def _rows(model: str, seed: int, systems: list[str], bits: float, who: dict, **settings):
     who = who | {"name": model, "seed": seed}
     label = {"model": model, "seed": seed}
     found = subject(**who)
-    rows = [label | _row(found, system, bits, who, tasks, **settings) for system in systems]
+    rows = [label | _row(found, system, bits, who, **settings) for system in systems]
     return rows, found.sources
 
 
 def _row(
-    found: Subject, system: str, bits: float, who: dict, tasks: dict, vqllm: dict, learning: dict, recall_seqs: int,
-    chunk_size: int,
-) -> dict:  # fmt: skip
+    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, recall_seqs: int, chunk_size: int
+) -> dict:
     compressor, share = _compressor(found, system, bits, who, vqllm, learning)
     recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, who["seed"])
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
-    hits = evaluate(
-        found.model, compressor, recall.tokens, answers=recall.answers, chunk_size=chunk_size, reconstruction=False,
-        exact=found.exact,
-    )  # fmt: skip
+    every, settings = torch.ones_like(found.test, dtype=torch.bool), {"chunk_size": chunk_size, "exact": found.exact}
+    row = evaluate(found.model, compressor, found.test, answers=every, **settings)
+    row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
+    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, reconstruction=False, **settings)
     row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
     row["bits_per_value"] *= share
     row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])
     row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
-    row |= _task_scores(found, compressor, **tasks)
     return {"system": system, "nominal_bits": bits} | row
 
 
@@ -192,16 +188,6 @@ def _explained(found: Subject, compressor) -> float:
     return sum(ratios) / len(ratios)
 
 
-def _task_scores(found: Subject, compressor, tasks: list[str], limit: int) -> dict[str, float]:
-    """The first metric of each task."""
-    from vqkv.harness import run_tasks  # seconds, which the other experiments need not spend
-
-    if not tasks:
-        return {}
-    rows = run_tasks(found.model, found.tokenizer, compressor, tasks, limit=limit, protocol="chunked", batch_size=8)
-    return {row["task"]: row["value"] for row in reversed(rows)}
-
-
 def finalists(search: pd.DataFrame) -> list[str]:
     """The designs that are left after the last rung, in the order in which the search came by them."""
     last = search[(search["rung"] == search["rung"].max()) & search["kept"]]
@@ -243,12 +229,14 @@ def against_published(table: pd.DataFrame, systems: list[str], designs: list[str
 
 
 def proxy_correlations(table: pd.DataFrame, proxies: list[str], tasks: list[str]) -> pd.DataFrame:
-    """Spearman's rank correlation over all systems of each proxy with each task score, of the rows that have one: a row
-    per model, task and proxy. The sign is turned so that 1 means: what the proxy calls better is better."""
+    """Spearman's rank correlation over all rows of each proxy with what each task's score loses against its ``_exact``:
+    a row per model, task and proxy. The sign is turned so that 1 means: what the proxy calls better is better. NaN
+    where no system changes the score."""
     rows = table.assign(unexplained=1 - table["evr"])
     found = []
     for (model, mine), task, proxy in itertools.product(rows.groupby("model", sort=False), tasks, proxies):
-        scored = mine.dropna(subset=[task])
-        value = scored[proxy].corr(scored[task], method="spearman") * (1 if proxy == "top1" else -1)
-        found.append({"model": model, "task": task, "proxy": proxy, "correlation": value, "systems": len(scored)})
+        change = (mine[task] - mine[f"{task}_exact"]).round(9)
+        value = mine[proxy].corr(change, method="spearman") if change.nunique() > 1 else math.nan
+        value *= 1 if proxy == "top1" else -1
+        found.append({"model": model, "task": task, "proxy": proxy, "correlation": value, "systems": len(mine)})
     return pd.DataFrame(found)

@@ -22,13 +22,14 @@ BOUND = "Gaussian bound of the best"
 ROTATION_COLOURS = {"none": "kivi", "hadamard": "higgs", "principal": "vqllm", "weighted": "kvquant"}
 PROXIES = {
     "kl_mean": "KL",
-    "ppl": "perplexity",
+    "ppl_increase": "perplexity",
     "attention_mse": "error of attention output",
     "value_mse": "relative MSE of V",
     "key_mse": "relative MSE of K",
     "unexplained": "1 - EVR",
     "top1": "top-1 agreement",
 }
+TASKS = {"cloze": "next-token cloze on held-out text", "recall": "key-value recall"}
 
 
 def frontier(table, designs, bits: str = "bits_per_value", bound: bool = True):
@@ -157,7 +158,8 @@ def proxy_bars(correlations):
         chance = 1.96 / np.sqrt(correlations["systems"].max() - 1)
         ax.axvspan(-chance, chance, color=PALETTE["bound"], alpha=0.12, lw=0)
         ax.axvline(0, color=PALETTE["bound"], linewidth=0.8)
-        ax.set(title=task, xlabel="rank correlation (sign: better is better)", xlim=(-1, 1))
+        title = TASKS[task] + ("" if wide.notna().any(axis=None) else ": no system changes it")
+        ax.set(title=title, xlabel="rank correlation (sign: better is better)", xlim=(-1, 1))
         ax.set_yticks(places, [PROXIES[proxy] for proxy in wide.index])
     axes[0, 0].invert_yaxis()
     axes[0, -1].legend(fontsize=9)

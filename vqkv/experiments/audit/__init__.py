@@ -1,15 +1,11 @@
 """Notebook 12: what the four sources say in numbers, beside the same numbers computed or measured here."""
 
-import hashlib
-import io
-from pathlib import Path
-
 import pandas as pd
 
 from vqkv.errors import DataError
 from vqkv.experiments.audit import aqua, blog, framework, residual_vq
 from vqkv.experiments.common import frame
-from vqkv.tables import output_root, published, repository_root
+from vqkv.tables import published, stored
 
 SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "transformers blog": blog, "VQ framework": framework}
 STORED = (
@@ -30,7 +26,7 @@ def audited_tables() -> dict[str, str]:
     left out. ``published/NAME`` are the sources'.
     """
     names = [*STORED, *(f"published/{name}" for name in PUBLISHED)]
-    return {name: _digest(path.read_bytes()) for name in names if (path := _path(name))}
+    return {name: found[1] for name in names if (found := stored(name))}
 
 
 def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
@@ -48,18 +44,8 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     return frame(rows, {f"table {name}": found for name, found in tables.items()})
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:10]
-
-
-def _path(name: str) -> Path | None:
-    paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
-    return next((path for path in paths if path.is_file()), None)
-
-
 def _read(name: str, expected: str) -> pd.DataFrame:
-    path = _path(name)
-    data = path.read_bytes() if path else b""
-    if _digest(data) != expected:
+    found = stored(name)
+    if found is None or found[1] != expected:
         raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
-    return pd.read_csv(io.BytesIO(data), keep_default_na=False, na_values=[""])
+    return found[0]
