@@ -112,7 +112,7 @@ def test_steering(monkeypatch):
 
 
 def test_the_study_starts_one_cluster_and_its_kernels_find_it(tmp_path, monkeypatch):
-    source = "import os; print(os.environ['VQKV_SCHEDULER'], repr(os.environ['VQKV_WORKERS']))"
+    source = "import os; print(os.environ.get('VQKV_SCHEDULER'), repr(os.environ.get('VQKV_WORKERS')))"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     Path(tmp_path, "notebooks").mkdir()
     nbformat.write(study.strip(notebook), tmp_path / "notebooks/01_first.ipynb")
@@ -124,6 +124,14 @@ def test_the_study_starts_one_cluster_and_its_kernels_find_it(tmp_path, monkeypa
     monkeypatch.setattr(study, "local_cluster", local_cluster)
     assert study.Study(tmp_path, workers=3).run() == {}
     assert "started-3 ''" in (tmp_path / "notebooks/01_first.ipynb").read_text()
+    timed = nbformat.v4.new_code_cell("rounds = 1", metadata={"tags": ["parameters"]})
+    notebook.cells.insert(0, timed)
+    nbformat.write(study.strip(notebook), tmp_path / "notebooks/02_timed.ipynb")
+    assert (
+        study.Study(tmp_path, workers=3, jobs=2).run() == {}
+    )  # with several pages at a time, for those that run alone
+    assert "started" not in (tmp_path / "notebooks/01_first.ipynb").read_text()
+    assert "started-3 ''" in (tmp_path / "notebooks/02_timed.ipynb").read_text()
     with pytest.raises(DataError, match="name one of them"):
         study.Study(tmp_path, workers=3, scheduler="tcp://there:1")
 

@@ -40,7 +40,8 @@ class Study:
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
     parameters, else ``runs/<profile>-<hash of the parameters>``. ``scheduler`` (the address of a Dask scheduler) or
     ``workers`` (processes on this machine) compute the tables' rows, but for timings. ``jobs``: pages at a time; give
-    each page's kernel its share of the cores by ``OMP_NUM_THREADS``. All bad input is found here, before anything runs.
+    each page's kernel its share of the cores by ``OMP_NUM_THREADS``; workers then serve the pages that run alone. All
+    bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -87,7 +88,7 @@ class Study:
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
         failures, running = {}, set()
-        with self._cluster(), self._surroundings(), tqdm(total=len(self.notebooks), unit="notebook") as bar:
+        with self._surroundings(), tqdm(total=len(self.notebooks), unit="notebook") as bar:
 
             def attempt(path: Path) -> None:
                 running.add(path.stem)
@@ -99,8 +100,9 @@ class Study:
                 running.remove(path.stem)
 
             for paths, jobs in self._batches():
-                for _ in _each(attempt, paths, jobs):
-                    bar.update()
+                with self._cluster(self.workers if jobs == 1 and paths else 0):
+                    for _ in _each(attempt, paths, jobs):
+                        bar.update()
         return dict(sorted(failures.items()))
 
     def _batches(self) -> list[tuple[list[Path], int]]:
@@ -126,9 +128,9 @@ class Study:
             yield
 
     @contextlib.contextmanager
-    def _cluster(self):
-        """One cluster for all notebooks: the kernels find its scheduler's address in their environment."""
-        started = local_cluster(self.workers) if self.workers else contextlib.nullcontext(self.scheduler)
+    def _cluster(self, workers: int):
+        """One cluster for several notebooks: the kernels find its scheduler's address in their environment."""
+        started = local_cluster(workers) if workers else contextlib.nullcontext(self.scheduler)
         with started as address, environment(**_steering(address)):
             yield
 
