@@ -27,7 +27,7 @@ ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
     "principal": lambda: [Principal()],
     "weighted": lambda: [Principal(weighted=True)],
 }
-PREDICTORS_PAY = 20  # tokens for each channel of all KV heads
+PREDICTORS_PAY = 20  # tokens for each channel of all KV heads, from 1.5 bits on
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
@@ -132,21 +132,32 @@ CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
 def best(bits: float = 2.0, context: int = 8192, kv_width: int = 1024, sink_tokens: int = 4, block: int = 32) -> Preset:
-    """The winners of page 11's search (``results/11_search.csv``), for about ``bits`` stored bits a value and
-    ``context`` tokens that share the side information (context length times number of sequences).
+    """The winners of page 11's search (``results/11_search.csv``) for ``context`` tokens that share the side
+    information (context length times number of sequences), on a model of ``kv_width`` = num_kv_heads x head_dim
+    channels (1,024 for Llama-3-8B; not read from the model).
 
     Both are transform coders: the mean is subtracted, channels are turned to principal components in which errors count
-    as much as they cost the model, rounded to steps of one size and ANS-coded, and the bits are split among layers,
-    keys and values by what errors there cost. From ``PREDICTORS_PAY`` tokens on for each of ``kv_width`` channels
-    (num_kv_heads x head_dim; 1,024 for Llama-3-8B) all heads are turned together and only what AQUA-KV's linear
-    predictors leave is stored: five matrices of ``kv_width`` squared a layer instead of two of head_dim squared a head,
-    worth 1.4 and 1.8 bits a value at equal KL on the bundled models, and paid for after 20 and 18 tokens a channel.
+    as much as they cost the model, rounded to steps of one size and ANS-coded in blocks of ``block`` tokens, and the
+    bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
+    turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
+    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 14 to 28
+    tokens a channel on at 1.8 bits and more, 33 to 36 at 0.9, and 49 to 66 at 0.5 (page 11), hence ``long_pays``.
+
+    ``bits`` are those of a value on the calibration text, side information apart; other text takes 2 to 12% more after
+    calibration on 16 x 528 tokens, up to 20% after 8 x 256. Keys are stored before RoPE. Reading back is slower than
+    with other presets: ANS runs on the CPU.
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
-    long = context >= PREDICTORS_PAY * kv_width
-    settings = {"rotation": "weighted", "merged": long, "predicted": long, "mixed": True}
-    return crossed("steps", bits, **settings, block=block, sink_tokens=sink_tokens)
+    short = crossed("steps", bits, rotation="weighted", merged=False, mixed=True, block=block, sink_tokens=sink_tokens)
+    if context < long_pays(bits) * kv_width:
+        return short
+    return crossed(**short.arguments | {"merged": True, "predicted": True})
+
+
+def long_pays(bits: float) -> float:
+    """From how many tokens a channel on ``best`` predicts."""
+    return max(PREDICTORS_PAY, 30 / bits)
 
 
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:

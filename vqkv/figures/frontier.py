@@ -1,5 +1,7 @@
 """Figures of notebook 11."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.lines import Line2D
@@ -18,7 +20,7 @@ PUBLISHED = {
 }
 OURS = (("crossed", "*", "-"), ("crossed 2", "P", "-"), ("crossed 3", "X", "-"))
 STEP_LOSS = np.log2(np.pi * np.e / 6) / 2  # bits a value that uniform steps lose against Shannon's bound at high rates
-BOUND = "Gaussian bound of the best"
+BOUND = "the best with perfect quantizers (0.25 bit less)"
 ROTATION_COLOURS = {"none": "kivi", "hadamard": "higgs", "principal": "vqllm", "weighted": "kvquant"}
 PROXIES = {
     "kl_mean": "KL",
@@ -32,10 +34,12 @@ PROXIES = {
 TASKS = {"cloze": "next-token cloze on held-out text", "recall": "key-value recall"}
 
 
-def frontier(table, designs, bits: str = "bits_per_value", bound: bool = True):
+def frontier(table, designs, names=(), bits: str = "bits_per_value", bound: bool = True):
     """KL against stored bits, every system in one panel per model. Points: mean over seeds; bars: least to largest.
-    Dotted: what would be left if the best design's uniform steps were perfect quantizers (0.25 bit a value)."""
+    ``names``: short ones of the designs, for the legend. Dotted: what would be left if the best design's uniform steps
+    were perfect quantizers (0.25 bit a value)."""
     models = list(dict.fromkeys(table["model"]))
+    labels = [f"{name}: {design}" if name else design for name, design in itertools.zip_longest(names, designs)]
     fig, axes = plt.subplots(1, len(models), figsize=(11, 5), sharey=True, squeeze=False)
     for ax, model in zip(axes[0], models, strict=True):
         mine = table[table["model"] == model]
@@ -44,11 +48,13 @@ def frontier(table, designs, bits: str = "bits_per_value", bound: bool = True):
             rows = _over_seeds(mine[mine["system"].str.startswith(name) & ~evicted], bits)
             line = "-" if name in ("higgs", "vqllm", "quanto") else ""
             _points(ax, rows, bits, name, PALETTE[colour], marker + line)
+            if name == "aqua":
+                _named(ax, rows, bits)
         rows = _over_seeds(mine[evicted], bits)
         _points(ax, rows, bits, "vqllm, half of the tokens evicted", PALETTE["vqllm"], "s", mfc="white")
-        for design, (colour, marker, line) in zip(designs, OURS):
+        for design, name, (colour, marker, line) in zip(designs, labels, OURS):
             rows = _over_seeds(mine[mine["system"] == design], bits)
-            _points(ax, rows, bits, design, PALETTE[colour], marker + line, ms=9)
+            _points(ax, rows, bits, name, PALETTE[colour], marker + line, ms=9)
         if bound:
             best = mine[mine["system"].isin(designs)].groupby("system")["kl_mean"].mean().idxmin()
             rows = _over_seeds(mine[mine["system"] == best], bits)
@@ -71,6 +77,13 @@ def _over_seeds(rows, bits: str):
 def _points(ax, rows, bits: str, label: str, colour: str, style: str, **more) -> None:
     error = rows[["below", "above"]].clip(0).to_numpy().T
     ax.errorbar(rows[bits], rows["kl_mean"], error, fmt=style, color=colour, label=label, capsize=2, **more)
+
+
+def _named(ax, rows, bits: str) -> None:
+    """What follows the first word of each system's name, beside its point."""
+    for (system, _), row in rows.iterrows():
+        label, place = system.split(" ", 1)[1], (row[bits], row["kl_mean"])
+        ax.annotate(label, place, xytext=(-4, -8), ha="right", textcoords="offset points", fontsize=7)
 
 
 def contexts(table, designs, contexts: dict[str, str]):
@@ -160,7 +173,7 @@ def proxy_bars(correlations):
         ax.axvspan(-chance, chance, color=PALETTE["bound"], alpha=0.12, lw=0)
         ax.axvline(0, color=PALETTE["bound"], linewidth=0.8)
         title = TASKS[task] + ("" if wide.notna().any(axis=None) else ": no system changes it")
-        ax.set(title=title, xlabel="rank correlation (sign: better is better)", xlim=(-1, 1))
+        ax.set(title=title, xlabel="rank correlation with what the score loses", xlim=(-1, 1))
         ax.set_yticks(places, [PROXIES[proxy] for proxy in wide.index])
     axes[0, 0].invert_yaxis()
     axes[0, -1].legend(fontsize=9)
