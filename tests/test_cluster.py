@@ -1,5 +1,6 @@
 """Calls on a Dask cluster of two processes: workers that die, calls that fail, schedulers that are not there."""
 
+import gc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def test_a_scheduler_that_is_not_there_is_named(wrong, monkeypatch):
         list(cluster.run(wrong, cases.cube, {}))
     run = CliRunner().invoke(study.app, ["--only", "01", "--scheduler", wrong])
     assert run.exit_code == 2 and wrong in run.output
+
+
+def test_no_half_made_client_is_left_to_the_garbage_collector(monkeypatch):
+    """Which, amid the making of another, would wait for ever for a lock that this one holds (distributed's LoopRunner):
+    a run of the tests hung so."""
+    Client = pytest.importorskip("distributed").Client
+    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 1)
+    gc.collect()
+    before = sum(isinstance(x, Client) for x in gc.get_objects())
+    gc.disable()
+    try:
+        with pytest.raises(DataError):
+            list(cluster.run("tcp://127.0.0.1:1", cases.cube, {}))
+        assert sum(isinstance(x, Client) for x in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
 
 def test_a_sweep_has_the_same_rows_here_and_there_also_when_a_worker_is_killed(address, tmp_path, monkeypatch):

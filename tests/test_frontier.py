@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from vqkv import figures, presets
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.experiments import designs, finalists, halving_search
 from vqkv.experiments.frontier import CONTEXTS, against_published, proxy_correlations, total_bits, what_to_use
 
@@ -110,6 +111,33 @@ def test_what_to_use_stays_within_the_budget_on_every_model():
     assert found.loc[1.3, "1k"] == "a, 1 bits: 0.08"  # "b" has 2.55 there
     assert found.loc[1.3, "32k"] == "b, 1 bits: 0.008"  # the geometric mean of .004 and .016
     assert found.loc[2.5, "128k"] == "b, 2 bits: 0.002"
+
+
+def test_what_broke_on_one_model_is_not_to_be_used():
+    broken = table()
+    broken.loc[(broken["system"] == "b") & (broken["model"] == "n") & (broken["seed"] == 1), "kl_mean"] = math.nan
+    assert what_to_use(broken, [2.5]).loc[2.5, "128k"] == "a, 2 bits: 0.02"
+    assert what_to_use(broken.assign(kl_mean=math.nan), [2.5]).loc[2.5, "1k"] == "none"
+    assert what_to_use(table().assign(kl_mean=0.0), [9]).loc[9, "1k"].endswith(": 1e-09")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"contexts": ["2k"]}, UnknownNameError, "context '2k'"),
+        ({"contexts": []}, DataError, "0 contexts"),
+        ({"rungs": []}, DataError, "0 rungs"),
+        ({"rungs": [rung(1, designs=["stepz"])]}, UnknownNameError, "design 'stepz'"),
+        ({"rungs": [rung(0)]}, DataError, "keep of rung 1"),
+        ({"rungs": [rung(1), rung(1, models=2)]}, DataError, "models of rung 2"),
+        ({"rungs": [rung(1, bits=())]}, DataError, "no bits"),
+        ({"rungs": [rung(1, bits=(2.5,), designs=["grid"])]}, DataError, "none of .*'grid'.* exists at"),
+    ],
+    ids=str,
+)
+def test_what_no_search_can_be_made_of(guessed, changes, error, message):
+    with pytest.raises(error, match=message):
+        halving_search(["a"], **{"rungs": [rung(1)]} | SEARCH | changes)
 
 
 def test_published_systems_are_compared_at_no_more_bits():

@@ -54,6 +54,11 @@ def test_channels_are_uncorrelated_and_come_back(before, weighted):
     assert tuple(stage.state()["matrix"].shape) == ((1, 24, 24) if merged else (HEADS, WIDTH, WIDTH))
 
 
+def test_fewer_tokens_than_channels_are_too_few():
+    with pytest.raises(DataError, match=r"components of 8 channels from \d tokens: put at least as many"):
+        chain().fit(mixed(400)[:, :, :4])
+
+
 def test_an_unweighted_matrix_is_orthonormal():
     matrix = chain().fit(mixed(400)).stages[0].state()["matrix"].float()
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(WIDTH).expand_as(matrix), atol=2e-3, rtol=0)
@@ -124,8 +129,8 @@ def test_where_nothing_costs_anything_all_errors_count_alike():
     assert torch.equal(codec.fit(x).stages[0].state()["matrix"], chain().fit(x).stages[0].state()["matrix"])
 
 
-def test_zeros_and_one_token_leave_an_orthonormal_matrix():
-    for x in (mixed(40) * 0, mixed(4)):
+def test_zeros_and_one_token_again_and_again_leave_an_orthonormal_matrix():
+    for x in (mixed(40) * 0, mixed(4)[:, :, :1].expand(-1, -1, 8, -1)):
         codec = chain().fit(x)
         matrix = codec.stages[0].state()["matrix"].float()
         torch.testing.assert_close(matrix @ matrix.mT, torch.eye(WIDTH).expand_as(matrix), atol=2e-3, rtol=0)

@@ -159,6 +159,13 @@ def test_zeros_and_extremes_can_be_learned_from(size):
     assert codec.decode(codec.encode(x * 0)).abs().max() == 0
 
 
+def test_a_first_batch_of_zeros_decides_nothing():
+    x = drawn("alike", 256)
+    late = chain().partial_fit(x * 0).partial_fit(x * 60).finalize()
+    assert torch.equal(late.quantizer.state()["step"], chain().fit(x * 60).quantizer.state()["step"])
+    assert (late.decode(late.encode(x * 60)) - x * 60).abs().max() < 60
+
+
 def test_every_batch_is_counted_but_the_first_decides_the_step():
     first, second = drawn("alike", 64), drawn("alike", 64, seed=1) * 3
     codec = chain().partial_fit(first)

@@ -4,10 +4,12 @@ Dask finds a worker for each call, and another one when a worker dies. A call is
 so that a dying worker takes no other call down with it, and its result is fetched as soon as it is there.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from vqkv.errors import DataError
@@ -65,6 +67,7 @@ def connected(address: str) -> Iterator:
     """A client of the scheduler at ``address``. Raises ``DataError`` within seconds where there is none."""
     distributed = _distributed()
     try:
+        _reach(address)
         client = distributed.Client(address, timeout=CONNECT_SECONDS, name="vqkv")
     except (OSError, ValueError, TypeError) as error:  # whatever an address can be wrong in
         raise DataError(
@@ -73,6 +76,19 @@ def connected(address: str) -> Iterator:
         ) from error
     with client:
         yield client
+
+
+def _reach(address: str) -> None:
+    """Raise what connecting does. Without a client: one that finds no scheduler is left to the garbage collector, and
+    collected amid the making of another waits for a lock that this one holds (distributed's LoopRunner)."""
+    from distributed.comm import connect
+
+    async def greet() -> None:
+        comm = await connect(address, timeout=CONNECT_SECONDS)
+        await comm.close()
+
+    with ThreadPoolExecutor(1) as pool:  # this thread may have a running loop, as a notebook's has
+        pool.submit(lambda: asyncio.run(greet())).result()
 
 
 def run(

@@ -11,8 +11,8 @@ from vqkv.capture import capture
 from vqkv.codec.checks import whole_blocks
 from vqkv.codec.pipeline import Chain
 from vqkv.coder import ROLES, Place
-from vqkv.corpus import fingerprint
 from vqkv.errors import DataError
+from vqkv.exact import behaviour
 from vqkv.metrics import token_kl
 from vqkv.models import kv_sources, position_rotary, weights_fingerprint
 from vqkv.rope import rotate
@@ -27,12 +27,12 @@ def metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tenso
     if post_rope and position_rotary(model) is not None:
         raise DataError("what errors of keys cost is known before RoPE only: use a preset with pre_rope=True")
     tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]
-    asked = weights_fingerprint(model), str(model.dtype), str(model.device), fingerprint(tokens)
+    asked = weights_fingerprint(model), str(model.device), behaviour(model, tokens)
     if asked not in _last:
         found = fisher_metrics(model, tokens)
         _last.clear()
         _last[asked] = found
-    return dict(_last[asked])
+    return {place: metric.clone() for place, metric in _last[asked].items()}
 
 
 def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:

@@ -63,7 +63,7 @@ def crossed(
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise UnknownNameError(what, name, known)
     if type(bits) not in (int, float) or not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
@@ -163,6 +163,8 @@ def long_pays(bits: float) -> float:
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
     """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
     preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+    if not isinstance(preset, Preset):
+        raise DataError(f"{preset!r} is no preset: use one such as presets.vqllm()")
 
     def coded(make: Callable, head_dim: int | None) -> Codec:
         chain = make(head_dim)

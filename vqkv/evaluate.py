@@ -72,8 +72,8 @@ def evaluate(
     check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     batches, exact = tokens.split(batch_size), exact or ExactPass(model, entries=0)
-    if exact.model is not model:
-        raise DataError("exact= remembers another model: make an ExactPass of this one")
+    if not isinstance(exact, ExactPass) or exact.model is not model:
+        raise DataError("exact= is no ExactPass of this model: make one")
     marked = [None] * len(batches) if answers is None else answers.split(batch_size)
 
     def measure(number: int) -> Sums:

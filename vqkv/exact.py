@@ -1,41 +1,55 @@
 """What the model itself makes of tokens, to which every compressed cache is compared."""
 
+import hashlib
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from vqkv.corpus import fingerprint
+from vqkv.codec.checks import check_whole
 from vqkv.errors import DataError
+from vqkv.files import raw_bytes
 from vqkv.models import kv_sources
 
-REMEMBERED = 1 << 28  # bytes of logits of one batch: more are computed again
+REMEMBERED = 1 << 28  # bytes of what is made of one batch: more is computed again
+PROBED = 32  # tokens
 
 
 class ExactPass:
     """Logits and attention outputs of ``model`` without any compression, the last ``entries`` batches of tokens
-    remembered. Make another one when the model's weights have changed."""
+    remembered, for as long as the model says the same (see ``behaviour``)."""
 
     def __init__(self, model, entries: int = 2):
+        check_whole("entries", entries, 0, 1 << 20)
         self.model, self.entries = model, entries
         self._held: dict[str, tuple[Tensor, dict[int, list[Tensor]]]] = {}
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives. Raises
-        ``DataError`` for a model that makes NaN or infinity."""
-        name = fingerprint(tokens)
+        """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives, not to
+        be changed. Raises ``DataError`` for a model that makes NaN or infinity."""
+        name = behaviour(self.model, tokens) if self.entries else ""
         if name in self._held:
             return self._held[name]
         with attention_outputs(self.model) as attention:
             logits = self.model(tokens, use_cache=False).logits
         if not logits.isfinite().all():
             raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
-        if self.entries and logits.nbytes <= REMEMBERED:
+        size = logits.nbytes + sum(x.nbytes for layer in attention.values() for x in layer)
+        if self.entries and size <= REMEMBERED:
             while len(self._held) >= self.entries:
                 del self._held[next(iter(self._held))]
             self._held[name] = logits, attention
         return logits, attention
+
+
+@torch.inference_mode()
+def behaviour(model, tokens: Tensor) -> str:
+    """A name for these tokens and for what the model makes of the first few: other weights, settings or hooks that
+    change its predictions have another one."""
+    logits = model(tokens[:1, :PROBED].to(model.device), use_cache=False).logits
+    parts = (str([*tokens.shape]).encode(), raw_bytes(tokens.to(torch.int64)), raw_bytes(logits))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @contextmanager

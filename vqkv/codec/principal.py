@@ -45,11 +45,17 @@ class Principal(Stage):
         self._metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
-        """Learn from the first batch. Raises ``DataError`` if nothing was said about costs that it is to weigh, or of
-        other channels."""
+        """Learn from the first batch. Raises ``DataError`` for fewer tokens than channels in it, if nothing was said
+        about costs that it is to weigh, or of other channels."""
         if self._matrix is not None:
             return
         rows = x.transpose(0, 1).flatten(1, -2).double()
+        count, channels = current().length(rows[0]), self._shape[-1]
+        if count < channels:
+            raise DataError(
+                f"principal components of {channels} channels from {count} tokens: put at least as many into the first "
+                "batch, better 16 times as many (more or longer sequences, a larger batch_size), or leave heads apart"
+            )
         moment = current().total(rows.mT @ rows)
         scale = self._scale(moment.device)
         _, basis = torch.linalg.eigh(scale @ moment @ scale)

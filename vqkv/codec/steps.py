@@ -56,7 +56,7 @@ class Steps(Quantizer):
 
     def rates(self, y: Tensor) -> Tensor:
         """See ``Quantizer``: a point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at
-        ``LEAST_BITS``."""
+        ``LEAST_BITS`` if a step of ``CURVE`` takes less."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
         rms, points = channels.double().square().mean().sqrt().item() or 1.0, []
         for half in CURVE:
@@ -74,12 +74,15 @@ class Steps(Quantizer):
         return Steps(bits)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides the step, and which bits are kept apart; the codes of every batch are counted."""
+        """The first batch that is not all zeros decides the step, and which bits are kept apart; the codes of every
+        batch from there on are counted."""
         stream_coder()
         self._check_heads(x)
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self._step == 0:
             everybody = _sampled(current().rows(channels.transpose(0, 1)).transpose(0, 1))
+            if not everybody.any():
+                return
             self._step = _step(everybody, self.bits)
             self._shifts = _shifts(_rounded(everybody, self._step))
         counts = current().total(spreads.counted(_rounded(channels, self._step), self._shifts))
@@ -87,6 +90,10 @@ class Steps(Quantizer):
 
     def finalize(self) -> None:
         """Share tables among channels of like spread, and round their frequencies as ``Entropy`` does."""
+        if self._counts is None:  # nothing but zeros
+            zeros = torch.zeros(self._places[0], 1, self._places[1], dtype=torch.int32)
+            self._step, self._shifts = _as_step(1.0, "cpu"), torch.zeros(self._places, dtype=torch.uint8)
+            self._counts = spreads.counted(zeros, self._shifts)
         found = spreads.spreads_of(self._counts)
         self._spreads, self._frequencies = found.to(torch.int8), spreads.frequencies_of(self._counts, found)
         self._counts = None

@@ -10,8 +10,10 @@ import torch
 from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.capture import capture
+from vqkv.codec.checks import check_whole
 from vqkv.coder import side_by_side
 from vqkv.compressor import Compressor
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluate import evaluate
 from vqkv.evict import H2O
 from vqkv.experiments.common import Subject, frame, subject
@@ -42,7 +44,8 @@ def halving_search(
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
     went on.
     """
-    designs, rows, sources = rungs[0].get("designs") or list(factorial()), [], {}
+    _check_search(models, rungs, contexts)
+    designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
     for number, rung in enumerate(rungs, 1):
         text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
         settings = {
@@ -55,6 +58,8 @@ def halving_search(
             for name, design, bits in itertools.product(models[: rung["models"]], designs, rung["bits"])
             if exists(design, bits)
         ]
+        if not cases:
+            raise DataError(f"rung {number}: none of {designs} exists at {rung['bits']} bits: name others")
         found, drawn = sweep(_tried, cases, settings, f"rung {number}")
         ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
         designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
@@ -63,6 +68,23 @@ def halving_search(
             rows.append({"rung": number, "kept": row["design"] in designs} | places | row)
         sources |= drawn
     return frame(rows, sources)
+
+
+def _check_search(models: list[str], rungs: list[dict], contexts: list[str]) -> None:
+    """Raise for what no search can be made of, before anything is computed."""
+    for name in contexts:
+        if name not in CONTEXTS:
+            raise UnknownNameError("context", name, CONTEXTS)
+    for name in (name for rung in rungs for name in rung.get("designs") or ()):
+        if name not in factorial():
+            raise UnknownNameError("design", name, factorial())
+    if not rungs or not contexts:
+        raise DataError(f"{len(rungs)} rungs and {len(contexts)} contexts: a search needs one of each")
+    for number, rung in enumerate(rungs, 1):
+        for name in ("models", "train_seqs", "num_seqs", "keep"):
+            check_whole(f"{name} of rung {number}", rung.get(name), 1, len(models) if name == "models" else 1 << 30)
+        if not rung.get("bits"):
+            raise DataError(f"rung {number} has no bits: name some, such as [2]")
 
 
 def _ranks(rows: list[dict], column: str) -> dict[str, int]:
@@ -196,9 +218,11 @@ def finalists(search: pd.DataFrame) -> list[str]:
 
 def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd.DataFrame:
     """For each budget of bits, all told, and context length: the system whose mean KL over models and seeds (geometric)
-    is lowest of those that stay within the budget on every model, and that KL. Rows: budget; columns: context."""
-    groups = table.assign(log_kl=np.log(table["kl_mean"])).groupby(["system", "nominal_bits"], sort=False)
-    mean = np.exp(groups["log_kl"].mean())
+    is lowest of those that stay within the budget on every model and have a KL in every row, and that KL. Rows: budget;
+    columns: context."""
+    everywhere = table.groupby(["model", "seed"], sort=False).ngroups
+    groups = table.assign(log_kl=np.log(table["kl_mean"].clip(LEAST))).groupby(["system", "nominal_bits"], sort=False)
+    mean = np.exp(groups["log_kl"].mean()).where(groups["log_kl"].count() == everywhere)
     found = {}
     for name in CONTEXTS:
         bits = groups[f"bits_{name}_x{batch}"].max()
@@ -207,7 +231,7 @@ def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd
 
 
 def _within(bits: pd.Series, kl: pd.Series, budget: float) -> str:
-    fits = kl[bits <= budget]
+    fits = kl[bits <= budget].dropna()
     if fits.empty:
         return "none"
     system, nominal = fits.idxmin()
@@ -224,7 +248,8 @@ def against_published(table: pd.DataFrame, systems: list[str], designs: list[str
             within = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
             bits, kl = next(within[["bits_per_value", "kl_mean"]].itertuples(index=False), (math.nan, math.nan))
             label = {"system": theirs.system, "model": model, "seed": seed, "bits": theirs.bits_per_value}
-            rows.append(label | {"kl": theirs.kl_mean, "our_bits": bits, "our_kl": kl, "ratio": kl / theirs.kl_mean})
+            label |= {"kl": theirs.kl_mean, "our_bits": bits, "our_kl": kl}
+            rows.append(label | {"ratio": kl / max(theirs.kl_mean, LEAST)})
     return pd.DataFrame(rows)
 
 

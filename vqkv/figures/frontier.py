@@ -83,7 +83,7 @@ def _named(ax, rows, bits: str) -> None:
     """What follows the first word of each system's name, beside its point."""
     for (system, _), row in rows.iterrows():
         label, place = system.split(" ", 1)[1], (row[bits], row["kl_mean"])
-        ax.annotate(label, place, xytext=(-4, -8), ha="right", textcoords="offset points", fontsize=7)
+        ax.annotate(label, place, xytext=(4, -9), textcoords="offset points", fontsize=6.5)
 
 
 def contexts(table, designs, contexts: dict[str, str]):
