@@ -25,7 +25,7 @@ CODED = {name: presets.entropy_coded(SMALL[name], "adaptive", block=16) for name
 
 
 CROSSED = {
-    "weighted": presets.crossed("steps", 2.0, rotation="weighted", block=16),
+    "steps": presets.crossed("steps", 2.0, rotation="none", block=16),
     "split": presets.crossed("steps", 1.5, rotation="hadamard", predicted=True, mixed=True, block=16),
 }
 
