@@ -1,6 +1,7 @@
 """Small codecs of every kind, for the tests of codecs."""
 
 import copy
+import json
 import sys
 
 import torch
@@ -16,12 +17,14 @@ from vqkv.codec import (
     MeanRemoval,
     MergeHeads,
     MinMax,
+    Payload,
     Principal,
     ResidualVQ,
     Steps,
     TokenBlock,
     Uniform,
     VectorScale,
+    payload_from,
 )
 
 HEADS, HEAD_DIM = 3, 16
@@ -82,6 +85,24 @@ def fitted_codecs():
     made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
     fresh = made | copy.deepcopy(EXTRA)  # other tests are to find them as they are
     return {name: codec if codec.ready else codec.fit(x) for name, codec in fresh.items()}
+
+
+def check_streams(codec, x, cut, expected):
+    """What a codec of 4-token blocks writes of x is read as ``expected``, and commutes with cuts (the first at token
+    ``cut``), joins, choices of sequences and a header in JSON."""
+    payload = codec.encode(x)
+    whole = codec.decode(payload)
+    assert torch.equal(whole, expected) and payload.seq_len == x.shape[2]
+    parts = [payload.tokens(0, cut), payload.tokens(cut)]
+    assert same(Payload.concat(parts), payload) and sum(part.nbytes for part in parts) == payload.nbytes
+    if 0 < cut < x.shape[2]:
+        assert same(Payload.concat([codec.encode(x[:, :, :cut]), codec.encode(x[:, :, cut:])]), payload)
+    assert torch.equal(codec.decode(payload.tokens(-4)), whole[:, :, -4:])
+    assert codec.decode(payload.tokens(0, 0)).shape == (*x.shape[:2], 0, x.shape[3])
+    index = torch.tensor([len(x) - 1, 0])
+    assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
+    assert torch.equal(codec.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
+    assert same(payload_from(json.loads(json.dumps(payload.header())), payload.tensors), payload)
 
 
 def hide_constriction(monkeypatch):

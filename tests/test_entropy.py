@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from codec_zoo import hide_constriction
+from codec_zoo import check_streams, hide_constriction, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +13,11 @@ from vqkv.codec import (
     Chain,
     Fallback,
     Grouping,
-    Payload,
     ResidualVQ,
     TokenBlock,
     Uniform,
     VectorScale,
     codec_from_config,
-    payload_from,
 )
 from vqkv.codec.entropy import LARGEST, Entropy, _Coder
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -56,26 +54,9 @@ def codecs():
 @settings(deadline=None, max_examples=20)
 @given(batch=st.integers(1, 3), blocks=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 1000))
 def test_streams_are_lossless_and_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut, seed):
-    codec, cut = codecs[kind], 4 * min(cut, blocks)
     x = gaussian(batch, 3, 4 * blocks, 16, seed=seed)
-    payload = codec.encode(x)
-    whole = codec.decode(payload)
-    assert torch.equal(whole, codecs["packed"].decode(codecs["packed"].encode(x)))
-    assert payload.seq_len == x.shape[2]
-    parts = [payload.tokens(0, cut), payload.tokens(cut)]
-    assert same(Payload.concat(parts), payload) and sum(part.nbytes for part in parts) == payload.nbytes
-    if 0 < cut < x.shape[2]:
-        assert same(Payload.concat([codec.encode(x[:, :, :cut]), codec.encode(x[:, :, cut:])]), payload)
-    assert torch.equal(codec.decode(payload.tokens(-4)), whole[:, :, -4:])
-    assert codec.decode(payload.tokens(0, 0)).shape == (batch, 3, 0, 16)
-    index = torch.tensor([batch - 1, 0])
-    assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
-    assert torch.equal(codec.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
-    assert same(payload_from(json.loads(json.dumps(payload.header())), payload.tensors), payload)
-
-
-def same(a, b):
-    return a.header() == b.header() and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
+    expected = codecs["packed"].decode(codecs["packed"].encode(x))
+    check_streams(codecs[kind], x, 4 * min(cut, blocks), expected)
 
 
 @settings(deadline=None, max_examples=100)

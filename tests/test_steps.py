@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from codec_zoo import gaussian, hide_constriction, same
+from codec_zoo import check_streams, gaussian, hide_constriction, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codec import Chain, MergeHeads, Payload, Steps, TokenBlock, codec_from_config, payload_from
+from vqkv.codec import Chain, MergeHeads, Payload, Steps, TokenBlock, codec_from_config
 from vqkv.codec.spreads import LARGEST_CODE
 from vqkv.errors import DataError, FormatError
 
@@ -54,21 +54,8 @@ def bound(widths, bits):
 @settings(deadline=None, max_examples=25)
 @given(batch=st.integers(1, 3), blocks=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 1000))
 def test_streams_are_lossless_and_commute_with_tokens_and_batch(fitted, batch, blocks, cut, seed):
-    x, cut = unlike_heads(batch, 4 * blocks, seed), 4 * min(cut, blocks)
-    payload = fitted.encode(x)
-    whole = fitted.decode(payload)
-    assert torch.equal(whole, fitted.read_back(x))
-    assert payload.seq_len == x.shape[2]
-    parts = [payload.tokens(0, cut), payload.tokens(cut)]
-    assert same(Payload.concat(parts), payload) and sum(part.nbytes for part in parts) == payload.nbytes
-    if 0 < cut < x.shape[2]:
-        assert same(Payload.concat([fitted.encode(x[:, :, :cut]), fitted.encode(x[:, :, cut:])]), payload)
-    assert torch.equal(fitted.decode(payload.tokens(-4)), whole[:, :, -4:])
-    assert fitted.decode(payload.tokens(0, 0)).shape == (batch, 3, 0, CHANNELS)
-    index = torch.tensor([batch - 1, 0])
-    assert torch.equal(fitted.decode(payload.batch_select(index)), whole[index])
-    assert torch.equal(fitted.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
-    assert same(payload_from(json.loads(json.dumps(payload.header())), payload.tensors), payload)
+    x = unlike_heads(batch, 4 * blocks, seed)
+    check_streams(fitted, x, 4 * min(cut, blocks), fitted.read_back(x))
 
 
 @pytest.mark.parametrize("bits", [1.0, 2.0, 3.0])
