@@ -129,7 +129,7 @@ def test_what_broke_on_one_model_is_not_to_be_used():
         ({"rungs": []}, DataError, "0 rungs"),
         ({"rungs": [rung(1, designs=["stepz"])]}, UnknownNameError, "design 'stepz'"),
         ({"rungs": [rung(0)]}, DataError, "keep of rung 1"),
-        ({"rungs": [rung(1), rung(1, models=2)]}, DataError, "models of rung 2"),
+        ({"rungs": [rung(1), rung(1, models=0)]}, DataError, "models of rung 2"),
         ({"rungs": [rung(1, bits=())]}, DataError, "no bits"),
         ({"rungs": [rung(1, bits=(2.5,), designs=["grid"])]}, DataError, "none of .*'grid'.* exists at"),
     ],

@@ -60,20 +60,13 @@ def evaluate(
     Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
     packed token to be read, and ``FormatError`` for a checkpoint of another job.
     """
-    if protocol not in PROTOCOLS:
-        raise UnknownNameError("protocol", protocol, PROTOCOLS)
-    check_tokens(model, tokens)
-    if tokens.shape[1] < 3:
-        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
-    if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
-        raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
+    exact = ExactPass(model, entries=0) if exact is None else exact
+    _check_arguments(model, tokens, protocol, answers, exact)
     if batch_size is None:
         batch_size = scored_at_once(model.config.get_text_config().vocab_size, tokens.shape[1])
     check_batch_size(batch_size)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
-    batches, exact = tokens.split(batch_size), exact or ExactPass(model, entries=0)
-    if not isinstance(exact, ExactPass) or exact.model is not model:
-        raise DataError("exact= is no ExactPass of this model: make one")
+    batches = tokens.split(batch_size)
     marked = [None] * len(batches) if answers is None else answers.split(batch_size)
 
     def measure(number: int) -> Sums:
@@ -89,6 +82,18 @@ def evaluate(
     if per_sequence:
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
     return row | (_reconstruction_summary(totals) if reconstruction else {})
+
+
+def _check_arguments(model, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
+    if protocol not in PROTOCOLS:
+        raise UnknownNameError("protocol", protocol, PROTOCOLS)
+    check_tokens(model, tokens)
+    if tokens.shape[1] < 3:
+        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
+    if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
+        raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
+    if not isinstance(exact, ExactPass) or exact.model is not model:
+        raise DataError("exact= is no ExactPass of this model: make one")
 
 
 def scored_at_once(vocab_size: int, seq_len: int) -> int:

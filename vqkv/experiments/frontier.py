@@ -35,7 +35,7 @@ def halving_search(
     codebook_size: int, kmeans_iterations: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``: each rung of ``rungs`` tries the
-    designs that are left on more text, ``{"models": how many of them, "bits": [...], "train_seqs", "num_seqs",
+    designs that are left on more text, ``{"models": at most so many of them, "bits": [...], "train_seqs", "num_seqs",
     "keep"}``, and keeps for each of ``contexts`` (of ``CONTEXTS``) the ``keep`` best by equivalent bits, averaged over
     its models and bits. The first may name the ``designs`` to begin with; all of them otherwise.
 
@@ -44,7 +44,7 @@ def halving_search(
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
     went on.
     """
-    _check_search(models, rungs, contexts)
+    _check_search(rungs, contexts)
     designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
     for number, rung in enumerate(rungs, 1):
         text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
@@ -70,7 +70,7 @@ def halving_search(
     return frame(rows, sources)
 
 
-def _check_search(models: list[str], rungs: list[dict], contexts: list[str]) -> None:
+def _check_search(rungs: list[dict], contexts: list[str]) -> None:
     """Raise for what no search can be made of, before anything is computed."""
     for name in contexts:
         if name not in CONTEXTS:
@@ -82,7 +82,7 @@ def _check_search(models: list[str], rungs: list[dict], contexts: list[str]) -> 
         raise DataError(f"{len(rungs)} rungs and {len(contexts)} contexts: a search needs one of each")
     for number, rung in enumerate(rungs, 1):
         for name in ("models", "train_seqs", "num_seqs", "keep"):
-            check_whole(f"{name} of rung {number}", rung.get(name), 1, len(models) if name == "models" else 1 << 30)
+            check_whole(f"{name} of rung {number}", rung.get(name), 1, 1 << 30)
         if not rung.get("bits"):
             raise DataError(f"rung {number} has no bits: name some, such as [2]")
 
