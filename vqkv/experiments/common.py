@@ -5,12 +5,15 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
+from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.corpus import fingerprint as corpus_fingerprint
 from vqkv.corpus import load_corpus
 from vqkv.exact import ExactPass
 from vqkv.models import fingerprint as model_fingerprint
 from vqkv.models import load_model
+from vqkv.presets import Preset
+from vqkv.spill import CapturedTokens
 from vqkv.sweep import per_process
 
 
@@ -66,6 +69,20 @@ def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: lis
     sources = {}
     _, tokenizer, *_ = loaded(name=name, dtype=dtype, device=device)
     return draw(corpus, tokenizer, split, size[1], size[0], seed, sources), sources
+
+
+def calibrated(preset: Preset, who: dict, batch_size: int = 8) -> Compressor:
+    """``preset`` fitted on the calibration text of ``subject(**who)``, of which keys and values are captured once for
+    all presets."""
+    found, held = subject(**who), _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
+    return calibrate(found.model, found.train, preset, batch_size, progress=False, captured=held)
+
+
+@per_process(maxsize=2)
+def _captured(who: dict, batch_size: int, post_rope: bool) -> CapturedTokens:
+    """Once for each side of RoPE; the files go when it is forgotten."""
+    found = subject(**who)
+    return CapturedTokens(found.model, found.train, batch_size, post_rope, progress=False)
 
 
 def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:

@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.capture import capture
 from vqkv.codec.checks import check_whole
 from vqkv.coder import side_by_side
@@ -16,7 +15,7 @@ from vqkv.compressor import Compressor
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluate import evaluate
 from vqkv.evict import H2O
-from vqkv.experiments.common import Subject, frame, subject
+from vqkv.experiments.common import Subject, calibrated, frame, subject
 from vqkv.experiments.depth import shallower
 from vqkv.experiments.designs import exists, factorial, published
 from vqkv.metrics import explained_variance_ratio
@@ -94,9 +93,10 @@ def _ranks(rows: list[dict], column: str) -> dict[str, int]:
 
 
 def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict, contexts: list[str]):
-    found = subject(**who | {"name": model})
+    who = who | {"name": model}
+    found = subject(**who)
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
-    compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
+    compressor = _fit(preset, who)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
@@ -165,10 +165,10 @@ def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict
     if system in vqllm:
         compressor = _residual(system, who, vqllm, learning)
     elif system in (known := published(vqllm, learning["sink_tokens"], who["seed"])):
-        compressor = calibrate(found.model, found.train, known[system], min(BATCH, len(found.train)), progress=False)
+        compressor = _fit(known[system], who)
     else:
         preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
-        compressor = calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
+        compressor = _fit(preset, who)
     return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
 
 
@@ -182,9 +182,11 @@ def _residual(system: str, who: dict, vqllm: dict, learning: dict) -> Compressor
 
 @per_process(maxsize=1)
 def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int) -> Compressor:
-    found = subject(**who)
-    preset = published(vqllm, sink_tokens, who["seed"])[label]
-    return calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
+    return _fit(published(vqllm, sink_tokens, who["seed"])[label], who)
+
+
+def _fit(preset: presets.Preset, who: dict) -> Compressor:
+    return calibrated(preset, who, min(BATCH, who["train"][0]))
 
 
 def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_tokens: int) -> dict[str, float]:

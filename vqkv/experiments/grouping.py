@@ -4,7 +4,7 @@ from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import frame, paired, subject
+from vqkv.experiments.common import calibrated, frame, paired, subject
 from vqkv.recall import RecallTask
 from vqkv.sweep import per_process, sweep
 
@@ -59,9 +59,8 @@ def _compressor(key_grouping: str | None, values: bool, who: dict, quantizer: di
 @per_process(maxsize=4)
 def _fitted(who: dict, quantizer: dict, key_grouping: str | None) -> Compressor:
     """Quantises keys in groups of this kind, or (None) values: a codec that two rows share is fitted once."""
-    found = subject(**who)
     what = {"key_grouping": key_grouping, "quantize": "key"} if key_grouping else {"quantize": "value"}
-    return calibrate(found.model, found.train, presets.vqllm(**what, **quantizer, seed=who["seed"]), progress=False)
+    return calibrated(presets.vqllm(**what, **quantizer, seed=who["seed"]), who)
 
 
 @per_process(maxsize=1)

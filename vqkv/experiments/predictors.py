@@ -7,15 +7,13 @@ from functools import partial
 import numpy as np
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.capture import capture
 from vqkv.coder import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluate import evaluate, reconstruction_error
-from vqkv.experiments.common import frame, subject, with_side_information
+from vqkv.experiments.common import calibrated, frame, subject, with_side_information
 from vqkv.experiments.systems import bare
 from vqkv.metrics import explained_variance_ratio
 from vqkv.models import describe, rotary_embedding
-from vqkv.spill import CapturedTokens
 from vqkv.sweep import per_process, sweep
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
@@ -62,21 +60,13 @@ def _ablation_row(
         return [], found.sources
     width = about["num_kv_heads"] * about["head_dim"]
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
-    captured = _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
-    compressor = calibrate(found.model, found.train, preset, batch_size, False, captured)
+    compressor = calibrated(preset, who, batch_size)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     row |= reconstruction_error(found.model, compressor, found.test[:2])
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
     row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}
     return [row | with_side_information(row, about, CONTEXTS)], found.sources
-
-
-@per_process(maxsize=2)
-def _captured(who: dict, batch_size: int, post_rope: bool) -> CapturedTokens:
-    """The calibration text, once for each side of RoPE; the files go when it is forgotten."""
-    found = subject(**who)
-    return CapturedTokens(found.model, found.train, batch_size, post_rope, progress=False)
 
 
 def error_propagation(
@@ -98,10 +88,9 @@ def error_propagation(
 def _propagation_rows(model: str, bits: int, who: dict, batch_size: int):
     who = who | {"name": model}
     found, exact = subject(**who), _exact(who=who)
-    captured = _captured(who=who, batch_size=batch_size, post_rope=False)
     on_exact = _on_exact(who=who, batch_size=batch_size)
     preset = presets.aqua(presets.higgs(bits), sink_tokens=0)
-    compressor = calibrate(found.model, found.train, preset, batch_size, False, captured)
+    compressor = calibrated(preset, who, batch_size)
     label = {"model": model, "bits": bits}
     return [label | row for row in _by_place(exact, on_exact, compressor)], found.sources
 
@@ -118,9 +107,7 @@ def _exact(who: dict) -> dict:
 @per_process(maxsize=1)
 def _on_exact(who: dict, batch_size: int):
     """AQUA-KV whose predictors were fitted on exact inputs."""
-    found, captured = subject(**who), _captured(who=who, batch_size=batch_size, post_rope=False)
-    preset = presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0)
-    return calibrate(found.model, found.train, preset, batch_size, False, captured)
+    return calibrated(presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), who, batch_size)
 
 
 def within_budget(table, budget: float):

@@ -4,10 +4,9 @@ import dataclasses
 import itertools
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import Subject, frame, subject, with_side_information
+from vqkv.experiments.common import calibrated, frame, subject, with_side_information
 from vqkv.experiments.depth import shallower
 from vqkv.models import describe, load_model
 from vqkv.peers import TransformersQuantized
@@ -46,7 +45,7 @@ def bare(preset: presets.Preset) -> presets.Preset:
 def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
     who = who | {"name": model}
     found, peer = subject(**who), label in _peers()
-    compressor = _peers()[label] if peer else _compressor(found, label, who, quantizer)
+    compressor = _peers()[label] if peer else _compressor(label, who, quantizer)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
     if peer:
         short = _in_bfloat16(name=model, device=who["device"])
@@ -57,19 +56,17 @@ def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
     return [{"model": model, "system": compressor.name, "label": label, "peer": peer} | row], found.sources
 
 
-def _compressor(found: Subject, label: str, who: dict, quantizer: dict) -> Compressor:
+def _compressor(label: str, who: dict, quantizer: dict) -> Compressor:
     depths = _depths(quantizer["num_quantizers"], quantizer["beam"])
     if label in depths:
         return shallower(_deepest(who=who, quantizer=quantizer), *depths[label])
-    preset = _presets(quantizer["codebook_size"], who["seed"])[label]
-    return calibrate(found.model, found.train, bare(preset), progress=False)
+    return calibrated(bare(_presets(quantizer["codebook_size"], who["seed"])[label]), who)
 
 
 @per_process(maxsize=1)
 def _deepest(who: dict, quantizer: dict) -> Compressor:
-    found, depth = subject(**who), max(quantizer["num_quantizers"])
-    preset = presets.vqllm(depth, quantizer["codebook_size"], seed=who["seed"])
-    return calibrate(found.model, found.train, preset, progress=False)
+    depth = max(quantizer["num_quantizers"])
+    return calibrated(presets.vqllm(depth, quantizer["codebook_size"], seed=who["seed"]), who)
 
 
 @per_process(maxsize=1)
