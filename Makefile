@@ -6,6 +6,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
+# Some containers set this; then every one of the many processes below compiles torch's modules anew, for 15 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: study smoke test lab bench report
 .DELETE_ON_ERROR:

@@ -216,9 +216,27 @@ def test_the_rates_are_the_fastest_repetition_s():
     assert line == roofline.Roofline(1e9, {"float32": 2.5e8})
 
 
+def test_a_dtype_that_the_processor_has_no_instructions_for_is_probed_once(monkeypatch):
+    asked, real = [], roofline.probe
+
+    def probe(device, repetitions, leave_out):
+        asked.append(set(leave_out))
+        return real(device, repetitions, 2**-6, leave_out)
+
+    monkeypatch.setattr(rows_bench, "probe", probe)
+    found = rows_bench.Rows("cpu", 1)
+    found.probe()
+    found.probed |= {"matmul float16": (1.0, [1e9]), "matmul float32": (1.0, [1e9])}
+    before = {label: len(taken) for label, (_, taken) in found.probed.items()}
+    found.probe()
+    assert asked == [set(), {"matmul float16"}]  # fp32 bounds what is exact, however slow
+    after = {label: len(taken) - before[label] for label, (_, taken) in found.probed.items()}
+    assert after == {"copy": 3, "matmul float32": 3, "matmul float16": 0, "matmul bfloat16": 3}
+
+
 def test_a_machine_less_busy_later_tightens_earlier_bounds(monkeypatch):
     rates = iter([10.0, 5.0])
-    monkeypatch.setattr(rows_bench, "probe", lambda device, repetitions: {
+    monkeypatch.setattr(rows_bench, "probe", lambda device, repetitions, leave_out: {
         name: (1e6, [next(rates) if name == "copy" else 1.0]) for name in ("copy", "matmul float32")})  # fmt: skip
     found = rows_bench.Rows("cpu", 1)
     found.probe()

@@ -43,7 +43,7 @@ class Footprint:
 
     Once: ``weights`` and ``side_information``. For each sequence: ``packed`` for ``block`` packed tokens, ``exact`` for
     a token in sinks or window, and ``working`` for what a forward pass makes and drops beside the cache in the layer
-    that needs most. ``values``: elements of K and V in a token.
+    that needs most, None where that was not asked for. ``values``: elements of K and V in a token.
     """
 
     weights: int
@@ -51,7 +51,7 @@ class Footprint:
     packed: int | Fraction
     block: int
     exact: int
-    working: Workspace
+    working: Workspace | None
     values: int
     sink_tokens: int = 0
     recent_window: int = 0
@@ -76,14 +76,14 @@ class Footprint:
     def kinds(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
         """Bytes by kind with ``batch_size`` sequences of ``seq_len`` tokens."""
         sinks, packed, window = self.parts(seq_len)
-        return {
+        found = {
             "weights": self.weights,
             "side_information": self.side_information,
             "packed": math.ceil(batch_size * (packed // self.block) * self.packed),
             "sinks": batch_size * sinks * self.exact,
             "window": batch_size * window * self.exact,
-            "working": self.working.at(batch_size * seq_len),
         }
+        return found if self.working is None else found | {"working": self.working.at(batch_size * seq_len)}
 
     def cache_bytes(self, seq_len: int, batch_size: int = 1) -> int:
         """Packed tokens, sinks and window: ``cache.report().cache_bytes`` without padding."""
@@ -98,8 +98,9 @@ class Footprint:
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
 
 
-def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) -> Footprint:
-    """What ``model``, which may lie on the ``meta`` device, and a cache of this preset or compressor occupy. See
+def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None, working: bool = True) -> Footprint:
+    """What ``model``, which may lie on the ``meta`` device, and a cache of this preset or compressor occupy. Most of
+    the time goes into what a forward pass needs: leave ``working`` out where it does not matter. See
     ``capacity.capacity``, which raises what this raises."""
     shape, fitted = model_shape(model), isinstance(preset, Compressor)
     if fitted:
@@ -112,16 +113,16 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
     block = math.lcm(rows, settings.flush_block)
     if tokens is None:
         packed = sum(_row_bytes(one.codec, *shape[1:]) * block // _codec(one, shape).tokens_per_row for one in stored)
-        working = expected_workspace(stored, settings, rows, shape, model.dtype)
+        needed = expected_workspace(stored, settings, rows, shape, model.dtype) if working else None
     else:
-        packed, working = _measured(model, preset, tokens, block, shape)
+        packed, needed = _measured(model, preset, tokens, block, shape)
     return Footprint(
         weights=weight_bytes(model),
         side_information=preset.side_bytes if fitted else _side_bytes(stored, shape),
         packed=packed,
         block=block,
         exact=_token_bytes(shape, model),
-        working=working,
+        working=needed,
         values=shape.values,
         sink_tokens=settings.sink_tokens,
         recent_window=settings.recent_window,

@@ -39,8 +39,8 @@ class ModelSize:
         return num_seqs * seq_len * (2 * self.parameters + attention)
 
     def footprint(self, preset) -> Footprint:
-        """Measured on a model without weights: see ``vqkv.footprint``."""
-        return footprint(self.model, preset)
+        """What is stored, measured on a model without weights: see ``vqkv.footprint``."""
+        return footprint(self.model, preset, working=False)
 
 
 def model_size(name: str, config, dtype: str | None) -> ModelSize:

@@ -1,6 +1,7 @@
 """How fast an operation could be at best on this machine: what it must move over the rate of a copy, or what it must
 multiply over the rate of a matrix product, whichever takes longer. Both rates are measured beside the operations."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,7 @@ from vqkv.meter import tensor_bytes
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: far more than any cache holds
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices that are multiplied
+HOPELESS = 10  # times slower than the fastest product: a dtype that the processor has no instructions for
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,20 @@ def probes(device: str, scale: float = 1.0) -> dict[str, tuple]:
     return made
 
 
-def probe(device: str, repetitions: int = 3, scale: float = 1.0) -> dict[str, tuple[float, list[float]]]:
+def probe(
+    device: str, repetitions: int = 3, scale: float = 1.0, leave_out: Collection[str] = ()
+) -> dict[str, tuple[float, list[float]]]:
     """On as many threads as torch has now, by label: what was counted, and the milliseconds of every repetition."""
-    made = probes(device, scale)
+    made = {label: each for label, each in probes(device, scale).items() if label not in leave_out}
     times = measure([call for call, _ in made.values()], repetitions, device)
     return {label: (count, taken) for (label, (_, count)), taken in zip(made.items(), times, strict=True)}
+
+
+def hopeless(probed: dict[str, tuple[float, list[float]]]) -> set[str]:
+    """Labels of products that are so slow in their dtype that they bound nothing, and need not be probed again; fp32
+    ones bound what is exact."""
+    rates = {label: count / min(taken) for label, (count, taken) in probed.items() if label.startswith("matmul")}
+    return {label for label, rate in rates.items() if rate * HOPELESS < max(rates.values())} - {"matmul float32"}
 
 
 def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -> Work:

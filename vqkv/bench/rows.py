@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from vqkv.bench.case import Entry
 from vqkv.bench.peers import PACKAGES
 from vqkv.bench.record import device_name, versions
-from vqkv.bench.roofline import Roofline, probe
+from vqkv.bench.roofline import Roofline, hopeless, probe
 from vqkv.bench.timing import measure
 
 COLUMNS = (
@@ -28,8 +28,9 @@ class Rows:
     timed: list[tuple[Entry, list[float], float | None]] = field(default_factory=list)
 
     def probe(self) -> None:
-        """Measure the rates once more."""
-        for label, (count, taken) in probe(self.device.partition(":")[0], PROBES).items():
+        """Measure the rates once more, but for those that bound nothing."""
+        found = probe(self.device.partition(":")[0], PROBES, leave_out=hopeless(self.probed))
+        for label, (count, taken) in found.items():
             self.probed.setdefault(label, (count, []))[1].extend(taken)
 
     def time(self, entries: list[Entry], repetitions: int) -> None:

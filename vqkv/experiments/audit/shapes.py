@@ -45,7 +45,7 @@ def model_of(name: str) -> nn.Module:
 
 def stored(name: str, preset: Preset) -> Footprint:
     """What a cache of this preset takes in this model: real payloads, weighed."""
-    return footprint(model_of(name), preset)
+    return footprint(model_of(name), preset, working=False)
 
 
 def exact(name: str) -> Footprint:
