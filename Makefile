@@ -18,7 +18,7 @@ study: $(READY)
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --together --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .

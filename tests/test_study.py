@@ -237,6 +237,11 @@ def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
     )
     assert begun.keys() == {"a", "b", "c", "d", "_"} and begun["b"] < ended["a"]
     assert begun["c"] > max(ended["a"], ended["d"]) and begun["_"] > ended["c"]
+    order = [
+        ([each.stem for each in paths], at_a_time)
+        for paths, at_a_time in study.Study(tmp_path, jobs=2, together=True)._batches()
+    ]
+    assert order == [(["d", "c", "b", "a"], 2), ([], 1), (["_"], 1)]
     pages = contents(tmp_path, "notebooks")
     assert list(study.Study(tmp_path).run()) == ["b"] and contents(tmp_path, "notebooks") == pages
     for wrong in (0, -1, 1.5, True):

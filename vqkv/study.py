@@ -54,6 +54,7 @@ class Study:
     scheduler: str = ""
     workers: int = 0
     jobs: int = 1
+    together: bool = False
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
@@ -111,7 +112,7 @@ class Study:
         if self.jobs == 1:
             return [(self.notebooks, 1)]
         reading = [path for path in self.notebooks if reads_tables(path)]
-        timed = [path for path in self.notebooks if TIMES.intersection(notebook_parameters(path))]
+        timed = [path for path in self.notebooks if not self.together and TIMES.intersection(notebook_parameters(path))]
         rest = [path for path in reversed(self.notebooks) if path not in [*timed, *reading]]
         return [(rest, self.jobs), (timed, 1), (reading, 1)]
 
@@ -281,6 +282,9 @@ def main(
     scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
+    together: Annotated[
+        bool, typer.Option("--together", help="With several jobs, let pages that measure times run beside others.")
+    ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show notebooks, parameters and profiles.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; reach for it.")] = False,
 ):
@@ -290,7 +294,7 @@ def main(
             return typer.echo(describe(repository_root()))
         study = Study(
             only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute,
-            scheduler=scheduler, workers=workers, jobs=jobs,
+            scheduler=scheduler, workers=workers, jobs=jobs, together=together,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
