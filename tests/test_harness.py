@@ -19,6 +19,7 @@ from vqkv.harness.tasks import manager
 from vqkv.models import load_model
 from vqkv.peers import TransformersQuantized
 
+ROUNDED = {"atol": 1e-9, "rtol": 1e-6}  # fp32, which some processors sum differently in larger batches
 PRESETS = {
     "vqllm": presets.vqllm(num_quantizers=2, codebook_size=16, group_size=16),
     "kivi": presets.kivi(bits=2, group_size=16, recent_window=16),  # packs blocks of tokens
@@ -109,10 +110,10 @@ def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     packed = set()
     for batch_size in (1, 7):
         lm = VqkvLM(model, fitted, protocol, batch_size=batch_size, tokenizer=tokenizer)
-        torch.testing.assert_close(answers(lm, asked), expected, atol=1e-9, rtol=0)
+        torch.testing.assert_close(answers(lm, asked), expected, **ROUNDED)
         packed.add((lm.tally.packed_bytes, lm.tally.packed_values, lm.tally.values))
     exact = answers(VqkvLM(model, None, protocol, tokenizer=tokenizer, batch_size=4), asked)
-    assert (exact - expected).abs().max() > 1e-5  # the cache was read
+    assert (exact - expected).abs().max() > 1e-4  # the cache was read
     (counts,) = packed  # whatever the batch: padding is not stored
     about, texts = fitted.model, {tuple(context + continuation[:-1]) for _, context, continuation in asked}
     assert counts[2] == 2 * 3 * about["num_kv_heads"] * about["head_dim"] * sum(map(len, texts))
@@ -124,7 +125,7 @@ def test_a_shared_context_is_read_once_and_changes_nothing(model, tokenizer, mon
     shared = answers(lm, asked)
     assert {family.shared for family in lm._families(asked)} == {0, 32, 64}
     monkeypatch.setattr(Reader, "family", lambda self, texts: Family(texts))
-    torch.testing.assert_close(answers(lm, asked), shared, atol=1e-9, rtol=0)
+    torch.testing.assert_close(answers(lm, asked), shared, **ROUNDED)
 
 
 def test_one_text_for_requests_that_differ_in_their_last_token(model, tokenizer):
@@ -164,7 +165,7 @@ def test_a_peer_reads_one_text_at_a_time(model, tokenizer):
     peer, asked = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1), requests()[:9]
     alone = torch.tensor([by_hand(model, peer, "chunked", *pair) for _, *pair in asked], dtype=torch.float64)
     lm = VqkvLM(model, peer, tokenizer=tokenizer, batch_size=4)
-    torch.testing.assert_close(answers(lm, asked), alone, atol=1e-9, rtol=0)
+    torch.testing.assert_close(answers(lm, asked), alone, **ROUNDED)
     mask = torch.tensor([[0] * 12 + [1] * 8, [1] * 20])
     out = lm._model_generate(tokens((2, 20)) * mask, 24, [], attention_mask=mask)
     assert out.shape == (2, 24)

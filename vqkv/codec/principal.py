@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vqkv.codec.part import take
 from vqkv.codec.stage import Side, Stage
@@ -11,6 +12,7 @@ from vqkv.errors import DataError, FormatError
 from vqkv.processes import current
 
 MAX_CHANNELS = 1 << 13
+ROWS = 32  # multiplied at a time at least: fewer are summed in another order, and a token would depend on its company
 LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
 
 
@@ -123,4 +125,6 @@ class Principal(Stage):
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
         if len(matrix) not in (1, x.shape[1]):
             raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {len(matrix)}: fit again")
-        return (x.flatten(2, -2) @ matrix).view(x.shape)
+        rows = x.flatten(2, -2)
+        padded = functional.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
+        return (padded @ matrix)[:, :, : rows.shape[2]].reshape(x.shape)
