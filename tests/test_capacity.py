@@ -145,6 +145,14 @@ def test_the_baseline_is_dynamic_cache(llama):
     assert dynamic_footprint(llama).exact == needed.exact  # an fp32 model's baseline has 16 bits too
 
 
+def test_a_footprint_without_working_memory_has_the_same_bytes_and_no_peak(llama):
+    whole, stored = (footprint(llama, presets.kivi(group_size=16), working=asked) for asked in (True, False))
+    assert stored.cache_bytes(500, 2) == whole.cache_bytes(500, 2) and stored.fixed == whole.fixed
+    assert "working" not in stored.kinds(500) and whole.peak(500) >= sum(stored.kinds(500).values())
+    with pytest.raises(DataError, match="working=True"):
+        stored.peak(500)
+
+
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 9)), min_size=1, max_size=9), st.integers(1, 500))
 def test_the_moment_that_needs_most_is_found(lines, tokens):
     """From two passes of equally many moments, what any third one needs most."""

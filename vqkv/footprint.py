@@ -92,7 +92,9 @@ class Footprint:
 
     def peak(self, seq_len: int, batch_size: int = 1) -> int:
         """The most bytes while the sequences grow to ``seq_len`` tokens: where packing a block frees more than the next
-        tokens take, the longest is not the largest."""
+        tokens take, the longest is not the largest. Raises ``DataError`` where ``working`` was left out."""
+        if self.working is None:
+            raise DataError("a peak without what a forward pass needs is none: ask for footprint(..., working=True)")
         beyond = seq_len - self.sink_tokens - self.recent_window
         before_packing = seq_len - beyond % self.block - 1 if beyond >= self.block else seq_len
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
