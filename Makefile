@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2 --workers 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2 --together --workers 2
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)

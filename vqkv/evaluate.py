@@ -7,7 +7,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vqkv.cache import full_cache
-from vqkv.capture import capture, check_batch_size, check_tokens
+from vqkv.capture import check_batch_size, check_tokens
 from vqkv.checkpoint import Checkpoint
 from vqkv.corpus import fingerprint
 from vqkv.errors import DataError, UnknownNameError
@@ -73,7 +73,7 @@ def evaluate(
         batch, marks = batches[number].to(model.device), marked[number]
         cache = compressor.new_cache(model, in_place=protocol == "in_place")
         sums = _compare(exact, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
-        return sums | (_reconstruction(model, compressor, batches[number]) if reconstruction else {})
+        return sums | (_reconstruction(exact, compressor, batches[number]) if reconstruction else {})
 
     scored = [protocol, pieces, start, reconstruction, None if answers is None else fingerprint(answers)]
     with _steps(checkpoint, model, compressor, tokens, batch_size, scored) as steps:
@@ -160,19 +160,19 @@ def _restored_tokens(model, tokens: torch.Tensor, keys, values) -> int:
     return length
 
 
-def reconstruction_error(model, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
+def reconstruction_error(exact: ExactPass, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
     """Relative MSE of the stored keys and values of ``tokens``, averaged over layers. The model itself reads exact keys
     and values; only predictors read reconstructed ones."""
-    return _reconstruction_summary([_reconstruction(model, compressor, batch) for batch in tokens.split(batch_size)])
+    return _reconstruction_summary([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)])
 
 
-def _reconstruction(model, compressor, batch: Tensor) -> Sums:
+def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
-    keys, values = capture(model, batch, post_rope=not compressor.settings.pre_rope)
+    keys, values = exact.keys_and_values(batch, post_rope=not compressor.settings.pre_rope)
     known, sums = compressor.new_pass(), {"key_mse": [], "value_mse": []}
-    for layer, exact in enumerate(zip(keys, values, strict=True)):
-        stored = compressor.reconstruct(layer, *exact, known)
-        for x, x_hat, found in zip(exact, stored, sums.values(), strict=True):
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        stored = compressor.reconstruct(layer, *pair, known)
+        for x, x_hat, found in zip(pair, stored, sums.values(), strict=True):
             x, x_hat = x[:, :, : x_hat.shape[2]].double(), x_hat.double()
             found.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu())
     return {name: torch.stack(layers) for name, layers in sums.items()}

@@ -1,11 +1,13 @@
 """What the model itself makes of tokens, to which every compressed cache is compared."""
 
 import hashlib
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from vqkv.capture import capture
 from vqkv.codec.checks import check_whole
 from vqkv.errors import DataError
 from vqkv.files import raw_bytes
@@ -16,31 +18,49 @@ PROBED = 32  # tokens
 
 
 class ExactPass:
-    """Logits and attention outputs of ``model`` without any compression, the last ``entries`` batches of tokens
-    remembered, for as long as the model says the same (see ``behaviour``)."""
+    """Logits, attention outputs, keys and values of ``model`` without any compression, each of the last ``entries``
+    batches of tokens remembered, for as long as the model says the same (see ``behaviour``). What is returned is not to
+    be changed."""
 
     def __init__(self, model, entries: int = 2):
         check_whole("entries", entries, 0, 1 << 20)
         self.model, self.entries = model, entries
-        self._held: dict[str, tuple[Tensor, dict[int, list[Tensor]]]] = {}
+        self._held: dict[str, dict[str, tuple]] = {}  # what is remembered -> behaviour -> what was made
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives, not to
-        be changed. Raises ``DataError`` for a model that makes NaN or infinity."""
-        name = behaviour(self.model, tokens) if self.entries else ""
-        if name in self._held:
-            return self._held[name]
-        with attention_outputs(self.model) as attention:
-            logits = self.model(tokens, use_cache=False).logits
-        if not logits.isfinite().all():
-            raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
-        size = logits.nbytes + sum(x.nbytes for layer in attention.values() for x in layer)
+        """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives. Raises
+        ``DataError`` for a model that makes NaN or infinity."""
+
+        def compute() -> tuple[tuple, int]:
+            with attention_outputs(self.model) as attention:
+                logits = self.model(tokens, use_cache=False).logits
+            if not logits.isfinite().all():
+                raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
+            return (logits, attention), logits.nbytes + sum(x.nbytes for layer in attention.values() for x in layer)
+
+        return self._remembered("logits", tokens, compute)
+
+    def keys_and_values(self, tokens: Tensor, post_rope: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """See ``capture``, whose errors it raises."""
+
+        def compute() -> tuple[tuple, int]:
+            roles = capture(self.model, tokens, post_rope=post_rope)
+            return roles, sum(x.nbytes for role in roles for x in role)
+
+        return self._remembered("keys after RoPE" if post_rope else "keys before RoPE", tokens, compute)
+
+    def _remembered(self, what: str, tokens: Tensor, compute: Callable[[], tuple[tuple, int]]) -> tuple:
+        """What ``compute`` returns, with its bytes, or returned for the same tokens before."""
+        held, name = self._held.setdefault(what, {}), behaviour(self.model, tokens) if self.entries else ""
+        if name in held:
+            return held[name]
+        found, size = compute()
         if self.entries and size <= REMEMBERED:
-            while len(self._held) >= self.entries:
-                del self._held[next(iter(self._held))]
-            self._held[name] = logits, attention
-        return logits, attention
+            while len(held) >= self.entries:
+                del held[next(iter(held))]
+            held[name] = found
+        return found
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ or parameter leaves the repository alone and writes notebooks, tables and figure
 ``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
 
 Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that measure
-times run alone, after the others, and pages that read the others' tables last.
+times run alone, after the others, or beside them (``together``), and pages that read the others' tables last.
 """
 
 import ast

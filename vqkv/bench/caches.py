@@ -114,16 +114,18 @@ def contenders(
     codebook_sizes: list[int],
     kmeans_iterations: int = 10,
     seed: int = 0,
+    fit: Callable[[presets.Preset], Compressor] | None = None,
 ) -> dict:
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: transformers' caches, those
-    aside whose packages are missing, and presets fitted to the model on ``tokens`` (num_seqs, seq_len), all at once.
-    Raises ``UnknownNameError`` for another label."""
+    aside whose packages are missing, and presets fitted to the model on ``tokens`` (num_seqs, seq_len), all at once,
+    or by ``fit``. Raises ``UnknownNameError`` for another label."""
+    fit = fit or partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
     wanted, labels = ours(codebook_sizes, kmeans_iterations, seed), set(chosen(systems, codebook_sizes))
     needed = labels | {"quanto 4"} if KEPT in labels else labels
     found = _theirs(labels)
     mine = [(label, preset) for label, preset in wanted.items() if label in needed]
     for label, preset in tqdm(mine, desc="calibrate", leave=False, disable=None):
-        found[label] = calibrate(model, tokens, preset, len(tokens), progress=False)
+        found[label] = fit(preset)
     if KEPT in labels:
         found[KEPT] = KeepingDecoded(found["quanto 4"])
     return {label: system for label, system in found.items() if label in labels}

@@ -79,7 +79,7 @@ def _depth_row(
     row = evaluate(found.model, compressor, found.test, **settings, exact=found.exact)
     hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings, exact=found.exact)
     row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
-    row |= reconstruction_error(found.model, compressor, found.test[:1])
+    row |= reconstruction_error(found.exact, compressor, found.test[:1])
     label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}
     return [label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}], found.sources
 

@@ -5,9 +5,8 @@ import statistics
 import torch
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.capture import capture
-from vqkv.experiments.common import frame, subject
+from vqkv.experiments.common import calibrated, frame, subject
 from vqkv.metrics import code_perplexity
 from vqkv.sweep import sweep
 
@@ -32,11 +31,9 @@ def code_entropy(
 
 
 def _rows(model: str, codec: str, who: dict, quantizer: dict):
-    found, preset, rows = subject(**who, name=model), _codecs(**quantizer)[codec], []
-    fitted = [
-        calibrate(found.model, found.train, presets.entropy_coded(preset, context=context), progress=False)
-        for context in ("stage", "position")
-    ]
+    who = who | {"name": model}
+    found, preset, rows = subject(**who), _codecs(**quantizer)[codec], []
+    fitted = [calibrated(presets.entropy_coded(preset, context=context), who) for context in ("stage", "position")]
     roles = capture(found.model, found.test, post_rope=not preset.pre_rope)
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted]

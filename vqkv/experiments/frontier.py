@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 
 from vqkv import presets
-from vqkv.capture import capture
 from vqkv.codec.checks import check_whole
 from vqkv.coder import side_by_side
 from vqkv.compressor import Compressor
@@ -205,7 +204,7 @@ def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_token
 def _explained(found: Subject, compressor) -> float:
     """EVR of what is stored, mean over layers, keys and values, on one sequence."""
     known, ratios, settings = compressor.new_pass(), [], compressor.settings
-    for layer, pair in enumerate(zip(*capture(found.model, found.test[:1], post_rope=not settings.pre_rope))):
+    for layer, pair in enumerate(zip(*found.exact.keys_and_values(found.test[:1], post_rope=not settings.pre_rope))):
         for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair, known)):
             x = x[:, :, : x_hat.shape[2]]
             ratios.append(explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat)))

@@ -1,6 +1,7 @@
 """Notebook 08: what a compressed cache costs and saves while generating."""
 
 import math
+from functools import partial
 
 import pandas as pd
 import torch
@@ -10,7 +11,7 @@ from vqkv.bench.generation import latency
 from vqkv.bench.peak import peak_memory
 from vqkv.errors import DataError
 from vqkv.exact import ExactPass
-from vqkv.experiments.common import frame, loaded, subject
+from vqkv.experiments.common import Subject, calibrated, frame, loaded, subject
 from vqkv.metrics import token_kl, token_nll
 from vqkv.models import rotary_embedding
 from vqkv.sweep import sweep
@@ -19,8 +20,8 @@ BLOCK = 128  # tokens: every system packs in blocks that divide it
 
 
 def generation_latency(**settings) -> pd.DataFrame:
-    """See ``vqkv.bench.generation.latency``: times, which no two runs have alike, and no case of a sweep: one system
-    after another on one machine that does nothing else."""
+    """See ``vqkv.bench.generation.latency``: times, which no two runs have alike, and no case of a sweep: all
+    systems take turns in one process."""
     return frame(latency(**settings), {})
 
 
@@ -59,7 +60,7 @@ def memory_growth(
 def _memory_rows(label: str, who: dict, fit: dict, generated: list[int], batches: list[int]):
     """None for transformers' cache with a package that is missing."""
     found, rows = subject(**who), []
-    for system in contenders(found.model, found.train, [label], **fit).values():
+    for system in _contenders(found, label, who, fit):
         for batch in batches:
             growth = _growth(found.model, system, found.test[:batch].to(found.model.device), generated)
             rows += [{"model": who["name"], "system": label, "batch": batch} | row for row in growth]
@@ -128,21 +129,28 @@ def loss_by_position(
 
 def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, bucket: int):
     """None for transformers' cache with a package that is missing."""
-    found, rows = _long_texts(who | {"name": model}), []
-    for system in contenders(found.model, found.train, [label], **fit).values():
+    who = _no_longer(who | {"name": model})
+    found, rows = subject(**who), []
+    for system in _contenders(found, label, who, fit):
         losses = torch.cat([*_losses(found.exact, system, found.test.to(found.model.device), **feed)], 1)
         about = {"model": model, "trained": found.model.config.max_position_embeddings, "system": label}
         rows += [about | row for row in _by_bucket(losses, bucket)]
     return rows, found.sources
 
 
-def _long_texts(who: dict):
-    """Held-out sequences no longer than a model with learned positions has."""
+def _no_longer(who: dict) -> dict:
+    """``who`` with held-out sequences no longer than a model with learned positions has."""
     model, *_ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
     num_seqs, length = who["test"]
     if rotary_embedding(model) is None:
         length = min(length, model.config.max_position_embeddings)
-    return subject(**who | {"test": [num_seqs, length]})
+    return who | {"test": [num_seqs, length]}
+
+
+def _contenders(found: Subject, label: str, who: dict, fit: dict):
+    """The system of this label, fitted; nothing for transformers' cache with a package that is missing."""
+    fitted = partial(calibrated, who=who, batch_size=len(found.train))
+    return contenders(found.model, found.train, [label], **fit, fit=fitted).values()
 
 
 @torch.inference_mode()

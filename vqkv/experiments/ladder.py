@@ -12,7 +12,7 @@ from vqkv.capture import capture
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate, evaluate_restored
 from vqkv.evict import H2O, attention_scores, compare_scores, heavy_hitters, random_tokens
-from vqkv.experiments.common import Subject, frame, subject
+from vqkv.experiments.common import Subject, calibrated, frame, subject
 from vqkv.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.sweep import per_process, sweep
 
@@ -54,7 +54,7 @@ def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int
         row = _evicted(found, live, stream["interval"], **kept)
     else:
         lossy = _lossy(stream["interval"], codebook_size, who["seed"])
-        stored = EXACT.get(tier) or (_fitted(found, lossy[tier]).codecs, "int4")
+        stored = EXACT.get(tier) or (calibrated(lossy[tier], who).codecs, "int4")
         row, state = _stream(live, *stored, stream["interval"])
         row |= evaluate_restored(found.model, found.test, *state)
     return [{"model": model, "tier": tier} | row], found.sources
@@ -64,10 +64,6 @@ def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int
 def _live(who: dict, steps: int):
     found = subject(**who)
     return capture(found.model, found.test[:, :steps], batch_size=len(found.test), post_rope=True)
-
-
-def _fitted(found: Subject, preset: presets.Preset) -> Compressor:
-    return calibrate(found.model, found.train, preset, progress=False)
 
 
 def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Preset]:
@@ -174,7 +170,7 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
 
 @per_process(maxsize=1)
 def _evicted_codec(codec: str, who: dict, quantizer: dict) -> Compressor:
-    return _fitted(subject(**who), _codecs(seed=who["seed"], **quantizer)[codec])
+    return calibrated(_codecs(seed=who["seed"], **quantizer)[codec], who)
 
 
 def _codecs(num_quantizers: int, codebook_size: int, sink_tokens: int, seed: int) -> dict[str, presets.Preset]:

@@ -62,7 +62,7 @@ def _ablation_row(
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
     compressor = calibrated(preset, who, batch_size)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    row |= reconstruction_error(found.model, compressor, found.test[:2])
+    row |= reconstruction_error(found.exact, compressor, found.test[:2])
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
     row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}

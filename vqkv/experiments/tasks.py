@@ -9,7 +9,7 @@ from vqkv import presets
 from vqkv.calibrate import calibrate
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import Subject, frame, paired, subject
+from vqkv.experiments.common import Subject, calibrated, frame, paired, subject
 from vqkv.experiments.depth import shallower
 from vqkv.finetune import finetune
 from vqkv.models import describe
@@ -35,9 +35,9 @@ PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5",
 
 def leaderboard(
     models: list[str], corpus: str, tasks: list[str], limit: int | None, protocol: str, codebook_sizes: list[int],
-    depths: list[int], codebook_size: int, group_size: int, train_seqs: int, seq_len: int, num_seqs: int,
-    tuned_depths: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int, learning_rate: float,
-    batch_size: int, seed: int, dtype: str, device: str,
+    depths: list[int], codebook_size: int, group_size: int, kmeans_iterations: int, train_seqs: int, seq_len: int,
+    num_seqs: int, tuned_depths: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int,
+    learning_rate: float, batch_size: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """One row per table of the paper, system and task, and one for the perplexity of ``num_seqs`` held-out sequences.
 
@@ -55,6 +55,7 @@ def leaderboard(
         "tuning": {"steps": tuning_steps, "size": [tuning_seqs, tuning_len], "lr": learning_rate},
     }
     depth, largest = max(depths), {"codebook_size": codebook_size, "group_size": group_size}
+    largest |= {"kmeans_iterations": kmeans_iterations}
     cases = [(1, models[0], label, largest | {"num_quantizers": depth}) for label in TABLE_1]
     cases += [
         (4, models[0], label, largest | {"num_quantizers": count})
@@ -75,7 +76,8 @@ def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: 
     who = who | {"name": model}
     found, (read, compressor) = subject(**who), _system(label, quantizer, depth, who, tuning)
     protocol, batch_size = scoring["protocol"], scoring["batch_size"]
-    score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False)
+    exact = found.exact if read is found.model else None
+    score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False, exact=exact)
     text = {"task": TEXT, "metric": "perplexity", "value": score["ppl"], "n": len(found.test), "num_fewshot": 0}
     tasks = [] if table == 4 else run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
     about = {"table": table, "model": model, "label": label, "side_bytes": score["side_bytes"]}
@@ -121,7 +123,7 @@ def _quantised(key_grouping: str | None, values: bool, quantizer: dict, depth: i
 def _fitted(who: dict, quantizer: dict, key_grouping: str) -> Compressor:
     found = subject(**who)
     preset = presets.vqllm(**quantizer, key_grouping=key_grouping, seed=who["seed"])
-    return calibrate(found.model, found.train, preset, batch_size=_batch_size(found, quantizer), progress=False)
+    return calibrated(preset, who, _batch_size(found, quantizer))
 
 
 def _batch_size(found: Subject, quantizer: dict) -> int:

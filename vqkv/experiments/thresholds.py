@@ -3,11 +3,10 @@
 import statistics
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.capture import capture
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate
-from vqkv.experiments.common import frame, subject
+from vqkv.experiments.common import Subject, calibrated, frame, subject
 from vqkv.sweep import per_process, sweep
 
 
@@ -47,7 +46,7 @@ def _rows(model: str, method: str, threshold: float | None, who: dict, shared: d
             codec.quantizer.threshold = threshold
         label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
     label["median_error"] = _median_error(compressor, keys, values)
-    return _per_sequence(found.model, compressor, found.test, prompt_len, label), found.sources
+    return _per_sequence(found, compressor, prompt_len, label), found.sources
 
 
 @per_process(maxsize=1)
@@ -58,8 +57,7 @@ def _prompts(who: dict, prompt_len: int):
 
 @per_process(maxsize=1)
 def _fitted(method: str, who: dict, shared: dict) -> Compressor:
-    found, preset = subject(**who), (_with_fallback(shared) | _without_fallback(shared))[method]
-    return calibrate(found.model, found.train, preset, progress=False)
+    return calibrated((_with_fallback(shared) | _without_fallback(shared))[method], who)
 
 
 def _with_fallback(shared: dict) -> dict:
@@ -75,15 +73,16 @@ def _without_fallback(shared: dict) -> dict:
     }
 
 
-def _per_sequence(model, compressor, tokens, prompt_len: int, label: dict) -> list[dict]:
+def _per_sequence(found: Subject, compressor, prompt_len: int, label: dict) -> list[dict]:
     """One row a sequence: KL and top-1 agreement of the tokens after the prompt."""
+    tokens = found.test
     settings = {"prompt_len": prompt_len, "batch_size": len(tokens), "reconstruction": False, "per_sequence": True}
     settings["step_size"] = tokens.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
-    found = evaluate(model, compressor, tokens, "snapshot", **settings)
-    shared = label | {"bits_per_value": found["bits_per_value"], "ratio": 16 / found["bits_per_value"]}
+    row = evaluate(found.model, compressor, tokens, "snapshot", exact=found.exact, **settings)
+    shared = label | {"bits_per_value": row["bits_per_value"], "ratio": 16 / row["bits_per_value"]}
     return [
         shared | {"sequence": i, "kl": kl, "top1": top1}
-        for i, (kl, top1) in enumerate(zip(found["kl_each"], found["top1_each"], strict=True))
+        for i, (kl, top1) in enumerate(zip(row["kl_each"], row["top1_each"], strict=True))
     ]
 
 

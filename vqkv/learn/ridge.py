@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vqkv.errors import DataError
 from vqkv.processes import current
+
+BLOCK = 256  # features whose products are summed at a time
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Ridge:
     def accumulate(self, x: Tensor, y: Tensor) -> None:
         """Add samples x (n, in_features), y (n, out_features)."""
         x = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
-        xx, xy = x.T @ x, x.T @ y.double()
+        xx, xy = _gram(x), x.T @ y.double()
         self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
 
     def share(self) -> None:
@@ -80,6 +83,14 @@ class Ridge:
             raise DataError(f"X'X is singular at strength {self.strength:g}: give a larger one, or more samples")
         weights = torch.cholesky_solve(moments.xy, factor)
         return torch.cat([weights, (moments.mean_y - moments.mean_x @ weights)[None]])
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x'x of x (n, features), of whose two halves only one is computed."""
+    parts = x.split(BLOCK, dim=1)
+    rows = [torch.cat([part.T @ other for other in parts[i:]], dim=1) for i, part in enumerate(parts)]
+    upper = torch.cat([F.pad(row, (x.shape[1] - row.shape[1], 0)) for row in rows]).triu()
+    return upper + upper.triu(1).T
 
 
 def predict(weights: Tensor, x: Tensor) -> Tensor:
