@@ -80,6 +80,23 @@ def test_what_was_remembered_is_of_these_tokens_and_of_the_model_as_it_is(tokens
         ExactPass(model, entries=-1)
 
 
+@pytest.mark.parametrize("post_rope", [False, True])
+def test_keys_and_values_are_captured_once(mini, tokens, post_rope, monkeypatch):
+    calls = []
+    monkeypatch.setattr("vqkv.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw))
+    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], entries=0)
+    expected = vqkv.capture(mini[0], tokens, post_rope=post_rope)
+    for _ in range(2):
+        for role, wanted in zip(exact.keys_and_values(tokens, post_rope), expected, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(role, wanted, strict=True))
+    assert len(calls) == 1
+    other = exact.keys_and_values(tokens, not post_rope)[0]
+    assert len(calls) == 2 and not torch.equal(other[0], expected[0][0])
+    for _ in range(2):
+        forgetful.keys_and_values(tokens, post_rope)
+    assert len(calls) == 4
+
+
 def test_another_model_is_not_what_was_remembered(mini, tokens, one_bit):
     with pytest.raises(DataError, match="no ExactPass of this model"):
         evaluate(mini[0], one_bit, tokens, exact=ExactPass(vqkv.load_model("vqkv/llama-mini")[0]))

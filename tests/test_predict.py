@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from predictor_zoo import SMALL, correlated, gaussian, known_map, small, stream
 
@@ -69,6 +69,19 @@ def test_sums_do_not_depend_on_how_samples_are_cut(rows, size, inputs, seed):
         torch.testing.assert_close(ridge.solve(), whole.solve(), rtol=1e-8, atol=1e-9)
     one, many = Linear().fit(lambda: iter([(x, y)])), Linear().fit(stream(x, y, size))
     torch.testing.assert_close(one(x), many(x), rtol=1e-2, atol=1e-3)  # a last bit of fp16 may differ
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 40), st.integers(0, 600), st.integers(0, 1000))
+@example(7, 255, 0)  # with the bias a whole block, one more than a block, two
+@example(7, 256, 0)
+@example(7, 511, 0)
+def test_half_of_the_sums_makes_the_whole(rows, inputs, seed):
+    x, ridge = gaussian(rows, inputs, seed=seed), Ridge()
+    ridge.accumulate(x, gaussian(rows, 2, seed=seed + 1))
+    whole = torch.cat([x.double(), torch.ones(rows, 1, dtype=torch.float64)], dim=1)
+    torch.testing.assert_close(ridge.xx, whole.T @ whole, rtol=1e-12, atol=1e-12)
+    assert torch.equal(ridge.xx, ridge.xx.T)
 
 
 @pytest.mark.parametrize("kind", KINDS)
