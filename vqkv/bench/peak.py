@@ -1,17 +1,19 @@
 """How much memory generation takes at its peak: ``python -m vqkv.bench peak [--out FILE.csv]``.
 
 Every system generates in a process of its own, which has loaded the model (random weights) and the codebooks before
-the measuring starts. On a CPU: resident memory, which also counts what the allocator keeps; on a GPU: allocated memory.
+the measuring starts. On a CPU: resident memory, and glibc is told to keep nothing that was freed; on a GPU: allocated
+memory.
 """
 
 import argparse
 import ctypes
 import multiprocessing
+import os
 import resource
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from vqkv.errors import DataError
 
 SHOWN = ("system", "stored_mb", "prefill_mb", "decode_mb", "beyond_stored_mb")
 SIZES = [1, 8192, 8]
+FIRST_CHUNKS = 4  # before measuring: torch sets up and compiles what packs and reads, once a process
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # Linux: writing 5 forgets the peak so far
 
 
@@ -70,9 +73,24 @@ def _each_in_a_process(requests: dict[str, dict]) -> dict[str, dict]:
     """Every process is forked from one that has imported this module and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+    with _freed_at_once(), ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         bar = tqdm(requests.items(), desc="peak", leave=False, disable=None)
         return {label: pool.submit(generate_once, request).result() for label, request in bar}
+
+
+@contextmanager
+def _freed_at_once():
+    """glibc gives large blocks that processes started inside free back to the system at once: else it keeps some, by
+    chance up to twice what is in use."""
+    before = dict(os.environ)
+    for name in [name for name in before if name.startswith("MALLOC_")]:
+        del os.environ[name]
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**17)  # where it begins; told so, glibc does not raise it
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def generate_once(request: dict) -> dict[str, float]:
@@ -80,14 +98,12 @@ def generate_once(request: dict) -> dict[str, float]:
     batch, context, generated = request["sizes"]
     with num_threads(request["threads"]):
         model = random_llama(*request["random"])
-        generation = Generation(model, _system(request, model.device))
-        generation.prefill(random_tokens(model, 1, 16))  # what torch sets up at its first use
-        generation.step()
+        generation, chunks = Generation(model, _system(request, model.device)), request["chunk_size"]
         tokens = random_tokens(model, batch, context)
+        _prefill(generation, tokens[:1], chunks, FIRST_CHUNKS)
+        generation.step()
         before = _start_measuring(model.device)
-        for start in range(0, context, request["chunk_size"]):
-            feed = generation.feed if start else generation.prefill
-            feed(tokens[:, start : start + request["chunk_size"]])
+        _prefill(generation, tokens, chunks)
         prefill = _peak(model.device) - before
         _start_measuring(model.device)
         for _ in range(generated):
@@ -95,6 +111,12 @@ def generate_once(request: dict) -> dict[str, float]:
         decode, stored = _peak(model.device) - before, generation.stored_bytes
     found = {"stored": stored, "prefill": prefill, "decode": decode, "beyond_stored": decode - stored}
     return {f"{name}_mb": size / 1e6 for name, size in found.items()}
+
+
+def _prefill(generation: Generation, tokens: torch.Tensor, chunk_size: int, most: int | None = None) -> None:
+    """Start anew with the first ``most`` chunks of a prompt, or all."""
+    for number, chunk in enumerate(tokens.split(chunk_size, dim=1)[:most]):
+        (generation.feed if number else generation.prefill)(chunk)
 
 
 def _system(request: dict, device):
