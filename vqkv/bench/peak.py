@@ -98,12 +98,10 @@ def generate_once(request: dict) -> dict[str, float]:
     batch, context, generated = request["sizes"]
     with num_threads(request["threads"]):
         model = random_llama(*request["random"])
-        generation, chunks = Generation(model, _system(request, model.device)), request["chunk_size"]
-        tokens = random_tokens(model, batch, context)
-        _prefill(generation, tokens[:1], chunks, FIRST_CHUNKS)
-        generation.step()
+        system, tokens = _system(request, model.device), random_tokens(model, batch, context)
+        _prefilled(model, system, tokens[:1], request["chunk_size"], FIRST_CHUNKS).step()
         before = _start_measuring(model.device)
-        _prefill(generation, tokens, chunks)
+        generation = _prefilled(model, system, tokens, request["chunk_size"])
         prefill = _peak(model.device) - before
         _start_measuring(model.device)
         for _ in range(generated):
@@ -113,10 +111,12 @@ def generate_once(request: dict) -> dict[str, float]:
     return {f"{name}_mb": size / 1e6 for name, size in found.items()}
 
 
-def _prefill(generation: Generation, tokens: torch.Tensor, chunk_size: int, most: int | None = None) -> None:
-    """Start anew with the first ``most`` chunks of a prompt, or all."""
+def _prefilled(model, system, tokens: torch.Tensor, chunk_size: int, most: int | None = None) -> Generation:
+    """With the first ``most`` chunks of a prompt, or all."""
+    generation = Generation(model, system)
     for number, chunk in enumerate(tokens.split(chunk_size, dim=1)[:most]):
         (generation.feed if number else generation.prefill)(chunk)
+    return generation
 
 
 def _system(request: dict, device):
