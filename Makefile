@@ -8,25 +8,23 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Some containers set this; then every one of the many processes below compiles torch's modules anew, for 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# Two processes of two threads on two cores stall each other. And glibc gives large tensors back to the system and fetches
-# the next ones anew, page by page, which takes two thirds of a softmax's time: told so, it keeps the memory.
-QUICK := OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
 
 .PHONY: study smoke test lab bench report
 .DELETE_ON_ERROR:
 
+# Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
-	$(QUICK) $(BIN)/python -m vqkv.study --recompute --jobs 2 --together --workers 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2 --together --workers 2
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && $(QUICK) $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --together --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --together --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-	$(QUICK) $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
 	$(MAKE) --no-print-directory smoke
 	@echo "make test: lint, library tests, committed notebooks and the smoke study passed"
 

@@ -22,6 +22,7 @@ from functools import wraps
 import torch
 from tqdm import tqdm
 
+from vqkv.allocator import give_back, keep_freed_memory
 from vqkv.cases import CODE, PACKAGE, Case, Kept
 from vqkv.cluster import local_cluster, run
 from vqkv.errors import DataError
@@ -89,9 +90,10 @@ def per_process(maxsize: int) -> Callable:
 
 
 def forget() -> None:
-    """Drop what ``per_process`` keeps in this process."""
+    """Drop what ``per_process`` keeps in this process, and its memory."""
     for held in _held:
         held.clear()
+    give_back()
 
 
 def cluster():
@@ -116,6 +118,7 @@ def _compute(cases: list[Case], numbers: list[int], address: str | None, kept: K
 
 
 def _here(cases: list[Case], numbers: list[int]) -> Iterator[tuple[int, dict]]:
+    keep_freed_memory()
     try:
         for number in numbers:
             try:
@@ -139,6 +142,7 @@ def _on_worker(case: Case, code: str, threads: int) -> dict:
     """What a worker does: one case at a time, also where a worker has several threads, which would share models."""
     if code != CODE:
         raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
+    keep_freed_memory()
     with _one_at_a_time:
         torch.set_num_threads(threads)
         return case.result()  # Dask sends back what this raises, and its name and words where that is all it can send

@@ -6,7 +6,6 @@ memory.
 """
 
 import argparse
-import ctypes
 import multiprocessing
 import os
 import resource
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from vqkv.allocator import give_back
 from vqkv.bench.caches import THEIRS, KeepingDecoded, prepared, random_llama, random_tokens
 from vqkv.bench.generation import PACKAGES, Generation, add_shared, report
 from vqkv.bench.record import device_name, versions
@@ -131,8 +131,8 @@ def _start_measuring(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # glibc's, and Linux's
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
+    with suppress(OSError):
         CLEAR_PEAK.write_text("5")
     return _peak(device)
 
