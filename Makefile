@@ -23,7 +23,7 @@ smoke: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
 	$(MAKE) --no-print-directory smoke
 	@echo "make test: lint, library tests, committed notebooks and the smoke study passed"
