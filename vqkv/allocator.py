@@ -8,7 +8,7 @@ MOST = 2**31 - 1  # bytes that stay: what an int holds
 
 
 def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees, until ``give_back``.
+    """From now on this process keeps what it frees; ``give_back`` returns what is free at that moment.
 
     Told nothing, glibc returns large tensors to the system at once, and gets the next ones page by page, which takes
     longer than many an operation on them (a softmax of 9M values: 22 ms, of which 15). Elsewhere nothing happens.
