@@ -1,11 +1,12 @@
 """The keys and values of a forward pass, per layer, before RoPE (or after)."""
 
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from transformers import DynamicCache
 
+from vqkv.codec.checks import check_whole
 from vqkv.errors import DataError
 from vqkv.models import KVSource, kv_sources, position_rotary, rotary_embedding
 from vqkv.rope import rotate
@@ -31,19 +32,26 @@ def recording(model):
 
 
 @torch.inference_mode()
-def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
+def capture(
+    model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False, layers: int | None = None
+):
     """Keys and values of ``tokens`` (num_seqs, seq_len): two lists over layers of (num_seqs, num_kv_heads, seq_len,
     head_dim), in the model's dtype; the sequences are independent. ``batch_size``: how many go through the model at a
     time, by default as many as make ``PASS_TOKENS`` tokens.
 
-    ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. Raises ``DataError`` for an empty
-    input or if the model made NaN or infinity.
+    ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. ``layers``: of the first so many
+    layers; what comes after them is not computed. Raises ``DataError`` for an empty input, if the model made NaN or
+    infinity, or does not have so many layers.
     """
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)
+    if layers is not None:
+        check_whole("layers", layers, 1, len(kv_sources(model)))
     one_pass = _post_rope_pass if post_rope else _pre_rope_pass
-    passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
+    with _ending_after(model, layers):
+        passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
+    passes = [[role[:layers] for role in roles] for roles in passes]
     keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
     for index, layer in enumerate(zip(keys, values, strict=True)):
         if not all(x.isfinite().all() for x in layer):
@@ -91,14 +99,36 @@ def check_rope(model, tokens: torch.Tensor) -> None:
             )
 
 
+class _Enough(Exception):
+    """Ends a forward pass."""
+
+
+@contextmanager
+def _ending_after(model, layers: int | None):
+    """Within the context, forward passes end, by ``_Enough``, after the attention of the last of so many layers."""
+
+    def end(module, args, output):
+        raise _Enough
+
+    handles = [] if layers is None else [kv_sources(model)[layers - 1].attention.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _pre_rope_pass(model, tokens):
-    with recording(model) as record:
+    with recording(model) as record, suppress(_Enough):
         model(tokens, use_cache=False, **_few_logits(model))
-    return [record[i][0][0] for i in sorted(record)], [record[i][1][0] for i in sorted(record)]
+    made = [record[i] for i in sorted(record) if record[i][0]]
+    return [keys for (keys,), _ in made], [values for _, (values,) in made]
 
 
 def _post_rope_pass(model, tokens):
-    cache = model(tokens, past_key_values=DynamicCache(), use_cache=True, **_few_logits(model)).past_key_values
+    cache = DynamicCache()
+    with suppress(_Enough):
+        model(tokens, past_key_values=cache, use_cache=True, **_few_logits(model))
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
 
