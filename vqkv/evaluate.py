@@ -130,17 +130,18 @@ def _all_batches(measure, count: int, steps: Checkpoint | None) -> list[Sums]:
 
 
 @torch.inference_mode()
-def evaluate_restored(model, tokens: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> dict:
+def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], values: list[Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
     KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. Raises ``DataError`` for a
     cache that is not this model's, of other sequences, or not finite.
     """
+    model = exact.model
     check_tokens(model, tokens)
     tokens, start = tokens.to(model.device), _restored_tokens(model, tokens, keys, values)
-    exact = model(tokens, use_cache=False).logits[:, start:-1]
+    expected = exact(tokens)[0][:, start:-1]
     logits = model(tokens[:, start:], past_key_values=full_cache(model, keys, values), use_cache=True).logits[:, :-1]
-    kl, top1 = token_kl(exact, logits).mean(1), top1_agreement(exact, logits).mean(1)
+    kl, top1 = token_kl(expected, logits).mean(1), top1_agreement(expected, logits).mean(1)
     spread = {"kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
     return {"kl_mean": kl.mean().item(), **spread, "top1": top1.mean().item()}
 

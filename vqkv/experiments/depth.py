@@ -5,13 +5,12 @@ import itertools
 import torch
 
 from vqkv import presets
-from vqkv.calibrate import calibrate
 from vqkv.codec.base import Codec, codec_from_config
 from vqkv.codec.pipeline import Chain
 from vqkv.codec.residual import ResidualVQ
 from vqkv.compressor import Compressor
 from vqkv.evaluate import evaluate, reconstruction_error
-from vqkv.experiments.common import frame, subject
+from vqkv.experiments.common import calibrated, frame, subject
 from vqkv.metrics import relative_mse
 from vqkv.recall import RecallTask
 from vqkv.sweep import per_process, sweep
@@ -86,10 +85,8 @@ def _depth_row(
 
 @per_process(maxsize=1)
 def _deepest(codebook_size: int, deepest: int, group_size: int, kmeans_iterations: int, who: dict) -> Compressor:
-    found = subject(**who)
     learning = {"seed": who["seed"], "kmeans_iterations": kmeans_iterations}
-    preset = presets.vqllm(deepest, codebook_size, group_size, **learning)
-    return calibrate(found.model, found.train, preset, batch_size=who["train"][0], progress=False)
+    return calibrated(presets.vqllm(deepest, codebook_size, group_size, **learning), who, who["train"][0])
 
 
 def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:

@@ -56,7 +56,7 @@ def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int
         lossy = _lossy(stream["interval"], codebook_size, who["seed"])
         stored = EXACT.get(tier) or (calibrated(lossy[tier], who).codecs, "int4")
         row, state = _stream(live, *stored, stream["interval"])
-        row |= evaluate_restored(found.model, found.test, *state)
+        row |= evaluate_restored(found.exact, found.test, *state)
     return [{"model": model, "tier": tier} | row], found.sources
 
 
