@@ -49,9 +49,7 @@ def capture(
     if layers is not None:
         check_whole("layers", layers, 1, len(kv_sources(model)))
     one_pass = _post_rope_pass if post_rope else _pre_rope_pass
-    with _ending_after(model, layers):
-        passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
-    passes = [[role[:layers] for role in roles] for roles in passes]
+    passes = [one_pass(model, batch.to(model.device), layers) for batch in tokens.split(batch_size)]
     keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
     for index, layer in enumerate(zip(keys, values, strict=True)):
         if not all(x.isfinite().all() for x in layer):
@@ -105,29 +103,30 @@ class _Enough(Exception):
 
 @contextmanager
 def _ending_after(model, layers: int | None):
-    """Within the context, forward passes end, by ``_Enough``, after the attention of the last of so many layers."""
+    """A forward pass within the context ends it after the attention of the last of so many layers (None: of none)."""
 
     def end(module, args, output):
         raise _Enough
 
     handles = [] if layers is None else [kv_sources(model)[layers - 1].attention.register_forward_hook(end)]
     try:
-        yield
+        with suppress(_Enough):
+            yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _pre_rope_pass(model, tokens):
-    with recording(model) as record, suppress(_Enough):
+def _pre_rope_pass(model, tokens, layers: int | None):
+    with recording(model) as record, _ending_after(model, layers):
         model(tokens, use_cache=False, **_few_logits(model))
-    made = [record[i] for i in sorted(record) if record[i][0]]
-    return [keys for (keys,), _ in made], [values for _, (values,) in made]
+    made = [record[i] for i in sorted(record)[:layers]]
+    return [keys[0] for keys, _ in made], [values[0] for _, values in made]
 
 
-def _post_rope_pass(model, tokens):
+def _post_rope_pass(model, tokens, layers: int | None):
     cache = DynamicCache()
-    with suppress(_Enough):
+    with _ending_after(model, layers):
         model(tokens, past_key_values=cache, use_cache=True, **_few_logits(model))
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 

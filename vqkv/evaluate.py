@@ -133,8 +133,8 @@ def _all_batches(measure, count: int, steps: Checkpoint | None) -> list[Sums]:
 def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], values: list[Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
-    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. Raises ``DataError`` for a
-    cache that is not this model's, of other sequences, or not finite.
+    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. ``exact``: see ``evaluate``.
+    Raises ``DataError`` for a cache that is not its model's, of other sequences, or not finite.
     """
     model = exact.model
     check_tokens(model, tokens)
