@@ -32,10 +32,10 @@ lab: $(READY)
 	$(BIN)/jupyter lab notebooks
 
 bench: $(READY)
-	$(BIN)/python -m vqkv.bench --out runs/bench.csv
+	$(BIN)/python -m vqkv.study.bench --out runs/bench.csv
 
 report: $(READY)
-	$(BIN)/python -m vqkv.report --out report
+	$(BIN)/python -m vqkv.study.report --out report
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
 $(READY): pyproject.toml constraints.txt

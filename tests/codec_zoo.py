@@ -7,8 +7,13 @@ import sys
 import torch
 
 from vqkv import presets
-from vqkv.codec import (
+from vqkv.codecs import (
+    PCA,
+    AffineQuantizer,
     Chain,
+    ChannelScale,
+    Entropy,
+    EntropyCodedScalar,
     Fallback,
     Fp16,
     Grouping,
@@ -16,11 +21,10 @@ from vqkv.codec import (
     HeadScale,
     MeanRemoval,
     MergeHeads,
-    MinMax,
+    NonUniform,
     Payload,
-    Principal,
+    ProductVQ,
     ResidualVQ,
-    Steps,
     TokenBlock,
     Uniform,
     VectorScale,
@@ -58,20 +62,25 @@ SMALL = {
 
 
 EXTRA = {
-    "transform coder": Chain([MeanRemoval(), MergeHeads(), Principal(), TokenBlock(4)], Steps(2.0)),
-    "transform coder per head": Chain([Principal(), TokenBlock(3)], Steps(1.0)),
-    "steps token by token": Chain([], Steps(3.0)),
+    "transform coder": Chain([MeanRemoval(), MergeHeads(), PCA(), TokenBlock(4)], EntropyCodedScalar(2.0)),
+    "transform coder per head": Chain([PCA(), TokenBlock(3)], EntropyCodedScalar(1.0)),
+    "steps token by token": Chain([], EntropyCodedScalar(3.0)),
     "symmetric": Chain([Grouping(group_size=8), VectorScale("absmax")], Uniform(3, signed=True)),
     "symmetric per channel": Chain(
         [TokenBlock(5, channels_first=True), VectorScale("absmax")], Uniform(8, signed=True)
     ),
-    "affine per channel in groups": Chain([TokenBlock(6, True), Grouping(group_size=3), MinMax()], Uniform(2)),
-    "fallback of affine": Chain([HeadScale()], Fallback(Chain([MinMax()], Uniform(2)), 0.1, 4)),
+    "affine per channel in groups": Chain([TokenBlock(6, True), Grouping(group_size=3)], AffineQuantizer(2)),
+    "fallback of affine": Chain([HeadScale()], Fallback(Chain([], AffineQuantizer(2)), 0.1, 4)),
     "fallback of residual VQ": Chain([TokenBlock(2), HeadScale()], Fallback(Chain([], ResidualVQ(2, 20, 8)), 0.1, 8)),
 }
 
 EXTRA |= {kind: chain(kind=kind) for kind in ("contiguous", "strided", "random")}
 EXTRA |= {
+    "revived": chain(revive=True, decay=0.5, codebook_size=60, init="random"),
+    "learning beam": chain(learning_beam=3, beam=3),
+    "levels": Chain([MeanRemoval(), ChannelScale()], NonUniform(3, decay=0.7)),
+    "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
+    "uniform prior": Chain([TokenBlock(4)], Entropy(NonUniform(2), "adaptive", prior="uniform")),
     "fp16": Fp16(),
     "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
     "two scales": Chain([VectorScale("rms"), VectorScale("absmax"), Grouping(group_size=8)], ResidualVQ(2, 20, 8)),
@@ -79,12 +88,16 @@ EXTRA |= {
 KINDS = [*(f"{name} {role}" for name in SMALL for role in ("key", "value")), *EXTRA]
 
 
+def unfitted_codecs():
+    """One of every kind."""
+    made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
+    return made | copy.deepcopy(EXTRA)  # other tests are to find them as they are
+
+
 def fitted_codecs():
     """One of every kind, fitted for 3 heads of 16 channels."""
     x = gaussian(2, HEADS, 210, HEAD_DIM)
-    made = {f"{name} {role}": getattr(p, f"{role}_codec")() for name, p in SMALL.items() for role in ("key", "value")}
-    fresh = made | copy.deepcopy(EXTRA)  # other tests are to find them as they are
-    return {name: codec if codec.ready else codec.fit(x) for name, codec in fresh.items()}
+    return {name: codec if codec.ready else codec.fit(x) for name, codec in unfitted_codecs().items()}
 
 
 def check_streams(codec, x, cut, expected):

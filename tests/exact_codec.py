@@ -1,9 +1,9 @@
 """A compressor that loses nothing, so that what a cache does beside packing can be compared to the last digits."""
 
-from vqkv.codec import Codec, Payload
-from vqkv.compressor import Compressor
-from vqkv.models import describe
-from vqkv.settings import CacheSettings
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs import Codec, Payload
+from vqkv.models.load import describe
 
 
 class Fp32(Codec):

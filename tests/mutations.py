@@ -5,11 +5,11 @@ import json
 
 import torch
 
-from vqkv.files import raw_bytes
-from vqkv.saved import DTYPES
+from vqkv.runtime.files import raw_bytes
 
 WRONG = (None, -1, 0, 1, 2, 7, 16, 4096, 8192, 32768, 65536, 1 << 20, 1 << 31, 1 << 62, 10**30, 0.5, float("nan"),
          "x", "", "fp16", "0", [], {}, [[]], [0, 1], [[0, 1]], True, False)  # fmt: skip
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BYTES = ("flip", "bytes", "cut", "grow", "insert", "remove", "repeat", "swap", "zeros", "graft", "length")
 
 
@@ -108,7 +108,7 @@ def altered(rng, tensors):
         filling = rng.choice([0, 1, 255, 127, 0x7C])
         tensors[name] = torch.full_like(x.reshape(-1).view(torch.uint8), filling).view(x.dtype).view(x.shape)
     elif kind == "type":
-        tensors[name] = x.reshape(-1).view(torch.uint8) if rng.random() < 0.3 else x.to(rng.choice([*DTYPES.values()]))
+        tensors[name] = x.reshape(-1).view(torch.uint8) if rng.random() < 0.3 else x.to(rng.choice(DTYPES))
     elif kind == "shape":
         tensors[name] = rng.choice([x.flatten(), x[None], x.transpose(0, -1).contiguous(), x[:0]])
     elif kind == "drop":

@@ -2,7 +2,7 @@
 
 import torch
 
-from vqkv.predict import make_predictor
+from vqkv.codecs.predictor_kinds import make_predictor
 
 SMALL = {
     "linear": {},

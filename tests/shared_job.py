@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import vqkv
 from vqkv import presets
-from vqkv.processes import launched
+from vqkv.runtime.processes import launched
 
 RESIDUAL = presets.vqllm(2, 16, 8)
 
@@ -56,19 +56,6 @@ def run(model_folder: str, out: Path, names=tuple(PRESETS)) -> None:
             if processes.first:
                 save_file({k: v.clone() for k, v in compressor._learned().items()}, out / f"{name}.safetensors")
                 (out / f"{name}.json").write_text(json.dumps(row))
-
-
-def resumable(model_folder: str, out: Path) -> None:
-    """Calibrate and evaluate two presets with checkpoints in ``out``; what came out is written last."""
-    torch.set_num_threads(1)
-    model, _ = vqkv.load_model(model_folder)
-    found = {}
-    for name in ("vqllm", "reduced"):
-        steps = {"progress": False, "checkpoint": out / name}
-        compressor = vqkv.calibrate(model, text(12, 0), PRESETS[name], batch_size=4, **steps)
-        row = vqkv.evaluate(model, compressor, text(4, 1), batch_size=2, checkpoint=out / f"{name}-row")
-        found[name] = [compressor.fingerprint, row]
-    (out / "results.json").write_text(json.dumps(found))
 
 
 def results(out: Path, name: str) -> tuple[dict, dict]:

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from vqkv.models import load_model
+from vqkv.models.load import load_model
 from vqkv.reference.data import TOKENIZER_DIR
 
 COMMON = {

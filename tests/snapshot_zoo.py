@@ -4,10 +4,11 @@ import functools
 
 import torch
 
-from vqkv import presets, records
-from vqkv.snapshots import SnapshotReader, SnapshotWriter
+from vqkv import presets
+from vqkv.cache.records import WORDS
+from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 
-FRAMING = records.FRAMING
+FRAMING = WORDS.size
 
 
 def cache(layers=2, batch=1, heads=1, tokens=9, head_dim=4, dtype=torch.float32, seed=0):
@@ -46,17 +47,14 @@ def same(a, b):
 
 @functools.cache
 def coded_pairs():
-    """Codecs by name, fitted for 2 heads of 16 channels: scalar, blocks of tokens, ragged, learned, merged heads."""
+    """Codecs by name, fitted for 2 heads of 16 channels: scalar, blocks of tokens, ragged, learned."""
     x = torch.randn(2, 2, 96, 16, generator=torch.Generator().manual_seed(5))
     made = {
-        "fp16": presets.fp16(),
         "quanto": presets.quanto(4, 8),
         "kivi": presets.kivi(2, 4),
         "vqq": presets.vqq(0.2, 4, 16),
-        "vqq_product": presets.vqq_product(0.1, 4, 16),
         "kvquant": presets.kvquant(3, 0.1, block=4),
         "vqllm": presets.vqllm(2, 16, 8),
-        "higgs": presets.higgs(2, 16),
     }
     return {name: (preset.key_codec().fit(x), preset.value_codec().fit(x)) for name, preset in made.items()}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from vqkv.experiments import finalists
-from vqkv.experiments.frontier import what_to_use
-from vqkv.models import BUNDLED
+from vqkv.models.load import BUNDLED
+from vqkv.study.experiments import finalists
+from vqkv.study.experiments.frontier import what_to_use
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()

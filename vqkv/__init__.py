@@ -9,15 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 # Some functions bear their module's name; importing them here, eagerly, makes the function win on the package.
-from vqkv.cache import CompressedCache
-from vqkv.calibrate import calibrate
-from vqkv.capacity import capacity
-from vqkv.capture import capture
-from vqkv.compressor import Compressor
-from vqkv.corpus import load_corpus
+from vqkv.cache.compressed import CompressedCache
+from vqkv.cache.compressor import Compressor
+from vqkv.calibration.calibrate import calibrate
+from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.evaluate import evaluate
-from vqkv.models import load_model
+from vqkv.evaluation.capacity import capacity
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.models.capture import capture
+from vqkv.models.load import load_model
 
 try:
     __version__ = version("vqkv")

@@ -9,30 +9,32 @@ from typing import Annotated
 import typer
 import yaml
 
-from vqkv import presets, saved
-from vqkv.calibrate import calibrate
-from vqkv.compressor import Compressor
-from vqkv.corpus import load_corpus
+from vqkv import presets
+from vqkv.cache import saving
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.snapshot_format import SIZES, dtype_name
+from vqkv.cache.snapshots import MAGIC, SnapshotReader
+from vqkv.calibration.calibrate import calibrate
+from vqkv.calibration.finetune import finetune
+from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError, FormatError
-from vqkv.evaluate import evaluate
-from vqkv.finetune import finetune
-from vqkv.models import load_model
-from vqkv.processes import launched, own_device
-from vqkv.snapshot_forms import dtype_name
-from vqkv.snapshot_layout import SIZES
-from vqkv.snapshots import MAGIC, SnapshotReader
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.models.load import load_model
+from vqkv.runtime.processes import launched, own_device
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
 Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, a data set, or NAME@FOLDER")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
+Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
+Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
+SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = (
     "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
     "stream (SnapshotWriter)"
 )
-Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 
 
 @app.command("calibrate")
@@ -40,7 +42,7 @@ def calibrate_command(
     model: Model,
     out: Annotated[Path, typer.Argument(help="folder for the compressor")],
     preset: Annotated[str, typer.Option(help=f"one of: {', '.join(presets.PRESETS)}")] = "vqllm",
-    parameter: Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")] = [],  # noqa: B006
+    parameter: Parameter = [],  # noqa: B006
     corpus: Corpus = "python-stdlib",
     num_seqs: int = 64,
     seq_len: int = 512,
@@ -49,18 +51,14 @@ def calibrate_command(
     dtype: Dtype = "",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Fit a preset to a model and save the compressor. Killed, the same command goes on where it was, out of the folder
-    OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
+    """Fit a preset to a model and save the compressor. Under `accelerate launch` or `torchrun` its processes share the
+    work."""
     with _plain_errors(), launched() as processes:
-        wanted = presets.make(preset, **_assignments(parameter))
-        out = out.resolve()
-        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
-        tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
-        checkpoint = out.with_name(out.name + ".checkpoint")
-        compressor = calibrate(loaded, tokens, wanted, batch_size, checkpoint=checkpoint)
+        wanted, out = presets.make(preset, **_assignments(parameter)), out.resolve()
+        loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
+        compressor = calibrate(loaded, tokens, wanted, batch_size)
         if processes.first:
             compressor.save_pretrained(out)
-            shutil.rmtree(checkpoint)
             typer.echo(f"{compressor} -> {out}")
 
 
@@ -71,7 +69,7 @@ def finetune_command(
     preset: Annotated[
         str, typer.Option(help="vqllm, higgs, or none: the control, the same steps without quantization")
     ] = "vqllm",
-    parameter: Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")] = [],  # noqa: B006
+    parameter: Parameter = [],  # noqa: B006
     lr: Annotated[float, typer.Option(help="constant learning rate")] = 1e-5,
     corpus: Corpus = "python-stdlib",
     num_seqs: int = 408,
@@ -84,29 +82,22 @@ def finetune_command(
         int | None, typer.Option(help="sequences that go through the model at a time; default: a whole batch")
     ] = None,
     gradient_checkpointing: Annotated[bool, typer.Option(help="less memory, more time")] = False,
-    checkpoint_every: Annotated[int, typer.Option(help="steps")] = 1,
 ) -> None:
-    """Train a model's attention blocks to read a quantized cache; save both. Killed, the same command goes on where it
-    was, out of the folder OUT.checkpoint; under `accelerate launch` or `torchrun` its processes share the work."""
+    """Train a model's attention blocks to read a quantized cache; save both. Under `accelerate launch` or `torchrun`
+    its processes share the work."""
     with _plain_errors(), launched() as processes:
         if preset == "none" and parameter:
             raise DataError("-p is for a preset's arguments, and --preset none has none: leave it out")
         wanted = None if preset == "none" else presets.make(preset, **_assignments(parameter))
         out = out.resolve()
-        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
-        tokens = load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
-        checkpoint = out.with_name(out.name + ".checkpoint")
-        made = finetune(
-            loaded, tokens, wanted, lr, batch_size, micro_batch, gradient_checkpointing, checkpoint,
-            checkpoint_every,
-        )  # fmt: skip
+        loaded, tokenizer, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
+        made = finetune(loaded, tokens, wanted, lr, batch_size, micro_batch, gradient_checkpointing)
         if processes.first:
             loaded.save_pretrained(out / "model")
             tokenizer.save_pretrained(out / "model")
             shutil.rmtree(out / "compressor", ignore_errors=True)  # of another run into this folder
             if made.compressor is not None:
                 made.compressor.save_pretrained(out / "compressor")
-            shutil.rmtree(checkpoint)
             losses = f"loss of the first batch {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}"
             typer.echo(f"{len(made.losses)} steps, {losses}, mean {sum(made.losses) / len(made.losses):.4f}: {out}")
 
@@ -123,17 +114,12 @@ def evaluate_command(
     device: Device = "cpu",
     dtype: Dtype = "",
     batch_size: Annotated[int | None, typer.Option(help="sequences at a time in each process")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="folder that keeps finished batches, to go on if killed")
-    ] = None,
 ) -> None:
     """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row. Under
     `accelerate launch` or `torchrun` the processes take turns at the batches."""
     with _plain_errors(), launched() as processes:
-        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
-        tokens = load_corpus(corpus, tokenizer, "test", seq_len, num_seqs, seed)
-        fitted = Compressor.from_pretrained(compressor)
-        row = evaluate(loaded, fitted, tokens, protocol, batch_size=batch_size, checkpoint=checkpoint)
+        loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "test", seq_len, num_seqs, seed)
+        row = evaluate(loaded, Compressor.from_pretrained(compressor), tokens, protocol, batch_size=batch_size)
         if processes.first:
             typer.echo(json.dumps(row, indent=1))
 
@@ -144,14 +130,7 @@ def tasks_command(
     compressor: Annotated[
         str, typer.Option(help="folder written by `vqkv calibrate`; without it the cache stays as it is")
     ] = "",
-    task: Annotated[
-        list[str],
-        typer.Option(
-            "--task",
-            "-t",
-            help="a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable",
-        ),
-    ] = ["local"],  # noqa: B006
+    task: Annotated[list[str], typer.Option("--task", "-t", help=SUITES)] = ["local"],  # noqa: B006
     num_fewshot: Annotated[int, typer.Option(help="examples in the prompt; -1: the suite's, or the task's own")] = -1,
     limit: Annotated[int, typer.Option(help="only the first documents of each task; 0: all")] = 0,
     protocol: Annotated[str, typer.Option(help="in_place or chunked")] = "chunked",
@@ -163,7 +142,7 @@ def tasks_command(
     """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options. Under
     `accelerate launch` or `torchrun` the processes share the documents."""
     with _plain_errors():
-        from vqkv.harness import run_tasks  # lm_eval takes seconds to import
+        from vqkv.evaluation.harness import run_tasks  # lm_eval takes seconds to import
 
         loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         fitted = Compressor.from_pretrained(compressor) if compressor else None
@@ -180,7 +159,7 @@ def lm_eval_command(context: typer.Context) -> None:
     """lm_eval's own command line, all options as there, with `--model vqkv --model_args pretrained=MODEL,
     compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_code_cloze, ...)."""
     with _plain_errors():
-        from vqkv.harness.command import main
+        from vqkv.evaluation.harness.command import main
 
         main(context.args)
 
@@ -194,18 +173,20 @@ def inspect_command(
     """Print what a compressor was fitted to and its codecs; what a saved cache holds and what it was made for; or the
     bytes of a snapshot stream. No model is loaded."""
     with _plain_errors():
-        typer.echo(_inspected(path))
+        try:
+            typer.echo(_printer(path)(path))
+        except FormatError as error:
+            raise FormatError(f"{error}. {READABLE}") from error
 
 
-def _inspected(path: Path) -> str:
-    try:
-        return _reader(path)(path)
-    except FormatError as error:
-        raise FormatError(f"{error}. {READABLE}") from error
+def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, seed) -> tuple:
+    """A loaded model, its tokenizer and tokens (num_seqs, seq_len) of a corpus."""
+    loaded, tokenizer = load_model(model, dtype or None, own_device(device))
+    return loaded, tokenizer, load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
 
 
-def _reader(path: Path):
-    """Which kind of thing ``path`` is, as the function that prints it."""
+def _printer(path: Path):
+    """The function that prints the kind of thing that ``path`` is."""
     if path.is_dir():
         return _compressor
     if not path.is_file():
@@ -229,7 +210,7 @@ def _compressor(folder: Path) -> str:
 
 
 def _cache(path: Path) -> str:
-    about = saved.inspect(path)
+    about = saving.inspect(path)
     made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
     return f"saved cache, made with {made}\n{_yaml(about)}"
 
@@ -244,17 +225,14 @@ def _yaml(about: dict) -> str:
     return yaml.safe_dump(about, sort_keys=False)
 
 
-class _plain_errors:
-    """Bad input ends with its message, not with a traceback."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, (ValueError, OSError, ImportError)):
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from error
-        return False
+@contextlib.contextmanager
+def _plain_errors():
+    """End bad input with its message, not with a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _assignments(pairs: list[str]) -> dict:

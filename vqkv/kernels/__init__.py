@@ -1,9 +1,8 @@
-"""Hot loops. ``reference`` is the truth; ``cpu``, ``fused``, ``bits`` and ``pieces`` are its fast twins on a CPU and
-``gpu`` those in Triton, all with the same signatures; ``dispatch`` picks; ``packed`` says what they are told."""
+"""Hot loops, a room an operation: ``naive`` is what the fast ones are tested against, ``cpu`` is compiled by numba or
+plain torch, ``triton`` is for GPUs, all with the same signatures. ``dispatch`` picks; ``packed`` has their types."""
 
 from vqkv.kernels.dispatch import (
     affine_encode,
-    by_byte,
     decode,
     decode_attention,
     grid_encode_packed,
@@ -20,6 +19,7 @@ from vqkv.kernels.dispatch import (
     which_attention,
 )
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
+from vqkv.kernels.packing.cpu import by_byte
 
 __all__ = [
     "Affine",

@@ -1,5 +1,5 @@
-"""Which implementation of an operation runs: ``triton`` on a GPU, ``cpu`` (which is plain torch, and so runs anywhere)
-elsewhere, and the ``reference`` when asked for. ``which`` says so."""
+"""The choice between implementations of an operation: ``triton`` on a GPU, ``cpu`` elsewhere (compiled
+loops for a CPU's tensors, torch for others), and ``naive`` when asked for. ``which`` says so."""
 
 import importlib
 import os
@@ -13,23 +13,16 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.kernels import bits as bits_kernels
-from vqkv.kernels import cpu, pieces, reference
+from vqkv.kernels import cpu, naive
 from vqkv.kernels.packed import Affine, Packed, Rope, Turn
 
-CPU = {
-    "rvq_encode": cpu, "rvq_candidates": cpu, "rvq_decode": cpu, "rvq_statistics": cpu,
-    "rvq_encode_packed": pieces, "affine_encode": pieces,
-    "grid_encode_packed": pieces, "decode": pieces, "decode_attention": pieces, "pack_codes": bits_kernels,
-    "unpack_codes": bits_kernels, "lookup": bits_kernels,
+NAMES = ("triton", "cpu", "naive")
+ROOMS = {
+    "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_candidates": "rvq", "rvq_decode": "rvq",
+    "rvq_statistics": "rvq", "affine_encode": "affine", "grid_encode_packed": "grid", "decode": "decoding",
+    "decode_attention": "attention", "pack_codes": "packing", "unpack_codes": "packing", "lookup": "packing",
 }  # fmt: skip
-TRITON = {
-    "rvq_encode": "encode", "rvq_encode_packed": "encode", "rvq_statistics": "statistics", "pack_codes": "bits",
-    "unpack_codes": "bits", "affine_encode": "affine", "grid_encode_packed": "grid", "decode": "decode",
-    "decode_attention": "attention",
-}  # fmt: skip
-NAMES = ("triton", "cpu", "reference")
-OPERATIONS = tuple(sorted(CPU.keys() | TRITON.keys()))
+WITHOUT_TRITON = ("rvq_candidates", "rvq_decode", "lookup")
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace
@@ -37,8 +30,8 @@ _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the in
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``reference``)
-    runs it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not
+    """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``naive``) runs
+    it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not
     installed, or has neither a GPU nor its interpreter."""
     if name not in NAMES:
         raise UnknownNameError("kernels", name, NAMES)
@@ -59,18 +52,16 @@ def using(name: str) -> Iterator[None]:
 def which(operation: str, x: Tensor) -> str:
     """The implementation that would serve ``operation`` for tensors where ``x`` is. Raises ``UnknownNameError`` for an
     operation that there is not."""
-    if operation not in OPERATIONS:
-        raise UnknownNameError("operation", operation, OPERATIONS)
+    if operation not in ROOMS:
+        raise UnknownNameError("operation", operation, tuple(sorted(ROOMS)))
     asked = _wanted.get(threading.get_ident()) if _wanted else None
     wanted = asked[-1] if asked else "triton" if _on_gpu(x) else "cpu"
-    if wanted == "triton" and operation in TRITON:
-        return "triton"
-    return "cpu" if wanted != "reference" and operation in CPU else "reference"
+    return "cpu" if wanted == "triton" and operation in WITHOUT_TRITON else wanted
 
 
 @cache
 def has_triton() -> bool:
-    """Whether triton can be imported: it cannot on every system that torch runs on."""
+    """Tell whether triton can be imported: it cannot on every system that torch runs on."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -79,26 +70,20 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _find(operation: str, x: Tensor, *about):
-    """The function that serves ``operation`` for tensors where ``x`` is; ``about``: what its Triton twin's ``serves``,
+    """The function that serves ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of Triton's module,
     if it has one, is to be asked."""
-    return _function(operation, _serving(operation, x, *about))
+    return getattr(_module(operation, _serving(operation, x, *about)), operation)
 
 
 def _serving(operation: str, x: Tensor, *about) -> str:
     name = which(operation, x)
-    if name == "triton" and about and not _module(operation, name).serves(*about):
-        return "cpu" if operation in CPU else "reference"
-    return name
-
-
-def _function(operation: str, name: str):
-    return getattr(_module(operation, name), operation)
+    return "cpu" if name == "triton" and about and not _module(operation, name).serves(*about) else name
 
 
 def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
-        return importlib.import_module(f"vqkv.kernels.gpu.{TRITON[operation]}")
-    return CPU[operation] if name == "cpu" else reference
+        return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
+    return cpu if name == "cpu" else naive
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
@@ -150,9 +135,8 @@ def decode_attention(
     query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
-    of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``reference.decode_attention``."""
-    run = _function("decode_attention", which_attention(query, keys, values, rope))
-    return run(query, keys, values, scaling, rope)
+    of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``attention.naive``."""
+    return _find("decode_attention", query, query, keys, values, rope)(query, keys, values, scaling, rope)
 
 
 def which_attention(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> str:
@@ -168,12 +152,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
     return _find("unpack_codes", packed)(packed, bits, count)
-
-
-def by_byte(table: Tensor, bits: int) -> Tensor:
-    """What every byte of packed codes stands for: table (2^bits, values), ``bits`` dividing 8 -> (256, values of all
-    codes of a byte), for ``lookup``."""
-    return bits_kernels.by_byte(table, bits)
 
 
 def lookup(packed: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels are told of a packed tensor: the codes of every token, and what turns them into values.
+"""Description of a packed tensor for kernels: the codes of every token, and what turns them into values.
 
 Shapes: batch, num_kv_heads, seq_len, ... A code is ``bits`` bits of its token's string, lowest first, in whole bytes.
 """
@@ -26,7 +26,7 @@ class Affine:
 
     @property
     def complete(self) -> bool:
-        """Whether every bit pattern stands for a value."""
+        """Tell whether every bit pattern stands for a value."""
         return True
 
     @property
@@ -63,7 +63,7 @@ class Coded:
 
     @property
     def complete(self) -> bool:
-        """Whether every bit pattern stands for a value: 2^bits codes, in strings as long as these make them."""
+        """Tell whether every bit pattern stands for a value: 2^bits codes, in strings as long as these make them."""
         tables, num_quantizers, size, _ = self.codebooks.shape
         whole = self.codes.shape[3] == -(-self.groups * num_quantizers * self.bits // 8)
         return size == 1 << self.bits and whole and self.groups % tables == 0

@@ -1,13 +1,10 @@
-"""The model card of a reference model: what it was trained on, for how long, and how good it became."""
+"""The model card of a reference model: what it saw, for how long, and what it can do."""
 
 from pathlib import Path
 
+from vqkv.data.splits import listed
 from vqkv.reference.data import VOCAB_SIZE
 
-DATA = (
-    "Python source installed with the pinned environment (standard library and packages), deduplicated by content "
-    "hash, 6% of the modules held out by name; besides, generated key-value recall sequences, their share named below"
-)
 TEMPLATE = """---
 license: apache-2.0
 library_name: transformers
@@ -25,41 +22,50 @@ can rerun it without a model hub. It is a reference for measuring KV-cache compr
 | hidden size, KV width | {hidden}, {kv_width} |
 | context | {context} tokens |
 | tokenizer | byte-level BPE, {vocab:,} tokens, shared by both reference models |
-| data | {data} |
 | tokens seen | {tokens:,} in {steps:,} steps |
-| learning rate | 2e-3: warm-up, constant, decay over the last fifth of the last run |
-| held-out bits per byte | **{bits:.3f}** |
+
+## What it saw
+
+The `train` split of the bundled text ({documents:,} documents: source of Python's library and of the pinned packages,
+and their prose), random repeats, and key-value recall of random words. A document of which an edited copy is held out
+was left out; `vqkv/data/splits/train.txt` lists the others by content hash. First repeats of 64 words alone, then
+repeats over the whole vocabulary, then text with a fifth of repeats and a tenth of recall.
+
+| run | tokens | time | on |
+|---|---|---|---|
 {runs}
-## Loss
 
-Mean training loss (nats a token) against tokens seen; `training.json` holds the whole curve.
+## What it can do, on the `test` split with an exact cache
 
-| tokens | loss |
+| | |
 |---|---|
-{curve}
+| bits per byte, windows of 1,024 tokens | **{bits:.3f}** (gzip -9 {gzip:.3f}, xz -9 {xz:.3f} on the same files) |
+| recall of 2, 4, 8, 16, 32 pairs | {pairs} |
+| recall of 8 pairs behind {gap_names} tokens of text | {gaps} |
+| induction score of the best head | {induction:.2f} |
 
-What the model can and cannot show of the published phenomena (sinks, outlier channels, recall by distance) is in the
-table of notebook 01.
+## How it came
+
+Recall on fresh sequences, and held-out bits per byte, against tokens seen; `training.json` holds every measurement.
+
+| tokens | recall of 4, 16, 32 pairs | behind 850 tokens | induction | bits per byte (validation) |
+|---|---|---|---|---|
+{curve}
 """
 
 
 def write(folder: Path, name: str, model, log: dict) -> None:
     """Write ``README.md`` into the model's folder from its configuration and training log."""
-    config = model.config
-    parameters = model.num_parameters()
+    config, found = model.config, log["released"]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    runs = "".join(_run_line(i, run) for i, run in enumerate(log["runs"], 1))
-    stride = max(1, len(log["loss"]) // 12)
-    curve = "\n".join(f"| {tokens:,} | {loss:.3f} |" for tokens, loss in log["loss"][::stride])
+    kinds = {"llama": "Llama (RoPE, grouped-query)", "gpt2": "GPT-2 (learned positions, multi-head)"}
     text = TEMPLATE.format(
         name=name,
-        architecture={"llama": "Llama (RoPE, grouped-query)", "gpt2": "GPT-2 (learned positions, multi-head)"}[
-            config.model_type
-        ],
-        parameters=parameters,
-        megabytes=parameters * 2 / 1e6,
+        architecture=kinds[config.model_type],
+        parameters=model.num_parameters(),
+        megabytes=model.num_parameters() * 2 / 1e6,
         layers=config.num_hidden_layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -68,18 +74,33 @@ def write(folder: Path, name: str, model, log: dict) -> None:
         kv_width=kv_heads * head_dim,
         context=config.max_position_embeddings,
         vocab=VOCAB_SIZE,
-        data=DATA,
         tokens=log["tokens"],
         steps=log["steps"],
-        bits=log["held_out"][-1][1],
-        runs=runs,
-        curve=curve,
+        documents=len(listed("train")),
+        runs="\n".join(_run(i, run) for i, run in enumerate(log["runs"], 1)),
+        bits=found["bits_per_byte"],
+        gzip=found["gzip"],
+        xz=found["xz"],
+        pairs=_shares(found["recall"]),
+        gap_names=", ".join(found["recall_by_gap"]),
+        gaps=_shares(found["recall_by_gap"]),
+        induction=found["induction"],
+        curve="\n".join(_measured(row) for row in log["measured"][:: max(1, len(log["measured"]) // 24)]),
     )
     (folder / "README.md").write_text(text)
 
 
-def _run_line(number: int, run: dict) -> str:
+def _run(number: int, run: dict) -> str:
     threads = f"{run['threads']} CPU thread{'s' * (run['threads'] > 1)}"
-    how = f"{run['optimizer']}, {run['recall_share']:.0%} recall sequences, torch {run['torch']}"
-    where = f"{run['seconds'] / 60:.0f} minutes on {run['device']}, {threads}"
-    return f"| run {number} | {run['tokens']:,} tokens in {where}, {how} |\n"
+    return f"| {number} | {run['tokens']:,} | {run['seconds'] / 60:.0f} min | {run['device']}, {threads} |"
+
+
+def _measured(row: dict) -> str:
+    recall = ", ".join(f"{row['recall'][pairs]:.2f}" for pairs in ("4", "16", "32"))
+    far = f"{row['recall_by_gap']['850']:.2f}" if "recall_by_gap" in row else ""
+    bits = f"{row['bits_per_byte']:.3f}" if "bits_per_byte" in row else ""
+    return f"| {row['tokens']:,} | {recall} | {far} | {row['induction']:.2f} | {bits} |"
+
+
+def _shares(by: dict) -> str:
+    return ", ".join(f"{share:.2f}" for share in by.values())

@@ -5,17 +5,16 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from vqkv.corpus import LOCAL_CORPORA, documents
-from vqkv.recall import RecallTask
+from vqkv.data.bundled import documents
+from vqkv.data.splits import SPLITS
 
 VOCAB_SIZE = 4096
 BOS = "<|bos|>"
-RECALL_SHARE = 0.2  # a tenth taught neither model any recall in its first 5M to 8M tokens
+CORPORA = ("python", "prose-files")
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 
 
@@ -32,7 +31,7 @@ def train_tokenizer(max_documents: int = 3000) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (text for name in LOCAL_CORPORA for text, _ in zip(documents(name, "train"), range(max_documents)))
+    texts = (text for name in CORPORA for text, _ in zip(documents(name, "train"), range(max_documents)))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=BOS, pad_token=BOS, model_max_length=1024
@@ -48,11 +47,11 @@ def token_bytes(tokenizer) -> np.ndarray:
 
 
 def write_stream(path: Path, tokenizer, split: str) -> int:
-    """Tokenise every document of one split of both bundled corpora to a uint16 file; return the number of tokens."""
+    """Tokenise every document of one split of source and prose to a uint16 file; return the number of tokens."""
     total, temporary = 0, path.with_suffix(".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(temporary, "wb") as out:
-        for name in LOCAL_CORPORA:
+        for name in CORPORA:
             batch = []
             for text in tqdm(documents(name, split), desc=f"tokenise {name} {split}", unit=" documents"):
                 batch.append(text)
@@ -73,45 +72,15 @@ def _write(texts, tokenizer, out) -> int:
     return len(ids)
 
 
-class TrainingStream:
-    """Batches of random windows of the training text, some of them recall sequences, as a function of a step's seed."""
-
-    def __init__(self, path: Path, tokenizer):
-        self.ids = np.memmap(path, dtype=np.uint16, mode="r")
-        self.bos = tokenizer.bos_token_id
-        self.recall = RecallTask(tokenizer)
-
-    def batch(self, batch_size: int, seq_len: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, labels), both (batch_size, seq_len) int64; labels are -100 where nothing can be known."""
-        rng = np.random.default_rng(seed)
-        is_recall = rng.random(batch_size) < RECALL_SHARE
-        tokens = self.text_batch(batch_size, seq_len, seed)
-        labels = tokens.clone()
-        if is_recall.any():
-            recall = self.recall.batch(seq_len, int(is_recall.sum()), seed)
-            tokens[is_recall] = recall.tokens
-            labels[is_recall] = recall.tokens.masked_fill(~recall.answers, -100)
-        return tokens, labels
-
-    def text_batch(self, batch_size: int, seq_len: int, seed: int) -> torch.Tensor:
-        """(batch_size, seq_len) int64 random windows of the text alone, each starting with BOS."""
-        rng = np.random.default_rng([seed, 1])
-        rows = np.empty((batch_size, seq_len), dtype=np.int64)
-        rows[:, 0] = self.bos
-        for i, start in enumerate(rng.integers(0, len(self.ids) - seq_len, batch_size)):
-            rows[i, 1:] = self.ids[start : start + seq_len - 1]
-        return torch.from_numpy(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for train.bin and test.bin (uint16 token ids)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for SPLIT.bin (uint16 token ids)")
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer first and store it")
     args = parser.parse_args()
     if args.new_tokenizer:
         train_tokenizer().save_pretrained(TOKENIZER_DIR)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-    for split in ("test", "train"):
+    for split in SPLITS:
         count = write_stream(args.out / f"{split}.bin", tokenizer, split)
         print(f"{split}: {count:,} tokens in {args.out / f'{split}.bin'}")
 

@@ -1,0 +1,178 @@
+"""The compressed cache: what attention reads, what is stored, and what happens to both."""
+
+import pytest
+import small_models
+import torch
+from feeding import TOKENS as ALL
+from feeding import run
+from transformers import DynamicCache
+
+from vqkv import DataError, FormatError, calibrate, presets
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.meter import tensor_bytes
+from vqkv.models.load import kv_sources
+
+SMALL = {"num_quantizers": 3, "codebook_size": 16, "group_size": 16}
+TOKENS = ALL[:, :48]
+
+
+@pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
+def model(request, tmp_path_factory):
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-cache"))
+
+
+@pytest.fixture(scope="module")
+def compressor(llama):
+    return calibrate(llama, TOKENS, presets.vqllm(**SMALL), progress=False)
+
+
+def with_settings(compressor, **changes):
+    settings = type(compressor.settings)(**{**vars(compressor.settings), **changes})
+    return Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+
+
+def test_an_exact_codec_changes_nothing(model):
+    """Pre-RoPE storage in fp16: un-rotating and rotating back at the right positions costs only fp16's rounding."""
+    base = calibrate(model, TOKENS, presets.fp16(), progress=False)
+    cache = with_settings(base, pre_rope=True).new_cache(model)
+    exact = run(model, DynamicCache())
+    torch.testing.assert_close(run(model, cache), exact, rtol=0.02, atol=0.02 * exact.std().item())
+    assert cache.get_seq_length() == 48
+    assert cache.report().ratio == pytest.approx(1.0)
+
+
+def test_left_padding_reads_true_positions(llama):
+    base = calibrate(llama, TOKENS, presets.fp16(), progress=False)
+    cache = with_settings(base, pre_rope=True).new_cache(llama)
+    row, pad = TOKENS[:1, :20], 7
+    padded = torch.cat([torch.zeros(1, pad, dtype=torch.long), row], dim=1)
+    both = torch.cat([padded, torch.cat([row[:, :0], TOKENS[1:2, :27]], dim=1)])
+    mask = torch.ones_like(both)
+    mask[0, :pad] = 0
+    kwargs = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours = llama.generate(both, past_key_values=cache, **kwargs)
+    alone = llama.generate(row, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours[0, 27:], alone[0, 20:])
+    report = cache.report()
+    assert report.kinds["positions"] == 0  # each row's own tokens are at 0, 1, 2, ...
+    assert report.kinds["padding"] == both.numel() + 2 * 5  # the last token is never fed back
+    assert report.values == (both.numel() - pad + 2 * 5) * 3 * 2 * 2 * 32  # and padding is not stored
+
+
+def test_chunked_reads_packed_history_and_in_place_the_current_tokens_too(llama, compressor):
+    exact = run(llama, DynamicCache())
+    chunked = run(llama, compressor.new_cache(llama))
+    assert torch.allclose(chunked[:, :20], exact[:, :20], atol=1e-4)  # the first piece has no history
+    assert not torch.allclose(chunked[:, 20:], exact[:, 20:], atol=1e-2)
+    in_place = run(llama, compressor.new_cache(llama, in_place=True), pieces=(48,))
+    assert not torch.allclose(in_place[:, 1:20], exact[:, 1:20], atol=1e-2)
+
+
+def test_in_place_equals_decoding_every_layer_by_hand(llama, compressor):
+    """In place, the model sees codec(x) for x; hooks on the projections do the same without a cache."""
+    handles = []
+    for source, pair in zip(kv_sources(llama), compressor.codecs, strict=True):
+        for module, codec in zip((source.key_module, source.value_module), pair, strict=True):
+
+            def through(m, a, out, source=source, codec=codec):
+                x = source.heads(out, 0)
+                return codec.decode(codec.encode(x)).transpose(1, 2).reshape(out.shape)
+
+            handles.append(module.register_forward_hook(through))
+    with torch.inference_mode():
+        by_hand = llama(TOKENS[:2], use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    ours = run(llama, compressor.new_cache(llama, in_place=True), pieces=(48,))
+    torch.testing.assert_close(ours, by_hand, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_is_stored_but_payloads_sinks_and_window(llama, compressor):
+    cache = with_settings(compressor, sink_tokens=4, recent_window=8).new_cache(llama)
+    run(llama, cache)
+    report = cache.report()
+    everything = tensor_bytes(cache) - tensor_bytes(compressor)
+    assert everything == report.cache_bytes
+    heads, layers = 2 * 2, 3
+    assert report.kinds["sinks"] == layers * 2 * heads * 4 * 32 * 2
+    assert report.kinds["window"] == layers * 2 * heads * 8 * 32 * 2
+    assert report.bits_per_value == (3 * 2 * 4 + 16) / 32  # 3 codes of 4 bits for each of 2 groups, one fp16 scale
+    assert report.packed_values == layers * 2 * heads * 36 * 32
+    assert sum(cache.layers[0].stores[0].parts) == report.seq_len == 48
+    assert "1.25 bits/value" in repr(cache) and len(repr(cache)) < 120
+
+
+def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
+    cache = compressor.new_cache(llama)
+    weight = kv_sources(llama)[1].value_module.weight
+    before = weight[0, 0].item()
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        run(llama, cache, pieces=(48,))
+    with torch.no_grad():
+        weight[0, 0] = before
+    with pytest.raises(DataError, match="failed half-way"):
+        run(llama, cache, pieces=(48,))
+    cache.reset()
+    run(llama, cache)
+
+
+def refused(model, cache, tokens, message):
+    with pytest.raises(DataError, match=message):
+        run(model, cache, tokens, (tokens.shape[1],))
+
+
+@pytest.mark.parametrize("pre_rope", [True, False])
+def test_a_refused_batch_leaves_no_trace(llama, compressor, pre_rope):
+    base = with_settings(compressor, pre_rope=pre_rope, sink_tokens=1, recent_window=2)
+    cache, undisturbed = base.new_cache(llama), base.new_cache(llama)
+    expected = run(llama, undisturbed, pieces=(20, 10, 18))
+    first = run(llama, cache, TOKENS[:2, :20], (20,))
+    refused(llama, cache, TOKENS[:1, 20:25], "holds 2 sequences, but 1 came")
+    rest = run(llama, cache, TOKENS[:2, 20:], (10, 18))
+    assert torch.equal(torch.cat([first, rest], dim=1), expected)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0), (2, 1)])
+@pytest.mark.parametrize("sizes", [{"sink_tokens": 2, "recent_window": 4}, {"recent_window": 64}])
+def test_a_write_that_fails_anywhere_is_noticed(llama, compressor, place, sizes):
+    """Also in the values of the last layer, which no later layer misses, and where the window's old tokens and the
+    newly packed ones add up to the right number."""
+    cache = with_settings(compressor, **sizes).new_cache(llama)
+    run(llama, cache, TOKENS[:2, :20], (20,))
+    layer, role = place
+    module = (kv_sources(llama)[layer].key_module, kv_sources(llama)[layer].value_module)[role]
+
+    def spoil(m, a, out):
+        return torch.cat([out[:, :-1], out[:, -1:] * float("nan")], dim=1)
+
+    handle = module.register_forward_hook(spoil)
+    refused(llama, cache, TOKENS[:2, 20:23], "NaN")
+    handle.remove()
+    refused(llama, cache, TOKENS[:2, 23:26], "failed half-way")
+    refused(llama, cache, TOKENS[:2, 23:26], "failed half-way")  # and again: asking changes nothing
+    cache.reset()
+    assert torch.equal(run(llama, cache), run(llama, with_settings(compressor, **sizes).new_cache(llama)))
+
+
+def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
+    other = small_models.load("gpt2", tmp_path)
+    with pytest.raises(FormatError, match="was fitted to .* with model_type"):
+        compressor.new_cache(other)
+
+
+def test_calibrate_refuses_what_it_cannot_fit(llama):
+    with pytest.raises(DataError, match="not divisible by group_size 24"):
+        calibrate(llama, TOKENS, presets.vqllm(group_size=24), progress=False)
+    with pytest.raises(DataError, match="codebook_size|codes"):
+        calibrate(
+            llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False
+        )
+    with pytest.raises(DataError, match="empty"):
+        calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)

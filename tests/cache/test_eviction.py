@@ -1,0 +1,348 @@
+"""Eviction: scores are the model's own attention, and a cache that evicts equals attention that masks."""
+
+import copy
+import gc
+
+import pytest
+import small_models
+import torch
+from exact_codec import Fp32, exact
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from preset_zoo import PREDICTED, SMALL
+from transformers import DynamicCache
+
+import vqkv
+from vqkv import DataError, calibrate, evaluate, presets
+from vqkv.cache import eviction as evict
+from vqkv.cache.attention_mass import token_mask, watching_attention
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.eviction import H2O, heavy_hitters
+from vqkv.cache.meter import tensor_bytes
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs import Payload
+from vqkv.models.capture import capture
+from vqkv.models.load import describe, kv_sources
+
+TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
+PIECES = (20, 7, 1, 1, 11)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama-yarn", "qwen2"])
+def model(request, tmp_path_factory):
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-eviction"))
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return vqkv.load_model("vqkv/llama-mini")
+
+
+def run(model, cache, tokens=TOKENS, pieces=PIECES, **kwargs):
+    with torch.inference_mode():
+        parts = tokens.split(list(pieces), 1)
+        return torch.cat([model(part, past_key_values=cache, use_cache=True, **kwargs).logits for part in parts], 1)
+
+
+def masked_run(model, retain, recent, streaming, tokens=TOKENS, pieces=PIECES, padding=None):
+    """A full cache, and for each layer and head a mask over the tokens that H2O drops, found by sorting."""
+    sources, cache, seen, logits = kv_sources(model), DynamicCache(), 0, []
+    batch, kv_heads, masks = len(tokens), sources[0].num_kv_heads, {}
+    alive = torch.ones(len(sources), batch, kv_heads, 0, dtype=torch.bool)
+    totals = torch.zeros(alive.shape)
+
+    def masked(module, args, kwargs):
+        return args, kwargs | {"attention_mask": masks[module.layer_idx]}
+
+    handles = [source.attention.register_forward_pre_hook(masked, with_kwargs=True) for source in sources]
+    model.set_attn_implementation("eager")
+    for piece in tokens.split(list(pieces), 1):
+        new, first = piece.shape[1], seen == 0
+        seen += new
+        alive = torch.cat([alive, torch.ones(*alive.shape[:3], new, dtype=torch.bool)], -1)
+        totals = torch.cat([totals, torch.zeros(*totals.shape[:3], new)], -1)
+        causal = torch.ones(new, seen, dtype=torch.bool).tril(seen - new).expand(batch, 1, new, seen)
+        if padding is not None:
+            causal = causal & padding[:, None, None, :seen].bool()
+        for source in sources:
+            heads = alive[source.layer_idx].repeat_interleave(model.config.num_attention_heads // kv_heads, 1)
+            masks[source.layer_idx] = torch.where(causal & heads[:, :, None], 0.0, torch.finfo(torch.float32).min)
+        kwargs = {} if padding is None else {"position_ids": (padding.cumsum(1) - 1).clamp(0)[:, seen - new : seen]}
+        with torch.inference_mode():
+            out = model(piece, past_key_values=cache, output_attentions=True, **kwargs)
+        logits.append(out.logits)
+        for layer, weights in enumerate(out.attentions):
+            totals[layer] += weights.sum(2).unflatten(1, (kv_heads, -1)).sum(2)
+        for index in torch.cartesian_prod(*map(torch.arange, alive.shape[:3])).tolist() if first or streaming else []:
+            row, score = alive[tuple(index)], totals[tuple(index)].tolist()
+            newest = set(range(seen - round(recent * seen), seen))
+            order = sorted(row.nonzero().flatten().tolist(), key=lambda t: (t in newest, score[t], t), reverse=True)
+            row[order[round(retain * seen) :]] = False
+    for handle in handles:
+        handle.remove()
+    model.set_attn_implementation("sdpa")
+    return torch.cat(logits, 1), alive
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_evicting_equals_masking_the_evicted(model, streaming):
+    """Pre-RoPE keys, so that each head's kept tokens must be rotated back at their own positions."""
+    policy = H2O(exact(model), retain=0.5, recent=0.2, streaming=streaming)
+    cache = policy.new_cache(model)
+    expected, alive = masked_run(model, 0.5, 0.2, streaming)
+    torch.testing.assert_close(run(model, cache), expected, rtol=1e-3, atol=2e-4)
+    assert not torch.allclose(expected, run(model, exact(model).new_cache(model)), atol=1e-2)  # it matters
+    kept = 10 + 20 if not streaming else 20
+    assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (kept + 1, 40 - kept)
+    for layer, expected_tokens in zip(cache.layers, alive, strict=True):
+        assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
+        if (positions := layer.stores[0].positions) is not None:
+            assert torch.equal(token_mask(positions.tokens(), 40), expected_tokens)
+    keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["head_dim"])
+    torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sinks_window_and_rope_as_stored(llama, streaming):
+    """Where the window and sinks are exact in 16 bits, they are never evicted; post-RoPE keys need no positions."""
+    before, after = (exact(llama, sink_tokens=3, recent_window=5, pre_rope=pre_rope) for pre_rope in (True, False))
+    caches = [H2O(c, 0.5, 0.1, streaming).new_cache(llama) for c in (before, after)]
+    outputs = [run(llama, cache) for cache in caches]
+    torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02 * outputs[0].std().item())
+    for cache, stored_bits in zip(caches, (3 * 2 * 2 * (5 if streaming else 3), 0), strict=True):
+        assert [store.parts[::2] for store in cache.layers[1].stores] == [(3, 5), (3, 5)]
+        assert cache.report().kinds["positions"] == stored_bits  # layers x batch x heads x a bit for each token seen
+
+
+def test_left_padding_is_evicted_first_and_never_read(llama):
+    padding = torch.ones_like(TOKENS)
+    padding[0, :6] = 0
+    expected, alive = masked_run(llama, 0.8, 0.2, False, padding=padding)
+    assert alive[:, 0, :, :4].sum() == 0 and alive[:, 0, :, 4:6].all()  # four go of 20, all of them padding
+    cache, logits, seen = H2O(exact(llama), 0.8, 0.2).new_cache(llama), [], 0
+    for piece in TOKENS.split(list(PIECES), 1):
+        seen += piece.shape[1]
+        positions = (padding.cumsum(1) - 1).clamp(0)[:, seen - piece.shape[1] : seen]
+        kwargs = {"attention_mask": padding[:, :seen], "position_ids": positions, "use_cache": True}
+        with torch.inference_mode():
+            logits.append(llama(piece, past_key_values=cache, **kwargs).logits)
+    real = padding.bool()
+    torch.testing.assert_close(torch.cat(logits, 1)[real], expected[real], rtol=1e-3, atol=2e-4)
+
+
+def test_watching_changes_no_output_and_ends_with_the_context(model):
+    found = {}
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        plain = model(TOKENS, output_attentions=True)
+        model.set_attn_implementation("sdpa")
+        with watching_attention(model, found.__setitem__):
+            assert torch.equal(model(TOKENS).logits, plain.logits)
+    assert model.config._attn_implementation == "sdpa"
+    attention, hooks = kv_sources(model)[0].attention, len(kv_sources(model)[0].attention._forward_hooks)
+    for layer, weights in enumerate(plain.attentions):
+        heads = model.config.num_attention_heads // found[layer].shape[1]
+        by_hand = torch.stack([group.sum(dim=(1, 2)) for group in weights.split(heads, dim=1)], dim=1)
+        torch.testing.assert_close(found[layer], by_hand)
+    with pytest.raises(KeyError), watching_attention(model, lambda layer, scores: {}["no"]):
+        model(TOKENS)
+    assert model.config._attn_implementation == "sdpa" and len(attention._forward_hooks) == hooks
+
+
+@pytest.mark.parametrize("preset", [presets.fp16(), presets.vqllm(2, 8, 16)], ids=lambda preset: preset.name)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_retaining_everything_changes_nothing(llama, preset, streaming):
+    compressor = calibrate(llama, TOKENS, preset, progress=False)
+    cache, plain = H2O(compressor, 1.0, 0.1, streaming).new_cache(llama), compressor.new_cache(llama)
+    ours = run(llama, cache)
+    llama.set_attn_implementation("eager")
+    torch.testing.assert_close(ours, run(llama, plain), rtol=1e-4, atol=1e-4)
+    llama.set_attn_implementation("sdpa")
+    ours, theirs = cache.report(), plain.report()
+    assert ours.kinds.pop("scores") == streaming * 3 * 2 * 2 * 40 * 4
+    assert ours.kinds == theirs.kinds and ours.values == theirs.values
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stored=st.integers(1, 40),
+    shares=st.tuples(st.floats(0, 1), st.floats(0.01, 1)).map(sorted),
+    extra=st.integers(0, 30),
+    exempt=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    levels=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_heavy_hitters_keep_the_newest_and_the_highest(stored, shares, extra, exempt, levels, seed):
+    recent, retain = shares
+    scores = torch.randint(levels, (2, 3, stored), generator=torch.Generator().manual_seed(seed)).float()
+    kept = heavy_hitters(scores, retain, recent, stored + extra, *exempt)
+    sinks, newest = min(exempt[0], stored), min(stored, max(exempt[1], round(recent * (stored + extra))))
+    assert kept.shape[-1] == min(stored, max(1, round(retain * (stored + extra)), exempt[0] + newest))
+    assert (kept.diff(dim=-1) > 0).all() and torch.equal(
+        kept, heavy_hitters(scores, retain, recent, stored + extra, *exempt)
+    )
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), kept.flatten(0, 1).tolist(), strict=True):
+        must = {*range(sinks), *range(stored - newest, stored)}
+        assert must <= set(chosen)
+        dropped = set(range(stored)) - set(chosen)
+        worst = min(((row[t], t) for t in set(chosen) - must), default=None)
+        assert worst is None or all((row[t], t) < worst for t in dropped)
+
+
+def test_only_what_is_kept_is_stored_and_counted(llama):
+    compressor = calibrate(llama, TOKENS, presets.vqllm(2, 8, 16), progress=False)
+    full = compressor.new_cache(llama)
+    run(llama, full)
+    for streaming, kept in ((False, 15 + 20), (True, 30)):
+        cache = H2O(compressor, 0.75, 0.1, streaming).new_cache(llama)
+        run(llama, cache)
+        report = cache.report()
+        assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
+        assert report.values == full.report().values and report.seq_len == 40
+        assert report.packed_values == report.values * kept // 40
+        assert report.packed_bytes == full.report().packed_bytes * kept // 40
+        assert report.bits_per_value == full.report().bits_per_value
+        assert report.ratio == report.values * 2 / report.cache_bytes
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why_not(llama, name):
+    tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
+    compressor = calibrate(llama, tokens, SMALL[name], progress=False)
+    cache, full = H2O(compressor, 0.75, 0.1).new_cache(llama), compressor.new_cache(llama)
+    logits, exact_logits = (run(llama, c, tokens, (200, 1, 1, 18)) for c in (cache, full))
+    report = cache.report()
+    assert sum(cache.layers[2].stores[0].parts) == 150 + 20 and report.seq_len == 220
+    assert report.packed_values > 0 and report.cache_bytes < full.report().cache_bytes
+    assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
+    assert (logits - exact_logits)[:, 200:].abs().max() < 10 * exact_logits.std()
+    try:
+        stream = H2O(compressor, 0.75, 0.1, streaming=True).new_cache(llama)
+        run(llama, stream, tokens, (200, 1, 1, 18))
+    except DataError as error:
+        assert "streaming=False" in str(error) and name not in ("fp16", "vqllm", "beam", "quanto", "hqq")
+    else:
+        assert sum(stream.layers[2].stores[1].parts) == 165
+
+
+@pytest.mark.parametrize("name", ["aqua-higgs", "kvsharer"])
+def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
+    compressor = calibrate(llama, TOKENS, PREDICTED[name], progress=False)
+    with pytest.raises(DataError, match="use a compressor without predictors"):
+        H2O(compressor)
+
+
+def test_payloads_that_mix_heads_are_refused(llama):
+    class Merged(Fp32):
+        def _encode(self, x):
+            return Payload({"values": x.transpose(1, 2).flatten(2)[:, None]})
+
+        def _decode(self, payload):
+            return payload.fields["values"][:, 0].unflatten(-1, (2, -1)).transpose(1, 2)
+
+    merged = Compressor("merged", [(Merged(), Merged())] * 3, CacheSettings(), describe(llama))
+    torch.testing.assert_close(run(llama, H2O(merged).new_cache(llama)), run(llama, H2O(exact(llama)).new_cache(llama)))
+    with pytest.raises(DataError, match="mixes heads.*streaming=False"):
+        run(llama, H2O(merged, streaming=True).new_cache(llama))
+
+
+def test_generate_beams_copies_and_reset(llama):
+    policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
+    kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    cache = policy.new_cache(llama)
+    out = llama.generate(TOKENS[:, :20], past_key_values=cache, do_sample=False, num_beams=2, **kwargs)
+    assert out.shape == (2, 26) and cache.report().batch_size == 4
+    cache.reset()
+    assert tensor_bytes(cache) == 0
+    first = run(llama, cache, pieces=(40,))
+    twin = copy.deepcopy(cache)
+    assert torch.equal(run(llama, twin, pieces=(40,)), run(llama, cache, pieces=(40,)))
+    assert not torch.equal(first, run(llama, twin, pieces=(40,))) and twin.get_seq_length() == 120
+    with pytest.raises(DataError, match="cannot take tokens back"):
+        cache.crop(-1)
+    copy.deepcopy(llama)
+    hooks = len(llama._forward_hooks)
+    del cache, twin
+    gc.collect()
+    assert len(llama._forward_hooks) == len(llama._forward_pre_hooks) == hooks - 2
+
+
+def test_what_cannot_be_right_is_refused(llama):
+    policy = H2O(exact(llama))
+    with pytest.raises(DataError, match="not watched"):
+        llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
+    with pytest.raises(DataError, match="snapshot or chunked"):
+        policy.new_cache(llama, in_place=True)
+    for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
+        with pytest.raises(DataError, match="shares"):
+            H2O(exact(llama), *shares)
+    with pytest.raises(DataError, match="NaN"):
+        heavy_hitters(torch.tensor([[[1.0, float("nan")]]]))
+    llama.config.sliding_window = 30
+    with pytest.raises(DataError, match="sliding window of 30"):
+        run(llama, policy.new_cache(llama))
+    del llama.config.sliding_window
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_refused_batches_and_failed_passes(llama, streaming):
+    """As in a cache that keeps all; and the model is left as it was."""
+    policy = H2O(exact(llama), 0.5, 0.2, streaming=streaming)
+    cache, undisturbed = policy.new_cache(llama), policy.new_cache(llama)
+    expected, first = run(llama, undisturbed), run(llama, cache, TOKENS[:, :27], (20, 7))
+    with pytest.raises(DataError, match="holds 2 sequences, but 1 came"):
+        run(llama, cache, TOKENS[:1, :3], (3,))
+    rest = run(llama, cache, TOKENS[:, 27:], (1, 1, 11))
+    assert torch.equal(torch.cat([first, rest], dim=1), expected)
+    source, hooks = kv_sources(llama)[-1], len(kv_sources(llama)[0].attention._forward_hooks)
+    for module, spoil, message in (
+        (source.value_module, lambda m, a, out: out * float("nan"), "NaN"),
+        (source.attention.o_proj, lambda *_: {}["no memory"], "no memory"),
+    ):
+        cache.reset()
+        handle = module.register_forward_hook(spoil)
+        with pytest.raises((DataError, KeyError), match=message):
+            run(llama, cache, TOKENS[:, :3], (3,))
+        handle.remove()
+        assert llama.config._attn_implementation == "sdpa"
+        assert len(kv_sources(llama)[0].attention._forward_hooks) == hooks
+        with pytest.raises(DataError, match="failed half-way"):
+            run(llama, cache, TOKENS[:, :3], (3,))
+    cache.reset()
+    assert torch.equal(run(llama, cache), expected)
+
+
+def test_heavy_hitters_beat_random_tokens_and_more_is_better(mini):
+    tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=128, num_seqs=2)
+    base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
+
+    def row(*shares, **kwargs):
+        return evaluate(mini[0], H2O(base, *shares, **kwargs), tokens, "snapshot", prompt_len=112, reconstruction=False)
+
+    whole, most, half = row(1.0), row(0.75), row(0.5)
+    assert whole["kl_mean"] < 1e-5 < most["kl_mean"] < half["kl_mean"]
+    assert half["kl_mean"] < 0.5 * row(0.5, choose=evict.random_tokens(0))["kl_mean"]
+    assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
+    chunked = evaluate(mini[0], H2O(base, 0.5, streaming=True), tokens, "chunked")
+    assert chunked["ratio"] == pytest.approx(2 / (1 + 4 / 256), rel=1e-3) and chunked["kl_mean"] > 1e-3
+
+
+def test_scores_from_packed_keys_against_exact_ones(mini):
+    tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
+    base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
+    rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
+    for row in evict.compare_scores(mini[0], base, tokens):
+        assert row["overlap"] > 0.97 and row["rank_correlation"] > 0.999
+    rows = evict.compare_scores(mini[0], rough, tokens, retain=0.5)
+    assert [row["layer"] for row in rows] == list(range(6))
+    assert all(row["overlap_by_chance"] < row["overlap"] < 0.99 for row in rows)
+    scores = evict.attention_scores(mini[0], tokens)
+    assert scores[3].shape == (2, 2, 96)
+    torch.testing.assert_close(
+        scores[3].sum(dim=(1, 2)), torch.full((2,), 96.0 * 6)
+    )  # every query head gives 1 a token

@@ -1,0 +1,205 @@
+"""What transformers' ``generate`` does with a cache: ways of decoding, padding, continued chats, compiled forwards."""
+
+import copy
+
+import pytest
+import small_models
+import torch
+from exact_codec import exact
+from transformers import DynamicCache
+
+from vqkv import DataError, calibrate, presets
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs import Codec
+
+TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PRESETS = {
+    "vqllm": lambda: presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
+    "quanto": lambda: presets.quanto(4, 16),
+    "kivi": lambda: presets.kivi(4, 8, 4),
+    "higgs": lambda: presets.higgs(4, 32, 2, 5),
+    "aqua": lambda: presets.aqua(presets.higgs(4, 32), sink_tokens=2, recent_window=5),
+}
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def model(request, tmp_path_factory):
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-to-generate"))
+
+
+@pytest.fixture(scope="module", params=sorted(PRESETS))
+def compressor(request, llama):
+    return calibrate(llama, TOKENS.repeat(4, 1), PRESETS[request.param](), progress=False)
+
+
+@pytest.fixture(scope="module")
+def higgs(llama):
+    return calibrate(llama, TOKENS, PRESETS["higgs"](), progress=False)
+
+
+def greedy(model, cache, tokens, new_tokens):
+    """By hand, one token at a time: what ``generate`` must equal."""
+    with torch.inference_mode():
+        for _ in range(new_tokens):
+            fresh = tokens[:, cache.get_seq_length() :]
+            logits = model(fresh, past_key_values=cache).logits[:, -1:]
+            tokens = torch.cat([tokens, logits.argmax(-1)], dim=1)
+    return tokens
+
+
+def test_greedy_equals_a_loop_by_hand(model):
+    compressor = calibrate(model, TOKENS, presets.higgs(3, 32, 2, 5), progress=False)
+    ours = model.generate(TOKENS[:2, :20], past_key_values=compressor.new_cache(model), **PLAIN)
+    assert torch.equal(ours, greedy(model, compressor.new_cache(model), TOKENS[:2, :20], 8))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+    ],
+    ids=["sampling", "beams", "sampled-beams", "prompt-lookup", "penalties", "several-returned"],
+)
+def test_every_way_of_decoding_equals_an_uncompressed_cache(model, options):
+    """Stored without loss, a cache changes no choice: all that differs is how it is reordered, cropped and repeated."""
+    rows = TOKENS[:1, :20].repeat(1, 2) if "prompt_lookup_num_tokens" in options else TOKENS[:2, :20]
+    results = []
+    for cache in (DynamicCache(), exact(model).new_cache(model)):
+        torch.manual_seed(1)
+        results.append(model.generate(rows, past_key_values=cache, **PLAIN | options))
+    assert torch.equal(*results)
+
+
+def test_assisted_decoding_crops_to_the_same_tokens(llama, compressor, tmp_path):
+    """The assistant's rejected tokens are forgotten; greedy assisted decoding emits what the target would alone, as
+    far as packing allows: tokens packed while guesses were in the window stay packed."""
+    assistant = small_models.load("qwen3", tmp_path)
+    cache = compressor.new_cache(llama)
+    out = llama.generate(TOKENS[:1, :20], past_key_values=cache, assistant_model=assistant, **PLAIN)
+    assert out.shape == (1, 28)
+    assert cache.get_seq_length() == 27 and all(group.positions.seq_len == 27 for group in cache.batch.groups)
+
+
+def test_generate_with_left_padding_equals_the_rows_alone(model):
+    compressor = calibrate(model, TOKENS, presets.higgs(4, 32, 2, 5), progress=False)
+    rows = [TOKENS[0, :9], TOKENS[1, :20], TOKENS[2, :14]]
+    padded = torch.stack([torch.cat([torch.zeros(20 - len(row), dtype=torch.long), row]) for row in rows])
+    mask = torch.stack([torch.arange(20) >= 20 - len(row) for row in rows]).long()
+    cache = compressor.new_cache(model)
+    together = model.generate(padded, attention_mask=mask, past_key_values=cache, **PLAIN)
+    for row, out in zip(rows, together, strict=True):
+        alone = model.generate(row[None], past_key_values=compressor.new_cache(model), **PLAIN)
+        assert torch.equal(out[20:], alone[0, len(row) :])
+
+
+def test_a_slot_that_was_padding_cannot_be_shown_later(llama, higgs):
+    cache, mask = higgs.new_cache(llama), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.inference_mode():
+        llama(TOKENS[:2, :20], attention_mask=mask, past_key_values=cache)
+        with pytest.raises(DataError, match="was padding when it was cached"):
+            llama(TOKENS[:2, 20:21], attention_mask=torch.ones(2, 21, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == 20
+
+
+def test_a_chat_goes_on(llama, compressor):
+    """Prefill, generate, append, generate: as one loop over the same tokens."""
+    cache, other = compressor.new_cache(llama), compressor.new_cache(llama)
+    first = llama.generate(TOKENS[:1, :20], past_key_values=cache, **PLAIN)
+    appended = torch.cat([first, TOKENS[1:2, :7]], dim=1)
+    second = llama.generate(appended, past_key_values=cache, **PLAIN)
+    by_hand = torch.cat([greedy(llama, other, TOKENS[:1, :20], 8), TOKENS[1:2, :7]], dim=1)
+    assert torch.equal(second, greedy(llama, other, by_hand, 8))
+
+
+def test_a_prompt_read_once_serves_several_continuations(llama, compressor):
+    """The batching of contrastive search and of prompts shared by many requests: repeat, then select."""
+    cache = compressor.new_cache(llama)
+    with torch.inference_mode():
+        llama(TOKENS[:2, :30], past_key_values=cache)
+        one = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(2)
+        logits = llama(TOKENS[:, 30:36], past_key_values=cache).logits
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        after = llama(TOKENS[:2, 36:37], past_key_values=cache).logits
+        one.batch_select_indices(torch.tensor([1, 0]))
+        expected = llama(TOKENS[[3, 0], 30:36], past_key_values=one).logits
+        torch.testing.assert_close(logits[[3, 0]], expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(after, llama(TOKENS[:2, 36:37], past_key_values=one).logits, rtol=1e-3, atol=1e-3)
+        for nobody in (torch.tensor([2]), torch.tensor([], dtype=torch.long)):
+            with pytest.raises(DataError, match="name some of these"):
+                cache.batch_select_indices(nobody)
+
+
+def test_a_compiled_forward_gives_the_same_tokens(llama, higgs):
+    compiled = torch.compile(llama.forward, backend="eager")
+    cache, other = higgs.new_cache(llama), higgs.new_cache(llama)
+    with torch.inference_mode():
+        for part in TOKENS[:2].split([20, 1, 1, 26], dim=1):
+            ours = compiled(part, past_key_values=cache).logits
+            torch.testing.assert_close(ours, llama(part, past_key_values=other).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2", "gemma3"])
+def test_sliding_windows_read_what_an_uncompressed_cache_reads(architecture, tmp_path):
+    """Beyond the window: all tokens are kept, and the model's own mask hides the old ones."""
+    model = small_models.sliding(architecture, tmp_path)
+    compressor = exact(model)
+    if architecture == "gemma3":
+        with pytest.raises(DataError, match="angles for each kind of layer.*pre_rope=False"):
+            compressor.new_cache(model)
+        with pytest.raises(DataError, match="angles for each kind of layer.*pre_rope=False"):
+            calibrate(model, TOKENS, presets.higgs(4, 32), progress=False)
+        compressor.settings = CacheSettings(pre_rope=False)
+    cache = compressor.new_cache(model)
+    kwargs = PLAIN | {"max_new_tokens": 12}
+    expected = model.generate(TOKENS[:2, :20], past_key_values=DynamicCache(config=model.config), **kwargs)
+    assert torch.equal(model.generate(TOKENS[:2, :20], past_key_values=cache, **kwargs), expected)
+
+
+def counted(monkeypatch):
+    """Tokens that codecs encode and decode from now on."""
+    found = {"encode": [], "decode": []}
+    encode, decode = Codec.encode, Codec.decode
+    monkeypatch.setattr(Codec, "encode", lambda self, x: (found["encode"].append(x.shape[2]), encode(self, x))[1])
+    monkeypatch.setattr(
+        Codec, "decode", lambda self, p, *a, **k: (found["decode"].append(p.seq_len), decode(self, p, *a, **k))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 16, 1000])
+def test_tokens_are_encoded_once_and_decoded_once_a_step_or_once(llama, monkeypatch, kept_tokens):
+    """What ``decoded_cache_bytes`` holds is decoded once; the rest once a step, for every layer's keys and values."""
+    compressor = calibrate(llama, TOKENS, presets.higgs(4, 32, 2, 5), progress=False)
+    token = 2 * 3 * 2 * 32 * 4  # keys and values of three layers with two heads of 32, fp32
+    cache = compressor.new_cache(llama, decoded_cache_bytes=kept_tokens * token)
+    found = counted(monkeypatch)
+    steps = [20] + [1] * 15
+    with torch.inference_mode():
+        for part in TOKENS[:1, :35].split(steps, dim=1):
+            llama(part, past_key_values=cache)
+    places, packed = 6, 35 - 2 - 5
+    assert sum(found["encode"]) == places * packed  # each token once
+    history = [max(0, 20 + i - 2 - 5) for i in range(15)]  # packed before each step
+    rest = sum(n - min(n, kept_tokens) for n in history)
+    assert sum(found["decode"]) == places * (rest + min(history[-1], kept_tokens))
+    report = cache.report()
+    assert report.kinds["decoded"] == min(history[-1], kept_tokens) * token <= kept_tokens * token
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1GB"])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(llama, higgs, wrong):
+    with pytest.raises(DataError, match="decoded_cache_bytes"):
+        higgs.new_cache(llama, decoded_cache_bytes=wrong)

@@ -1,0 +1,228 @@
+"""Whatever is done to a cache, it holds what a plain list of tokens holds to which the same codecs were applied."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from vqkv import CompressedCache, calibrate, presets
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs.predictive import Known
+from vqkv.kernels.rope import rotate, unrotate
+
+LAYERS, HEADS, HEAD_DIM = 2, 2, 8
+SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+CODECS = {
+    "quanto": lambda: presets.quanto(4, 8),
+    "vqllm": lambda: presets.vqllm(2, 8, 4),
+    "kivi": lambda: presets.kivi(2, 4, 0),
+    "vqq": lambda: presets.vqq(0.2, 4, 8),
+    "aqua": lambda: presets.aqua(presets.quanto(4, 8), first_layer_bits=16),
+}
+# (flush block, sinks, window, pre-RoPE): with and without each
+HELD = {"quanto": (1, 0, 0, False), "vqllm": (3, 1, 2, True), "kivi": (1, 2, 0, False), "vqq": (1, 0, 3, True),
+        "aqua": (2, 1, 1, True)}  # fmt: skip
+
+
+@dataclass
+class Token:
+    """One token of one sequence: keys and values as they came, as they are read, and where they are kept."""
+
+    given: list  # by layer: (keys, values), each (num_kv_heads, head_dim)
+    read: list
+    place: str
+    position: int
+
+
+class Oracle:
+    """A list of slots for each sequence; None is padding."""
+
+    def __init__(self, compressor, rotary):
+        self.compressor, self.rotary = compressor, rotary if compressor.settings.pre_rope else None
+        self.rows = None
+
+    def update(self, states, real):
+        """What attention should read of every layer: (keys, values), padding as zeros."""
+        batch, width = real.shape
+        self.rows = [[] for _ in range(batch)] if self.rows is None else self.rows
+        before = [[None if t is None else t.read for t in row] for row in self.rows]
+        for b, row in enumerate(self.rows):
+            for i in range(width):
+                row.append(None)
+                if real[b, i]:
+                    position = 1 + sum(t is not None for t in row)
+                    given = [tuple(x[b, :, i] for x in pair) for pair in states]
+                    row[-1] = Token(given, given, "new", position)
+            self._settle([t for t in row if t is not None])
+        return [
+            tuple(
+                torch.stack(
+                    [
+                        torch.stack([torch.zeros(HEADS, HEAD_DIM) if t is None else t[layer][role] for t in row], 1)
+                        for row in self._with_new(before, states, real)
+                    ]
+                )
+                for role in (0, 1)
+            )
+            for layer in range(LAYERS)
+        ]
+
+    def _with_new(self, before, states, real):
+        for b, row in enumerate(before):
+            new = [
+                [tuple(x[b, :, i] for x in pair) for pair in states] if real[b, i] else None
+                for i in range(real.shape[1])
+            ]
+            yield row + new
+
+    def _settle(self, tokens):
+        held, rows = self.compressor.settings, self.compressor.tokens_per_row
+        sinks = sum(t.place == "sink" for t in tokens)
+        for t in tokens:
+            if t.place == "new" and sinks < held.sink_tokens:
+                t.place, t.read, sinks = "sink", halved(t.given), sinks + 1
+        window = [t for t in tokens if t.place in ("window", "new")]
+        block = torch.tensor(rows).lcm(torch.tensor(held.flush_block)).item()
+        spare = max(0, len(window) - held.recent_window)
+        flush = spare - spare % block
+        if flush:
+            self._pack(window[:flush])
+        for t in window[flush:]:
+            t.place, t.read = "window", halved(t.given)
+
+    def _pack(self, tokens):
+        known = Known(self.compressor.last_readers)
+        read = [[None, None] for _ in range(LAYERS)]
+        for layer in range(LAYERS):
+            for role in (0, 1):
+                x = torch.stack([(t.given if t.place == "new" else t.read)[layer][role] for t in tokens], 1)[None]
+                x = self._turn(unrotate, x, tokens) if role == 0 else x
+                x = self.compressor.coders[layer][role].through(x, known)
+                read[layer][role] = self._turn(rotate, x, tokens) if role == 0 else x
+        for i, t in enumerate(tokens):
+            t.place, t.read = "packed", [tuple(x[0, :, i] for x in pair) for pair in read]
+
+    def _turn(self, turn, x, tokens):
+        if self.rotary is None:
+            return x
+        return turn(x, *self.rotary.forward(x, torch.tensor([[t.position for t in tokens]])))
+
+    def crop(self, count):
+        self.rows = [row[: len(row) - count] for row in self.rows]
+        if not self.rows[0]:
+            self.rows = None
+
+    def select(self, index):
+        self.rows = [copy.deepcopy(self.rows[i]) for i in index]
+
+    def places(self, place):
+        return sum(t is not None and t.place == place for row in self.rows or [] for t in row)
+
+
+def halved(given):
+    return [tuple(x.half().float() for x in pair) for pair in given]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, head_dim=HEAD_DIM, num_key_value_heads=HEADS, **SHAPE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.vqkv_name = "oracle"
+    return model
+
+
+@pytest.fixture(scope="module", params=sorted(CODECS))
+def compressor(request, model):
+    tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(2))
+    fitted = calibrate(model, tokens, CODECS[request.param](), progress=False)
+    block, sinks, window, pre_rope = HELD[request.param]
+    held = CacheSettings(sinks, window, block, pre_rope)
+    return Compressor(fitted.name, fitted.codecs, held, fitted.model, predictions=fitted.predictions)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("update"), st.integers(1, 7), st.sampled_from(["none", "left", "right", "any"])),
+    st.tuples(st.just("update"), st.just(1), st.just("none")),
+    st.tuples(st.just("crop"), st.integers(0, 9)),
+    st.tuples(st.just("reorder"), st.randoms(use_true_random=False)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("select"), st.randoms(use_true_random=False)),
+    st.tuples(st.just("save")),
+    st.tuples(st.just("reset")),
+)
+
+
+def feed(cache, oracle, model, generator, new_tokens, padding, batch):
+    """One forward pass without the model around it: its hooks run as they would, and random keys and values come."""
+    real = torch.ones(batch, new_tokens, dtype=torch.bool)
+    for row in real if padding != "none" else ():
+        count = int(torch.randint(0, new_tokens + 1, (1,), generator=generator))
+        row[: new_tokens - count if padding == "left" else 0] = False
+        if padding == "right":
+            row[count:] = False
+        if padding == "any":
+            row &= torch.rand(new_tokens, generator=generator) < 0.6
+    old = [[t is not None for t in row] for row in oracle.rows] if oracle.rows else [[] for _ in range(batch)]
+    mask = torch.cat([torch.tensor(old, dtype=torch.bool).view(batch, -1), real], dim=1)
+    positions = mask.long().cumsum(1)[:, -new_tokens:]  # the first token of a sequence is at 1
+    cache.batch.see(mask.long())
+    states = [
+        tuple(torch.randn(batch, HEADS, new_tokens, HEAD_DIM, generator=generator) for _ in "kv") for _ in range(LAYERS)
+    ]
+    model.model.rotary_emb(states[0][0], positions)
+    expected = oracle.update(states, real)
+    for layer, (keys, values) in enumerate(states):
+        found = cache.update(keys, values, layer)
+        for ours, theirs in zip(found, expected[layer], strict=True):
+            shown = mask[:, None, :, None].expand_as(ours)
+            torch.testing.assert_close(ours * shown, theirs, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    operations=st.lists(OPERATIONS, min_size=2, max_size=9),
+    batch=st.integers(1, 3),
+    budget=st.sampled_from([0, 700, 10**6]),
+    seed=st.integers(0, 9),
+)
+def test_a_cache_holds_what_a_plain_list_holds(tmp_path_factory, model, compressor, operations, batch, budget, seed):
+    cache, oracle = compressor.new_cache(model, decoded_cache_bytes=budget), Oracle(compressor, model.model.rotary_emb)
+    generator = torch.Generator().manual_seed(seed)
+    for name, *arguments in operations:
+        if name == "update":
+            feed(cache, oracle, model, generator, *arguments, batch)
+        elif name == "reset":
+            cache.reset()
+            oracle.rows = None
+        elif oracle.rows is None:
+            continue
+        elif name == "crop":
+            cache.crop(-arguments[0])
+            oracle.crop(min(arguments[0], len(oracle.rows[0])))
+        elif name == "save":
+            path = tmp_path_factory.getbasetemp() / "cache.safetensors"
+            cache.save(path)
+            cache = CompressedCache.load(path, compressor, model, decoded_cache_bytes=budget)
+        elif name == "repeat":
+            cache.batch_repeat_interleave(arguments[0])
+            oracle.select([i for i in range(batch) for _ in range(arguments[0])])
+        else:
+            index = [
+                arguments[0].randrange(batch)
+                for _ in range(batch if name == "reorder" else arguments[0].randint(1, batch))
+            ]
+            (cache.reorder_cache if name == "reorder" else cache.batch_select_indices)(torch.tensor(index))
+            oracle.select(index)
+        batch = len(oracle.rows) if oracle.rows else batch
+        report, token = cache.report(), 2 * LAYERS * HEADS * HEAD_DIM
+        assert cache.get_seq_length() == (len(oracle.rows[0]) if oracle.rows else 0)
+        assert report.packed_values == oracle.places("packed") * token
+        assert report.kinds["sinks"] == oracle.places("sink") * token * 2
+        assert report.kinds["window"] == oracle.places("window") * token * 2
+        assert report.kinds["decoded"] <= budget

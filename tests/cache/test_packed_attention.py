@@ -1,0 +1,274 @@
+"""Attention that reads packed tokens: the same numbers as with everything decoded, and nothing decoded for it."""
+
+import copy
+import dataclasses
+import gc
+
+import pytest
+import small_models
+import torch
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config
+
+from vqkv import DataError, FormatError, calibrate, presets
+from vqkv.cache.eviction import H2O
+from vqkv.cache.packed_attention import NAME
+from vqkv.codecs import Codec
+
+TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+READ = {
+    "vqllm": presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
+    "quanto": presets.quanto(4, 16),
+    "hqq": presets.hqq(2, 32),
+    "rvq2": presets.rvq2(codebook_size=16, keyframe=8),
+}
+DECODED = {"kivi": presets.kivi(4, 8, 4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
+
+
+@pytest.fixture(scope="module", params=["gemma", "gpt2", "llama-yarn", "qwen2"])
+def model(request, tmp_path_factory):
+    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-packed"))
+
+
+def fitted(model, preset, **settings):
+    defaults = {"flush_block": 8, "sink_tokens": 2, "recent_window": 4}
+    return calibrate(model, TOKENS, dataclasses.replace(preset, **defaults | settings), progress=False)
+
+
+@pytest.fixture(scope="module", params=sorted(READ))
+def compressor(request, llama):
+    return fitted(llama, READ[request.param])
+
+
+def logits(model, cache, tokens, prompt: int, step: int = 1, **inputs) -> torch.Tensor:
+    """Of all tokens after the prompt, fed ``step`` at a time."""
+    with torch.inference_mode():
+        model(tokens[:, :prompt], past_key_values=cache, **inputs)
+        parts = [model(part, past_key_values=cache).logits for part in tokens[:, prompt:].split(step, dim=1)]
+    return torch.cat(parts, dim=1)
+
+
+def both(model, run):
+    """``run()`` with everything decoded, and with packed tokens read as they are."""
+    found = []
+    for name in ("sdpa", NAME):
+        model.set_attn_implementation(name)
+        found.append(run())
+    model.set_attn_implementation("sdpa")
+    return found
+
+
+def assert_same(theirs: torch.Tensor, ours: torch.Tensor, first: int = 1) -> None:
+    """The ``first`` tokens, which read the same stored tokens, to rounding. A code may flip by rounding, too, and later
+    tokens read it."""
+    torch.testing.assert_close(theirs[:, :first], ours[:, :first], rtol=1e-4, atol=1e-4)
+    assert (theirs - ours).norm() < 0.02 * ours.norm()
+
+
+@pytest.fixture
+def nothing_decoded(monkeypatch):
+    """A switch: from then on, whoever decodes a payload fails."""
+
+    def refuse(*_):
+        raise AssertionError("a payload was decoded")
+
+    return lambda: monkeypatch.setattr(Codec, "decode", refuse)
+
+
+@pytest.mark.parametrize("name", sorted(READ | DECODED))
+def test_logits_are_those_of_decoded_tokens_on_every_architecture(model, name):
+    compressor = fitted(model, (READ | DECODED)[name])
+    ours, theirs = both(model, lambda: logits(model, compressor.new_cache(model), TOKENS, 30))
+    assert_same(theirs, ours)
+
+
+@pytest.mark.parametrize("step", [1, 16, 17])
+def test_several_new_tokens_see_those_before_them(llama, compressor, step):
+    ours, theirs = both(llama, lambda: logits(llama, compressor.new_cache(llama), TOKENS, 20, step))
+    assert_same(theirs, ours, step)
+
+
+def test_a_step_decodes_nothing(llama, compressor, nothing_decoded):
+    cache = compressor.new_cache(llama)
+    llama.set_attn_implementation(NAME)
+    with torch.inference_mode():
+        llama(TOKENS[:, :30], past_key_values=cache)
+        nothing_decoded()
+        for token in TOKENS[:, 30:].split(1, dim=1):
+            llama(token, past_key_values=cache)
+    llama.set_attn_implementation("sdpa")
+    assert cache.report().packed_bytes and cache.get_seq_length() == 48
+
+
+def test_every_way_to_generate_gives_the_same_tokens(llama, compressor):
+    for options in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        ours, theirs = both(
+            llama,
+            lambda options=options: llama.generate(
+                TOKENS[:1, :20], past_key_values=compressor.new_cache(llama), **PLAIN | options
+            ),
+        )
+        assert torch.equal(ours, theirs)
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(4, 40, dtype=torch.long)
+    for row, missing in enumerate((0, 9, 0, 17)):
+        mask[row, :missing] = 0
+    return TOKENS[:, :40] * mask, mask
+
+
+def test_padded_batches_read_what_each_row_stores(llama, compressor, nothing_decoded):
+    tokens, mask = padded()
+    run = lambda: llama.generate(tokens, attention_mask=mask, past_key_values=compressor.new_cache(llama), **PLAIN)  # noqa: E731
+    ours, theirs = both(llama, run)
+    assert torch.equal(ours, theirs)
+
+
+HIDING = torch.ones(4, 31, dtype=torch.long).index_fill(1, torch.arange(5, 9), 0)
+OWN = torch.zeros(4, 1, 1, 31).index_fill(3, torch.arange(3, 20), -torch.inf)
+
+
+@pytest.mark.parametrize("mask", [HIDING, OWN], ids=["hides stored tokens", "of the caller's own shape"])
+def test_masks_are_obeyed(llama, compressor, mask):
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache)
+            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=mask).logits
+
+    ours, theirs = both(llama, run)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["of the prompt", "of the new slot"])
+def test_masks_that_hide_stored_tokens_beside_padding(llama, padding):
+    compressor, before, after = fitted(llama, READ["rvq2"]), torch.ones(4, 30), torch.ones(4, 31)
+    if padding == "of the prompt":
+        before[1, :9] = after[1, :9] = 0
+    else:
+        after[2, 30] = 0
+    after[:, 12:18] = 0
+
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache, attention_mask=before)
+            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=after).logits
+
+    ours, theirs = both(llama, run)
+    rows = [0, 1, 3]  # the new slot of the third may be padding
+    torch.testing.assert_close(theirs[rows], ours[rows], rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_change_values_after_the_cache_are_told_so(tmp_path):
+    config = {name: x for name, x in small_models.COMMON.items() if name != "head_dim"} | {"hidden_size": 128}
+    model = small_models.load("diffllama", tmp_path, config=DiffLlamaConfig(**config))
+    cache = fitted(model, READ["quanto"]).new_cache(model)
+    model.set_attn_implementation(NAME)
+    with pytest.raises(DataError, match="set_attn_implementation"), torch.inference_mode():
+        logits(model, cache, TOKENS, 30)
+
+
+def test_a_cache_of_another_model_says_so(llama):
+    compressor, other = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
+    cache = compressor.new_cache(llama)
+    llama.set_attn_implementation(NAME)
+    try:
+        with pytest.raises(DataError, match="another model"), torch.inference_mode():
+            logits(other, cache, TOKENS, 30)
+    finally:
+        llama.set_attn_implementation("sdpa")
+    mine = copy.deepcopy(llama)
+    cache = compressor.new_cache(mine)
+    del mine
+    gc.collect()
+    assert logits(other, cache, TOKENS, 30).isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["short", "out of range"])
+def test_damaged_codes_are_refused_as_when_they_are_decoded(llama, damage):
+    compressor = fitted(llama, presets.vqllm(num_quantizers=3, codebook_size=24, group_size=16))
+
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache)
+            fields = cache.layers[0].stores[0].payload.fields
+            if damage == "short":
+                fields["codes"] = fields["codes"][..., :1].contiguous()
+            else:
+                fields["codes"][..., 0].bitwise_or_(31)
+            with pytest.raises(FormatError):
+                llama(TOKENS[:, 30:31], past_key_values=cache)
+
+    both(llama, run)
+
+
+@pytest.mark.parametrize("name", sorted(set(small_models.SLIDING) - {"gemma2"}))
+def test_sliding_windows_are_obeyed(name, tmp_path):
+    model = small_models.load(name, tmp_path, config=small_models.SLIDING[name]())
+    compressor = fitted(model, READ["quanto"])
+    ours, theirs = both(model, lambda: logits(model, compressor.new_cache(model), TOKENS, 30))
+    assert_same(theirs, ours)
+
+
+def test_soft_caps_are_refused_by_name(tmp_path):
+    config = Gemma2Config(**small_models.COMMON, sliding_window=10, attn_logit_softcapping=5.0)
+    model = small_models.load("gemma2", tmp_path, config=config)
+    model.set_attn_implementation(NAME)
+    with pytest.raises(DataError, match=r"softcap.*eager"):
+        model(TOKENS, past_key_values=DynamicCache())
+
+
+def test_other_caches_and_none_attend_as_sdpa_does(llama):
+    for cache in (lambda: None, DynamicCache):
+        ours, theirs = both(llama, lambda cache=cache: llama(TOKENS, past_key_values=cache()).logits)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_evicted_tokens_stay_away(llama, streaming):
+    system = H2O(fitted(llama, READ["quanto"]), retain=0.5, streaming=streaming)
+    ours, theirs = both(llama, lambda: logits(llama, system.new_cache(llama), TOKENS, 30))
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_that_do_not_count_up(llama, compressor):
+    ids = torch.arange(30) * 2
+
+    def run():
+        cache = compressor.new_cache(llama)
+        with torch.inference_mode():
+            llama(TOKENS[:, :30], past_key_values=cache, position_ids=ids[None])
+            return llama(TOKENS[:, 30:31], past_key_values=cache, position_ids=torch.tensor([[77]])).logits
+
+    ours, theirs = both(llama, run)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_decoded_tokens_that_are_kept_are_read(llama, compressor):
+    run = lambda: logits(llama, compressor.new_cache(llama, decoded_cache_bytes=10**6), TOKENS, 30)  # noqa: E731
+    ours, theirs = both(llama, run)
+    assert torch.equal(ours, theirs)
+
+
+def test_compiled_forwards_get_tensors(llama, compressor):
+    compiled = torch.compile(llama, backend="eager")
+    ours = logits(llama, compressor.new_cache(llama), TOKENS, 30)
+    llama.set_attn_implementation(NAME)
+    theirs = logits(compiled, compressor.new_cache(llama), TOKENS, 30)
+    llama.set_attn_implementation("sdpa")
+    assert_same(theirs, ours)
+
+
+def test_loading_a_model_with_it(tmp_path):
+    folder = small_models.make("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME)
+    cache = fitted(model, READ["quanto"]).new_cache(model)
+    assert model.generate(TOKENS[:, :20], past_key_values=cache, **PLAIN).shape == (4, 28)

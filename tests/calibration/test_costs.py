@@ -1,0 +1,180 @@
+"""What errors in keys and values cost: predicted from gradients, and measured one place at a time."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import small_models
+import torch
+
+from vqkv import DataError, calibrate, presets
+from vqkv.calibration.costs import cost_curves, fisher_metrics, metrics
+from vqkv.evaluation.metrics import token_kl
+from vqkv.models.capture import capture
+from vqkv.models.load import describe, kv_sources
+
+TOKENS = torch.randint(1, 4096, (8, 40), generator=torch.Generator().manual_seed(0))
+SINKS, BLOCK = 2, 4
+PRESET = presets.crossed("steps", 1.0, rotation="none", block=BLOCK, sink_tokens=SINKS)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma", "qwen3", "mistral sliding"])
+def model(request, tmp_path_factory):
+    name, *sliding = request.param.split()
+    make = small_models.sliding if sliding else small_models.load
+    return make(name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-costs"))
+
+
+@contextmanager
+def changed(model, place, change):
+    """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) at one place."""
+    source = kv_sources(model)[place[1]]
+    key = place[0] == "key"
+    module, part = (source.key_module, source.key_part) if key else (source.value_module, source.value_part)
+
+    def hook(module, args, output):
+        new = change(source.heads(output, part)).transpose(1, 2).flatten(2)
+        parts = [*output.flatten(2).chunk(source.num_parts, dim=-1)]
+        parts[part] = new.to(output)
+        return torch.cat(parts, dim=-1).view(output.shape)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.inference_mode()
+def cost(model, place, change, tokens=TOKENS):
+    """KL in nats, mean over tokens."""
+    exact = model(tokens, use_cache=False).logits
+    with changed(model, place, change):
+        return token_kl(exact, model(tokens, use_cache=False).logits).mean().item()
+
+
+def places(model):
+    return [(role, layer) for layer in range(describe(model)["num_layers"]) for role in ("key", "value")]
+
+
+def test_fisher_predicts_what_small_errors_cost(model):
+    """Noise of the same size in all channels at every token: half of the trace times its variance, within a third for
+    this many tokens."""
+    found = metrics(model, TOKENS)
+    assert set(found) == set(places(model))
+    for place, metric in found.items():
+        torch.testing.assert_close(metric, metric.mT)
+        trace = metric.diagonal(dim1=1, dim2=2).sum().item()
+        size, seeded = (2 * 2e-3 / trace) ** 0.5, torch.Generator().manual_seed(1)
+
+        def noisy(x, size=size, generator=seeded):
+            return x + size * torch.randn(x.shape, generator=generator)
+
+        measured = [cost(model, place, noisy) for _ in range(3)]
+        assert sum(measured) / 3 == pytest.approx(2e-3, rel=0.35), place
+
+
+def test_metrics_are_those_of_these_tokens_and_of_the_model_as_it_is(llama):
+    found = metrics(llama, TOKENS)
+    found["key", 0].zero_()
+    assert metrics(llama, TOKENS)["key", 0].any()
+    reshaped = TOKENS.reshape(4, 80)
+    assert all(torch.equal(metrics(llama, reshaped)[place], x) for place, x in fisher_metrics(llama, reshaped).items())
+    with changed(llama, ("value", 1), lambda x: 2 * x):
+        expected = fisher_metrics(llama, TOKENS)
+        assert all(torch.equal(metrics(llama, TOKENS)[place], x) for place, x in expected.items())
+
+
+def test_fisher_tells_costly_directions_from_cheap_ones(llama):
+    found = fisher_metrics(llama, TOKENS)
+    for place in (("key", 1), ("value", 0), ("value", 2)):
+        values, vectors = torch.linalg.eigh(found[place][0])  # of the first head
+        measured = []
+        for direction in (vectors[:, 0], vectors[:, -1]):
+            change = torch.zeros(2, 1, 32)
+            change[0, 0] = direction * (2 * 2e-3 / values[-1].item()) ** 0.5
+            signs = torch.randint(0, 2, (8, 1, 40, 1), generator=torch.Generator().manual_seed(2)) * 2 - 1
+            measured.append(cost(llama, place, lambda x, change=change, signs=signs: x + change * signs))
+        assert measured[1] > 10 * measured[0]
+        assert 5e-4 < measured[1] < 3e-3  # of 2e-3: the largest eigenvalue of an estimate from few tokens is too large
+
+
+def test_fisher_is_the_same_whatever_was_switched_off(llama):
+    expected = fisher_metrics(llama, TOKENS[:2])
+    llama.requires_grad_(False)
+    try:
+        with torch.inference_mode():
+            found = fisher_metrics(llama, TOKENS[:2].clone())
+    finally:
+        llama.requires_grad_(True)
+    assert all(torch.equal(found[place], metric) for place, metric in expected.items())
+    assert all(parameter.grad is None for parameter in llama.parameters())
+
+
+def test_layers_before_an_error_need_not_compute_again(model, monkeypatch):
+    compressor = calibrate(model, TOKENS, PRESET, progress=False)
+    found, before = cost_curves(model, compressor, TOKENS), dict(vars(kv_sources(model)[0].attention))
+    layer = next(x for x in model.modules() if kv_sources(model)[0].attention in x.children())
+    assert "forward" not in vars(layer) and dict(vars(kv_sources(model)[0].attention)) == before
+    monkeypatch.setattr("vqkv.calibration.costs._from_layer", lambda *_: nullcontext())
+    expected, passes = cost_curves(model, compressor, TOKENS), []
+    assert all(torch.equal(found[place], curve) for place, curve in expected.items())
+    monkeypatch.undo()
+    handle = kv_sources(model)[0].attention.register_forward_hook(lambda *_: passes.append(1))
+    cost_curves(model, compressor, TOKENS)
+    handle.remove()
+    assert len(passes) == 4  # captured, exact, and for its own keys and values
+
+
+def test_nothing_is_left_behind_when_a_model_fails(llama):
+    def hooks():
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in llama.modules())
+
+    before = hooks()
+    with changed(llama, ("value", 2), lambda x: x[:, :1]), pytest.raises(RuntimeError):
+        fisher_metrics(llama, TOKENS)
+    assert hooks() == before
+    with changed(llama, ("value", 2), lambda x: x * torch.nan), pytest.raises(DataError, match="NaN or infinite"):
+        fisher_metrics(llama, TOKENS)
+    assert hooks() == before
+
+
+def test_one_token_costs_nothing_through_its_key(llama):
+    found = fisher_metrics(llama, TOKENS[:, :1])
+    assert found["key", 1].abs().max() < 1e-6 * found["value", 1].abs().max()
+
+
+def test_keys_after_rope_are_refused(llama):
+    with pytest.raises(DataError, match="before RoPE only: use a preset with pre_rope=True"):
+        metrics(llama, TOKENS, post_rope=True)
+
+
+def test_a_place_costs_what_replacing_it_alone_does(model):
+    """Cost over error is the KL with what the codec restores there, over the error of that."""
+    compressor = calibrate(model, TOKENS, PRESET, progress=False)
+    found, tokens = cost_curves(model, compressor, TOKENS[:2]), TOKENS[:2]
+    assert set(found) == set(places(model))
+    for (role, layer), curve in found.items():
+        exact = capture(model, tokens)[("key", "value").index(role)][layer]
+        last = SINKS + (tokens.shape[1] - SINKS) // BLOCK * BLOCK
+        codec, rows = compressor.codecs[layer][("key", "value").index(role)], exact[:, :, SINKS:last].float()
+        restored = codec.decode(codec.encode(rows))
+
+        def change(x, restored=restored, last=last):
+            return torch.cat([x[:, :, :SINKS], restored, x[:, :, last:]], dim=2)
+
+        measured = cost(model, (role, layer), change, tokens)
+        rates, error = codec.rates(rows), (restored - rows).double().square().mean()
+        assert torch.equal(curve[:, 0], rates[:, 0]) and measured > 1e-5
+        torch.testing.assert_close(curve[:, 1], rates[:, 1] * measured / error, rtol=2e-2, atol=0)
+
+
+def test_codecs_that_cannot_trade_bits_are_named(llama):
+    for preset, message in ((presets.fp16(), "Fp16 of .*cannot trade"), (presets.higgs(2), "Grid cannot trade")):
+        compressor = calibrate(llama, TOKENS, preset, progress=False)
+        with pytest.raises(DataError, match=message):
+            cost_curves(llama, compressor, TOKENS[:2])

@@ -1,0 +1,324 @@
+"""Fine-tuning: what is trained and what stays, the gradient, the codebooks, the control, and how it fits in memory."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import small_models
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from vqkv import Compressor, DataError, FormatError, calibrate, evaluate, load_model, presets
+from vqkv.calibration.finetune import finetune
+from vqkv.calibration.straight_through import StraightThrough
+from vqkv.calibration.trained_weights import attention_weights
+from vqkv.cli import app
+from vqkv.codecs.base import codec_from_config
+from vqkv.models.load import kv_sources
+
+TOKENS = torch.randint(0, 400, (24, 40), generator=torch.Generator().manual_seed(0))
+PRESET = presets.vqllm(2, 16, 8)
+AFFINE = dataclasses.replace(presets.quanto(4, 8), pre_rope=True, sink_tokens=3)
+QUIET = {"batch_size": 6, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {name: small_models.load(name, tmp_path_factory.mktemp(name)) for name in ("llama", "gpt2", "qwen3")}
+
+
+def tuned(model, preset=PRESET, **settings):
+    """A fine-tuned copy of ``model``, and what ``finetune`` returned."""
+    twin = copy.deepcopy(model)
+    return twin, finetune(twin, TOKENS, preset, **{"lr": 1e-3} | QUIET | settings)
+
+
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def apart(a, b):
+    """The largest difference between two models' attention weights."""
+    return max((x - y).abs().max().item() for x, y in zip(attention_weights(a), attention_weights(b), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("preset", [PRESET, None], ids=["vqllm", "control"])
+def test_all_attention_weights_are_trained_and_nothing_else(models, name, preset):
+    model = copy.deepcopy(models[name])
+    frozen = model.get_input_embeddings().weight
+    frozen.requires_grad_(False)
+    model.get_submodule("lm_head").train()
+    attention = {id(weight) for weight in attention_weights(model)}
+    before = copy.deepcopy(model.state_dict())
+    result = finetune(model, TOKENS, preset, lr=1e-3, **QUIET)
+    for key, weight in model.named_parameters():
+        changed = not torch.equal(weight, before[key])
+        assert changed == (id(weight) in attention), key
+        assert weight.grad is None and weight.requires_grad == (weight is not frozen)
+        assert weight.dtype == torch.float32
+    assert not model.training and model.get_submodule("lm_head").training
+    assert len(result.losses) == 3 and (result.compressor is None) == (preset is None)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_gradients_pass_straight_through(models, name):
+    model = models[name]
+    compressor = calibrate(model, TOKENS, PRESET, progress=False)
+    reading = StraightThrough(places(compressor), sink_tokens=2)
+    for source in kv_sources(model):
+        for role, module, part in (
+            ("key", source.key_module, source.key_part), ("value", source.value_module, source.value_part)
+        ):  # fmt: skip
+            x = torch.randn(2, 7, module_width(module, source), generator=torch.Generator().manual_seed(1))
+            x = x.unflatten(-1, (-1, 32)) if name == "qwen3" and role == "key" else x
+            x.requires_grad_()
+            read = reading._hook(source, (role, source.layer_idx), part, module, (), x)
+            flowing = torch.randn(read.shape, generator=torch.Generator().manual_seed(2))
+            assert torch.equal(torch.autograd.grad(read, x, flowing)[0], flowing)
+            exact, back = source.heads(x.detach(), part), source.heads(read.detach(), part)
+            expected = reading.codecs[role, source.layer_idx].quantize_dequantize(exact)
+            assert torch.equal(back[:, :, :2], exact[:, :, :2])
+            torch.testing.assert_close(back[:, :, 2:], expected[:, :, 2:], rtol=1e-6, atol=1e-6)
+            if source.num_parts > 1:  # queries and the other role are left alone
+                others = [p for p in range(source.num_parts) if p != part]
+                assert all(torch.equal(source.heads(read, p), source.heads(x, p)) for p in others)
+
+
+def module_width(module, source):
+    return source.num_kv_heads * source.head_dim * source.num_parts
+
+
+def places(compressor):
+    return {
+        (role, layer): codec
+        for layer, pair in enumerate(compressor.codecs)
+        for role, codec in zip(("key", "value"), pair, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "name, preset",
+    [("llama", PRESET), ("gpt2", PRESET), ("qwen3", PRESET), ("llama", AFFINE),
+     ("gpt2", presets.vqllm(2, 16, 8, quantize="key"))],
+)  # fmt: skip
+def test_the_forward_pass_is_the_in_place_protocol(models, name, preset):
+    model, preset = models[name], dataclasses.replace(preset, sink_tokens=0)
+    compressor = calibrate(model, TOKENS, preset, progress=False)
+    with torch.inference_mode():
+        cache = compressor.new_cache(model, in_place=True)
+        expected = model(TOKENS[:4], past_key_values=cache).logits
+        with StraightThrough(places(compressor)).reading(model):
+            logits = model(TOKENS[:4], use_cache=False).logits
+        exact = model(TOKENS[:4], use_cache=False).logits
+    # a few values are as near to one code as to another, and the cache rotates keys there and back
+    assert (logits - expected).norm() < 0.02 * (expected - exact).norm()
+
+
+def test_the_control_is_plain_training(models):
+    plain = copy.deepcopy(models["llama"])
+    optimizer = torch.optim.AdamW(attention_weights(plain), lr=1e-3, weight_decay=0)
+    losses = []
+    for batch in TOKENS[6:].split(6):
+        losses.append(plain(batch, labels=batch).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    control, result = tuned(models["llama"], None)
+    torch.testing.assert_close(torch.tensor(result.losses), torch.stack(losses).detach(), rtol=1e-5, atol=0)
+    assert apart(plain, models["llama"]) > 2e-3 and apart(plain, control) < 2e-5
+
+
+def test_losses_are_of_the_quantized_model_and_fall(models):
+    model, first = models["llama"], TOKENS[:6]
+    same = torch.cat([first] * 9)
+    quantized = finetune(copy.deepcopy(model), same, PRESET, lr=1e-3, **QUIET).losses
+    control = finetune(copy.deepcopy(model), same, None, lr=1e-3, **QUIET).losses
+    row = evaluate(model, calibrate(model, first, PRESET, progress=False), first, "in_place", reconstruction=False)
+    assert quantized[0] == pytest.approx(torch.tensor(row["ppl"]).log().item(), rel=1e-3)
+    assert control[0] == pytest.approx(torch.tensor(row["ppl_exact"]).log().item(), rel=1e-5)
+    assert quantized[-1] < quantized[0] - 0.1 and control[-1] < control[0] - 0.1
+
+
+def test_the_first_batch_initialises_as_calibration_does_and_weights_stay_for_a_tiny_lr(models):
+    model = models["llama"]
+    twin, result = tuned(model, lr=1e-30)
+    calibrated = calibrate(model, TOKENS, PRESET, batch_size=6, progress=False)
+    assert same_weights(twin, model)
+    for ours, theirs in zip(
+        result.compressor.codecs[0], calibrated.codecs[0], strict=True
+    ):  # no quantized layer before
+        assert torch.equal(ours.state_dict()["quantizer.codebooks"], theirs.state_dict()["quantizer.codebooks"])
+    ours, theirs = (c.codecs[2][1].state_dict()["quantizer.codebooks"] for c in (result.compressor, calibrated))
+    assert not torch.equal(ours, theirs)  # read quantized keys and values on the way
+
+
+def test_codebooks_follow_the_moving_average_of_changing_keys_and_values(models):
+    model, preset = copy.deepcopy(models["gpt2"]), presets.vqllm(1, 16, 8, quantize="key")
+    source, recorded = kv_sources(model)[2], []
+    hook = source.key_module.register_forward_hook(lambda m, a, out: recorded.append(out.detach().clone()))
+    result = finetune(model, TOKENS, preset, lr=1e-3, **QUIET, micro_batch=3, gradient_checkpointing=True)
+    hook.remove()
+    passes = [source.heads(x, source.key_part) for x in recorded if len(x) == 3]
+    assert len(passes) == 2 + 3 * 2 * 2  # the first batch in two parts, then each part forward and recomputed
+    steps = [torch.cat(passes[i : i + 3 : 2]) for i in (2, 6, 10)]
+    codec = preset.key_codec(32).partial_fit(torch.cat(passes[:2]))
+    start, ema = codec.quantizer.codebooks[0].double(), codec.quantizer._emas[0]
+    codebook, counts, sums = start, ema.counts, ema.sums
+    for x in steps:
+        scaled = x / x.std(-1, correction=0, keepdim=True).half().float()
+        rows = scaled.unflatten(-1, (8, 4)).mT.reshape(-1, 8).double()
+        chosen = F.one_hot(torch.cdist(rows, codebook).argmin(-1), 16).double()
+        counts, sums = 0.99 * counts + 0.01 * chosen.sum(0), 0.99 * sums + 0.01 * chosen.T @ rows
+        smoothed = (counts + 1e-5) / (counts.sum() + 16e-5) * counts.sum()
+        codebook = sums / smoothed.unsqueeze(-1)
+    found = result.compressor.codecs[2][0].state_dict()["quantizer.codebooks"][0].double()
+    assert (codebook - start).abs().max() > 1e-2
+    torch.testing.assert_close(found, codebook, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("preset", [PRESET, None], ids=["vqllm", "control"])
+def test_parts_of_a_batch_add_up_to_the_batch(models, preset):
+    whole, result = tuned(models["llama"], preset)
+    parts, also = tuned(models["llama"], preset, micro_batch=2)
+    assert result.losses == pytest.approx(also.losses, rel=1e-5)
+    assert apart(whole, parts) < 2e-5 < 1e-3 < apart(whole, models["llama"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing_changes_no_bit(models, name):
+    model = copy.deepcopy(models[name])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            assert module.p > 0  # would change everything if it were on
+    plain, result = tuned(model)
+    saving, also = tuned(model, gradient_checkpointing=True)
+    assert result.losses == also.losses and same_weights(plain, saving)
+    assert result.compressor.fingerprint == also.compressor.fingerprint
+    assert not any("forward" in vars(module) for module in saving.modules())
+
+
+@pytest.mark.parametrize(
+    "name, dtype, lr",
+    [("llama", torch.bfloat16, 4e-4), ("qwen3", torch.bfloat16, 4e-4), ("gpt2", torch.float16, 5e-5)],
+)
+def test_steps_too_small_for_16_bits_add_up(models, name, dtype, lr):
+    model, tokens = copy.deepcopy(models[name]).to(dtype), TOKENS[:12, :20].repeat(4, 1)
+    half = copy.deepcopy(model)
+    settings = {"lr": lr, **QUIET}
+    result = finetune(half, tokens, PRESET, **settings)
+    assert {weight.dtype for weight in half.parameters()} == {dtype}
+    before, after = (torch.cat([w.detach().flatten() for w in attention_weights(m)]) for m in (model, half))
+    large = before.abs() > 0.125
+    assert torch.equal(before[large] + before[large].sign() * lr, before[large])  # one step would be rounded away
+    assert large.sum() > 100 and (before != after)[large].float().mean() > 0.3
+    result.compressor.check(half)
+    assert result.losses == pytest.approx(finetune(model.float(), tokens, PRESET, **settings).losses, rel=0.02)
+
+
+def test_other_codecs_that_store_token_by_token(models):
+    for preset in (
+        AFFINE,
+        presets.higgs(2),
+        presets.vqllm(2, 16, 8, quantize="value"),
+        presets.vqllm(2, 16, 8, beam=3),
+    ):
+        twin, result = tuned(models["llama"], preset)
+        row = evaluate(twin, result.compressor, TOKENS[:4], "in_place", reconstruction=False)
+        assert row["ppl"] > 1 and result.compressor.settings.sink_tokens == preset.sink_tokens
+        assert apart(twin, models["llama"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "preset, reason",
+    [
+        (presets.quanto(), "after RoPE"),
+        (presets.fp16(), "after RoPE"),
+        (presets.kvquant(3, block=8), "blocks of tokens"),
+        (presets.entropy_coded(PRESET, block=16), "blocks of tokens"),
+        (presets.aqua(), "predicted"),
+        ("vqllm", "must be a Preset"),
+        (presets.vqllm(group_size=7), "not divisible"),
+    ],
+)
+def test_presets_that_cannot_be_trained_with_are_refused(models, preset, reason):
+    with pytest.raises(DataError, match=reason) as error:
+        finetune(models["llama"], TOKENS, preset, **QUIET)
+    assert isinstance(preset, str) or preset.name in str(error.value) or "group_size" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"lr": 0}, "lr 0"),
+        ({"lr": -1e-5}, "lr"),
+        ({"lr": float("nan")}, "lr nan"),
+        ({"lr": 1.5}, "lr 1.5"),
+        ({"lr": "1e-5"}, "lr '1e-5'"),
+        ({"lr": True}, "lr True"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"micro_batch": 0}, "micro_batch 0"),
+        ({"micro_batch": 2.0}, "micro_batch 2.0"),
+        ({"batch_size": 24}, "a second batch"),
+        ({"batch_size": 10**6}, "a second batch"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(models, settings, message):
+    with pytest.raises(DataError, match=message):
+        finetune(models["llama"], TOKENS, PRESET, **QUIET | settings)
+    with pytest.raises(DataError, match="2 tokens"):
+        finetune(models["llama"], TOKENS[:, :1], None, **QUIET)
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_leaves_the_model_alone(models):
+    model, before = copy.deepcopy(models["llama"]), models["llama"]
+    with torch.no_grad():
+        model.lm_head.weight[TOKENS[-1, -1]] = float("inf")  # read in the last batch only
+    with pytest.raises(DataError, match="step 1 of fine-tuning: loss nan"):
+        finetune(model, TOKENS, PRESET, **QUIET)
+    model.lm_head.load_state_dict(before.lm_head.state_dict())
+    assert same_weights(model, before) and not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_fine_tuned_model_and_its_compressor_are_saved_and_belong_together(models, tmp_path):
+    original = models["llama"]
+    twin, result = tuned(original, lr=3e-2)
+    assert twin.vqkv_name == f"{original.vqkv_name} fine-tuned" == result.compressor.model["name"]
+    with pytest.raises(FormatError, match="other key or value weights"):
+        result.compressor.check(original)
+    small_models.make("llama", tmp_path / "model")  # for its tokenizer
+    twin.save_pretrained(tmp_path / "model")
+    result.compressor.save_pretrained(tmp_path / "compressor")
+    model, compressor = load_model(str(tmp_path / "model"))[0], Compressor.from_pretrained(tmp_path / "compressor")
+    assert same_weights(model, twin) and compressor.fingerprint == result.compressor.fingerprint
+    rows = [evaluate(m, c, TOKENS[:4], "in_place") for m, c in ((twin, result.compressor), (model, compressor))]
+    assert rows[0] == rows[1] and compressor.notes["finetune"] == {"lr": 3e-2, "steps": 3}
+    codec = compressor.codecs[0][0]
+    assert codec_from_config(codec.config(), codec.state_dict()).ready
+
+
+def test_the_command_writes_a_model_and_a_compressor_that_the_others_read(tmp_path):
+    folder, text = small_models.make("llama", tmp_path / "plain"), tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i} of {i * i} words to read" for i in range(9000)))
+    sizes = ["--corpus", text, "--seq-len", "64", "--num-seqs", "6"]
+    small = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "-p", "group_size=8"]
+
+    def run(*arguments, code=0):
+        found = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert found.exit_code == code, found.output
+        return found.output
+
+    out = tmp_path / "tuned"
+    settings = ["--lr", "0.01", "--batch-size", "2", "--micro-batch", "1", "--gradient-checkpointing"]
+    assert "2 steps" in run("finetune", folder, out, *sizes, *small, *settings)
+    row = json.loads(run("evaluate", out / "model", out / "compressor", *sizes[:4], "--num-seqs", "2"))
+    assert row["num_seqs"] == 2 and row["ppl"] > 1
+    assert Compressor.from_pretrained(out / "compressor").notes["finetune"] == {"lr": 0.01, "steps": 2}
+    assert "fitted to" in run("evaluate", folder, out / "compressor", *sizes[:4], "--num-seqs", "2", code=2)
+    control = tmp_path / "control"
+    run("finetune", folder, control, "--preset", "none", *sizes, *settings)
+    assert (control / "model").is_dir() and not (control / "compressor").exists()
+    assert "cannot fine-tune" in run("finetune", folder, out, "--preset", "kivi", *sizes, *settings, code=2)

@@ -1,0 +1,107 @@
+"""Captured keys and values on disk: whose they are, what fails, and that memory does not grow with the tokens."""
+
+import copy
+import resource
+
+import forked
+import pytest
+import small_models
+import torch
+from safetensors import SafetensorError
+
+from vqkv import DataError, calibrate, load_model, presets
+from vqkv.calibration.spill import CapturedTokens
+
+TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return load_model(str(small_models.make("llama", tmp_path_factory.mktemp("llama-for-aqua"))))[0]
+
+
+def test_captured_tokens_serve_several_presets_and_are_checked(llama, tmp_path):
+    with CapturedTokens(llama, TOKENS, batch_size=4, folder=tmp_path, progress=False) as captured:
+        given, own = (
+            calibrate(llama, TOKENS, presets.aqua(), batch_size=4, progress=False, captured=c) for c in (captured, None)
+        )
+        for place, prediction in given.predictions.items():
+            assert torch.equal(prediction.predictor.weight, own.predictions[place].predictor.weight)
+        with pytest.raises(DataError, match="captured holds other tokens"):
+            calibrate(llama, TOKENS[:4], presets.aqua(), progress=False, captured=captured)
+        with pytest.raises(DataError, match="other side of RoPE"):
+            calibrate(llama, TOKENS, presets.aqua(pre_rope=False), progress=False, captured=captured)
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+
+
+def test_captured_tokens_keep_what_they_were_made_from(llama, tmp_path):
+    tokens = TOKENS.clone()
+    with CapturedTokens(llama, tokens, batch_size=2, folder=tmp_path, progress=False) as captured:
+        assert calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured).notes["batch_size"] == 2
+        other = copy.deepcopy(llama).bfloat16()
+        with pytest.raises(DataError, match="torch.float32"):
+            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
+        with torch.no_grad():
+            other = copy.deepcopy(llama)
+            other.model.layers[1].self_attn.k_proj.weight.mul_(2)
+        with pytest.raises(DataError, match="other key or value weights"):
+            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
+        tokens.fill_(3)
+        with pytest.raises(DataError, match="captured holds other tokens"):
+            calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured)
+    with pytest.raises(DataError, match="within its 'with'"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)
+    with pytest.raises(DataError, match="must be CapturedTokens"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured="x")
+    with pytest.raises(DataError, match="no temporary folder in /nonexistent"):
+        CapturedTokens(llama, TOKENS, folder="/nonexistent", progress=False)
+
+
+def test_reconstructions_go_where_the_captured_tokens_are(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "small"))
+    with CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False) as captured:
+        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)  # the small one does not exist
+
+
+def test_an_interrupted_capture_leaves_nothing(llama, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vqkv.calibration.spill.capture", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("vqkv.calibration.spill.save_file", full)
+    with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False)
+
+
+def test_a_full_disk_is_named_before_anything_is_written(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
+    with pytest.raises(DataError, match="480 tokens take .* Use fewer tokens, or another folder"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False)
+
+
+def peaks(folder: str) -> list[int]:
+    """Bytes that this process has held at most, after a calibration on 16 sequences and after one on 128."""
+    torch.set_num_threads(1)
+    model, found = load_model(folder)[0], []
+    for num_seqs in (16, 128):
+        tokens = torch.randint(1, 4096, (num_seqs, 256), generator=torch.Generator().manual_seed(0))
+        calibrate(model, tokens, presets.aqua(), progress=False)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return found
+
+
+def test_memory_does_not_grow_with_the_tokens(llama):
+    """Captured keys and values of 128 sequences alone are 24 MB, which would show."""
+    short, long = forked.call(peaks, llama.config._name_or_path)
+    captured = 128 * 256 * 2 * 3 * 64 * 4
+    assert long - short < captured / 3

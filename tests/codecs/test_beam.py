@@ -1,0 +1,163 @@
+"""Beam search in residual VQ: the fast kernel against brute force in float64, and learning with it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import Chain, Grouping, ResidualVQ, VectorScale, codec_from_config
+from vqkv.kernels import cpu, dispatch
+from vqkv.kernels import naive as reference
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_numbers(*shape, seed=0, size=3):
+    return torch.randint(-size, size + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def errors(x, codes, codebooks):
+    return (x.double() - reference.rvq_decode(codes, codebooks)).square().sum(dim=-1)
+
+
+def fitted(x, **settings):
+    quantizer = ResidualVQ(**{"num_quantizers": 4, "codebook_size": 64, "group_size": x.shape[-1], **settings})
+    quantizer.build((1, *x.shape[3:]))
+    quantizer.partial_fit(x)
+    return quantizer
+
+
+@pytest.mark.parametrize("beam", [4, 16, 64])
+def test_a_beam_that_keeps_everything_is_exhaustive_search(beam):
+    """Kept sequences: all 4, 16 (exhaustive from there on, as the last of 3 stages extends each)."""
+    x, codebooks = gaussian(30, 5), gaussian(3, 4, 5, seed=1)
+    every = torch.tensor(list(itertools.product(range(4), repeat=3)))
+    distances = (x[:, None].double() - reference.rvq_decode(every, codebooks)).square().sum(dim=-1)
+    best = every[distances.argmin(dim=-1)]
+    for kernels in (reference, cpu):
+        found = kernels.rvq_encode(x, codebooks, beam)
+        assert torch.equal(found, best) if beam >= 16 else (errors(x, found, codebooks) >= distances.amin(-1)).all()
+    ranked = reference.rvq_candidates(x, codebooks, 64)
+    assert torch.equal(ranked, every[distances.sort(stable=True).indices])
+
+
+def test_reference_is_beam_search_written_out_in_plain_python():
+    x, codebooks, beam = gaussian(15, 3).double(), gaussian(3, 6, 3, seed=1).double(), 3
+    for row, codes in zip(x, reference.rvq_encode(x, codebooks, beam), strict=True):
+        kept = [((), row)]
+        for codebook in codebooks:
+            grown = [((*past, c), left - codebook[c]) for past, left in kept for c in range(6)]
+            kept = sorted(grown, key=lambda pair: float(pair[1].square().sum()))[:beam]
+        assert list(kept[0][0]) == codes.tolist()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.sampled_from([1, 2, 37]),
+    dim=st.sampled_from([1, 2, 7, 16]),
+    num_quantizers=st.integers(1, 4),
+    codebook_size=st.sampled_from([1, 2, 5, 63, 64, 65, 130]),
+    beam=st.sampled_from([2, 3, 4, 9, 70]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    seed=st.integers(0, 10**6),
+)
+def test_where_fp32_is_exact_codes_equal_the_reference(rows, dim, num_quantizers, codebook_size, beam, dtype, seed):
+    """Small whole numbers: no rounding, many exact ties, more candidates than codes."""
+    x = whole_numbers(rows, dim, seed=seed, size=9)
+    codebooks = whole_numbers(num_quantizers, codebook_size, dim, seed=seed + 1).to(dtype)
+    expected = reference.rvq_candidates(x, codebooks, beam)
+    assert torch.equal(cpu.rvq_candidates(x, codebooks, beam), expected)
+    assert torch.equal(dispatch.rvq_encode(x, codebooks, beam), expected[:, 0])
+
+
+def test_positions_that_leave_few_bits_to_the_scores(monkeypatch):
+    x, codebooks = whole_numbers(50, 8, size=9), whole_numbers(3, 200, 8, seed=1)
+    expected = reference.rvq_encode(x, codebooks, 5)
+    monkeypatch.setattr("vqkv.kernels.rvq.beam.WIDE", 8)
+    assert torch.equal(cpu.rvq_encode(x, codebooks, 5), expected)
+
+
+@pytest.mark.parametrize(("dim", "num_quantizers", "codebook_size", "rows"), [(8, 4, 256, 1100), (32, 8, 100, 600)])
+def test_gaussian_vectors_get_the_codes_of_the_reference(dim, num_quantizers, codebook_size, rows):
+    """What the kernel's docstring promises, over chunk borders (512 rows at beam 4)."""
+    x = gaussian(rows, dim, seed=3)
+    codebooks = fitted(gaussian(1, 1, 4000, dim), num_quantizers=num_quantizers, codebook_size=codebook_size).codebooks
+    expected, codes = reference.rvq_encode(x, codebooks, 4), cpu.rvq_encode(x, codebooks, 4)
+    assert (codes == expected).all(dim=-1).double().mean() >= 0.999
+    exact, fast = errors(x, expected, codebooks).mean(), errors(x, codes, codebooks).mean()
+    assert abs(fast - exact) <= 1e-5 * exact
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-3, 1e3, 1e19])
+def test_squares_that_leave_the_range_of_fp32(scale):
+    x, codebooks = gaussian(60, 8).double() * scale, gaussian(3, 40, 8, seed=1).double() * scale
+    assert torch.equal(cpu.rvq_encode(x, codebooks, 4), reference.rvq_encode(x, codebooks, 4))
+
+
+def test_reduced_precision_settings_do_not_reach_the_beam():
+    x, codebooks = gaussian(300, 32), gaussian(3, 100, 32, seed=1)
+    expected = cpu.rvq_encode(x, codebooks, 3)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(cpu.rvq_encode(x, codebooks, 3), expected)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_beam_4_cuts_the_error_by_15_percent_and_wider_beams_cut_more():
+    x, train = gaussian(1, 1, 3000, 8, seed=1), gaussian(1, 1, 12000, 8)
+    quantizer = fitted(train)
+    losses = []
+    for quantizer.beam in (1, 2, 4, 8):
+        losses.append(float(quantizer.loss(x)[-1]))
+    assert losses == sorted(losses, reverse=True) and losses[2] < 0.85 * losses[0]
+    assert (
+        float(fitted(train, beam=4, learning_beam=4).loss(x)[-1]) < losses[2]
+    )  # learning with the beam helps once more
+
+
+def test_loss_and_usage_are_those_of_the_stored_codes():
+    x = gaussian(1, 2, 900, 8)
+    quantizer = fitted(x, beam=3, learning_beam=3)
+    codes = quantizer.encode(x)
+    error = (x - quantizer.decode(codes)).square().sum() / x.square().sum()
+    torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)
+    counts = torch.stack([torch.bincount(stage, minlength=64) for stage in codes.view(-1, 4).T])
+    assert torch.equal(quantizer.usage(x), counts)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
+def test_moving_averages_with_a_beam_lower_the_loss(decay):
+    """Also at decay 0, where all stages together would overshoot if each took the whole error."""
+    x = gaussian(1, 1, 6000, 8) + 0.3
+    quantizer = fitted(x, beam=4, learning_beam=4, decay=decay, samples_per_code=8)
+    before = quantizer.loss(x)[-1]
+    for _ in range(6):
+        quantizer.partial_fit(x)
+    assert quantizer.loss(x)[-1] < before
+
+
+def test_moving_averages_with_a_beam_follow_a_drift():
+    x = gaussian(1, 1, 4000, 8)
+    quantizer = fitted(x, beam=2, learning_beam=2, decay=0.8)
+    before = quantizer.loss(x + 2)[-1]
+    for _ in range(15):
+        quantizer.partial_fit(x + 2)
+    assert quantizer.loss(x + 2)[-1] < 0.6 * before
+
+
+def test_a_codec_saved_before_there_were_beams_still_loads():
+    x = gaussian(1, 2, 300, 16)
+    codec = Chain([VectorScale(), Grouping(group_size=8)], ResidualVQ(2, 20, 8, beam=4), 16).fit(x)
+    config = codec.config()
+    assert config["quantizer"].pop("beam") == 4 and config["quantizer"].pop("learning_beam") == 1
+    again = codec_from_config(config, codec.state_dict())
+    assert again.quantizer.beam == 1
+    payload = codec.encode(x)
+    assert torch.equal(again.decode(payload), codec.decode(payload))  # decoding knows no beam
+    assert again.encode(x).nbytes == payload.nbytes and again.side_bytes == codec.side_bytes

@@ -1,0 +1,251 @@
+"""Payloads, chains and their stages: bytes, invariants, bad input, saving."""
+
+import json
+
+import pytest
+import torch
+from codec_zoo import chain, fitted_codecs, gaussian
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import (
+    Chain,
+    Fp16,
+    Grouping,
+    Hadamard,
+    MeanRemoval,
+    Payload,
+    ResidualVQ,
+    VectorScale,
+    codec_from_config,
+)
+from vqkv.errors import DataError, FormatError, UnknownNameError
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    return fitted_codecs()
+
+
+@pytest.mark.parametrize(("head_dim", "codes", "bits"), [(128, 44, 2.875), (64, 22, 3.0)])
+def test_default_setting_stores_exactly_the_published_bits(head_dim, codes, bits):
+    """8 quantizers of 2,048 codes on groups of 32 channels, and an fp16 scale."""
+    codec = chain(head_dim, num_quantizers=8, codebook_size=2048, group_size=32, init="random").fit(
+        gaussian(1, 2, 40, head_dim)
+    )
+    x = gaussian(2, 3, 5, head_dim, seed=1)
+    payload = codec.encode(x)
+    assert {name: field.shape for name, field in payload.fields.items()} == {
+        "codes": (2, 3, 5, codes),
+        "scale": (2, 3, 5),
+    }
+    assert payload.nbytes * 8 / x.numel() == bits
+    assert sum(field.untyped_storage().nbytes() for field in payload.fields.values()) == payload.nbytes
+    assert codec.side_bytes == 8 * 2048 * 32 * 2
+
+
+def test_an_all_zero_codebook_batch_does_not_hide_zero_vectors():
+    """Zero and other vectors side by side: only the zero ones become exact zeros."""
+    x = gaussian(1, 1, 200, 16)
+    x[:, :, ::7] = 0
+    codec = chain().fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert torch.equal((decoded == 0).all(dim=-1), (x == 0).all(dim=-1))
+
+
+def test_scale_is_the_population_std_rounded_to_fp16():
+    x = gaussian(1, 2, 3, 16) * 3 + 1
+    y, side = VectorScale().encode(x)
+    expected = x.double().var(dim=-1, correction=0).sqrt().half()
+    assert torch.equal(side["scale"], expected)
+    torch.testing.assert_close(y, x / expected.float()[..., None], rtol=0, atol=0)
+    _, side = VectorScale().encode(torch.full((1, 1, 1, 16), 5.0))
+    assert side["scale"].item() == 5.0  # constant, not zero: divided by its rms, or it would be far from any code
+
+
+def test_groups_are_the_channels_the_paper_names():
+    channels = torch.arange(12.0).view(1, 1, 1, 12)
+    expected = {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+        "strided": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
+    }
+    for kind, groups in expected.items():
+        stage = Grouping(kind, 4)
+        assert stage.build((12,)) == (3, 4)
+        assert stage.encode(channels)[0][0, 0, 0].tolist() == groups
+    orders = []
+    for seed in (0, 0, 1):
+        stage = Grouping("random", 4, seed)
+        stage.build((12,))
+        orders.append(stage.encode(channels)[0].flatten().tolist())
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == list(range(12))
+
+
+@settings(deadline=None, max_examples=20)
+@given(size=st.sampled_from([1, 2, 8, 64]), seed=st.integers(0, 1000))
+def test_hadamard_is_orthonormal_and_its_own_inverse(size, seed):
+    stage, x = Hadamard(), gaussian(1, 2, 3, size, seed=seed)
+    stage.build((size,))
+    y, _ = stage.encode(x)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(stage.decode(y, {}), x)
+    if size > 1:  # one outlier is spread evenly
+        spike = torch.zeros(1, 1, 1, size)
+        spike[..., 1] = 1
+        torch.testing.assert_close(stage.encode(spike)[0].abs(), torch.full((1, 1, 1, size), size**-0.5))
+
+
+def test_mean_removal_learns_the_mean_of_a_stream():
+    x = gaussian(2, 3, 50, 8) + torch.arange(3.0).view(3, 1, 1)
+    stage = MeanRemoval()
+    stage.build((3, 8))
+    for part in (x[:, :, :10], x[:, :, 10:]):
+        stage.partial_fit(part)
+    stage.finalize()
+    torch.testing.assert_close(stage.state_dict()["mean"].float(), x.mean(dim=(0, 2)), rtol=1e-3, atol=1e-3)
+    with pytest.raises(DataError, match="2 KV heads, but the mean was learned for 3"):
+        stage.encode(x[:, :2])
+
+
+def test_streaming_learns_and_fp16_rounding_is_all_that_finalize_does():
+    x = gaussian(1, 2, 300, 16)
+    codec = chain().partial_fit(x)
+    learned = codec.quantizer.codebooks.clone()
+    codec.partial_fit(x * 2 + 1)
+    assert not torch.equal(codec.quantizer.codebooks, learned)
+    learned = codec.quantizer.codebooks.clone()
+    assert torch.equal(codec.finalize().quantizer.codebooks, learned.half())
+    with pytest.raises(RuntimeError, match="frozen"):
+        codec.partial_fit(x)
+
+
+def bad_values(value, *position):
+    x = gaussian(2, 3, 4, 16)
+    x[position] = value
+    return x
+
+
+@pytest.mark.parametrize("codec", [chain().fit(gaussian(1, 3, 200, 16)), Fp16(16)], ids=["chain", "fp16"])
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (bad_values(float("nan"), 1, 2, 0, 3), r"1 of 384 values are NaN or infinite, the first .*= \(1, 2, 0, 3\)"),
+        (bad_values(float("inf"), 0, 1), r"64 of 384 values.*\(0, 1, 0, 0\)"),
+        (gaussian(1, 3, 0, 16), "at least one token"),
+        (gaussian(1, 3, 4, 8), "head_dim is 8, but this codec was made for 16"),
+        (gaussian(3, 4, 16), "batch, num_kv_heads, seq_len, head_dim"),
+        (torch.zeros(1, 1, 1, 16, dtype=torch.long), "int64"),
+        (gaussian(1, 1, 1, 16).double() * 1e300, "16 of 16 values"),
+    ],
+)
+def test_bad_input_is_named(codec, x, message):
+    with pytest.raises(DataError, match=message):
+        codec.encode(x)
+    if not isinstance(codec, Fp16):
+        with pytest.raises(DataError, match=message):
+            chain().fit(x)
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(
+        DataError, match=r"head_dim 20 is not divisible by group_size 8: use one of \[1, 2, 4, 5, 10, 20\]"
+    ):
+        chain(head_dim=20)
+    with pytest.raises(DataError, match="head_dim 20 is not divisible"):
+        chain(head_dim=None).fit(gaussian(1, 1, 200, 20))
+    with pytest.raises(DataError, match="power of two, not 12"):
+        Chain([Hadamard()], ResidualVQ(group_size=12), head_dim=12)
+    with pytest.raises(UnknownNameError, match="strided"):
+        Grouping("stridded")
+    with pytest.raises(UnknownNameError, match="std"):
+        VectorScale("sdt")
+    with pytest.raises(DataError, match="overflows fp16"):
+        Fp16(16).encode(gaussian(1, 1, 1, 16) * 1e6)
+    with pytest.raises(DataError, match="20 codes need 20 distinct"):
+        chain().fit(gaussian(1, 1, 3, 16))
+
+
+def test_use_before_fit_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"call fit\(x\)"):
+        chain().encode(gaussian(1, 1, 1, 16))
+    with pytest.raises(RuntimeError, match=r"partial_fit\(x\)"):
+        chain(head_dim=None).finalize()
+
+
+def test_payloads_that_do_not_belong_are_refused(codecs):
+    x = gaussian(1, 3, 4, 16)
+    with pytest.raises(FormatError, match="not 'codes'"):
+        codecs["strided"].decode(codecs["fp16"].encode(x))
+    with pytest.raises(FormatError, match="not 'scale1'"):
+        codecs["two scales"].decode(codecs["strided"].encode(x))
+    with pytest.raises(DataError, match="different codecs"):
+        Payload.concat([codecs["fp16"].encode(x), codecs["strided"].encode(x)])
+    with pytest.raises(DataError, match="at least one payload"):
+        Payload.concat([])
+    with pytest.raises(FormatError, match="must agree"):
+        Payload({"a": torch.zeros(1, 1, 2), "b": torch.zeros(1, 1, 3)})
+
+
+def test_blocks_of_tokens_are_cut_only_between_blocks():
+    payload = Payload({"codes": torch.arange(6.0).view(1, 1, 3, 2)}, tokens_per_row=4)
+    assert payload.seq_len == 12 and payload.tokens(4, 12).seq_len == 8
+    assert Payload.concat([payload.tokens(0, 4), payload.tokens(4)]).seq_len == 12
+    with pytest.raises(DataError, match="block of 4 tokens"):
+        payload.tokens(2, 8)
+
+
+def test_views_do_not_keep_their_base_alive():
+    payload = Payload({"values": gaussian(1, 1, 100, 16)[:, :, :1]})
+    assert payload.nbytes == 64 and payload.tokens(0, 0).nbytes == 0
+
+
+def altered(config, *path, value):
+    """A deep copy of ``config`` with one entry changed."""
+    config = json.loads(json.dumps(config))
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("part",), "Chian", "unknown codec part 'Chian'"),
+        (("part",), ["Chain"], "unknown codec part"),
+        (("part",), "VectorScale", "settings of VectorScale"),
+        (("quantizer", "part"), "os.system", "unknown codec part 'os.system'"),
+        (("quantizer", "part"), "Codec", "unknown codec part 'Codec'"),
+        (("quantizer", "colour"), 1, "settings of ResidualVQ do not fit"),
+        (("quantizer", "codebook_size"), "many", "settings of ResidualVQ do not fit"),
+        (("quantizer", "codebook_size"), 21, r"codebooks' is \(2, 20, 8\)"),
+        (("stages", 1, "group_size"), 0, "settings of Grouping do not fit"),
+        (("head_dim",), 10**12, "settings of Chain do not fit"),
+        (("head_dim",), None, "no head_dim"),
+    ],
+)
+def test_altered_settings_are_refused(codecs, path, value, message):
+    codec = codecs["strided"]
+    with pytest.raises(FormatError, match=message):
+        codec_from_config(altered(codec.config(), *path, value=value), codec.state_dict())
+
+
+def test_altered_tensors_are_refused(codecs):
+    codec = codecs["random"]
+    state = codec.state_dict()
+    name, order = "quantizer.codebooks", "stages.1.order"
+    cases = [
+        ({k: v for k, v in state.items() if k != name}, "codebooks' is missing"),
+        (state | {name: state[name].float()}, "float32"),
+        (state | {name: state[name][:, :-1]}, r"\(2, 19, 8\)"),
+        (state | {name: state[name] * float("nan")}, "NaN"),
+        (state | {order: state[order] * 0}, "no permutation"),
+        (state | {"extra": torch.zeros(1)}, "unexpected tensors"),
+        (state | {"stages.0.extra": torch.zeros(1)}, "unexpected tensors"),
+    ]
+    for broken, message in cases:
+        with pytest.raises(FormatError, match=message):
+            codec_from_config(codec.config(), broken)
+    with pytest.raises(FormatError, match="not a codec"):
+        codec_from_config(Grouping().config(), {})

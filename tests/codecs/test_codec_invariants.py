@@ -1,0 +1,110 @@
+"""What every codec keeps: payloads cut and join, settings and tensors rebuild it, extremes stay finite."""
+
+import json
+
+import pytest
+import torch
+from codec_zoo import HEAD_DIM, HEADS, KINDS, fitted_codecs, gaussian, same, unfitted_codecs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import Payload, codec_from_config, payload_from
+from vqkv.codecs.part import take_over
+from vqkv.errors import FormatError
+
+WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "uniform prior")
+EXACT_ZEROS = ("fp16", "contiguous", "strided", "random", "two scales")  # a zero vector stores the scale 0
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    return fitted_codecs()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=15)
+@given(batch=st.integers(1, 3), blocks=st.integers(1, 4), cut=st.integers(0, 4), seed=st.integers(0, 1000))
+def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut, seed):
+    codec, cut = codecs[kind], min(cut, blocks)
+    rows = codec.tokens_per_row
+    x = gaussian(batch, HEADS, blocks * rows, HEAD_DIM, seed=seed)
+    x[:, :, :: blocks + 1] *= 5  # some blocks fit the codebooks, others do not
+    payload = codec.encode(x)
+    whole = codec.decode(payload)
+    assert whole.shape == x.shape and payload.seq_len == blocks * rows
+    parts = [payload.tokens(0, cut * rows), payload.tokens(cut * rows)]
+    assert same(Payload.concat(parts), payload)
+    if 0 < cut < blocks:
+        assert same(Payload.concat([codec.encode(x[:, :, : cut * rows]), codec.encode(x[:, :, cut * rows :])]), payload)
+    assert sum(part.nbytes for part in parts) == payload.nbytes
+    assert torch.equal(codec.decode(payload.tokens(-rows)), whole[:, :, -rows:])
+    index = torch.tensor([batch - 1, 0])
+    assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
+    assert torch.equal(codec.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
+    copied = payload_from(json.loads(json.dumps(payload.header())), dict(payload.tensors))
+    assert same(copied, payload) and torch.equal(codec.decode(copied), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_reloaded_codecs_agree_bit_for_bit(codecs, kind):
+    codec = codecs[kind]
+    x = gaussian(1, HEADS, 4 * codec.tokens_per_row, HEAD_DIM, seed=9)
+    config = json.loads(json.dumps(codec.config()))
+    again = codec_from_config(config, {name: tensor.clone() for name, tensor in codec.state_dict().items()})
+    payload = codec.encode(x)
+    assert same(again.encode(x), payload)
+    assert torch.equal(again.decode(payload), codec.decode(payload))
+    assert again.side_bytes == codec.side_bytes
+    missing = dict(list(codec.state_dict().items())[1:])
+    if codec.state_dict():
+        with pytest.raises(FormatError):
+            codec_from_config(config, missing)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_stay_small_and_extremes_finite(codecs, kind):
+    codec = codecs[kind]
+    for size in (0.0, 1e-30, 1e-6, 60000.0):
+        x = gaussian(1, HEADS, codec.tokens_per_row, HEAD_DIM).clamp(-1, 1) * size
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            decoded = codec.decode(codec.encode(x), dtype=dtype)
+            assert decoded.dtype == dtype and torch.isfinite(decoded).all()
+        if size == 0 and kind not in WITHOUT_ZERO:  # a mean is subtracted from it, or no code means it
+            assert decoded.abs().max() <= 1e-6
+        if size == 0 and kind in EXACT_ZEROS:
+            assert decoded.abs().max() == 0
+
+
+def test_altered_payloads_never_crash(codecs):
+    """Any bytes of the right sizes decode to something finite or are refused."""
+    for kind in KINDS:
+        codec = codecs[kind]
+        payload = codec.encode(gaussian(1, HEADS, 2 * codec.tokens_per_row, HEAD_DIM))
+        for name, tensor in payload.tensors.items():
+            if tensor.dtype == torch.uint8:
+                broken = payload_tensors(payload) | {name: torch.full_like(tensor, 255)}
+                try:
+                    codec.decode(payload_from(payload.header(), broken))
+                except FormatError as error:
+                    assert "altered" in str(error) or "pieces" in str(error)
+
+
+def payload_tensors(payload):
+    return {name: tensor.clone() for name, tensor in payload.tensors.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_back_while_learning_is_what_a_cache_gives_later_and_another_process_can_take_it_over(kind):
+    codec, twin = (unfitted_codecs()[kind] for _ in range(2))
+    x = gaussian(2, HEADS, 420, HEAD_DIM, seed=9)
+    x = x[:, :, : x.shape[2] // codec.tokens_per_row * codec.tokens_per_row]
+    if not codec.ready:
+        with pytest.raises(RuntimeError, match="not fitted"):
+            codec.quantize_dequantize(x)
+        before = codec.partial_fit(x).partial_fit(x * 2 + 1).quantize_dequantize(x)
+        twin.prepare(HEADS, HEAD_DIM)
+        take_over(twin, codec.state_dict())
+        assert torch.equal(twin.quantize_dequantize(x), before)
+        error = (before - codec.finalize().quantize_dequantize(x)).square().mean() / x.square().mean()
+        assert error < 1e-3  # a few vectors are as near to one code as to another
+    assert torch.equal(codec.quantize_dequantize(x), codec.decode(codec.encode(x)))

@@ -1,0 +1,290 @@
+"""Entropy-coded codes: lossless, as short as their tables allow, and harmless when altered."""
+
+import numpy as np
+import pytest
+import torch
+from codec_zoo import check_streams, hide_constriction
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import (
+    Chain,
+    Fallback,
+    Grouping,
+    ResidualVQ,
+    TokenBlock,
+    Uniform,
+    VectorScale,
+    codec_from_config,
+)
+from vqkv.codecs.entropy import LARGEST, Entropy, TableCoder
+from vqkv.errors import DataError, FormatError, UnknownNameError
+
+pytest.importorskip("constriction")
+KINDS = {
+    "static": {},
+    "stage": {"context": "stage"},
+    "adaptive": {"tables": "adaptive", "step": 1, "strength": 20},
+    "uniform prior": {"tables": "adaptive", "context": "stage", "prior": "uniform", "step": 5, "strength": 30},
+}
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rvq(**settings):
+    return ResidualVQ(**{"num_quantizers": 3, "codebook_size": 20, "group_size": 8, **settings})
+
+
+def chain(quantizer, tokens=4, head_dim=16):
+    return Chain([TokenBlock(tokens), VectorScale(), Grouping(group_size=8)], quantizer, head_dim)
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    """Packed, and entropy-coded in every way, with the same codebooks."""
+    x = gaussian(2, 3, 200, 16)
+    return {"packed": chain(rvq()).fit(x)} | {kind: chain(Entropy(rvq(), **s)).fit(x) for kind, s in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=20)
+@given(batch=st.integers(1, 3), blocks=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 1000))
+def test_streams_are_lossless_and_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut, seed):
+    x = gaussian(batch, 3, 4 * blocks, 16, seed=seed)
+    expected = codecs["packed"].decode(codecs["packed"].encode(x))
+    check_streams(codecs[kind], x, 4 * min(cut, blocks), expected)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    tables=st.integers(1, 4),
+    size=st.sampled_from([2, 3, 63, 256, 5000]),
+    count=st.sampled_from([1, 2, 15, 16, 17, 100]),
+    step=st.sampled_from([None, 1, 16, 1000]),
+    skew=st.sampled_from([0.0, 1.0, 8.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_codes_round_trip_through_any_tables(tables, size, count, step, skew, seed):
+    """Also codes that the tables hold for nearly impossible, runs of code 0, and tables of one certain code."""
+    rng = np.random.default_rng(seed)
+    start = np.clip(np.round(LARGEST * rng.random((tables, size)) ** (4 * skew)), 1, LARGEST)
+    codes = (size * rng.random((tables, count)) ** (1 + skew)).astype(np.int32)
+    stream = TableCoder(start, step, 7).write(codes)
+    assert np.array_equal(TableCoder(start, step, 7).read(stream, count), codes)
+    assert len(stream) <= 3 * codes.size + 8  # what the type of ``lengths`` relies on
+
+
+class Given(ResidualVQ):
+    """A quantizer whose values are its codes."""
+
+    def encode(self, x):
+        return x.long().flatten(3)
+
+    def decode(self, codes):
+        return codes.float().unflatten(-1, (*self._groups, self.num_quantizers))
+
+    def partial_fit(self, x):
+        self.codebooks = torch.zeros(1)
+
+    def finalize(self):
+        pass
+
+
+def coded(codes, calibration, **settings):
+    """The payload of codes (batch, heads, rows, vectors, stages), and the quantizer that made it."""
+    stages, size = codes.shape[-1], settings.pop("size")
+    codec = Entropy(Given(stages, size, stages), **settings)
+    codec.build((1, *codes.shape[3:]))
+    codec.partial_fit(calibration)
+    codec.finalize()
+    return codec.store(codes), codec
+
+
+def drawn(probabilities, *shape, seed=0):
+    """Codes (*shape, stages) with probabilities (stages, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(np.prod(shape))
+    return torch.stack([torch.multinomial(p, count, True, generator=generator) for p in probabilities], -1).view(
+        *shape, -1
+    )
+
+
+def cross_entropy(codes, calibration, size):
+    """Bits of codes under tables counted on calibration, computed anew."""
+    bits = 0.0
+    for k in range(codes.shape[-1]):
+        counts = torch.bincount(calibration[..., k].flatten(), minlength=size).double() + 0.5
+        bits -= float((counts / counts.sum()).log2()[codes[..., k].flatten()].sum())
+    return bits
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("size", [2, 20, 256])
+def test_bytes_are_those_of_the_cross_entropy(power, size):
+    """Stages that differ: only with a table for each does this hold. 2% and 64 bits a row, ``lengths`` included."""
+    ranks = 1 / torch.arange(1, size + 1).double() ** power
+    probabilities = torch.stack([ranks, ranks.flip(0), ranks.roll(size // 2)])
+    calibration, codes = drawn(probabilities, 1, 1, 20, 500), drawn(probabilities, 2, 1, 3, 250, seed=1)
+    payload, codec = coded(codes, calibration, size=size)
+    assert torch.equal(codec.load(payload), codes.float())
+    assert payload.nbytes * 8 <= 1.02 * cross_entropy(codes, calibration, size) + 64 * 6
+    packed = codes.numel() * max(1, (size - 1).bit_length())
+    if power == 2.0 and size > 2:
+        assert payload.nbytes * 8 < 0.5 * packed  # skewed codes shrink
+    assert payload.nbytes * 8 <= 1.02 * packed + 64 * 6  # and uniform ones hardly grow
+
+
+def test_adaptive_tables_learn_what_calibration_did_not_see():
+    skewed = 1 / torch.arange(1, 65).double()[None] ** 1.5
+    calibration, codes = drawn(skewed, 1, 1, 20, 500), drawn(skewed.flip(1), 1, 1, 4, 2000, seed=1)
+    static, _ = coded(codes, calibration, size=64)
+    adaptive, codec = coded(codes, calibration, size=64, tables="adaptive", strength=64)
+    uniform, blank = coded(codes, calibration, size=64, tables="adaptive", prior="uniform", strength=64)
+    own = cross_entropy(codes, codes, 64) / 8
+    assert own < uniform.nbytes < 1.05 * own and adaptive.nbytes < 1.1 * own < 2 * own < static.nbytes
+    assert torch.equal(codec.load(adaptive), blank.load(uniform))
+
+
+def test_what_differs_between_heads_and_groups_is_where_bytes_are_saved():
+    """Codes of a codebook are all about equally frequent; those of one head and group are not."""
+    x = gaussian(2, 3, 2000, 16) + 2 * gaussian(1, 3, 1, 16, seed=1)
+    stage, position = (chain(Entropy(rvq(), context=c), tokens=100).fit(x) for c in ("stage", "position"))
+    fresh = gaussian(1, 3, 1000, 16, seed=2) + 2 * gaussian(1, 3, 1, 16, seed=1)
+    sizes = [len(codec.encode(fresh).ragged["stream"]) for codec in (position, stage)]
+    assert sizes[0] < 0.85 * sizes[1]
+    with pytest.raises(DataError, match="2 KV heads, but there are tables for 3"):
+        position.encode(fresh[:, :2])
+    with pytest.raises(FormatError, match="no stream of this codec"):
+        position.decode(stage.encode(fresh[:, :2]))
+
+
+def test_tables_are_counted_as_side_information(codecs):
+    packed = codecs["packed"].side_bytes
+    assert packed == 3 * 20 * 8 * 2
+    assert codecs["stage"].side_bytes == packed + 3 * 20 * 2
+    assert codecs["static"].side_bytes == codecs["adaptive"].side_bytes == packed + 3 * 2 * 3 * 20 * 2  # heads, groups
+    assert codecs["uniform prior"].side_bytes == packed
+
+
+def test_tables_count_all_batches_and_no_code_is_impossible():
+    codec = chain(Entropy(rvq(), context="stage"))
+    for seed in range(3):
+        codec.partial_fit(gaussian(1, 2, 100, 16, seed=seed))
+        assert codec.quantizer._counts.sum(dim=-1).tolist() == [[(seed + 1) * 400] * 3]
+    frequencies = codec.finalize().quantizer.state_dict()["frequencies"].int() + 1
+    assert frequencies.amin() >= 1 and (frequencies.amax(dim=-1) == LARGEST).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_altered_streams_give_values_or_a_format_error(codecs, kind, data):
+    codec = codecs[kind]
+    payload = codec.encode(gaussian(1, 3, 8, 16))
+    stream, lengths = payload.ragged["stream"].clone(), payload.fields["lengths"].clone()
+    how = data.draw(st.sampled_from(["flip", "noise", "move", "drop", "empty"]))
+    place = data.draw(st.integers(0, len(stream) - 1))
+    if how == "flip":
+        stream[place] ^= data.draw(st.integers(1, 255))
+    elif how == "noise":
+        noise = data.draw(st.binary(min_size=len(stream), max_size=len(stream)))
+        stream = torch.tensor(list(noise), dtype=torch.uint8)
+    elif how == "move":  # bytes of one row to its neighbour
+        shift = data.draw(st.integers(1, 5))
+        lengths[0, 0, 0] -= shift
+        lengths[0, 1, 0] += shift
+    else:
+        kept = 0 if how == "empty" else int(lengths[0, 0, 0]) - 1
+        lengths[:] = 0
+        lengths[0, 0, 0], stream = kept, stream[:kept]
+    fields = payload.fields | {"lengths": lengths}
+    altered = type(payload)(fields, payload.tokens_per_row, ragged={"stream": stream})
+    try:
+        values = codec.decode(altered)
+    except FormatError:
+        return
+    assert values.shape == (1, 3, 8, 16) and torch.isfinite(values).all()
+
+
+def test_most_altered_streams_are_noticed(codecs):
+    """A stream that does not end with its row is refused, whatever values it would give."""
+    codec = codecs["static"]
+    payload = codec.encode(gaussian(1, 3, 40, 16))
+    noticed, size = 0, len(payload.ragged["stream"])
+    for place in range(0, size, 5):
+        stream = payload.ragged["stream"].clone()
+        stream[place] ^= 1
+        try:
+            codec.decode(type(payload)(payload.fields, payload.tokens_per_row, ragged={"stream": stream}))
+        except FormatError:
+            noticed += 1
+    assert noticed > 0.8 * len(range(0, size, 5))
+
+
+def test_payloads_that_do_not_belong_are_refused(codecs):
+    x = gaussian(1, 3, 8, 16)
+    packed, coded = codecs["packed"].encode(x), codecs["static"].encode(x)
+    with pytest.raises(FormatError, match="not streams"):
+        codecs["static"].decode(packed)
+    with pytest.raises(FormatError, match="not 'codes'"):
+        codecs["packed"].decode(coded)
+    with pytest.raises(FormatError, match="rows own"):
+        type(coded)(coded.fields, 4, ragged={"stream": coded.ragged["stream"][:-1]})
+    words = type(coded)(coded.fields, 4, ragged={"stream": coded.ragged["stream"].int()})
+    with pytest.raises(FormatError, match="int32 is no stream"):
+        codecs["static"].decode(words)
+    with pytest.raises(FormatError, match="longer than its codes"):
+        lengths = coded.fields["lengths"].clone()
+        lengths[0, 0, 0] += 4
+        stream = torch.cat([torch.full((4,), 7, dtype=torch.uint8), coded.ragged["stream"]])
+        codecs["static"].decode(type(coded)(coded.fields | {"lengths": lengths}, 4, ragged={"stream": stream}))
+
+
+def test_altered_tables_are_refused(codecs):
+    codec = codecs["static"]
+    state, name = codec.state_dict(), "quantizer.frequencies"  # (3 heads, 2 groups * 3 stages, 20)
+    for broken, message in (
+        ({k: v for k, v in state.items() if k != name}, "frequencies' is missing"),
+        (state | {name: state[name][:2]}, r"\(2, 6, 20\)"),
+        (state | {name: state[name].int()}, "int32"),
+        (state | {"quantizer.extra": torch.zeros(1)}, "unexpected tensors"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            codec_from_config(codec.config(), broken)
+
+
+@pytest.mark.parametrize("quantizer", [Uniform(3), rvq(codebook_size=1), rvq(num_quantizers=1, beam=2)])
+def test_other_quantizers_and_a_codebook_of_one_code(quantizer):
+    x = gaussian(1, 2, 16, 16)
+    codec = chain(Entropy(quantizer)).fit(x)
+    packed = chain(quantizer)
+    packed.ready = True
+    assert torch.equal(codec.decode(codec.encode(x)), packed.decode(packed.encode(x)))
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(DataError, match="leaves storing its codes to others"):
+        Entropy(Entropy(rvq()))
+    with pytest.raises(DataError, match="leaves storing its codes to others"):
+        Entropy(Fallback(Chain([], rvq(), 8)))
+    with pytest.raises(UnknownNameError, match="adaptive"):
+        Entropy(rvq(), "adaptiv")
+    with pytest.raises(UnknownNameError, match="unknown context 'head'"):
+        Entropy(rvq(), context="head")
+    with pytest.raises(UnknownNameError, match="prior of static tables 'uniform'"):
+        Entropy(rvq(), prior="uniform")
+    with pytest.raises(DataError, match=r"rows of \(16,\) do not begin with an axis of tokens"):
+        Chain([VectorScale()], Entropy(rvq(group_size=16)), 16)
+    with pytest.raises(DataError, match="step 0 must be"):
+        Entropy(rvq(), step=0)
+
+
+def test_a_missing_package_is_named_with_the_remedy(codecs, monkeypatch):
+    hide_constriction(monkeypatch)
+    x = gaussian(1, 3, 40, 16)
+    codec = chain(Entropy(rvq()))  # settings alone do not need it
+    for use in (codec.fit, codecs["static"].encode):
+        with pytest.raises(ImportError, match="pip install constriction"):
+            use(x)

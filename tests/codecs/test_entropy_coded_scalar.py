@@ -1,0 +1,291 @@
+"""Uniform steps with entropy-coded codes: the rate that was asked for, near Shannon's bound, lossless as streams."""
+
+import json
+import math
+
+import pytest
+import torch
+from codec_zoo import check_streams, gaussian, hide_constriction, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import Chain, EntropyCodedScalar, MergeHeads, Payload, TokenBlock, codec_from_config
+from vqkv.codecs.part import load_learned
+from vqkv.codecs.spreads import LARGEST_CODE
+from vqkv.errors import DataError, FormatError
+
+pytest.importorskip("constriction")
+CHANNELS = 16
+WIDTHS = {  # standard deviations of the channels
+    "alike": torch.ones(CHANNELS),
+    "unlike": 2.0 ** torch.linspace(4, -4, CHANNELS),
+    "one wide": torch.tensor([64.0] + [1.0] * (CHANNELS - 1)),
+}
+
+
+def chain(bits=2.0, tokens=4):
+    return Chain([TokenBlock(tokens)], EntropyCodedScalar(bits))
+
+
+def drawn(widths, tokens, seed=0):
+    return gaussian(1, 1, tokens, CHANNELS, seed=seed) * WIDTHS[widths]
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """For 3 heads, whose channels vary by very different amounts."""
+    return chain().fit(unlike_heads(2, 200))
+
+
+def unlike_heads(batch, tokens, seed=0):
+    return gaussian(batch, 3, tokens, CHANNELS, seed=seed) * torch.tensor([0.1, 1.0, 10.0]).view(3, 1, 1)
+
+
+def bound(widths, bits):
+    """Shannon's: the least mean squared error of independent Gaussian channels at ``bits`` a value, by reverse
+    water-filling; every channel has the error ``level``, or its variance if that is less."""
+    variances, low, high = WIDTHS[widths].double().square(), 1e-9, 1e9
+    for _ in range(200):
+        level = math.sqrt(low * high)
+        rate = (variances / level).log2().clamp_min(0).mean().item() / 2
+        low, high = (level, high) if rate > bits else (low, level)
+    return variances.clamp_max(level).mean().item()
+
+
+@settings(deadline=None, max_examples=25)
+@given(batch=st.integers(1, 3), blocks=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 1000))
+def test_streams_are_lossless_and_commute_with_tokens_and_batch(fitted, batch, blocks, cut, seed):
+    x = unlike_heads(batch, 4 * blocks, seed)
+    check_streams(fitted, x, 4 * min(cut, blocks), fitted.quantize_dequantize(x))
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_rate_is_met_and_the_error_near_shannons_bound(widths, bits):
+    """Within 2%, and 56 bits a row for its length and the end of its stream; at the bytes that the payload takes, less
+    than 0.4 bit more than the bound."""
+    train, test = drawn(widths, 4096), drawn(widths, 2048, seed=1)
+    codec = chain(bits, tokens=64).fit(train)
+    for x in (train, test):
+        payload = codec.encode(x)
+        error = (codec.decode(payload) - x).double().square().mean().item()
+        rate = 8 * payload.nbytes / x.numel()
+        assert 0.98 * bits <= rate <= 1.02 * bits + 56 / (64 * CHANNELS)
+        assert 0 < math.log2(error / bound(widths, rate)) / 2 < 0.4
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_no_value_is_cut_off(widths):
+    x = drawn(widths, 4096)
+    codec = chain(3.0, tokens=64).fit(x)
+    largest = (codec.decode(codec.encode(x)) - x).abs().max().item()
+    assert largest <= 0.61 * codec.quantizer.state_dict()["step"].item()
+
+
+@pytest.mark.parametrize("value", [40.0, 6e4, -6e4])
+def test_values_farther_out_than_any_seen_are_kept_at_some_bytes_more(fitted, value):
+    x, step = unlike_heads(1, 4), fitted.quantizer.state_dict()["step"].item()
+    usual = fitted.encode(x).nbytes
+    x[0, :, 2, 5] = value
+    payload = fitted.encode(x)
+    assert torch.equal(fitted.decode(payload), fitted.quantize_dequantize(x))
+    assert (fitted.decode(payload) - x).abs().max() <= 0.61 * step and payload.nbytes <= usual + 3 * 8
+
+
+def test_what_no_code_reaches_is_cut_off(fitted):
+    quantizer, rows = fitted.quantizer, torch.full((1, 3, 1, 4, CHANNELS), -1e30)
+    largest = LARGEST_CODE * quantizer.state_dict()["step"]
+    assert torch.equal(quantizer.decode(quantizer.encode(rows)), -largest.expand(rows.shape))
+
+
+@pytest.mark.parametrize("bits", [4.0, 6.0, 8.0, 10.0])
+def test_many_bits_and_one_channel_a_thousand_times_as_wide(bits):
+    """High rates: 6.02 dB a bit to the end, and the rate is met."""
+    x = drawn("alike", 4096)
+    x[..., 0] *= 1000
+    codec = chain(bits, tokens=64).fit(x)
+    payload = codec.encode(x)
+    decoded, step = codec.decode(payload), codec.quantizer.state_dict()["step"].item()
+    assert (decoded - x).abs().max() <= 0.601 * step + 1e-3
+    assert 8 * payload.nbytes / x.numel() == pytest.approx(bits, rel=0.02)
+    shannon = 2.0 ** (2 * math.log2(1000) / CHANNELS - 2 * bits)  # of channels whose geometric mean variance is that
+    assert 0.2 < math.log2((decoded - x).double().square().mean().item() / shannon) / 2 < 0.4
+
+
+def test_channels_of_less_than_a_step_cost_next_to_nothing():
+    """Reverse water-filling: half of the channels take all of the bits."""
+    x = gaussian(1, 1, 2048, CHANNELS) * torch.tensor([1.0, 0.01]).repeat_interleave(CHANNELS // 2)
+    codec = chain(1.0, tokens=64).fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert (decoded[..., CHANNELS // 2 :] == 0).all()
+    alone = chain(2.0, tokens=64).fit(x[..., : CHANNELS // 2])
+    assert alone.quantizer.state_dict()["step"] == pytest.approx(codec.quantizer.state_dict()["step"].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [1, 40])
+def test_one_token_and_many_heads(tokens, heads):
+    codec = chain(2.0, tokens).fit(gaussian(1, heads, 60, 8))
+    x = gaussian(2, heads, tokens, 8, seed=1)
+    payload = codec.encode(x)
+    assert payload.shape == (2, heads, 1) and torch.equal(codec.decode(payload), codec.quantize_dequantize(x))
+    assert (codec.decode(payload) - x).square().mean() < 0.2
+
+
+def test_one_token_is_enough_to_learn_from():
+    x = gaussian(1, 2, 1, 8)
+    codec = chain(2.0, 1).fit(x)
+    assert codec.decode(codec.encode(x)).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-30, 6e4])
+def test_zeros_and_extremes_can_be_learned_from(size):
+    x = gaussian(1, 2, 64, 8).clamp(-1, 1) * size
+    codec = chain().fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert (decoded - x).abs().max() <= 0.7 * max(size, torch.finfo(torch.float32).tiny) and decoded.isfinite().all()
+    assert codec.decode(codec.encode(x * 0)).abs().max() == 0
+
+
+def test_a_first_batch_of_zeros_decides_nothing():
+    x = drawn("alike", 256)
+    late = chain().partial_fit(x * 0).partial_fit(x * 60).finalize()
+    assert torch.equal(late.quantizer.state_dict()["step"], chain().fit(x * 60).quantizer.state_dict()["step"])
+    assert (late.decode(late.encode(x * 60)) - x * 60).abs().max() < 60
+
+
+def test_every_batch_is_counted_but_the_first_decides_the_step():
+    first, second = drawn("alike", 64), drawn("alike", 64, seed=1) * 3
+    codec = chain().partial_fit(first)
+    step = codec.quantizer.step.clone()
+    both = codec.partial_fit(second).finalize()
+    alone = chain().fit(first)
+    assert both.quantizer.state_dict()["step"] == step == alone.quantizer.state_dict()["step"]
+    assert both.encode(second).nbytes < alone.encode(second).nbytes
+
+
+def test_rates_are_those_of_codecs_with_these_bits():
+    """Each point's error is that of a codec fitted with its bits."""
+    x = drawn("unlike", 1024)
+    curve = chain().fit(x).rates(x)
+    assert curve.dtype == torch.float64 and curve.shape[1] == 2
+    usable = curve[(curve[:, 0] > 0.3) & (curve[:, 0] < 5)]
+    assert len(usable) >= 6 and (usable.diff(dim=0)[:, 0] > 0).all() and (usable.diff(dim=0)[:, 1] < 0).all()
+    for bits, expected in usable[::3].tolist():
+        codec = chain().with_bits(bits).fit(x)
+        error = (codec.decode(codec.encode(x)) - x).double().square().mean().item()
+        assert error == pytest.approx(expected, rel=0.02)
+    assert chain().fit(x * 0).rates(x * 0).isfinite().all()
+
+
+def test_saved_and_reloaded_steps_write_the_same_bits(fitted):
+    again = codec_from_config(json.loads(json.dumps(fitted.config())), dict(fitted.state_dict()))
+    x = unlike_heads(2, 8, 5)
+    assert same(again.encode(x), fitted.encode(x)) and torch.equal(
+        again.decode(fitted.encode(x)), fitted.quantize_dequantize(x)
+    )
+    tables = 2 * len(fitted.state_dict()["quantizer.frequencies"])
+    assert again.side_bytes == fitted.side_bytes == 4 + 2 * 3 * CHANNELS + tables
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("frequencies", lambda x: x[:-1], "'frequencies' does not fit"),
+        ("frequencies", lambda x: x.int(), "int32"),
+        ("frequencies", None, "frequencies' is missing"),
+        ("step", lambda x: x * 0, "out of range"),
+        ("step", lambda x: -x, "out of range"),
+        ("step", lambda x: x * math.inf, "NaN or infinity"),
+        ("step", lambda x: x * 0 + 1e37, "out of range"),
+        ("spreads", lambda x: x[:2], "spreads' is"),
+        ("spreads", lambda x: x * 0 + 17, "out of range"),
+        ("spreads", lambda x: x * 0 - 128, "out of range"),
+        ("shifts", lambda x: x[:2], "shifts' is"),
+        ("shifts", lambda x: x * 0 + 17, "does not fit"),
+    ],
+)
+def test_altered_tables_are_refused(fitted, name, change, message):
+    state, key = dict(fitted.state_dict()), f"quantizer.{name}"
+    tensor = state.pop(key)
+    if change is not None:
+        state[key] = change(tensor)
+    with pytest.raises(FormatError, match=message):
+        codec_from_config(fitted.config(), state)
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_altered_streams_give_values_or_a_format_error(fitted, data):
+    payload = fitted.encode(unlike_heads(1, 8))
+    stream, lengths = payload.ragged["stream"].clone(), payload.fields["lengths"].clone()
+    how = data.draw(st.sampled_from(["flip", "noise", "move", "drop", "empty"]))
+    if how == "flip":
+        stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
+    elif how == "noise":
+        noise = data.draw(st.binary(min_size=len(stream), max_size=len(stream)))
+        stream = torch.tensor(list(noise), dtype=torch.uint8)
+    elif how == "move":  # bytes of one row to its neighbour
+        shift = data.draw(st.integers(1, min(5, int(lengths[0, 0, 0]))))
+        lengths[0, 0, 0] -= shift
+        lengths[0, 1, 0] += shift
+    else:
+        kept = 0 if how == "empty" else int(lengths[0, 0, 0]) - 1
+        lengths[:] = 0
+        lengths[0, 0, 0], stream = kept, stream[:kept]
+    altered = type(payload)(payload.fields | {"lengths": lengths}, payload.tokens_per_row, ragged={"stream": stream})
+    try:
+        values = fitted.decode(altered)
+    except FormatError:
+        return
+    assert values.shape == (1, 3, 8, CHANNELS) and values.isfinite().all()
+
+
+def test_most_altered_streams_are_noticed(fitted):
+    payload = fitted.encode(unlike_heads(1, 40))
+    noticed, places = 0, range(0, len(payload.ragged["stream"]), 3)
+    for place in places:
+        stream = payload.ragged["stream"].clone()
+        stream[place] ^= 1
+        try:
+            fitted.decode(type(payload)(payload.fields, payload.tokens_per_row, ragged={"stream": stream}))
+        except FormatError:
+            noticed += 1
+    assert noticed > 0.8 * len(places)
+
+
+def test_what_does_not_belong_is_refused(fitted):
+    payload = fitted.encode(unlike_heads(1, 8))
+    with pytest.raises(FormatError, match="not streams"):
+        fitted.decode(Payload({"codes": torch.zeros(1, 3, 2, 8, dtype=torch.uint8)}, 4))
+    with pytest.raises(FormatError, match="no stream of this codec"):
+        chain().fit(gaussian(1, 2, 40, CHANNELS)).decode(payload)
+    with pytest.raises(FormatError, match="int32 is no stream"):
+        fitted.decode(type(payload)(payload.fields, 4, ragged={"stream": payload.ragged["stream"].int()}))
+    for heads in (1, 2, 4):
+        with pytest.raises(DataError, match=f"{heads} KV heads, but there are tables for 3: fit again"):
+            fitted.encode(gaussian(1, heads, 8, CHANNELS))
+    with pytest.raises(FormatError, match="is not below"):
+        fitted.quantizer.decode(torch.full((1, 3, 1, 4 * CHANNELS), 2 * LARGEST_CODE + 1))
+
+
+@pytest.mark.parametrize("bits", [0, 0.001, 10.5, -1.0, math.nan, math.inf, "2", None, True])
+def test_bits_out_of_range_are_named(bits):
+    with pytest.raises(DataError, match="bits a value: use 0.01 to 10"):
+        EntropyCodedScalar(bits)
+
+
+def test_an_altered_config_allocates_nothing_large():
+    """A row of 2^23 channels, of which each would have 1,023 counts."""
+    codec = Chain([MergeHeads(), TokenBlock(1)], EntropyCodedScalar(), 32768, 256)
+    with pytest.raises(FormatError, match="step' is missing"):
+        load_learned(codec, {})
+
+
+def test_a_missing_package_is_named_with_the_remedy(fitted, monkeypatch):
+    x = unlike_heads(1, 8)
+    payload = fitted.encode(x)
+    hide_constriction(monkeypatch)
+    for use in (lambda: fitted.encode(x), lambda: fitted.decode(payload), lambda: chain().fit(x)):
+        with pytest.raises(ImportError, match="pip install constriction"):
+            use()

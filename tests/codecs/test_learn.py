@@ -1,0 +1,108 @@
+"""k-means and moving averages from counts and sums."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs.learning import Ema, KMeans, Statistics
+from vqkv.codecs.learning.kmeans import distinct_rows
+from vqkv.errors import DataError
+
+
+def gaussian(rows, dim=4, seed=0):
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def mse(x, codebook):
+    return torch.cdist(x, codebook).amin(dim=-1).square().mean() / x.shape[-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kmeans_reaches_the_optimum_of_two_known_clusters(seed):
+    """Two far apart are found from any start; more are not, which is why the study reports a spread over seeds."""
+    centres = torch.tensor([[20.0, 0, 0, 0], [-20.0, 0, 0, 0]])
+    x = (centres[:, None] + gaussian(400, seed=seed).view(2, 200, 4)).reshape(-1, 4)
+    assert mse(x, KMeans(2, seed=seed).fit(x)) <= mse(x, centres)
+
+
+def test_every_iteration_improves_on_its_start():
+    x = gaussian(3000)
+    errors = [mse(x, KMeans(64, iterations=n).fit(x)) for n in (0, 1, 3, 10)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.85 * errors[0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 1000))
+def test_statistics_are_counts_and_sums(rows, size, seed):
+    x, codes = gaussian(rows, 3, seed), torch.randint(size, (rows,), generator=torch.Generator().manual_seed(seed))
+    found = Statistics.of(x, codes, size)
+    assert found.counts.tolist() == [int((codes == j).sum()) for j in range(size)]
+    expected = torch.stack([x[codes == j].double().sum(dim=0) for j in range(size)])
+    torch.testing.assert_close(found.sums, expected)
+
+
+def test_empty_clusters_move_onto_the_worst_fit():
+    x = torch.tensor([[0.0], [0.0], [1.0], [100.0]])
+    learner = KMeans(3, iterations=1)
+    learner.codebook = torch.tensor([[0.0], [1.0], [-500.0]])
+    codes = learner.assign(x)
+    learner.solve(Statistics.of(x, codes, 3), spare=learner._worst(x, codes))
+    assert learner.codebook[2].item() == 100.0
+
+
+def test_without_spares_empty_clusters_stay():
+    learner = KMeans(2)
+    learner.codebook = torch.tensor([[0.0], [-500.0]])
+    x = torch.tensor([[1.0], [3.0]])
+    learner.solve(Statistics.of(x, learner.assign(x), 2))
+    assert learner.codebook.tolist() == [[2.0], [-500.0]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 1000))
+def test_start_is_distinct_whatever_repeats(distinct, repeats, seed):
+    x = gaussian(distinct, 3, seed).repeat(repeats, 1)
+    rows = x[distinct_rows(x, distinct, seed)]
+    assert len(rows.unique(dim=0)) == distinct
+    with pytest.raises(DataError, match=f"leaves only {distinct}: calibrate on more tokens"):
+        distinct_rows(x, distinct + 1, seed)
+
+
+def test_the_seed_decides():
+    x = gaussian(500)
+    same = [KMeans(16, seed=5).fit(x) for _ in range(2)]
+    assert torch.equal(*same) and not torch.equal(same[0], KMeans(16, seed=6).fit(x))
+
+
+def test_ema_is_the_moving_average_written_out():
+    ema = Ema(decay=0.9, eps=0.0)
+    ema.start(torch.tensor([[1.0], [5.0]]), torch.tensor([10.0, 10.0]))
+    ema.update(Statistics(torch.tensor([20.0, 0.0]).double(), torch.tensor([[60.0], [0.0]]).double()))
+    expected = [[(0.9 * 10 + 0.1 * 60) / (0.9 * 10 + 0.1 * 20)], [5.0]]
+    torch.testing.assert_close(ema.codebook, torch.tensor(expected))
+
+
+def test_ema_converges_to_where_the_data_went():
+    ema = Ema(decay=0.5)
+    ema.start(torch.tensor([[0.0]]), torch.tensor([100.0]))
+    for _ in range(40):
+        ema.update(Statistics.of(torch.full((100, 1), 7.0), torch.zeros(100, dtype=torch.long), 1))
+    assert abs(ema.codebook.item() - 7.0) < 1e-3
+
+
+@pytest.mark.parametrize("revive", [False, True])
+def test_only_revival_brings_dead_codes_back(revive):
+    x = gaussian(400)
+    ema = Ema(decay=0.9, revive=revive)
+    ema.start(torch.cat([x[:4], torch.full((4, 4), 1e3)]), torch.cat([torch.full((4,), 100.0), torch.zeros(4)]))
+    codes = torch.cdist(x, ema.codebook).argmin(dim=-1)
+    ema.update(Statistics.of(x, codes, 8), samples=x)
+    used = torch.cdist(x, ema.codebook).argmin(dim=-1).unique()
+    assert (len(used) == 8) == revive
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1])
+def test_a_decay_that_cannot_learn_is_refused(decay):
+    with pytest.raises(DataError, match="decay"):
+        Ema(decay=decay)

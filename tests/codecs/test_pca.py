@@ -1,0 +1,172 @@
+"""Principal components: uncorrelated channels, undone exactly, and errors that cost alike where it is told what they
+cost."""
+
+import json
+
+import pytest
+import torch
+from codec_zoo import gaussian, same
+
+from vqkv.codecs import PCA, Chain, EntropyCodedScalar, Grouping, MergeHeads, TokenBlock, codec_from_config
+from vqkv.errors import DataError, FormatError
+
+HEADS, WIDTH = 3, 8
+
+
+def mixed(tokens, seed=0, batch=1):
+    """Channels that depend on each other, otherwise in every head; most of the variance in a few directions."""
+    mixing = gaussian(HEADS, WIDTH, WIDTH, seed=100) * 2.0 ** -torch.arange(WIDTH)
+    return gaussian(batch, HEADS, tokens, WIDTH, seed=seed) @ mixing.mT
+
+
+def metric(seed=7):
+    """(heads, channels, channels), symmetric: what errors cost."""
+    root = gaussian(HEADS, WIDTH, WIDTH, seed=seed) * 3.0 ** -torch.arange(WIDTH)
+    return root @ root.mT
+
+
+def chain(*before, weighted=False, bits=2.0):
+    codec = Chain([*before, PCA(weighted), TokenBlock(4)], EntropyCodedScalar(bits))
+    if weighted:
+        codec.weigh(metric())
+    return codec
+
+
+@pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_channels_are_uncorrelated_and_come_back(before, weighted):
+    x = mixed(400)
+    codec = chain(*before, weighted=weighted).fit(x)
+    y = codec.vectors(x).flatten(2, 3)  # blocks of tokens
+    moment = (y.mT @ y)[0] / y.shape[2]
+    size = moment.diagonal(dim1=1, dim2=2).sqrt()
+    correlations = moment / (size.unsqueeze(1) * size.unsqueeze(2))
+    strong = (size > 1e-2 * size.amax(1, keepdim=True)).float()  # the matrix is rounded to fp16
+    both = strong.unsqueeze(1) * strong.unsqueeze(2) * (1 - torch.eye(len(size[0])))
+    assert both.sum() > 6 and (correlations.abs() * both).max() < 0.1
+    assert (size[:, 0] > size[:, -1]).all()
+    stage, turned = codec.stages[len(before)], x
+    for earlier in before:
+        turned, _ = earlier.encode(turned)
+    back = stage.decode(stage.encode(turned)[0], {})
+    assert (back - turned).abs().max() < 1e-4 * turned.abs().max()
+    merged = len(before) == 1
+    assert tuple(stage.state_dict()["matrix"].shape) == ((1, 24, 24) if merged else (HEADS, WIDTH, WIDTH))
+
+
+def test_fewer_tokens_than_channels_are_too_few():
+    with pytest.raises(DataError, match=r"components of 8 channels from \d tokens: put at least as many"):
+        chain().fit(mixed(400)[:, :, :4])
+
+
+def test_an_unweighted_matrix_is_orthonormal():
+    matrix = chain().fit(mixed(400)).stages[0].state_dict()["matrix"].float()
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(WIDTH).expand_as(matrix), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])
+def test_weighing_lowers_what_errors_cost_at_equal_bits(before):
+    train, test, found = mixed(2000), mixed(500, seed=1), {}
+    for weighted in (False, True):
+        codec = chain(*before, weighted=weighted).fit(train)
+        payload = codec.encode(test)
+        error = (codec.decode(payload) - test)[0].double()
+        found[weighted] = (payload.nbytes, ((error @ metric().double()) * error).sum().item(), error.square().sum())
+    assert found[True][0] < 1.03 * found[False][0]
+    assert found[True][1] < 0.5 * found[False][1] and found[True][2] > found[False][2]
+
+
+def test_the_weighted_error_is_what_the_quantizer_sees():
+    x = mixed(400)
+    codec = chain(weighted=True).fit(x)
+    error = (codec.decode(codec.encode(x)) - x)[0].double()
+    cost = ((error @ metric().double()) * error).sum()
+    seen = (codec.vectors(codec.decode(codec.encode(x))) - codec.vectors(x)).double().square().sum()
+    mean = torch.linalg.eigvalsh(metric().double()).mean()  # the scale is arbitrary; rare directions cost a little more
+    assert 0.98 < seen * mean / cost < 1.4
+
+
+def test_only_the_first_batch_decides():
+    first, second = mixed(100), gaussian(1, HEADS, 100, WIDTH, seed=3)
+    codec, alone = chain().partial_fit(first).partial_fit(second).finalize(), chain().fit(first)
+    assert torch.equal(codec.stages[0].state_dict()["matrix"], alone.stages[0].state_dict()["matrix"])
+
+
+def test_several_tokens_of_several_sequences_are_one_batch():
+    x = mixed(60, batch=3)
+    together = chain().fit(x).stages[0].state_dict()["matrix"]
+    joined = chain().fit(torch.cat(list(x.split(1)), dim=2)).stages[0].state_dict()["matrix"]
+    torch.testing.assert_close(together, joined)
+
+
+def test_what_errors_cost_has_to_be_told():
+    with pytest.raises(DataError, match="not told what errors cost: fit it with vqkv.calibrate"):
+        Chain([PCA(weighted=True)], EntropyCodedScalar()).fit(mixed(40))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [metric()[:2], metric()[:, :4, :4], metric()[0], metric() * float("nan"), metric() * float("inf")],
+)
+def test_costs_that_are_none_are_refused(wrong):
+    codec = chain(weighted=True)
+    with pytest.raises(DataError, match="what errors cost"):
+        codec.weigh(wrong)
+        codec.fit(mixed(40))
+
+
+def test_costs_of_channels_that_were_grouped_are_refused():
+    codec = Chain([Grouping(group_size=4), PCA(weighted=True)], EntropyCodedScalar())
+    codec.weigh(metric())
+    with pytest.raises(DataError, match="what errors cost"):
+        codec.fit(mixed(40))
+
+
+def test_where_nothing_costs_anything_all_errors_count_alike():
+    codec = chain(weighted=True)
+    codec.weigh(metric() * 0)
+    x = mixed(100)
+    assert torch.equal(codec.fit(x).stages[0].state_dict()["matrix"], chain().fit(x).stages[0].state_dict()["matrix"])
+
+
+def test_zeros_and_one_token_again_and_again_leave_an_orthonormal_matrix():
+    for x in (mixed(40) * 0, mixed(4)[:, :, :1].expand(-1, -1, 8, -1)):
+        codec = chain().fit(x)
+        matrix = codec.stages[0].state_dict()["matrix"].float()
+        torch.testing.assert_close(matrix @ matrix.mT, torch.eye(WIDTH).expand_as(matrix), atol=2e-3, rtol=0)
+        assert codec.decode(codec.encode(x)).isfinite().all()
+
+
+def test_saved_and_reloaded_it_needs_no_metric():
+    x = mixed(100)
+    codec = chain(weighted=True).partial_fit(x).partial_fit(mixed(40, seed=2)).finalize()
+    loaded = codec_from_config(json.loads(json.dumps(codec.config())), dict(codec.state_dict()))
+    assert same(loaded.encode(x), codec.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m[:2], "matrix' is"),
+        (lambda m: m.float(), "float32"),
+        (lambda m: m * 0, "no inverse"),
+        (lambda m: m * torch.nan, "NaN or infinity"),
+        (lambda m: m[..., :1].expand_as(m).clone(), "no inverse"),
+    ],
+)
+def test_damaged_matrices_are_refused(change, message):
+    codec = chain().fit(mixed(40))
+    state, name = dict(codec.state_dict()), "stages.0.matrix"
+    with pytest.raises(FormatError, match=message):
+        codec_from_config(codec.config(), state | {name: change(state[name])})
+    del state[name]
+    with pytest.raises(FormatError, match="matrix' is missing"):
+        codec_from_config(codec.config(), state)
+
+
+def test_other_heads_and_settings_are_refused():
+    codec = chain().fit(mixed(40))
+    with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
+        codec.encode(mixed(4)[:, :2])
+    with pytest.raises(DataError, match="at most 8192, leave heads apart"):
+        Chain([MergeHeads(), PCA()], EntropyCodedScalar(), 128, 128)

@@ -1,0 +1,330 @@
+"""The scalar, grid, product and fallback codecs, and every preset: bytes against numbers derived by hand."""
+
+import pytest
+import torch
+from codec_zoo import HEAD_DIM, HEADS, SMALL, fitted_codecs, gaussian
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv import presets
+from vqkv.codecs import (
+    Chain,
+    ChannelScale,
+    Fallback,
+    Fp16,
+    Grid,
+    Hadamard,
+    HalfQuadratic,
+    MaskedPayload,
+    MergeHeads,
+    MinMax,
+    NonUniform,
+    ProductVQ,
+    ResidualVQ,
+    SparseOutliers,
+    TokenBlock,
+    Uniform,
+    VectorScale,
+    payload_from,
+)  # fmt: skip
+from vqkv.codecs.grid import gaussian_grids
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    return fitted_codecs()
+
+
+def bits(codec, length=None, head_dim=64, heads=2):
+    """Fitted on, and measured on, Gaussian data: bytes of the payload's storage."""
+    codec = codec.fit(gaussian(1, heads, 4 * (length or 64), head_dim))
+    x = gaussian(2, heads, length or 64, head_dim, seed=1)
+    payload = codec.encode(x)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in payload.tensors.values()) == payload.nbytes
+    return 8 * payload.nbytes / x.numel()
+
+
+def sparse(row: int, share: float, index_bits: int, width: int) -> float:
+    """Bits a value of outliers: ``width`` bits of codes, fp16 values, and positions padded to a whole byte."""
+    count = max(1, round(share * row))
+    return width + (16 * count + 8 * -(-count * index_bits // 8)) / row
+
+
+EXPECTED = [
+    # codes + two fp16 ends for each group
+    (presets.quanto(2).key_codec(), 64, 2 + 32 / 64),
+    (presets.quanto(4).value_codec(), 64, 4 + 32 / 64),
+    (presets.quanto(3, 32).value_codec(), 64, 3 + 32 / 32),
+    (presets.quanto(8, 64).value_codec(), 128, 8 + 32 / 64),
+    (presets.hqq(4).key_codec(), 128, 4 + 32 / 64),
+    # keys: two ends for each channel and 128 tokens; values: for each token and head
+    (presets.kivi(2).key_codec(), 64, 2 + 32 / 128),
+    (presets.kivi(2).value_codec(), 64, 2 + 32 / 64),
+    (presets.kivi(4).value_codec(), 128, 4 + 32 / 128),
+    # 1% of 32 tokens x 64 channels: 20 outliers of 16 + 11 bits, 27.5 bytes of positions stored in 28
+    (presets.kvquant(4).key_codec(), 64, sparse(2048, 0.01, 11, 4)),
+    # both heads in one row of 4,096 values, and two ends for each token
+    (presets.kvquant(4).value_codec(), 64, sparse(4096, 0.01, 12, 4) + 32 / 128),
+    # one fp16 norm for both heads of 64
+    (presets.higgs(2).key_codec(), 64, 2 + 16 / 128),
+    (presets.higgs(3).key_codec(), 64, 3 + 16 / 128),
+    (presets.higgs(4).value_codec(), 128, 4 + 16 / 256),
+    # one byte for 8 (or 2) values, an fp32 scale for 64 tokens
+    (presets.vq(8).key_codec(), 64, 1 + 32 / 4096),
+    (presets.vq(2).key_codec(), 64, 4 + 32 / 4096),
+    (presets.vq(8, per_head_scale=False).key_codec(), 64, 1),
+    (presets.rvq2().key_codec(), 64, 2 + 32 / 4096),
+    # with no block or every block in fp16, and a mask bit for every 8 values
+    (presets.vqq(100.0).key_codec(), 64, 1 + 1 / 8 + 32 / 4096),
+    (presets.vqq(0.0).key_codec(), 64, 16 + 1 / 8 + 32 / 4096),
+    (presets.vqq_product(100.0).value_codec(), 64, 2 + 1 / 8 + 32 / 4096),
+    (presets.vqllm(8, 256).key_codec(), 64, 2 + 16 / 64),
+    (Fp16(), 64, 16),
+]
+
+
+@pytest.mark.parametrize(("codec", "head_dim", "expected"), EXPECTED)
+def test_presets_store_exactly_the_bits_derived_by_hand(codec, head_dim, expected):
+    assert bits(codec, 128, head_dim) == expected
+
+
+def test_every_preset_is_pinned():
+    # no codecs of their own: tests/test_aqua.py, tests/test_crosses.py
+    over_others = {"aqua": "aqua-higgs", "kvsharer": "kvsharer", "crossed": "crossed", "best": "crossed"}
+    assert set(SMALL) | {"fp16", "vqllm"} | set(over_others) == set(presets.PRESETS)
+    for name in presets.PRESETS:
+        assert presets.make(name).name == over_others.get(name, name)
+
+
+def test_uniform_levels_are_exact_and_ends_are_kept():
+    x = torch.tensor([-1.5, -0.5, 0.5, 1.5]).view(1, 1, 1, 4)
+    codec = Chain([MinMax()], Uniform(2)).fit(x)
+    assert torch.equal(codec.decode(codec.encode(x)), x)
+    assert codec.encode(x).fields["codes"].flatten().tolist() == [0b11100100]
+    signed = Chain([VectorScale("absmax")], Uniform(2, signed=True)).fit(x)
+    assert torch.equal(
+        signed.decode(signed.encode(x)), torch.tensor([-1.5, -0.0, 0.0, 1.5]).view(1, 1, 1, 4).round(decimals=1)
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(width=st.integers(1, 8), seed=st.integers(0, 1000), offset=st.floats(-50, 50))
+def test_affine_error_is_at_most_half_a_step(width, seed, offset):
+    x = gaussian(1, 2, 3, 16, seed=seed) + offset
+    codec = Chain([MinMax()], Uniform(width)).fit(x)
+    step = (x.amax(-1) - x.amin(-1)) / (2**width - 1)
+    error = (x - codec.decode(codec.encode(x))).abs().amax(-1)
+    assert (error <= step / 2 * 1.001 + 0.002 * (abs(offset) + 5)).all()  # and the ends' rounding to fp16
+
+
+def test_more_bits_mean_less_error():
+    x = gaussian(1, 2, 128, 64)
+    for preset in (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs):
+        errors = []
+        for width in (2, 3, 4):
+            codec = preset(bits=width).key_codec().fit(x)
+            errors.append(relative_mse(x, codec.decode(codec.encode(x))))
+        assert errors[0] > 3 * errors[1] > 9 * errors[2]
+
+
+def test_per_channel_keys_survive_outlier_channels_that_per_token_keys_do_not():
+    x = gaussian(1, 2, 256, 64)
+    x[..., 7] = 50 + gaussian(1, 2, 256, seed=1)
+    inliers = torch.arange(64) != 7
+    error = {}
+    for preset in (presets.quanto(2), presets.kivi(2)):
+        codec = preset.key_codec().fit(x)
+        error[preset.name] = relative_mse(x[..., inliers], codec.decode(codec.encode(x))[..., inliers])
+    assert error["kivi"] < 0.3 and error["quanto"] > 0.9
+
+
+def test_half_quadratic_lowers_the_norm_it_is_made_for():
+    x = gaussian(1, 4, 200, 64).pow(3)  # heavy tails
+    norm = {}
+    for stage in (MinMax(), HalfQuadratic(bits=2)):
+        codec = Chain([stage], Uniform(2)).fit(x)
+        norm[type(stage).__name__] = (x - codec.decode(codec.encode(x))).abs().mean()
+    assert norm["HalfQuadratic"] < 0.97 * norm["MinMax"]
+
+
+def test_outliers_are_kept_exactly_and_the_rest_is_quantised_finer():
+    x = gaussian(1, 2, 32, 64)
+    x[0, 0, 3, 5], x[0, 1, 31, 63] = 400.0, -300.0
+    codec = presets.kvquant(4).value_codec().fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert decoded[0, 0, 3, 5] == 400 and decoded[0, 1, 31, 63] == -300
+    assert (x - decoded).abs().max() < 0.5
+
+
+def test_learned_levels_beat_equal_ones_on_a_gaussian():
+    x = gaussian(1, 2, 512, 64)
+    learned = Chain([VectorScale("absmax")], NonUniform(3)).fit(x)
+    uniform = Chain([VectorScale("absmax")], Uniform(3, signed=True)).fit(x)
+    errors = [relative_mse(x, codec.decode(codec.encode(x))) for codec in (learned, uniform)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_levels_follow_a_stream():
+    quantizer = NonUniform(2, decay=0.5)
+    codec = Chain([], quantizer, 16)
+    for part in range(12):
+        codec.partial_fit(gaussian(1, 1, 200, 16, seed=part) + 3)
+    levels = codec.finalize().quantizer.state_dict()["levels"]
+    assert (levels.diff() > 0).all() and abs(levels.float().mean() - 3) < 0.1
+
+
+def test_channel_scale_learns_mean_and_spread_of_a_stream():
+    x = gaussian(2, 3, 90, 8) * torch.arange(1.0, 9) + torch.arange(3.0).view(3, 1, 1)
+    stage = ChannelScale()
+    stage.build((3, 8))
+    for part in (x[:, :, :7], x[:, :, 7:50], x[:, :, 50:]):
+        stage.partial_fit(part)
+    stage.finalize()
+    mean, scale = (stage.state_dict()[name].float() for name in ("mean", "scale"))
+    torch.testing.assert_close(mean, x.mean(dim=(0, 2)), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(scale, x.std(dim=(0, 2), correction=0), rtol=2e-3, atol=2e-3)
+
+
+def test_stored_grids_are_what_lloyd_leaves_and_explain_what_they_claim():
+    """Every point is the mean of its cell (up to the stored digits), and the 16 points explain 89% of a Gaussian."""
+    x = gaussian(1, 1, 100_000, 2, seed=3)
+    for size, (grid, mse) in gaussian_grids().items():
+        codec = Chain([], Grid(size), 2).fit(x[:, :, :10])
+        codes = codec.quantizer.encode(x)[0, 0, :, 0]
+        decoded = codec.decode(codec.encode(x))
+        assert abs(1 - explained_variance_ratio(x[0], decoded[0]) - mse) < 0.03 * mse
+        if size == 16:
+            cells = torch.stack([x[0, 0][codes == code].mean(0) for code in range(size)])
+            assert (cells - grid).abs().max() < 0.06
+            assert explained_variance_ratio(x[0], decoded[0]) > 0.89
+        assert 2 ** (-2 * codec.quantizer.code_bits / 2) < mse  # Shannon
+
+
+def test_rotation_makes_outlier_channels_harmless():
+    x = gaussian(1, 2, 300, 64)
+    x[..., 5] *= 20
+    errors = []
+    for stages in ([Hadamard()], []):
+        codec = Chain([MergeHeads(), *stages, VectorScale("rms")], Grid(16)).fit(x)
+        errors.append(relative_mse(x, codec.decode(codec.encode(x))))
+    assert errors[0] < 0.12 and errors[1] > 3 * errors[0]  # 0.108 on a Gaussian; unrotated, the outlier is cut off
+
+
+def test_product_codes_are_those_of_each_piece_alone():
+    x = gaussian(1, 2, 300, 8)
+    product = Chain([], ProductVQ(2, 32, 4), 8).fit(x)
+    for i, piece in enumerate(x.split(4, dim=-1)):
+        alone = Chain([], ResidualVQ(1, 32, 4, seed=i), 4).fit(piece)
+        assert torch.equal(product.decode(product.encode(x)).split(4, dim=-1)[i], alone.decode(alone.encode(piece)))
+    plain = Chain([], ResidualVQ(1, 32, 8), 8).fit(x)
+    assert (
+        product.encode(x).nbytes * 5 == plain.encode(x).nbytes * 10 // 1
+    )  # 10 bits against 5, both padded to bytes: 2 and 1
+    assert relative_mse(x, product.decode(product.encode(x))) < relative_mse(x, plain.decode(plain.encode(x)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(threshold=st.floats(0, 1), seed=st.integers(0, 100))
+def test_fallback_bounds_the_error_and_pays_for_it(codecs, threshold, seed):
+    codec = codecs["vqq key"]
+    codec.quantizer.threshold, before = threshold, codec.quantizer.threshold
+    try:
+        x = gaussian(2, HEADS, 9, HEAD_DIM, seed=seed)
+        payload = codec.encode(x)
+        scale = x.unflatten(2, (-1, 3)).abs().amax(dim=(3, 4), keepdim=True)
+        error = ((x - codec.decode(payload)).unflatten(2, (-1, 3)) / scale).abs().max()
+    finally:
+        codec.quantizer.threshold = before
+    assert isinstance(payload, MaskedPayload)
+    assert error <= threshold + 1e-3  # fp16
+    good = int(payload.mask().sum())
+    blocks = x.numel() // 8
+    assert (
+        payload.nbytes == 1 * good + 16 * (blocks - good) + 4 * 2 * HEADS * 3 + 2 * HEADS * 3
+    )  # scales, 6 bits of mask
+
+
+def test_a_block_is_stored_once():
+    codec = presets.vqq(0.05, keyframe=4).key_codec().fit(gaussian(1, 1, 400, 8))
+    payload = codec.encode(gaussian(1, 1, 40, 8))
+    good = int(payload.mask().sum())
+    assert 0 < good < 40
+    assert len(payload.ragged["codes"]) == good and len(payload.ragged["exact"]) == 40 - good
+
+
+def test_fitting_leaves_out_a_partial_block_and_encoding_refuses_it(codecs):
+    codec = presets.kivi(2, 5).key_codec().fit(gaussian(1, 2, 13, 8))
+    with pytest.raises(DataError, match="no multiple of the codec's block of 5 tokens"):
+        codec.encode(gaussian(1, 2, 13, 8))
+    with pytest.raises(DataError, match="shorter than the codec's block of 5"):
+        presets.kivi(2, 5).key_codec().fit(gaussian(1, 2, 3, 8))
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(DataError, match="9 bits a value: use 1 to 8"):
+        Uniform(9)
+    with pytest.raises(DataError, match="1 bits a value: use 2 to 8"):
+        Uniform(1, signed=True)
+    with pytest.raises(UnknownNameError, match="16"):
+        Grid(17)
+    with pytest.raises(DataError, match="2, 3 and 4 have a grid"):
+        presets.higgs(5)
+    with pytest.raises(DataError, match="even number"):
+        Chain([], Grid(16), 7)
+    with pytest.raises(DataError, match="add a Grouping"):
+        Chain([], ProductVQ(2, 16, 4), 16)
+    with pytest.raises(DataError, match="divisible by blocks of 8"):
+        presets.vqq().key_codec(12)
+    with pytest.raises(DataError, match="not divisible by group_size 8"):
+        presets.vq().key_codec(12)
+    with pytest.raises(DataError, match="one by one"):
+        Fallback(Chain([TokenBlock(4)], Uniform(4)))
+    with pytest.raises(DataError, match="block of 0 tokens"):
+        TokenBlock(0)
+    with pytest.raises(DataError, match="share of 1.5"):
+        SparseOutliers(1.5)
+    with pytest.raises(DataError, match="at most 16 bits"):
+        presets.kvquant(block=4096).key_codec(64)
+    with pytest.raises(DataError, match="threshold nan"):
+        presets.vqq(float("nan")).key_codec()
+
+
+def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
+    x = gaussian(1, 2, 35, HEAD_DIM)
+    for kind in ("kvquant key", "kvquant value", "higgs key"):
+        with pytest.raises(DataError, match="2 KV heads"):
+            codecs[kind].encode(x[:, :, : codecs[kind].tokens_per_row])
+    assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it
+
+
+def test_payloads_of_other_codecs_are_refused(codecs):
+    x = gaussian(1, HEADS, 30, HEAD_DIM)
+    with pytest.raises(FormatError, match="payload of blocks of 6 tokens"):
+        codecs["vqq key"].decode(codecs["vq key"].encode(x))
+    with pytest.raises(FormatError, match="not 'low'"):
+        codecs["quanto key"].decode(codecs["higgs key"].encode(x))
+    payload = codecs["vqq key"].encode(x)
+    header, tensors = payload.header(), dict(payload.tensors)
+    for change in ({"payload": "os.system"}, {"ragged": ["codes"]}, {"units": 3}, {"extra": 1}, {"fields": 3}):
+        broken = header | change
+        with pytest.raises(FormatError):
+            payload_from(broken, tensors)
+    with pytest.raises(FormatError, match="pieces"):
+        payload_from(header, tensors | {"exact": tensors["exact"][:-1]})
+
+
+@pytest.mark.parametrize("name", ["vqllm", "higgs", "kvquant", "rvq2", "quanto"])
+def test_entropy_coding_changes_bytes_and_nothing_else(name):
+    preset = presets.vqllm(2, 20, 8) if name == "vqllm" else SMALL[name]
+    x, y = gaussian(1, HEADS, 420, HEAD_DIM), gaussian(2, HEADS, 84, HEAD_DIM, seed=1)
+    for role in ("key", "value"):
+        plain = getattr(preset, f"{role}_codec")().fit(x)
+        coded = getattr(presets.entropy_coded(preset, block=12), f"{role}_codec")().fit(x)
+        assert coded.tokens_per_row in (12, plain.tokens_per_row)
+        payload = coded.encode(y)
+        torch.testing.assert_close(coded.decode(payload), plain.decode(plain.encode(y)))
+        assert payload.fields["lengths"].sum() == len(payload.ragged["stream"])
+    with pytest.raises(DataError, match="fp16 has no codes"):
+        presets.entropy_coded(presets.fp16()).key_codec()

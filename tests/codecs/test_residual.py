@@ -1,0 +1,222 @@
+"""Residual VQ: the fast kernels against brute force in float64, and learning."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs import ResidualVQ
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.evaluation.metrics import code_perplexity
+from vqkv.kernels import cpu, dispatch
+from vqkv.kernels import naive as reference
+from vqkv.kernels.rvq import loops
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fitted(x, **settings):
+    quantizer = ResidualVQ(**{"num_quantizers": 3, "codebook_size": 32, "group_size": x.shape[-1], **settings})
+    quantizer.build((1, *x.shape[3:]))
+    quantizer.partial_fit(x)
+    return quantizer
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rows=st.sampled_from([1, 2, 63, 1025]),
+    dim=st.sampled_from([1, 2, 7, 32, 33]),
+    num_quantizers=st.integers(1, 4),
+    codebook_size=st.sampled_from([1, 2, 5, 63, 64, 65, 100, 130]),
+    scale=st.sampled_from([1e-22, 1e-3, 1.0, 300.0, 1e15]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    seed=st.integers(0, 10**6),
+)
+def test_codes_equal_the_reference(rows, dim, num_quantizers, codebook_size, scale, dtype, seed):
+    """Odd sizes, sizes around the block of 64, values whose squares under- and overflow fp32."""
+    x = gaussian(rows, dim, seed=seed).double() * scale
+    codebooks = (gaussian(num_quantizers, codebook_size, dim, seed=seed + 1).double() * scale).to(dtype)
+    if not torch.isfinite(codebooks).all():
+        codebooks = codebooks.nan_to_num()
+    expected = reference.rvq_encode(x, codebooks)
+    assert torch.equal(cpu.rvq_encode(x, codebooks), expected)
+    if scale <= 300:
+        torch.testing.assert_close(
+            cpu.rvq_decode(expected, codebooks).double(),
+            reference.rvq_decode(expected, codebooks),
+            rtol=1e-5,
+            atol=1e-4,
+        )
+
+
+def test_reference_is_algorithm_1():
+    """Written out once more in plain Python."""
+    x, codebooks = gaussian(20, 3), gaussian(3, 5, 3, seed=1)
+    for row, codes in zip(x.double(), reference.rvq_encode(x, codebooks), strict=True):
+        for codebook, code in zip(codebooks.double(), codes, strict=True):
+            distances = [float((row - entry).norm()) for entry in codebook]
+            assert distances.index(min(distances)) == int(code)
+            row = row - codebook[code]
+
+
+@pytest.mark.parametrize("codebook_size", [8, 64, 200])
+def test_exact_ties_go_to_the_lowest_index(codebook_size):
+    codebook = gaussian(codebook_size // 2, 8).repeat(2, 1)  # every code twice, in different blocks
+    x = torch.cat([gaussian(50, 8, seed=1), torch.zeros(1, 8)])
+    codes = cpu.rvq_encode(x, codebook[None]).squeeze(-1)
+    assert torch.equal(codes, reference.rvq_encode(x, codebook[None]).squeeze(-1))
+    assert int(codes.max()) < codebook_size // 2
+
+
+def test_near_ties_that_fp32_cannot_tell_apart():
+    """Vectors a hair off the middle between two codes far from the origin: fp32 scores are noise there."""
+    codebook = torch.cat([torch.full((1, 16), 100.0), gaussian(98, 16), torch.full((1, 16), 101.0)])
+    nudge = torch.linspace(-1e-5, 1e-5, 41).unsqueeze(-1)
+    x = torch.full((41, 16), 100.5).double() + nudge
+    codes = cpu.rvq_encode(x, codebook[None])
+    assert torch.equal(codes, reference.rvq_encode(x, codebook[None]))
+    assert sorted(codes.unique().tolist()) == [0, 99]
+    scores = codebook.square().sum(-1) - 2 * x.float() @ codebook.T
+    assert not torch.equal(scores.argmin(-1, keepdim=True), codes)  # plain fp32 does get them wrong
+
+
+def test_ties_deep_in_the_residual():
+    """The second stage must be decided on the exact residual, not on the one that fp32 carried along."""
+    first = gaussian(70, 12) * 3000
+    second = torch.cat([gaussian(35, 12, seed=1), -gaussian(35, 12, seed=1)])
+    codebooks = torch.stack([first, second])
+    x = first[:60].double() + 1e-5 * gaussian(60, 12, seed=3)  # between a code and its opposite
+    assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
+
+
+def test_an_outlying_code_does_not_send_every_row_to_float64():
+    assert 0 < loops.reach(-8.0, 4.0, 1e-7, 3000.0, 16) + 8 < 1e-3
+
+
+def test_reduced_precision_settings_do_not_reach_the_kernel():
+    x, codebooks = gaussian(500, 32), gaussian(2, 200, 32, seed=1)
+    expected = reference.rvq_encode(x, codebooks)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(cpu.rvq_encode(x, codebooks), expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_tables_notice_that_a_codebook_was_written_to():
+    x, codebooks = gaussian(100, 8), gaussian(2, 16, 8, seed=1)
+    cpu.rvq_encode(x, codebooks)
+    codebooks.neg_()
+    assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
+    with torch.inference_mode():
+        frozen = codebooks.clone()
+        assert torch.equal(cpu.rvq_encode(x, frozen), reference.rvq_encode(x, frozen))
+
+
+def test_no_rows_give_no_codes():
+    codebooks = gaussian(2, 16, 8)
+    codes = cpu.rvq_encode(torch.zeros(0, 8), codebooks)
+    assert codes.shape == (0, 2) and cpu.rvq_decode(codes, codebooks).shape == (0, 8)
+    assert dispatch.which("rvq_encode", codes) == "cpu"
+
+
+def test_every_stage_reduces_the_loss():
+    loss = fitted(gaussian(1, 1, 4000, 8)).loss(gaussian(1, 1, 500, 8, seed=1))
+    assert loss[0] < 0.6 and (loss[1:] < loss[:-1]).all()
+
+
+def test_loss_is_the_error_of_the_decoded_values():
+    x = gaussian(1, 2, 900, 8)
+    quantizer = fitted(x)
+    error = (x - quantizer.decode(quantizer.encode(x))).square().sum() / x.square().sum()
+    torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)
+
+
+def test_usage_counts_every_vector_once_a_stage():
+    x = gaussian(1, 1, 900, 8)
+    usage = fitted(x).usage(x)
+    assert usage.shape == (3, 32) and usage.sum(dim=-1).tolist() == [900] * 3
+    assert torch.equal(code_perplexity(torch.tensor([[5, 5, 5, 5], [9, 0, 0, 0]])), torch.tensor([4.0, 1.0]).double())
+
+
+def test_moving_averages_follow_a_drift():
+    x, drifted = gaussian(1, 1, 4000, 8), 2 * gaussian(1, 1, 4000, 8, seed=1) + 1
+    quantizer = fitted(x, decay=0.8)
+    losses = [quantizer.loss(drifted)[-1]]
+    for _ in range(15):
+        quantizer.partial_fit(drifted)
+        losses.append(quantizer.loss(drifted)[-1])
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_random_start_learns_but_kmeans_starts_lower():
+    x = gaussian(1, 1, 4000, 8)
+    random, kmeans = fitted(x, init="random", decay=0.8), fitted(x)
+    before = random.loss(x)[-1]
+    assert kmeans.loss(x)[-1] < before
+    for _ in range(20):
+        random.partial_fit(x)
+    assert random.loss(x)[-1] < 0.7 * before
+
+
+def test_revival_puts_dead_codes_to_use():
+    x = gaussian(1, 1, 4000, 8)
+    dead = {}
+    for revive in (False, True):
+        quantizer = fitted(x, decay=0.5, revive=revive)
+        for _ in range(10):
+            quantizer.partial_fit(x.abs() * 10)
+        dead[revive] = int((quantizer.usage(x.abs() * 10) == 0).sum())
+    assert dead[True] < dead[False]
+
+
+def test_learning_is_deterministic():
+    x = gaussian(1, 1, 2000, 8)
+    runs = [fitted(x, seed=s) for s in (0, 0, 1)]
+    for quantizer in runs:
+        quantizer.partial_fit(x)
+    assert torch.equal(runs[0].codebooks, runs[1].codebooks) and not torch.equal(runs[0].codebooks, runs[2].codebooks)
+
+
+def test_kmeans_sees_a_bounded_sample():
+    x = gaussian(1, 1, 5000, 8)
+    few, many = fitted(x, samples_per_code=4), fitted(x, samples_per_code=64)
+    assert len(few._subsample(x.view(-1, 8))) == 4 * 32
+    assert many.loss(x)[-1] < few.loss(x)[-1]
+
+
+def test_bad_settings_and_data_are_named():
+    with pytest.raises(DataError, match="stage 1 of 3.*32 codes need 32 distinct vectors.*leaves only 31"):
+        fitted(gaussian(1, 1, 31, 8))
+    with pytest.raises(DataError, match="stage 2 of 3"):
+        fitted(gaussian(1, 1, 32, 8))  # every vector its own code: nothing is left over
+    with pytest.raises(UnknownNameError, match="kmeans"):
+        ResidualVQ(init="kmean")
+    with pytest.raises(DataError, match="codebook_size 0 must be"):
+        ResidualVQ(codebook_size=0)
+    with pytest.raises(DataError, match="group_size 32: add a Grouping"):
+        ResidualVQ().build((1, 128))
+    huge = fitted(gaussian(1, 1, 500, 8) * 1e6)
+    with pytest.raises(DataError, match="overflows fp16"):
+        huge.finalize()
+
+
+@pytest.mark.parametrize("learning_beam", [1, 3])
+def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry(learning_beam):
+    """As a first layer's keys before RoPE, which repeat with their tokens: unseen vectors gain by each stage."""
+    words = gaussian(1, 1, 100, 8)
+    x = words[:, :, torch.randint(100, (2000,), generator=torch.Generator().manual_seed(1))]
+    quantizer = fitted(x, num_quantizers=6, learning_beam=learning_beam)
+    assert quantizer.loss(x)[-1] < 1e-2
+    unseen = quantizer.loss(gaussian(1, 1, 500, 8, seed=2))
+    assert (unseen[1:] <= unseen[:-1] * 1.001).all() and unseen[-1] < 0.8 * unseen[0]
+
+
+def test_a_code_beyond_the_codebook_is_refused():
+    quantizer = fitted(gaussian(1, 1, 900, 8), codebook_size=30)
+    with pytest.raises(FormatError, match="code 31 is not below codebook_size 30"):
+        quantizer.decode(torch.full((1, 1, 1, 3), 31))

@@ -1,0 +1,60 @@
+"""Corpora: splits, windows, local files and bad names."""
+
+import json
+
+import pytest
+import torch
+
+from vqkv import DataError, UnknownNameError, load_corpus
+from vqkv.data.corpus import documents, fingerprint
+from vqkv.reference.data import TOKENIZER_DIR
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
+
+
+def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):
+    a = load_corpus("python-stdlib", tokenizer, "test", seq_len=32, num_seqs=5, seed=1)
+    assert a.shape == (5, 32) and a.dtype == torch.long
+    assert (a[:, 0] == tokenizer.bos_token_id).all()
+    assert fingerprint(a) == fingerprint(load_corpus("python-stdlib", tokenizer, "test", 32, 5, seed=1))
+    assert fingerprint(a) != fingerprint(load_corpus("python-stdlib", tokenizer, "test", 32, 5, seed=2))
+
+
+def test_no_held_out_document_is_trained_on():
+    train, test = set(documents("python-stdlib", "train")), set(documents("python-stdlib", "test"))
+    assert not train & test and len(train) > 5 * len(test) > 0
+
+
+def test_a_repeated_document_is_read_once(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the same words\n" * 20)
+    (tmp_path / "c.txt").write_text("other words\n" * 20)
+    assert len(list(documents(str(tmp_path), "train"))) == 2
+
+
+def test_local_files_and_folders(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {i} " * 30}) for i in range(9)))
+    assert load_corpus(str(tmp_path / "a.jsonl"), tokenizer, seq_len=16, num_seqs=4).shape == (4, 16)
+    (tmp_path / "b.jsonl").write_text('{"words": "no text field"}\n')
+    with pytest.raises(DataError, match="'text' field"):
+        load_corpus(str(tmp_path / "b.jsonl"), tokenizer, seq_len=16, num_seqs=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no text file"):
+        load_corpus(str(tmp_path / "empty"), tokenizer)
+
+
+def test_bad_names_and_sizes(tokenizer, tmp_path):
+    with pytest.raises(UnknownNameError, match="Did you mean 'python-stdlib'"):
+        load_corpus("python-stdlb", tokenizer)
+    with pytest.raises(UnknownNameError, match="unknown split 'valid'"):
+        load_corpus("python-stdlib", tokenizer, split="valid")
+    with pytest.raises(DataError, match="need at least 2 tokens"):
+        load_corpus("python-stdlib", tokenizer, seq_len=1)
+    (tmp_path / "short.txt").write_text("few words")
+    with pytest.raises(DataError, match="holds only 0 windows"):
+        load_corpus(str(tmp_path / "short.txt"), tokenizer, seq_len=64, num_seqs=1)

@@ -1,0 +1,78 @@
+"""The three splits of the bundled text: disjoint, no twin across them, what the rule gives."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from vqkv.data import bundled, splits, splitting
+from vqkv.data.bundled import CORPORA, documents
+
+PART = "0"  # first hex digit of the sixteenth of the training documents that is compared
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """(split, module, text) of each document of source that is listed."""
+    split_of = {name: split for split in splits.SPLITS for name in splits.listed(split)}
+    found = {}
+    for document in CORPORA["python"]():
+        if text := document.text():
+            name = splits.content_hash(text)
+            if name in split_of:
+                found[name] = (split_of[name], document.module, text)
+    return found
+
+
+def test_no_document_is_in_two_splits():
+    names = [name for split in splits.SPLITS for name in splits.listed(split)]
+    assert len(names) == len(set(names)) and all(re.fullmatch("[0-9a-f]{12}", name) for name in names)
+
+
+def test_documents_are_where_the_rule_deals_them(listed):
+    assert all(splitting.dealt(module) == split for split, module, _ in listed.values())
+
+
+def test_there_is_enough_to_report_on(listed):
+    test = [(module, text) for split, module, text in listed.values() if split == "test"]
+    packages = {module.split(".")[0] for module, _ in test}
+    assert len(test) >= 300 and len(packages) >= 25
+    assert sum(len(text) >= 4 * 1024 for _, text in test) >= 200  # windows of 1,024 tokens, one a document
+
+
+def test_no_held_out_document_has_a_twin(listed):
+    """Over all that is held out, and over the training documents that begin like ``PART``."""
+    test = {name: text for name, (split, _, text) in listed.items() if split == "test"}
+    twins = splitting.Twins(test.items())
+    for name, (split, _, text) in listed.items():
+        if split == "validation" or (split == "train" and name[0] == PART):
+            assert not twins.of(text), f"{name} of {split} has a twin in the test split"
+
+
+def test_twins_are_found_and_others_are_not(listed):
+    texts = [text for _, _, text in listed.values() if 3_000 < len(text) < 9_000][:40]
+    twins = splitting.Twins((str(i), text) for i, text in enumerate(texts))
+    for i, text in enumerate(texts):
+        lines = text.splitlines(keepends=True)
+        assert str(i) in twins.of("".join(line for n, line in enumerate(lines) if n % 25))  # a vendored, edited copy
+        assert str(i) not in twins.of("".join(lines[: len(lines) // 4]))
+
+
+def test_a_patch_release_moves_nothing(monkeypatch, tmp_path):
+    """A changed file is in no split, and the others keep their place and order."""
+    before = [text for text, _ in zip(documents("python-stdlib", "train"), range(40))]
+    changed = {before[3], before[17]}
+    read = bundled.Document.text
+
+    def patched(self):
+        text = read(self)
+        return text + "# 3.11.99\n" if text in changed else text
+
+    monkeypatch.setattr(bundled.Document, "text", patched)
+    after = [text for text, _ in zip(documents("python-stdlib", "train"), range(38))]
+    assert after == [text for text in before if text not in changed]
+
+
+def test_prose_is_prose_and_comes_once():
+    counts = Counter(text for text, _ in zip(documents("prose", "validation"), range(8)))
+    assert max(counts.values()) == 1 and all(len(text) >= bundled.MIN_PROSE for text in counts)

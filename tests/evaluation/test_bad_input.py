@@ -1,0 +1,241 @@
+"""Bad input gets an error that names the thing and the remedy, and nothing already written is lost."""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import small_models
+import torch
+from transformers.models.llama import modeling_llama as llama
+
+from vqkv import (
+    Compressor,
+    DataError,
+    FormatError,
+    UnknownNameError,
+    calibrate,
+    evaluate,
+    load_corpus,
+    load_model,
+    presets,
+)
+from vqkv.cache.compressor_folder import config_sha256
+from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs import Fp16, VectorScale
+from vqkv.data.corpus import documents
+
+TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+SMALL = {"num_quantizers": 2, "codebook_size": 16, "group_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(small_models.make("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def model(folder):
+    return load_model(folder)[0]
+
+
+@pytest.fixture
+def compressor(model):
+    return calibrate(model, TOKENS, presets.vqllm(**SMALL), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunk_size": 48}, "leaves none of 48 tokens"),  # would read no packed history and look perfect
+        ({"chunk_size": 0}, "chunk_size 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"protocol": "snapshot", "prompt_len": 0}, "prompt_len 0"),
+        ({"protocol": "snapshot", "step_size": 0}, "step_size 0"),
+        ({"answers": torch.zeros(4, 48, dtype=torch.bool)}, "booleans"),
+        ({"tokens": TOKENS.int()}, "int64"),
+        ({"tokens": TOKENS + 4096}, "the model knows 0 to 4095"),
+    ],
+)
+def test_evaluate_refuses_what_it_cannot_measure(model, compressor, arguments, message):
+    with pytest.raises(DataError, match=message):
+        evaluate(model, compressor, **({"tokens": TOKENS} | arguments))
+
+
+def test_attention_error_does_not_depend_on_the_batch_size(model, compressor):
+    rows = [evaluate(model, compressor, TOKENS, batch_size=size)["attention_mse"] for size in (1, 3, 4)]
+    assert rows == pytest.approx([rows[0]] * 3, rel=1e-3)
+
+
+def test_learned_positions_have_an_end(tmp_path):
+    gpt2 = load_model(str(small_models.make("gpt2", tmp_path)))[0]
+    with pytest.raises(DataError, match="learned 256 positions"):
+        calibrate(gpt2, torch.ones(1, 257, dtype=torch.long), presets.fp16(), progress=False)
+
+
+def test_rope_of_another_layout_is_refused(model, monkeypatch):
+    """A model whose attention pairs neighbouring channels would silently get wrong keys."""
+    original = llama.apply_rotary_pos_emb
+    swap = torch.arange(32).view(2, 16).T.reshape(-1)
+
+    def shuffled(q, k, cos, sin):
+        return tuple(x[..., swap.argsort()] for x in original(q[..., swap], k[..., swap], cos, sin))
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", shuffled)
+    with pytest.raises(DataError, match="pre_rope=False"):
+        calibrate(model, TOKENS, presets.vqllm(**SMALL), progress=False)
+
+
+def test_a_cache_knows_its_model_and_its_batch(model, compressor, folder):
+    cache = compressor.new_cache(model)
+    with pytest.raises(DataError, match="another model"), torch.inference_mode():
+        load_model(folder)[0](TOKENS, past_key_values=cache)
+    cache = compressor.new_cache(model)
+    with torch.inference_mode():
+        model(TOKENS, past_key_values=cache)
+        with pytest.raises(DataError, match="holds 4 sequences, but 2 came"):
+            model(TOKENS[:2], past_key_values=cache)
+
+
+def test_copies_of_a_cache_go_their_own_ways_and_share_the_codebooks(model, compressor):
+    cache = compressor.new_cache(model)
+    with torch.inference_mode():
+        model(TOKENS[:, :30], past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        both = [model(TOKENS[:, 30:], past_key_values=c).logits for c in (cache, twin)]
+    assert torch.equal(*both) and twin.compressor is compressor
+    assert tensor_bytes(cache, twin) == 2 * cache.report().cache_bytes + tensor_bytes(compressor)
+    assert pickle.dumps(model.model.rotary_emb._forward_pre_hooks)  # the hooks must not stop a model from being saved
+
+
+def test_no_graph_is_kept(model):
+    preset = presets.Preset("exact", Fp16, Fp16, sink_tokens=2, recent_window=4)
+    cache = calibrate(model, TOKENS, preset, progress=False).new_cache(model)
+    model(TOKENS, past_key_values=cache)
+    assert not any(part.requires_grad for layer in cache.layers for s in layer.stores for part in (s.sinks, s.window))
+
+
+def test_a_compressor_is_never_half_written(compressor, tmp_path, monkeypatch):
+    compressor.save_pretrained(tmp_path / "c")
+    (tmp_path / "c.part").mkdir()
+    (tmp_path / "c.part" / "precious").touch()
+    other = Compressor("other", compressor.codecs[:1], compressor.settings, compressor.model)
+    moves = []
+
+    def fail_at_the_second(source, target):
+        moves.append(target)
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+        return original(source, target)
+
+    original = os.replace
+    monkeypatch.setattr("os.replace", fail_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(tmp_path / "c")
+    monkeypatch.undo()
+    assert Compressor.from_pretrained(tmp_path / "c").name == "vqllm"
+    assert (tmp_path / "c.part" / "precious").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(FormatError, match="is a file"):
+        compressor.save_pretrained(tmp_path / "file")
+
+
+def _signed(folder, change):
+    """Rewrite a compressor's header as an attacker who knows the format would."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    config["config_sha256"] = config_sha256(config)
+    path.write_text(json.dumps(config))
+
+
+def _nested(config):
+    for _ in range(300):
+        config["codecs"][0][0] = {"part": "Chain", "stages": [], "quantizer": config["codecs"][0][0]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(codecs_file=5),
+        lambda config: config.update(codecs_file=None),
+        lambda config: config.update(codecs_sha256=["x"]),
+        lambda config: config["settings"].update(pre_rope="no"),
+        lambda config: config["settings"].update(pre_rope=1),
+        lambda config: (config.update(codecs=[]), config["model"].update(num_layers=0)),
+        lambda config: config.update(codecs=5),
+        _nested,
+    ],
+)
+def test_altered_headers_with_the_right_checksum_are_refused(compressor, tmp_path, change):
+    compressor.save_pretrained(tmp_path)
+    Compressor.from_pretrained(tmp_path)
+    _signed(tmp_path, change)
+    with pytest.raises(FormatError):
+        Compressor.from_pretrained(tmp_path)
+
+
+def test_a_header_nested_without_end_is_refused(compressor, tmp_path):
+    """At whatever depth Python's stack ends, in reading or in hashing."""
+    compressor.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    text = path.read_text()
+    for depth in range(800, 1000):
+        path.write_text(text.replace('"notes": {', '"notes": {"x": ' + "[" * depth + "]" * depth + ", ", 1))
+        with pytest.raises(FormatError):
+            Compressor.from_pretrained(tmp_path)
+
+
+def test_models_that_cannot_be_loaded(folder, tmp_path):
+    for name, damage in (
+        ("cut", lambda f: (f / "model.safetensors").write_bytes(b"12345678")),
+        ("deeper", _one_layer_more),
+    ):
+        shutil.copytree(folder, tmp_path / name)
+        damage(tmp_path / name)
+        with pytest.raises(FormatError, match="no model that can be loaded"):
+            load_model(str(tmp_path / name))
+    with pytest.raises(FormatError, match="'tpu'"):
+        load_model(folder, device="tpu")
+    assert json.loads((tmp_path / "deeper" / "config.json").read_text())["num_hidden_layers"] == 4
+
+
+def _one_layer_more(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+
+
+def test_local_text_has_two_splits_and_many_windows(tmp_path):
+    tokenizer = load_model("vqkv/gpt2-mini")[1]
+    (tmp_path / "long.txt").write_text("".join(f"line {i} of a long file\n" for i in range(40_000)))
+    name = str(tmp_path / "long.txt")
+    assert not set(documents(name, "train")) & set(documents(name, "test"))
+    assert load_corpus(name, tokenizer, "train", 64, 30).shape == load_corpus(name, tokenizer, "train", 64, 30, 1).shape
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match="line 2"):
+        load_corpus(str(tmp_path / "bad.jsonl"), tokenizer)
+    (tmp_path / "utf16.txt").write_bytes("some text".encode("utf-16"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_corpus(str(tmp_path / "utf16.txt"), tokenizer)
+    with pytest.raises(UnknownNameError):
+        load_corpus("", tokenizer)
+
+
+def test_constant_vectors_keep_their_size():
+    x = torch.full((1, 1, 2, 32), 1e-3) + 1e-9 * torch.randn(1, 1, 2, 32)
+    scaled, side = VectorScale("std").encode(x)
+    assert scaled.abs().max() < 1.01  # within reach of any codebook
+    torch.testing.assert_close(VectorScale("std").decode(scaled, side), x)
+
+
+def test_arguments_of_presets_are_checked():
+    with pytest.raises(DataError, match="must be float"):
+        presets.make("vqllm", decay="fast")
+    with pytest.raises(UnknownNameError, match="Did you mean 'codebook_size'"):
+        presets.make("vqllm", codebooksize=3)
+    with pytest.raises(DataError, match="flush_block 0"):
+        presets.Preset("x", Fp16, Fp16, flush_block=0)
+    with pytest.raises(DataError, match="pre_rope 1"):
+        presets.Preset("x", Fp16, Fp16, pre_rope=1)

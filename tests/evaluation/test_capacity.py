@@ -1,0 +1,292 @@
+"""What fits a memory: every size against caches that were really filled, every search against counting by hand."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from preset_zoo import CODED, PREDICTED, SMALL
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    T5Config,
+)
+
+from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
+from vqkv.cache.meter import tensor_bytes
+from vqkv.evaluation.capacity import architecture, capacity
+from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, weight_bytes
+
+TOKENS = torch.randint(1, 4096, (6, 48), generator=torch.Generator().manual_seed(0))
+MANY = torch.randint(1, 4096, (1, 1201), generator=torch.Generator().manual_seed(2))
+LONG = torch.randint(1, 4096, (3, 320), generator=torch.Generator().manual_seed(1))
+PIECES = (1, 1, 4, 17, 18, 1, 128, 5, 88, 1)  # sinks half full, blocks of 16 and of 128 almost full and packed
+RAGGED = {name: SMALL[name] for name in ("vqq", "vqq_product")} | {f"{name}+ans": CODED[name] for name in CODED}
+FIXED = {name: preset for name, preset in SMALL.items() if name not in RAGGED} | PREDICTED
+
+
+def load(name, folder, **settings):
+    return load_model(str(small_models.make(name, folder)), **settings)[0]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return load("llama", tmp_path_factory.mktemp("llama-for-capacity"))
+
+
+def feed(model, cache, tokens, pieces):
+    """Yields the tokens in the cache after each piece."""
+    for part in tokens[:, : sum(pieces)].split(list(pieces), dim=1):
+        with torch.inference_mode():
+            model(part, past_key_values=cache, use_cache=True)
+        yield cache.get_seq_length()
+
+
+def gb(count):
+    return count / 1e9
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", [*FIXED])
+def test_every_length_and_batch_takes_what_was_foretold(llama, name):
+    """From the preset alone, before anything is calibrated, and from the fitted compressor."""
+    foretold = footprint(llama, FIXED[name])
+    compressor = calibrate(llama, TOKENS, FIXED[name], progress=False)
+    assert foretold.side_information == compressor.side_bytes
+    fitted = footprint(llama, compressor)
+    assert fitted == foretold
+    for batch, pieces in ((3, PIECES[:6]), (1, PIECES)):
+        cache = compressor.new_cache(llama)
+        for seq_len in feed(llama, cache, LONG[:batch], pieces):
+            report = cache.report()
+            assert report.cache_bytes == foretold.cache_bytes(seq_len, batch)
+            assert foretold.parts(seq_len)[1] * batch * foretold.values == report.packed_values
+        assert tensor_bytes(cache) - tensor_bytes(compressor) == foretold.cache_bytes(sum(pieces), batch)
+    assert report.bits_per_value == foretold.bits_per_value
+
+
+@pytest.mark.parametrize("name", small_models.CONFIGS)
+def test_a_config_alone_tells_what_the_loaded_model_does(name, tmp_path):
+    model = load(name, tmp_path)
+    laid_out = architecture(str(tmp_path), "float32")
+    assert laid_out.device.type == "meta" and not any(x.device.type != "meta" for x in laid_out.parameters())
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.state_dict().values()}
+    assert weight_bytes(model) >= sum(held.values())  # and buffers that are not saved
+    assert footprint(laid_out, presets.kivi(group_size=16)) == footprint(model, presets.kivi(group_size=16))
+    assert dynamic_footprint(laid_out) == dynamic_footprint(model)
+    assert weight_bytes(architecture(model.config, "bfloat16")) < 0.51 * weight_bytes(model)
+
+
+def test_tied_weights_count_once():
+    settings = small_models.COMMON | {"hidden_size": 64}
+    tied, untied = (architecture(LlamaConfig(**settings, tie_word_embeddings=tie)) for tie in (True, False))
+    assert weight_bytes(untied) - weight_bytes(tied) == 4096 * 64 * 2
+    loaded = AutoModelForCausalLM.from_config(tied.config, dtype=torch.float16)
+    assert weight_bytes(tied) == weight_bytes(loaded)
+
+
+def test_the_baseline_is_dynamic_cache(llama):
+    model, cache = load_model(llama.vqkv_name, dtype="bfloat16")[0], DynamicCache()
+    needed = dynamic_footprint(model)
+    for seq_len in feed(model, cache, LONG, (5, 40, 1)):
+        assert tensor_bytes(cache) == needed.cache_bytes(seq_len, 3)
+    keys = tensor_bytes(cache.layers[0].keys)  # torch.cat copies them while the old ones are there
+    assert needed.kinds(seq_len, 3)["working"] == keys
+    assert dynamic_footprint(llama).exact == needed.exact  # an fp32 model's baseline has 16 bits too
+
+
+# Sizes that depend on the data
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_what_has_to_be_seen_is_measured_or_refused(llama, name):
+    compressor = calibrate(llama, TOKENS, RAGGED[name], progress=False)
+    for sizes in (RAGGED[name], compressor):
+        with pytest.raises(DataError, match=r"depends on what is stored.*tokens="):
+            footprint(llama, sizes)
+    needed, packed = footprint(llama, compressor, LONG[:2, :64]), 0
+    for row in LONG[:2, :64].split(1):
+        cache = compressor.new_cache(llama)
+        assert list(feed(llama, cache, row, (64,))) == [64]
+        packed += cache.report().packed_bytes
+        sinks, here, window = needed.parts(64)
+        assert (sinks + window) * needed.exact == cache.report().cache_bytes - cache.report().packed_bytes
+    assert 2 * here // needed.block * needed.packed == packed
+    assert needed.side_information == compressor.side_bytes
+    assert capacity(llama, compressor, gb(weight_bytes(llama)) + 0.01, tokens=LONG[:2, :64]).context > 0
+
+
+# Searches
+
+
+@st.composite
+def footprints(draw):
+    number = st.integers(0, 40)
+    return Footprint(
+        weights=draw(number),
+        side_information=draw(number),
+        packed=draw(st.integers(0, 300) | st.fractions(0, 300, max_denominator=7)),
+        block=draw(st.integers(1, 9)),
+        exact=draw(st.integers(1, 40)),
+        working=draw(number),
+        values=4,
+        sink_tokens=draw(st.integers(0, 5)),
+        recent_window=draw(st.integers(0, 9)),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(footprints(), st.integers(1, 4), st.integers(1, 80))
+def test_the_peak_is_the_largest_total_on_the_way(needed, batch, seq_len):
+    totals = [sum(needed.kinds(n, batch).values()) for n in range(seq_len + 1)]
+    assert needed.peak(seq_len, batch) == max(totals)
+    assert all(sum(needed.parts(n)) == n and min(needed.parts(n)) >= 0 for n in range(seq_len + 1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 150), st.integers(0, 400_000), st.sampled_from(["kivi", "higgs", "vqllm", "fp16"])
+)
+def test_context_and_batch_are_found_as_by_counting(batch, context, spare, name):
+    memory = weight_bytes(MODEL) + spare
+    needed = footprint(MODEL, SMALL[name])
+    if needed.fixed > memory:
+        with pytest.raises(DataError, match="does not fit"):
+            capacity(MODEL, SMALL[name], gb(memory), batch, context)
+        return
+    found = capacity(MODEL, SMALL[name], gb(memory), batch, context)
+    totals = ((n, sum(needed.kinds(n, batch).values())) for n in range(1, 100_000))
+    assert found.context == next(n for n, total in totals if total > memory) - 1
+    peaks = ((n, needed.peak(context, n)) for n in range(1, 100_000))
+    assert found.batch_size == next(n for n, peak in peaks if peak > memory) - 1
+    assert sum(found.kinds.values()) <= memory
+    assert found.ratio == found.context / found.fp16_context if found.fp16_context else math.isnan(found.ratio)
+
+
+MODEL = architecture(small_models.CONFIGS["llama"](), "float32")
+
+
+@pytest.mark.parametrize("name", ["quanto", "kivi", "vqllm", "aqua-higgs"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_token_more_really_exceeds_the_memory(llama, name, batch):
+    preset = FIXED[name]
+    compressor = calibrate(llama, TOKENS, preset, progress=False)
+    needed = footprint(llama, preset)
+    memory = needed.peak(150, batch) + 1000
+    found = capacity(llama, compressor, gb(memory), batch)
+    assert found.context < LONG.shape[1]
+
+    cache, real = compressor.new_cache(llama), {}
+    for seq_len in feed(llama, cache, LONG[:batch], (found.context, 1)):
+        held = weight_bytes(llama) + compressor.side_bytes + cache.report().cache_bytes
+        real[seq_len] = held + needed.kinds(seq_len, batch)["working"]
+    assert real[found.context] <= memory < real[found.context + 1]
+    assert real[found.context] == sum(found.kinds.values())
+
+
+def test_the_models_own_limit_is_reported_beside_the_memorys():
+    short = capacity(GPT2Config(n_layer=2, n_positions=256), "fp16", 1)
+    assert short.model_limit == 256 and short.beyond_model and "made for 256" in str(short)
+    within = capacity(GPT2Config(n_layer=2, n_positions=10**5), "fp16", 0.5)
+    assert not within.beyond_model and "made for" not in str(within) and 0 < within.context < 10**5
+
+
+def test_in_one_line():
+    found = capacity(small_models.CONFIGS["llama"](), {"name": "quanto", "bits": 2}, 0.01)
+    assert "\n" not in str(found) and f"{found.context:,} tokens" in str(found) and "2.5 bits" not in str(found)
+    assert found.dtype == "float16" and found.preset == "quanto"
+    assert capacity("vqkv/llama-mini", "fp16", 1).model == "vqkv/llama-mini"
+
+
+def test_nothing_is_drawn_from_the_callers_random_numbers():
+    before = torch.random.get_rng_state()
+    for preset in (presets.vqllm(2, 8, 16), presets.kvsharer(), presets.kivi(group_size=4)):
+        capacity(small_models.CONFIGS["qwen2"](), preset, 1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"memory_gb": float("nan")}, "memory_gb nan .* GB"),
+        ({"memory_gb": "80"}, "memory_gb .* GB"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"reserve_gb": -1}, "reserve_gb -1"),
+        ({"preset": 4}, "preset must be"),
+        ({"model_or_config": 7}, "model_or_config must be"),
+        ({"model_or_config": torch.nn.Linear(2, 2)}, "no transformers model"),
+        ({"model_or_config": MODEL, "dtype": "float16"}, "leave it out"),
+        ({"tokens": TOKENS}, "compressor"),
+        ({"preset": presets.vqllm(group_size=24)}, "24"),  # does not divide a head_dim of 32
+        ({"memory_gb": 1e-4}, r"weights of 0\.00.* GB.*memory of 0\.0001 GB"),
+        ({"memory_gb": gb(weight_bytes(MODEL)), "reserve_gb": 1e-6}, "reserve of 1e-06 GB"),
+    ],
+)
+def test_bad_arguments_name_their_remedy(changes, message):
+    with pytest.raises(DataError, match=message):
+        capacity(**{"model_or_config": MODEL, "preset": "fp16", "memory_gb": 1} | changes)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [T5Config(), BartConfig(), MambaConfig(num_hidden_layers=2), LlamaConfig(num_hidden_layers=0),
+     {"hidden_size": 64}, {"model_type": "llama", "num_attention_heads": 0}],
+    ids=lambda config: str(config)[:40].split(" ")[0] if isinstance(config, dict) else type(config).__name__,
+)  # fmt: skip
+def test_what_has_no_cache_of_keys_and_values(config):
+    with pytest.raises(DataError):
+        capacity(config, "fp16", 80)
+
+
+def test_a_compressor_of_another_model(llama, tmp_path):
+    compressor = calibrate(llama, TOKENS, SMALL["quanto"], progress=False)
+    assert capacity(llama.config, compressor, 1).context == capacity(llama.config, SMALL["quanto"], 1).context
+    with pytest.raises(FormatError, match="num_layers, head_dim differ"):
+        capacity(GPT2Config(n_layer=2, n_head=2, n_embd=32), compressor, 1)
+    with pytest.raises(FormatError, match="was fitted to"):
+        capacity(load("qwen3", tmp_path), compressor, 1)
+    with pytest.raises(DataError, match="loaded model"):
+        capacity(llama.config, compressor, 1, tokens=TOKENS)
+    with pytest.raises(DataError, match="Pass longer sequences"):
+        capacity(llama, compressor, 1, tokens=TOKENS[:, :10])
+
+
+def test_a_compressor_with_settings_of_its_own(llama):
+    compressor = calibrate(llama, TOKENS, replace(SMALL["kivi"], sink_tokens=3, flush_block=24), progress=False)
+    needed, cache = footprint(llama, compressor), compressor.new_cache(llama)
+    assert needed.block == math.lcm(16, 24)
+    for seq_len in feed(llama, cache, LONG[:1], (58, 1, 60)):
+        assert cache.report().cache_bytes == needed.cache_bytes(seq_len)
+
+
+def test_models_that_are_refused():
+    config = small_models.CONFIGS["mistral"]()
+    assert capacity(config, "fp16", 1).context
+    config.sliding_window = 64
+    with pytest.raises(DataError, match="sliding_window=None"):
+        capacity(config, "fp16", 1)
+    config = small_models.CONFIGS["llama"]()
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(DataError, match="pass the loaded model"):
+        capacity(config, "fp16", 1)
+    for name in ("vqkv/lama-mini", Path(__file__)):
+        with pytest.raises(UnknownNameError, match="unknown model"):
+            capacity(name, "fp16", 1)
+    for dtype in ("float17", torch.int8):
+        with pytest.raises(UnknownNameError, match="unknown dtype"):
+            capacity(MODEL.config, "fp16", 1, dtype=dtype)
+    memory = gb(weight_bytes(MODEL) + 300_000)
+    assert capacity(MODEL, "fp16", memory, reserve_gb=1e-4).context == capacity(MODEL, "fp16", memory - 1e-4).context

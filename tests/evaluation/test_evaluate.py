@@ -1,0 +1,194 @@
+"""Metrics, protocols and the harness around them."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import vqkv
+from vqkv import DataError, UnknownNameError, evaluate, presets
+from vqkv.cache.eviction import H2O
+from vqkv.cache.store import ForwardPass
+from vqkv.codecs.predictive import Known
+from vqkv.data.recall import RecallTask
+from vqkv.evaluation import metrics
+from vqkv.evaluation.evaluate import evaluate_restored
+from vqkv.evaluation.exact import ExactPass
+from vqkv.models.capture import capture
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return vqkv.load_model("vqkv/llama-mini")
+
+
+@pytest.fixture(scope="module")
+def tokens(mini):
+    return vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=64, num_seqs=3)
+
+
+@pytest.fixture(scope="module")
+def one_bit(mini):
+    train = vqkv.load_corpus("python-stdlib", mini[1], "train", seq_len=64, num_seqs=16)
+    preset = presets.vqllm(num_quantizers=4, codebook_size=256, group_size=32)
+    return vqkv.calibrate(mini[0], train, preset, progress=False)
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_exact_storage_scores_as_the_model_itself(mini, tokens, protocol):
+    exact = vqkv.calibrate(mini[0], tokens, presets.fp16(), progress=False)
+    row = evaluate(mini[0], exact, tokens, protocol)
+    assert row["kl_mean"] < 1e-5 and row["top1"] > 0.98 and row["key_mse"] < 1e-6
+    assert row["ppl"] == pytest.approx(row["ppl_exact"], rel=1e-3)
+    assert row["bits_per_value"] == 16 and row["ratio"] == 1
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, protocol):
+    """If prefill read unquantised states, perplexity would equal fp16's whatever the bits."""
+    row = evaluate(mini[0], one_bit, tokens, protocol)
+    assert row["kl_mean"] > 1e-3 and abs(math.log(row["ppl"] / row["ppl_exact"])) > 1e-4
+    assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3
+    assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
+
+
+@pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
+def test_what_the_model_itself_says_is_computed_once(mini, tokens, one_bit, protocol):
+    exact, expected = ExactPass(mini[0]), evaluate(mini[0], one_bit, tokens, protocol)
+    for _ in range(2):
+        assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == expected
+    passes = []
+    handle = mini[0].register_forward_hook(lambda _, __, out: passes.extend([1] * (out.logits.shape[1] == 64)))
+    try:
+        exact(tokens)
+        assert not passes and len(exact(tokens[:2])[0]) == 2 and len(passes) == 1
+        exact(tokens[:1])  # two are remembered
+        exact(tokens)
+        assert len(passes) == 3
+    finally:
+        handle.remove()
+    with pytest.raises(DataError, match="of another model"):
+        evaluate(vqkv.load_model("vqkv/llama-mini")[0], one_bit, tokens, exact=exact)
+
+
+def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
+    calls, post_rope = [], False
+    monkeypatch.setattr(
+        "vqkv.evaluation.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw)
+    )
+    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], entries=0)
+    expected = vqkv.capture(mini[0], tokens, post_rope=post_rope)
+    for _ in range(2):
+        for role, wanted in zip(exact.keys_and_values(tokens, post_rope), expected, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(role, wanted, strict=True))
+    assert len(calls) == 1
+    other = exact.keys_and_values(tokens, not post_rope)[0]
+    assert len(calls) == 2 and not torch.equal(other[0], expected[0][0])
+    for _ in range(2):
+        forgetful.keys_and_values(tokens, post_rope)
+    assert len(calls) == 4
+
+
+def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):
+    with pytest.raises(UnknownNameError, match="Did you mean 'chunked'"):
+        evaluate(mini[0], one_bit, tokens, "chunkd")
+    with pytest.raises(DataError, match="at least 3 tokens"):
+        evaluate(mini[0], one_bit, tokens[:, :2])
+    with pytest.raises(DataError, match="prompt_len"):
+        evaluate(mini[0], one_bit, tokens, "snapshot", prompt_len=64)
+
+
+def test_metrics_against_numbers_worked_out_by_hand():
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    kl = metrics.token_kl(p.log().view(1, 1, 2), q.log().view(1, 1, 2))
+    assert kl.item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5)
+    x = torch.tensor([3.0, 4.0])
+    assert metrics.relative_mse(x, torch.tensor([3.0, 0.0])) == pytest.approx(16 / 25)
+    y = torch.tensor([[1.0], [3.0]])
+    assert metrics.explained_variance_ratio(y, y - 5) == pytest.approx(1.0)  # a constant offset explains all variance
+    assert metrics.explained_variance_ratio(y, torch.zeros(2, 1)) == pytest.approx(0.0)
+    assert metrics.code_perplexity(torch.tensor([4, 4, 0, 0])).item() == pytest.approx(2.0)
+
+
+def test_recall_answers_are_the_values_and_distances_count_tokens(mini):
+    batch = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
+    assert batch.tokens.shape == (4, 200) and batch.answers.any(dim=1).all()
+    for row, column in batch.answers.nonzero().tolist():
+        back = int(batch.distance[row, column])
+        assert batch.tokens[row, column - back] == batch.tokens[row, column]  # the same value
+        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]  # after the same key
+    again = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
+    assert torch.equal(batch.tokens, again.tokens)
+    with pytest.raises(DataError, match="too short"):
+        RecallTask(mini[1]).batch(seq_len=10, num_seqs=1, seed=0)
+
+
+def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
+    """The exact cache restores to the exact model; a coarse one scores as the snapshot protocol does."""
+    model = mini[0]
+    keys, values = capture(model, tokens[:, :48], post_rope=True)
+    exact = ExactPass(model)
+    assert evaluate_restored(exact, tokens, keys, values)["kl_mean"] < 1e-6
+    cache = one_bit.new_cache(model)
+    with torch.inference_mode():
+        model(tokens[:, :48], past_key_values=cache)
+    stored = [
+        [store.read(keys[0][..., :0, :], ForwardPass(Known(), Known())) for store in layer.stores]
+        for layer in cache.layers
+    ]
+    restored = evaluate_restored(exact, tokens, *zip(*stored, strict=True))
+    row = evaluate(model, one_bit, tokens, "snapshot", prompt_len=48, step_size=16, per_sequence=True)
+    assert restored["kl_mean"] == pytest.approx(row["kl_mean"], rel=1e-4)  # in one step, all it reads is the prompt
+    assert len(row["kl_each"]) == 3 and sum(row["kl_each"]) / 3 == pytest.approx(row["kl_mean"])
+    with pytest.raises(DataError, match="64 restored tokens"):
+        evaluate_restored(exact, tokens, *capture(model, tokens, post_rope=True))
+
+
+def test_a_cache_that_is_not_the_models_is_not_gone_on_from(mini, tokens):
+    keys, values = capture(mini[0], tokens[:, :48], post_rope=True)
+    nan = [keys[0] * float("nan"), *keys[1:]]
+    shorter = [*values[:-1], values[-1][:, :, :40]]
+    cases = [
+        (keys[:2], values[:2], "the model has 6"),
+        (keys, values[:5], "the model has 6"),
+        (nan, values, "layer 0: .* NaN"),
+        (keys, shorter, r"layer 5: \(3, 2, 40, 64\) is not \(3, 2, 48, 64\)"),
+        ([x[:2] for x in keys], [x[:2] for x in values], "layer 0"),
+    ]
+    for wrong_keys, wrong_values, message in cases:
+        with pytest.raises(DataError, match=message):
+            evaluate_restored(ExactPass(mini[0]), tokens, wrong_keys, wrong_values)
+
+
+@pytest.mark.parametrize("protocol", ["chunked", "snapshot"])
+@pytest.mark.parametrize("preset", [presets.quanto(), presets.vqllm(1, 8, 32)], ids=lambda preset: preset.name)
+def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens, preset, protocol):
+    """64 tokens wait for 128, or all lie in the window: KL 0 would be the model against itself."""
+    compressor = vqkv.calibrate(mini[0], tokens, dataclasses.replace(preset, recent_window=64), progress=False)
+    for system in (compressor, H2O(compressor, 0.5, 0.1)):
+        with pytest.raises(DataError, match="no packed token was read"):
+            evaluate(mini[0], system, tokens, protocol, reconstruction=False)
+    settings = dataclasses.replace(compressor.settings, recent_window=8, flush_block=1)
+    fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16)["kl_mean"] > 0
+    assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there
+
+
+def test_in_place_with_less_than_a_block_reads_nothing_packed(mini, tokens):
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)
+    assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0
+    with pytest.raises(DataError, match="no packed token was read"):
+        evaluate(mini[0], compressor, tokens[:, :60], "in_place", reconstruction=False)
+
+
+@pytest.mark.parametrize("preset", [presets.kivi(2), presets.kvquant(3), presets.vqq(0.2), presets.higgs(3)])
+def test_every_kind_of_codec_goes_through_every_protocol(mini, preset):
+    """Also where the tokens are no multiple of a block: what is left of it stays exact in the window."""
+    model, tokenizer = mini
+    train = vqkv.load_corpus("python-stdlib", tokenizer, "train", seq_len=150, num_seqs=8)
+    test = vqkv.load_corpus("python-stdlib", tokenizer, "test", seq_len=141, num_seqs=2)
+    compressor = vqkv.calibrate(model, train, dataclasses.replace(preset, recent_window=0), progress=False)
+    for protocol in ("in_place", "chunked", "snapshot"):
+        row = evaluate(model, compressor, test, protocol)
+        assert 0 < row["kl_mean"] < 1 and 0 < row["key_mse"] < 1 and row["ratio"] > 1

@@ -1,0 +1,282 @@
+"""A CPU's loops against naive ones: residual VQ's search and places, affine codes, packing."""
+
+import multiprocessing
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.errors import FormatError
+from vqkv.kernels import Affine, Coded, by_byte, cpu, lookup, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels.affine import cpu as affine
+from vqkv.kernels.affine import cpu_decode
+from vqkv.kernels.rvq.places import places, places_packed
+
+GROUP_SIZES = st.sampled_from([1, 5, 8, 16, 64])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bits_of(x):
+    """The memory of a tensor, so that 0 and -0 differ."""
+    return x.contiguous().view(torch.uint8)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.sampled_from([1, 63, 100, 129, 300]),
+    dim=st.sampled_from([1, 2, 3, 7, 8, 9, 17, 64]),
+    codebook_size=st.sampled_from([1, 3, 64, 65, 200, 300, 2049]),
+    quantizers=st.integers(1, 3),
+    duplicates=st.booleans(),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    seed=st.integers(0, 10**6),
+)
+def test_codes_are_naive_whichever_loop(rows, dim, codebook_size, quantizers, duplicates, dtype, seed):
+    """Vectors that are codes, codes that occur twice, rows of zeros; short vectors and long ones."""
+    x, codebooks = gaussian(rows, dim, seed=seed), gaussian(quantizers, codebook_size, dim, seed=seed + 1).to(dtype)
+    if duplicates:
+        codebooks[:, codebook_size // 2 :] = codebooks[:, : codebook_size - codebook_size // 2].clone()
+        x[::3] = codebooks[0].float()[torch.arange(len(x[::3])) % codebook_size]
+        x[::7] = 0
+    assert torch.equal(cpu.rvq_encode(x, codebooks), naive.rvq_encode(x, codebooks))
+
+
+@pytest.mark.parametrize("dim, codebook_size", [(4, 100), (32, 100), (32, 2048)])
+@pytest.mark.parametrize("value", [3e38, 1e-38, 1e-44])
+@pytest.mark.parametrize("where", ["row", "code"])
+def test_values_that_fp32_cannot_rank(dim, codebook_size, value, where):
+    x, codebooks = gaussian(130, dim), gaussian(2, codebook_size, dim, seed=1)
+    (x if where == "row" else codebooks[1])[77, dim // 2] = value
+    assert torch.equal(cpu.rvq_encode(x, codebooks), naive.rvq_encode(x, codebooks))
+
+
+@pytest.mark.parametrize("dim", [4, 32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(dim, value):
+    x, codebooks = gaussian(130, dim), gaussian(2, 100, dim, seed=1)
+    expected = naive.rvq_encode(x, codebooks)
+    x[77, dim // 2] = value
+    codes = cpu.rvq_encode(x, codebooks)
+    assert torch.equal(codes[:77], expected[:77]) and torch.equal(codes[78:], expected[78:])
+    assert codes.min() >= 0 and codes.max() < 100
+
+
+@pytest.mark.parametrize("dim", [4, 32])
+def test_tensors_that_loops_cannot_take_get_the_same_codes_and_values(monkeypatch, dim):
+    """As on other devices, and when traced."""
+    x, codebooks = gaussian(1000, dim), gaussian(4, 130, dim, seed=1)
+    codes = cpu.rvq_encode(x, codebooks)
+    packed = Coded(pack_codes(codes, 8).view(1, 1, 250, 16), codebooks[None], 8, 4)
+    values, decoded = cpu.rvq_decode(codes, codebooks), cpu.decode(packed)
+    for module in ("rvq", "decoding"):
+        monkeypatch.setattr(f"vqkv.kernels.{module}.cpu.serves", lambda *tensors: False)
+    assert (cpu.rvq_encode(x, codebooks) == codes).all(dim=-1).float().mean() > 0.999
+    assert torch.equal(cpu.rvq_decode(codes, codebooks), values) and torch.equal(cpu.decode(packed), decoded)
+
+
+@pytest.mark.parametrize("dim", [4, 32])
+def test_every_thread_does_its_share(monkeypatch, dim):
+    monkeypatch.setattr(machine, "WORTH", 1)
+    x, codebooks = gaussian(1111, dim), gaussian(2, 100, dim, seed=1)
+    codebooks[:, 50:] = codebooks[:, :50].clone()  # ties: all rows are doubtful
+    expected, wanted = naive.rvq_encode(x, codebooks), naive.affine_encode(x.view(1, 11, 101, dim), 4, 4)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(cpu.rvq_encode(x, codebooks), expected)
+        found = cpu.decode(Coded(pack_codes(expected, 7)[None, None], codebooks[None], 7, 1))
+        assert torch.equal(found[0, 0], cpu.rvq_decode(expected, codebooks))
+        assert torch.equal(cpu.affine_encode(x.view(1, 11, 101, dim), 4, 4).codes, wanted.codes)
+        assert torch.equal(cpu.decode(wanted), naive.decode(wanted))
+
+
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(machine, "WORTH", 1)
+    torch.set_num_threads(2)
+    assert sum(machine.spread(lambda i, j: j - i, 5, 1)) == 5
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put(sum(machine.spread(lambda i, j: j - i, 7, 1))))
+    child.start()
+    assert queue.get(timeout=60) == 7
+    child.join()
+
+
+def test_no_folder_to_keep_machine_code_in(monkeypatch):
+    def refuse(function, cache=False, **settings):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return function
+
+    monkeypatch.setattr(machine.numba, "njit", refuse)
+    assert machine.compiled()(len) is len
+
+
+@settings(deadline=None, max_examples=100)
+@given(bits=st.integers(1, 16), count=st.integers(1, 40), rows=st.integers(1, 5), stages=st.integers(1, 5),
+       seed=st.integers(0, 10**6))  # fmt: skip
+def test_places_are_codes_and_offsets(bits, count, rows, stages, seed):
+    size = max(1, (1 << bits) - seed % 3)
+    codes = torch.randint(0, size, (rows, stages * count), generator=torch.Generator().manual_seed(seed))
+    offsets = (torch.arange(stages, dtype=torch.int32) * size).repeat(3)
+    expected = (codes + offsets[:stages].repeat(count)).int()
+    for dtype in (torch.int64, torch.int32, torch.int16 if bits < 16 else torch.int32):
+        assert torch.equal(places(codes.to(dtype), offsets.numpy(), size), expected)
+    packed, args = pack_codes(codes, bits), (bits, offsets.numpy(), codes.shape[1])
+    assert torch.equal(places_packed(packed, *args, size), expected)
+    most = int(codes.max())
+    wrong = [lambda: places(-1 - codes, offsets.numpy(), size)]
+    wrong += [lambda: places(codes, offsets.numpy(), most), lambda: places_packed(packed, *args, most)] if most else []
+    for run in wrong:
+        with pytest.raises(FormatError, match="not below codebook_size"):
+            run()
+
+
+@settings(deadline=None, max_examples=40)
+@given(quantizers=st.integers(1, 5), rows=st.integers(0, 200), seed=st.integers(0, 100))
+def test_sums_of_codes_have_torchs_bits(quantizers, rows, seed):
+    codebooks = gaussian(quantizers, 6, 3, seed=seed)
+    codes = torch.randint(0, 6, (rows, quantizers), generator=torch.Generator().manual_seed(seed))
+    expected = sum((codebooks[k, codes[:, k]] for k in range(quantizers)), torch.zeros(rows, 3))
+    assert torch.equal(cpu.rvq_decode(codes.int(), codebooks), expected)
+    assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
+
+
+def test_codebooks_are_rearranged_once_and_again_when_they_change():
+    codebooks, codes = gaussian(2, 16, 8), torch.zeros(1, 1, 3, 1, dtype=torch.uint8)
+    from vqkv.kernels.decoding.cpu import _rows
+
+    first = _rows(codebooks.unsqueeze(0))
+    assert _rows(codebooks.unsqueeze(0)) is first and _rows(codebooks[:1].unsqueeze(0)).shape == (16, 8)
+    codebooks.neg_()
+    expected = codebooks[:, 0].sum(dim=0).expand(1, 1, 3, 8)
+    assert torch.equal(cpu.decode(Coded(codes, codebooks.unsqueeze(0), 4, 1)), expected)
+
+
+def awkward():
+    """Groups that are constant, tiny, huge, of zeros of both signs, with ends at fp16's limits."""
+    x = gaussian(1, 3, 40, 64)
+    x[0, 0, 0] = 3.25
+    x[0, 0, 1] = 0
+    x[0, 0, 2] = torch.where(x[0, 0, 2] < 0, -0.0, 0.0)
+    x[0, 0, 3] = x[0, 0, 3].abs() * torch.where(x[0, 0, 4] < 0, -0.0, 1.0)
+    x[0, 0, 5] = -x[0, 0, 3]
+    for row, size in enumerate((1e-42, 1e-30, 6e-8, 3e4, 1e38), 6):
+        x[0, 0, row] *= size
+    x[0, 0, 11] = torch.linspace(-65504, 65504, 64)
+    x[0, 1] = x[0, 1].round()
+    return x
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.integers(1, 8), size=GROUP_SIZES, nan=st.booleans(), odd=st.booleans())
+def test_affine_loops_have_torchs_bits(bits, size, nan, odd):
+    x = awkward()[..., : 64 - 64 % size].unflatten(-1, (-1, size)).contiguous()
+    x = x[:, 1:].contiguous() + 7 if odd else x
+    if nan:
+        x[0, 0, 20, 0, size // 2] = torch.nan
+        assert affine.ends(x) is None
+    low, high = torch.aminmax(x.nan_to_num(), dim=-1)
+    found = affine.ends(x.nan_to_num().contiguous())
+    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, (low, high), strict=True))
+    low, span = low.clamp(-65504, 65504), (high - low).clamp(0, 65504)
+    y = affine.shift_and_divide(x, low, span)
+    expected = (x - low.unsqueeze(-1)) / span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)
+    assert torch.equal(bits_of(y.nan_to_num(7)), bits_of(expected.nan_to_num(7)))
+    levels = 2**bits - 1
+    assert torch.equal(affine.rounded(y, bits), (y.nan_to_num(0) * levels).round().clamp(0, levels).to(torch.uint8))
+    back = y.clone()
+    affine.multiply_and_shift(back, low, span)
+    expected = y * span.unsqueeze(-1) + low.unsqueeze(-1)
+    assert torch.equal(bits_of(back.nan_to_num(7)), bits_of(expected.nan_to_num(7)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.sampled_from([1, 2, 4, 8]), size=GROUP_SIZES, dtype=st.sampled_from([torch.float32, torch.float16]),
+       strided=st.booleans())  # fmt: skip
+def test_affine_codes_and_values_are_naive(bits, size, dtype, strided):
+    x = awkward()[..., : 64 - 64 % size].to(dtype).nan_to_num(0, 65504, -65504)
+    x = x.mT.contiguous().mT if strided else x
+    found, expected = cpu.affine_encode(x, bits, size), naive.affine_encode(x, bits, size)
+    for name in ("codes", "low", "high"):
+        assert torch.equal(bits_of(getattr(found, name)), bits_of(getattr(expected, name)))
+    if x.shape[-1] * bits % 8 == 0:  # else the last byte hides how many channels there are
+        assert torch.equal(bits_of(cpu.decode(found)), bits_of(naive.decode(found)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.sampled_from([1, 2, 4]), groups=st.integers(1, 3), size=st.sampled_from([8, 24]),
+       rows=st.sampled_from([1, 31, 40]), seed=st.integers(0, 99))  # fmt: skip
+def test_affine_codes_are_decoded_into_any_strides(bits, groups, size, rows, seed):
+    """The middle of a larger tensor of NaN, all of which must stay as it was."""
+    packed = naive.affine_encode(gaussian(2, 3, rows, groups * size, seed=seed) * 7, bits, size)
+    frame = torch.full((2, 5, rows + 4, size + 1, groups), torch.nan)
+    out = frame[:, 1:-1, 2:-2, :-1].mT
+    levels = torch.arange(2**bits, dtype=torch.float32) / (2**bits - 1)
+    assert cpu_decode.serves_affine(packed.codes, levels, packed.low, out)
+    cpu_decode.affine(packed.codes, levels, packed.low, packed.high, out)
+    assert torch.equal(out.flatten(-2), naive.decode(packed))
+    assert frame.isnan().sum() == frame.numel() - out.numel()
+    assert not cpu_decode.serves_affine(packed.codes[..., :-1], levels, packed.low, out)
+    assert not cpu_decode.serves_affine(packed.codes, levels, packed.low[..., :-1], out)
+
+
+@st.composite
+def codes_and_bits(draw, widths=tuple(range(1, 17))):
+    """Codes (..., count) below 2^bits: contiguous, a transposed view or a slice that begins at an odd byte."""
+    bits = draw(st.sampled_from(widths))
+    shape = [*draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.integers(0, 41))]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    codes = torch.randint(0, 1 << bits, [*shape, 2], generator=generator)
+    codes = codes.to(draw(st.sampled_from([torch.int64, torch.int32, *[torch.uint8] * (bits <= 8)])))
+    layout = draw(st.sampled_from(["contiguous", "strided", "transposed", "slice"]))
+    if layout == "slice":
+        return codes.flatten(-2)[..., 1:], bits
+    codes = codes[..., 0]
+    if layout == "transposed":
+        return codes.transpose(0, -1), bits
+    return codes.contiguous() if layout == "contiguous" else codes, bits
+
+
+@settings(deadline=None, max_examples=150)
+@given(codes_and_bits())
+def test_packing_is_the_bit_string_code_by_code(case):
+    codes, bits = case
+    packed, expected = cpu.pack_codes(codes, bits), naive.pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.is_contiguous()
+    assert packed.shape == expected.shape and torch.equal(packed, expected)
+    assert torch.equal(unpack_codes(packed, bits, codes.shape[-1]).long(), codes.long())
+    assert torch.equal(naive.unpack_codes(expected, bits, codes.shape[-1]), codes.long())
+    scattered = packed.unsqueeze(-1).repeat_interleave(3, dim=-1)[..., 1]
+    assert torch.equal(cpu.unpack_codes(scattered, bits, codes.shape[-1]).long(), codes.long())
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=codes_and_bits(widths=(1, 2, 4, 8)), values=st.integers(1, 9))
+def test_looking_bytes_up_is_looking_every_code_up(case, values):
+    codes, bits = case
+    table = gaussian(2**bits, values)
+    packed, rows = pack_codes(codes, bits), by_byte(table, bits)
+    found, expected = lookup(packed, rows), table[codes.long()].flatten(-2)
+    assert torch.equal(found, naive.lookup(packed, rows))
+    assert torch.equal(found[..., : expected.shape[-1]], expected)
+
+
+def test_a_base_is_added_and_turned_and_shapes_are_checked():
+    packed = naive.affine_encode(gaussian(1, 2, 5, 16), 4, 8)
+    assert isinstance(packed, Affine)
+    base = gaussian(1, 2, 5, 16, seed=1)
+    assert torch.equal(cpu.decode(packed, base, dtype=torch.float16), naive.decode(packed, base, dtype=torch.float16))
+    short = Coded(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.ones(1, 2, 12, 8), 4, 4)
+    with pytest.raises(FormatError, match="do not fill"):
+        cpu.decode(short)

@@ -1,0 +1,153 @@
+"""Which implementation runs, and codecs on Triton's kernels (in its interpreter) as on the CPU's."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from vqkv import DataError, FormatError, UnknownNameError, kernels, presets
+from vqkv.codecs import Payload
+from vqkv.kernels import dispatch
+
+PRESETS = {
+    "quanto 4": presets.quanto(4, 32),
+    "quanto 2": presets.quanto(2, 16),
+    "quanto 3": presets.quanto(3, 16),
+    "hqq 4": presets.hqq(4, 32),
+    "vqllm": presets.vqllm(2, 16, group_size=8),
+    "vqllm 20 codes": presets.vqllm(2, 20, group_size=8),
+    "vq 8": presets.vq(8, codebook_size=16, keyframe=8),
+    "higgs 4": presets.higgs(4),
+    "kivi 2": presets.kivi(2, 8),
+    "vqq": presets.vqq(0.5, codebook_size=16, keyframe=8),
+}
+
+
+def values(seed: int = 0) -> torch.Tensor:
+    return torch.randn(1, 2, 24, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_cpu_runs_the_cpu_path_and_says_so():
+    x = torch.zeros(1)
+    assert kernels.which("rvq_encode", x) == "cpu"
+    for name in dispatch.NAMES:
+        with kernels.using(name):
+            assert kernels.which("rvq_encode", x) == name
+            assert kernels.which("rvq_candidates", x) == ("naive" if name == "naive" else "cpu")
+    assert kernels.which("rvq_encode", x) == "cpu"
+
+
+def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
+    packed = kernels.affine_encode(torch.randn(1, 2, 5, 64), 4, 32)
+    query, partial = torch.randn(1, 2, 1, 64), kernels.Rope(torch.ones(8))
+    with kernels.using("triton"):
+        assert kernels.which_attention(query, packed, packed) == "triton"
+        assert kernels.which_attention(query, packed, packed, partial) == "cpu"
+        out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)
+    torch.testing.assert_close(out, kernels.naive.decode_attention(query, packed, packed, 0.1, partial)[0])
+    assert kernels.which_attention(query, packed, packed) == "cpu"
+
+
+def test_each_thread_has_its_own_choice():
+    def other():
+        return kernels.which("rvq_encode", torch.zeros(1))
+
+    with kernels.using("naive"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(other).result() == "cpu" and other() == "naive"
+
+
+def test_triton_without_a_gpu_and_its_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if not torch.cuda.is_available():
+        with pytest.raises(DataError, match="no GPU"), kernels.using("triton"):
+            pass
+
+
+def test_what_the_kernels_decline_goes_to_the_cpu_path():
+    x, books = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 80, 4)
+    with kernels.using("triton"):
+        assert torch.equal(kernels.rvq_encode(x, books, beam=65), kernels.cpu.rvq_encode(x, books, 65))
+
+
+@pytest.mark.parametrize("dim", [7, 9])
+def test_vectors_of_another_size_are_refused(dim):
+    with pytest.raises(DataError, match="group them"):
+        kernels.rvq_encode(torch.randn(5, dim), torch.randn(2, 32, 8))
+
+
+def test_damaged_codes_are_refused_before_memory_is_read():
+    books = torch.ones(1, 2, 12, 8)
+    for codes in (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.full((1, 1, 1, 4), 255, dtype=torch.uint8)):
+        with pytest.raises(FormatError):
+            kernels.decode(kernels.Coded(codes, books, 4, 4))
+    with pytest.raises(FormatError):
+        kernels.rvq_decode(torch.tensor([[12, 0]]), books[0])
+
+
+def test_an_error_within_leaves_the_choice_as_it_was():
+    with pytest.raises(ZeroDivisionError), kernels.using("naive"):
+        raise ZeroDivisionError
+    assert kernels.which("decode", torch.zeros(1)) == "cpu"
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UnknownNameError, match="naive"), kernels.using("cuda"):
+        pass
+    with pytest.raises(UnknownNameError, match="rvq_encode"):
+        kernels.which("rvq_encod", torch.zeros(1))
+
+
+def test_triton_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    with pytest.raises(DataError, match="pip install triton"), kernels.using("triton"):
+        pass
+
+
+@pytest.mark.parametrize("operation", dispatch.ROOMS)
+def test_every_operation_has_its_implementations_and_is_exported(operation):
+    names = [name for name in dispatch.NAMES if name != "triton" or operation not in dispatch.WITHOUT_TRITON]
+    for module in (kernels, *(dispatch._module(operation, name) for name in names)):
+        assert callable(getattr(module, operation))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_codecs_store_and_read_alike_on_both(name):
+    codec = PRESETS[name].key_codec(32).fit(values())
+    expected = codec.encode(values(1))
+    with kernels.using("triton"):
+        payload = codec.encode(values(1))
+        decoded = codec.decode(expected)
+        own = codec.decode(payload)
+    assert payload.nbytes == expected.nbytes and payload.fields.keys() == expected.fields.keys()
+    torch.testing.assert_close(decoded, codec.decode(expected), rtol=1e-5, atol=1e-6)
+    errors = [float((x - values(1)).square().mean()) for x in (own, codec.decode(expected))]
+    assert abs(errors[0] - errors[1]) <= 1e-3 * errors[1]
+    if "quanto" in name:
+        assert all(torch.equal(payload.fields[field], expected.fields[field]) for field in payload.fields)
+
+
+def test_codebooks_are_learned_alike_on_both():
+    def learned():
+        codec = presets.vqllm(2, 16, group_size=8).key_codec(32)
+        for seed in range(3):
+            codec.partial_fit(values(seed))
+        return codec.finalize().quantizer.codebooks.float()
+
+    expected = learned()
+    with kernels.using("triton"):
+        found = learned()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("chosen", ["cpu", "triton"])
+@pytest.mark.parametrize("name", ["quanto 4", "vqllm", "vqllm 20 codes", "higgs 4"])
+def test_damaged_payloads_are_refused_on_both(name, chosen):
+    codec = PRESETS[name].key_codec(32).fit(values())
+    payload = codec.encode(values(1))
+    codes, sides = payload.fields["codes"], payload.fields.keys() - {"codes"}
+    damaged = [payload.fields | {"codes": codes[..., :-1].clone()}, *[{"codes": codes}] * bool(sides)]
+    damaged += [payload.fields | {side: payload.fields[side].repeat_interleave(2, dim=-1)} for side in sides]
+    damaged += [payload.fields | {"codes": torch.full_like(codes, 255)}] * (name == "vqllm 20 codes")
+    for fields in damaged:
+        with kernels.using(chosen), pytest.raises(FormatError):
+            codec.decode(Payload(fields, payload.tokens_per_row))

@@ -1,0 +1,93 @@
+"""A budget of bits among places: never exceeded, and spent where it does most good."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.errors import DataError
+from vqkv.presets.allocation import allocate
+
+
+@st.composite
+def curves(draw, convex=True):
+    """By place, points of bits and cost: more bits cost less, and the more there are, the less another one does."""
+    found = {}
+    for layer in range(draw(st.integers(1, 4))):
+        bits = torch.tensor(draw(st.lists(st.integers(1, 24), min_size=1, max_size=5, unique=True))).sort()[0] / 4
+        slopes = draw(st.lists(st.floats(1e-3, 10.0), min_size=len(bits), max_size=len(bits)))
+        slopes = sorted(slopes, reverse=True) if convex else slopes
+        steps = torch.tensor(slopes).double() * torch.cat([bits[:1], bits.diff()])
+        found["key", layer] = torch.stack([bits.double(), 100 - steps.cumsum(0)], dim=1)
+    return found
+
+
+def total(found, chosen):
+    """Bits and cost of all places."""
+    rows = [curve[(curve[:, 0] == chosen[place]).nonzero()[0, 0]] for place, curve in found.items()]
+    return torch.stack(rows).sum(0).tolist()
+
+
+def every_split(found):
+    """(bits, cost) of all ways to choose a point for each place."""
+    return [torch.stack(rows).sum(0).tolist() for rows in itertools.product(*(c.unbind(0) for c in found.values()))]
+
+
+def least(found):
+    return sum(curve[:, 0].min().item() for curve in found.values()) / len(found)
+
+
+@settings(deadline=None, max_examples=100)
+@given(found=curves(), more=st.floats(0, 6))
+def test_no_split_of_as_many_bits_costs_less(found, more):
+    budget = least(found) + more
+    chosen = allocate(found, budget)
+    bits, cost = total(found, chosen)
+    assert chosen.keys() == found.keys() and bits <= budget * len(found) + 1e-9
+    assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(found=curves(convex=False), more=st.floats(0, 6))
+def test_also_costs_that_are_not_convex_stay_within_the_budget(found, more):
+    budget = least(found) + more
+    bits, cost = total(found, allocate(found, budget))
+    assert bits <= budget * len(found) + 1e-9
+    assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(found=curves(), less=st.floats(0, 3), more=st.floats(0, 3))
+def test_a_larger_budget_never_costs_more(found, less, more):
+    small, large = least(found) + less, least(found) + less + more
+    assert total(found, allocate(found, large))[1] <= total(found, allocate(found, small))[1] + 1e-9
+
+
+def test_bits_go_where_errors_cost():
+    bits = torch.arange(1, 7).double()
+    found = {
+        (role, layer): torch.stack([bits, cost * 4.0**-bits], dim=1)
+        for role, layer, cost in (("key", 0, 64.0), ("value", 0, 1.0), ("key", 1, 4.0), ("value", 1, 1.0))
+    }
+    assert allocate(found, 3.0) == {("key", 0): 5, ("value", 0): 2, ("key", 1): 3, ("value", 1): 2}
+    assert set(allocate(found, 6.0).values()) == {6.0} and set(allocate(found, 100.0).values()) == {6.0}
+    assert set(allocate(found, 1.0).values()) == {1.0}
+
+
+def test_where_nothing_costs_anything_the_fewest_bits_do():
+    found = {("key", layer): torch.tensor([[1.0, 0.0], [2.0, 0.0]]).double() for layer in range(2)}
+    assert set(allocate(found, 2.0).values()) == {1.0}
+
+
+def test_a_budget_that_is_too_small_is_named():
+    found = {("key", 0): torch.tensor([[0.5, 1.0], [1.0, 0.5]]), ("value", 0): torch.tensor([[1.0, 1.0]])}
+    with pytest.raises(DataError, match="0.7 bits a value, but 0.75 is the least .* allow more"):
+        allocate(found, 0.7)
+
+
+def test_costs_that_are_no_numbers_are_refused():
+    found = {("key", 0): torch.tensor([[0.5, 1.0], [1.0, float("nan")]])}
+    with pytest.raises(DataError, match=r"\('key', 0\) .*NaN"):
+        allocate(found, 2.0)

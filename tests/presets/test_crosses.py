@@ -1,0 +1,209 @@
+"""Every cross that exists calibrates and generates; those that do not exist say what does."""
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import small_models
+import torch
+
+from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
+from vqkv.cache.eviction import H2O
+from vqkv.evaluation.capacity import capacity
+from vqkv.presets.crosses import PREDICTORS_PAY, long_pays
+from vqkv.study.experiments.designs import factorial
+from vqkv.study.tables import repository_root
+
+TOKENS = torch.randint(1, 400, (6, 48), generator=torch.Generator().manual_seed(0))
+LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block": 4}
+PLANS = ({}, {"predicted": True}, {"mixed": True}, {"predicted": True, "mixed": True})
+EXISTING = [
+    {"quantizer": quantizer, "rotation": rotation, "entropy": entropy}
+    for quantizer, entropy in (("steps", False), ("rvq", False), ("rvq", True), ("grid", False), ("grid", True),
+                               ("affine", False), ("affine", True))
+    for rotation in ("none", "hadamard", "principal", "weighted")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-crosses"))
+
+
+def made(model, **arguments):
+    return calibrate(model, TOKENS, presets.crossed(**LEARNED | arguments), progress=False, batch_size=3)
+
+
+def generated(model, cache, prompt=TOKENS[:2, :20]):
+    return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+
+def mean_bits(compressor):
+    """Nominal bits, mean over places."""
+    quantizers = [codec.quantizer for pair in compressor.codecs for codec in pair]
+    bits = [q.bits if hasattr(q, "bits") else q.num_quantizers * q.code_bits / q.group_size for q in quantizers]
+    return sum(bits) / len(bits), len(set(bits))
+
+
+@pytest.mark.parametrize("arguments", EXISTING, ids=lambda a: "-".join(map(str, a.values())))
+def test_every_cross_that_exists_generates(llama, arguments):
+    compressor = made(llama, **arguments)
+    cache = compressor.new_cache(llama)
+    assert generated(llama, cache).shape[1] == 32
+    report = cache.report()
+    assert report.packed_bytes > 0 and report.bits_per_value < 16
+
+
+@pytest.mark.parametrize("quantizer", ["steps", "rvq"])
+def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_path):
+    for number, plan in enumerate(PLANS[1:]):
+        compressor = made(llama, quantizer=quantizer, rotation="weighted", bits=1.5, **plan)
+        mean, different = mean_bits(compressor)
+        assert mean <= 1.5 + 1e-9 and (different > 1) == plan.get("mixed", False)
+        compressor.save_pretrained(tmp_path / str(number))
+        again = Compressor.from_pretrained(tmp_path / str(number))
+        assert again.fingerprint == compressor.fingerprint
+        caches = [one.new_cache(llama) for one in (compressor, again)]
+        assert torch.equal(*(generated(llama, cache) for cache in caches))
+        assert caches[0].report() == caches[1].report()
+
+
+NOWHERE = [
+    ({"quantizer": "step"}, UnknownNameError, "steps"),
+    ({"rotation": "hadamar"}, UnknownNameError, "hadamard"),
+    ({"quantizer": "grid", "mixed": True}, DataError, "use steps, or bare rvq"),
+    ({"quantizer": "affine", "mixed": True}, DataError, "use steps, or bare rvq"),
+    ({"quantizer": "rvq", "mixed": True, "entropy": True}, DataError, "use steps, or bare rvq"),
+    ({"entropy": True}, DataError, "leave entropy out"),
+    ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
+    ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
+    ({"bits": 11}, DataError, "use 0.01 to 10"),
+    ({"mean": "yes"}, DataError, "True or False"),
+    ({"block": 0}, DataError, "block of 0 tokens"),
+    *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")
+      for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), NOWHERE, ids=str)
+def test_what_does_not_exist_is_refused_with_a_remedy(arguments, error, message):
+    with pytest.raises(error, match=message):
+        presets.crossed(**arguments)
+
+
+def test_a_budget_below_what_residual_vq_can_take_is_named(llama):
+    with pytest.raises(DataError, match="0.1 bits a value, but 0.5 is the least"):
+        made(llama, quantizer="rvq", bits=0.1, mixed=True)
+
+
+def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
+    cache = H2O(made(llama, rotation="weighted"), retain=0.5).new_cache(llama)
+    assert generated(llama, cache).shape[1] == 32
+    with pytest.raises(DataError, match="streaming=False"):
+        H2O(made(llama), streaming=True).new_cache(llama)
+    with pytest.raises(DataError, match="without predictors"):
+        H2O(made(llama, predicted=True))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rotation": "weighted"}, {"mixed": True},
+                                       {"quantizer": "rvq", "mixed": True, "bits": 2.0}], ids=str)  # fmt: skip
+def test_capacity_asks_for_tokens_where_sizes_depend_on_them(llama, arguments):
+    with pytest.raises(DataError, match="calibrate a compressor and pass it"):
+        capacity(llama, presets.crossed(**LEARNED | arguments), 1)
+    found = capacity(llama, made(llama, **arguments), 1, tokens=TOKENS)
+    assert found.context > 0 and found.bits_per_value < 16
+
+
+def test_capacity_of_weighted_residual_vq_needs_no_model(llama):
+    preset = presets.crossed("rvq", 2.0, rotation="weighted", **LEARNED)
+    assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32
+
+
+def test_prompts_of_one_token_left_padding_and_beams(llama):
+    compressor = made(llama, predicted=True, mixed=True)
+    assert generated(llama, compressor.new_cache(llama), TOKENS[:1, :1]).shape[1] == 13
+    padded, mask = TOKENS[:2, :20].clone(), torch.ones(2, 20, dtype=torch.long)
+    padded[0, :7], mask[0, :7] = 0, 0
+    many = llama.generate(padded, attention_mask=mask, past_key_values=compressor.new_cache(llama), max_new_tokens=8,
+                          do_sample=False, pad_token_id=0)  # fmt: skip
+    alone = llama.generate(padded[:1, 7:], past_key_values=compressor.new_cache(llama), max_new_tokens=8,
+                           do_sample=False, pad_token_id=0)  # fmt: skip
+    assert torch.equal(many[0, 20:], alone[0, 13:])
+    beams = llama.generate(TOKENS[:1, :20], past_key_values=compressor.new_cache(llama), num_beams=3, max_new_tokens=8,
+                           do_sample=False, pad_token_id=0)  # fmt: skip
+    assert beams.shape[0] == 1 and 20 < beams.shape[1] <= 28
+
+
+def test_sequences_shorter_than_a_block_are_named(llama):
+    for plan in PLANS:
+        with pytest.raises(DataError, match="shorter than the codec's block of 64"):
+            made(llama, **plan | {"block": 64})
+    with pytest.raises(DataError, match="none is packed"):
+        calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)
+
+
+@pytest.mark.parametrize("kv_width", [64, 1024])
+def test_the_best_changes_with_the_tokens_that_share_its_side_information(kv_width):
+    found = [presets.best(2.0, kv_width * PREDICTORS_PAY - more, kv_width).arguments for more in (1, 0)]
+    assert [(a["merged"], a["predicted"]) for a in found] == [(False, False), (True, True)]
+    assert all(a["quantizer"] == "steps" and a["mixed"] and a["rotation"] == "weighted" for a in found)
+
+
+def test_predictors_pay_where_the_committed_frontier_says():
+    """Where both designs take as many bits all told at equal KL: the short one's bits for it, log-linear between its
+    rows, and straight lines in side information. Within a factor of 1.45."""
+    table = pd.read_csv(repository_root() / "results/11_frontier.csv")
+    long, short = "steps, weighted, predicted, mixed", "steps, weighted, mixed, by head"
+    for model, width in (("vqkv/llama-mini", 128), ("vqkv/gpt2-mini", 256)):
+        means = table[table["model"] == model].groupby(["system", "nominal_bits"]).mean(numeric_only=True)
+        side = {name: _slope(means.loc[name]) for name in (long, short)}
+        marginal, kl = means.loc[short, "bits_per_value"].to_numpy(), np.log(means.loc[short, "kl_mean"].to_numpy())
+        for nominal, row in means.loc[long].iterrows():
+            i = min(max(int((kl > math.log(row["kl_mean"])).sum()), 1), len(kl) - 1)
+            share = (math.log(row["kl_mean"]) - kl[i - 1]) / (kl[i] - kl[i - 1])
+            saved = marginal[i - 1] + share * (marginal[i] - marginal[i - 1]) - row["bits_per_value"]
+            pays = (side[long] - side[short]) / saved / width
+            assert 1 / 1.45 < pays / long_pays(nominal) < 1.45, (model, nominal, pays)
+
+
+def _slope(rows):
+    """Bits a value of one token's side information."""
+    return ((rows["bits_1k_x1"] - rows["bits_128k_x1"]) / (1 / 1024 - 1 / 131072)).mean()
+
+
+def test_the_best_is_what_the_committed_search_found():
+    """The last rung's winners, and from which context on the longer one wins, on both models: from straight lines in
+    side information between the two contexts that were ranked."""
+    search = pd.read_csv(repository_root() / "results/11_search.csv")
+    last = search[search["rung"] == search["rung"].max()]
+    chosen = [presets.best(2.0, context).arguments for context in (1, 1 << 30)]
+    for context, arguments in zip(("1k", "32k"), chosen, strict=True):
+        (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
+        assert factorial()[winner].items() <= arguments.items()
+    short, long = ((1 / 1024, "1k"), (1 / 32768, "32k"))
+    for model, width in (("vqkv/llama-mini", 128), ("vqkv/gpt2-mini", 256)):
+        means = last[last["model"] == model].groupby("design")[["equivalent_bits_1k", "equivalent_bits_32k"]].mean()
+        side, rest = [], []
+        for context in ("1k", "32k"):
+            (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
+            ends = [means.loc[winner, f"equivalent_bits_{name}"] for _, name in (short, long)]
+            side.append((ends[0] - ends[1]) / (short[0] - long[0]))
+            rest.append(ends[1] - side[-1] * long[0])
+        crossing = (side[1] - side[0]) / (rest[0] - rest[1])
+        assert crossing / width == pytest.approx(PREDICTORS_PAY, rel=0.15), model
+
+
+@pytest.mark.parametrize("context", [1, 1 << 20])
+def test_the_best_compresses_and_reads_back(llama, context):
+    compressor = calibrate(llama, TOKENS, presets.best(1.0, context, block=4), progress=False)
+    assert bool(compressor.predictor_bytes) is (context > 1)
+    report = compressor.new_cache(llama)
+    assert generated(llama, report).shape[1] == 32 and 0.5 < report.report().bits_per_value < 2.5
+
+
+@pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])
+def test_the_best_of_nothing_is_refused(arguments):
+    with pytest.raises(DataError, match="|".join(arguments)):
+        presets.best(**arguments)

@@ -1,0 +1,152 @@
+"""Page 11's search, its readings of a table, and the designs that it compares."""
+
+import itertools
+import math
+import sys
+
+import pandas as pd
+import pytest
+
+from vqkv import presets
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.study.experiments import designs, finalists, halving_search
+from vqkv.study.experiments.frontier import CONTEXTS, against_published, proxy_correlations, total_bits, what_to_use
+
+SEARCH = {
+    "corpus": "python-stdlib", "contexts": ["1k", "32k"], "seq_len": 264, "chunk_size": 132, "codebook_size": 16,
+    "kmeans_iterations": 1, "seed": 0, "dtype": "", "device": "cpu",
+}  # fmt: skip
+ALL = designs.factorial()
+
+
+def rung(keep, bits=(2,), models=1, **more):
+    return {"models": models, "bits": list(bits), "train_seqs": 4, "num_seqs": 1, "keep": keep} | more
+
+
+def made_up(model, design, bits, who, **settings):
+    """Bits and KL that follow from the name alone: predictors take many bytes and help."""
+    arguments = ALL[design]
+    kl = 4.0**-bits * (0.01 if arguments.get("predicted") else 1.0) * (1 + len(design) / 1e3)
+    side = 4.0 if arguments.get("predicted") else 0.1
+    found = {"1k": bits + side, "32k": bits + side / 32}
+    label = {"model": model, "design": design, "bits": bits, "train": who["train"][0], "kl_mean": kl}
+    return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}], {}
+
+
+@pytest.fixture
+def guessed(monkeypatch):
+    monkeypatch.setattr(sys.modules[what_to_use.__module__], "_tried", made_up)
+
+
+def test_each_rung_keeps_the_best_of_each_context(guessed):
+    rungs = [rung(3), rung(1, bits=(2, 3), models=2, train_seqs=8)]
+    table = halving_search(["a", "b"], rungs=rungs, **SEARCH)
+    first, second = table[table["rung"] == 1], table[table["rung"] == 2]
+    assert len(first) == sum(designs.exists(name, 2) for name in ALL) and set(first["model"]) == {"a"}
+    for context in SEARCH["contexts"]:
+        ranked = first.sort_values(f"equivalent_bits_{context}", kind="stable")
+        assert list(ranked[f"rank_{context}"]) == list(range(1, len(first) + 1))
+        assert ranked["kept"].iloc[:3].all()
+    kept = set(first[first["kept"]]["design"])
+    assert 3 <= len(kept) <= 6 and set(second["design"]) == kept
+    assert set(second["train"]) == {8} and len(second) == 4 * len(kept)
+    short, long = (second.groupby("design")[f"equivalent_bits_{name}"].mean().idxmin() for name in SEARCH["contexts"])
+    assert set(finalists(table)) == {short, long}
+    assert not ALL[short]["predicted"] and ALL[long]["predicted"]
+
+
+def test_a_search_may_begin_with_few_designs(guessed):
+    named = ["steps", "grid, predicted"]
+    table = halving_search(["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
+    assert list(table[table["rung"] == 1]["design"]) == named
+    assert set(table[table["rung"] == 2]["design"]) == {"steps"}  # a grid has no half bit
+
+
+def test_every_design_is_a_preset_and_has_a_name_of_its_own():
+    for name, arguments in ALL.items():
+        bits = 2 if designs.exists(name, 2) else 1
+        assert presets.crossed(**arguments, bits=bits).name == "crossed"
+    listed = [tuple(sorted(arguments.items())) for arguments in ALL.values()]
+    assert len(set(listed)) == len(ALL) > 70
+    assert not designs.exists("grid", 2.5) and designs.exists("steps", 2.5) and not designs.exists("affine", 0.5)
+    assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
+
+
+def test_published_systems_keep_the_sinks_that_are_asked_for_and_no_window():
+    found = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
+    assert {"vqllm 2x16", "kivi 2", "kvquant 2", "aqua higgs 2", "vqq product"} <= set(found)
+    assert {(preset.sink_tokens, preset.recent_window) for preset in found.values()} == {(3, 0)}
+
+
+def test_bits_all_told():
+    about = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5}
+    bits = total_bits(2.0, side_bytes=30 * 1024, about=about, sink_tokens=4)  # of 60 values a token
+    assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)
+    assert bits["bits_8k_x16"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 128)
+    assert len(bits) == 8
+
+
+def table():
+    """Two models and seeds; "a" has few bytes of side information, "b" many and a lower KL, "p" is published."""
+    rows = []
+    systems = (("a", 1, 0.04), ("a", 2, 0.01), ("b", 1, 0.004), ("b", 2, 0.001), ("p", 0, 0.02))
+    for (system, nominal, kl), model, seed in itertools.product(systems, ("m", "n"), (0, 1)):
+        bits = nominal + (0.05 if model == "n" else 0.0) if nominal else 2.0
+        side = {"a": 0.1, "b": 1.5, "p": 0.0}[system]
+        row = {"system": system, "nominal_bits": nominal, "model": model, "seed": seed, "bits_per_value": bits}
+        row |= {f"bits_{name}_x1": bits + side * 1024 / n for name, n in CONTEXTS.items()}
+        row |= {"kl_mean": kl * (4 if model == "n" else 1), "evr": 1 - kl, "top1": 1 - kl, "ppl": 20 + kl}
+        rows.append(
+            row | {"recall": 0.0, "recall_exact": 0.0, "cloze": 0.3 - seed / 10 - kl, "cloze_exact": 0.3 - seed / 10}
+        )
+    return pd.DataFrame(rows)
+
+
+def test_what_to_use_stays_within_the_budget_on_every_model():
+    found = what_to_use(table(), [0.5, 1.3, 2.5])
+    assert list(found.index) == [0.5, 1.3, 2.5]
+    assert found.loc[0.5, "1k"] == "none"
+    assert found.loc[1.3, "1k"] == "a, 1 bits: 0.08"  # "b" has 2.55 there
+    assert found.loc[1.3, "32k"] == "b, 1 bits: 0.008"  # the geometric mean of .004 and .016
+    assert found.loc[2.5, "128k"] == "b, 2 bits: 0.002"
+
+
+def test_what_broke_on_one_model_is_not_to_be_used():
+    broken = table()
+    broken.loc[(broken["system"] == "b") & (broken["model"] == "n") & (broken["seed"] == 1), "kl_mean"] = math.nan
+    assert what_to_use(broken, [2.5]).loc[2.5, "128k"] == "a, 2 bits: 0.02"
+    assert what_to_use(broken.assign(kl_mean=math.nan), [2.5]).loc[2.5, "1k"] == "none"
+    assert what_to_use(table().assign(kl_mean=0.0), [9]).loc[9, "1k"].endswith(": 1e-09")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"contexts": ["2k"]}, UnknownNameError, "context '2k'"),
+        ({"rungs": [rung(1, designs=["stepz"])]}, UnknownNameError, "design 'stepz'"),
+        ({"rungs": [rung(1, bits=(2.5,), designs=["grid"])]}, DataError, "none of .*'grid'.* exists at"),
+    ],
+    ids=str,
+)
+def test_what_no_search_can_be_made_of(guessed, changes, error, message):
+    with pytest.raises(error, match=message):
+        halving_search(["a"], **{"rungs": [rung(1)]} | SEARCH | changes)
+
+
+def test_published_systems_are_compared_at_no_more_bits():
+    found = against_published(table(), ["p"], ["a", "b"]).set_index(["model", "seed"])
+    assert len(found) == 4
+    assert found.loc[("m", 0), "our_bits"] == 2.0 and found.loc[("m", 0), "ratio"] == pytest.approx(0.001 / 0.02)
+    assert found.loc[("n", 1), "our_bits"] == 1.05 and found.loc[("n", 1), "ratio"] == pytest.approx(0.004 / 0.02)
+
+
+def test_nothing_at_so_few_bits_is_no_comparison():
+    cheapest = table().assign(bits_per_value=lambda t: t["bits_per_value"].where(t["system"] != "p", 0.5))
+    assert against_published(cheapest, ["p"], ["a"])["ratio"].isna().all()
+
+
+def test_proxies_that_rank_systems_as_the_task_does_correlate_with_it():
+    """Whatever the seed's text scores with an exact cache."""
+    found = proxy_correlations(table(), ["kl_mean", "top1", "unexplained", "ppl"], ["cloze", "recall"])
+    assert (found.loc[found["task"] == "cloze", "correlation"].round(9) == 1).all() and set(found["systems"]) == {10}
+    assert found.loc[found["task"] == "recall", "correlation"].isna().all() and len(found) == 16

@@ -1,0 +1,83 @@
+"""The committed pages are clean and short. That their numbers hold is nbval's part, from ``make test``."""
+
+import ast
+import copy
+import hashlib
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+
+from vqkv.study import figures
+from vqkv.study.driver import notebook_parameters, strip
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+PAGES = sorted(FOLDER.glob("*.ipynb"))
+page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@page
+def test_no_trace_of_how_it_was_run(path):
+    notebook = read(path)
+    assert notebook == strip(copy.deepcopy(notebook)), "run `python -m vqkv.study` and commit what it writes"
+
+
+@page
+def test_executed_from_top_to_bottom(path):
+    cells = code(read(path))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs and not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+
+
+@page
+def test_one_cell_of_literal_parameters(path):
+    cells = [cell for cell in code(read(path)) if "parameters" in cell.metadata.get("tags", [])]
+    assert len(cells) == 1
+    assigned = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cells[0].source).body}
+    # papermill reads the cell line by line: what it finds must be what Python finds
+    assert {name: list(v) if isinstance(v, tuple) else v for name, v in assigned.items()} == {
+        name: list(v) if isinstance(v, tuple) else v for name, v in notebook_parameters(path).items()
+    }
+
+
+@page
+def test_logic_lives_in_the_library(path):
+    cells = code(read(path))
+    trees = [ast.parse(cell.source) for cell in cells]
+    logic = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.For, ast.While)
+    assert not [type(node).__name__ for tree in trees for node in ast.walk(tree) if isinstance(node, logic)]
+    assert len(cells) <= 12 and statistics.median(len(cell.source.splitlines()) for cell in cells) < 6
+
+
+@page
+def test_figures_come_out_again_from_the_committed_tables(path, monkeypatch):
+    """Byte for byte, and nothing is computed; the page's claims hold on the way."""
+    drawn = {}
+
+    def keep(fig, name, table):
+        drawn[f"{name}.svg"] = table.attrs["vqkv"], hashlib.sha256(figures.render(fig, "svg")).hexdigest()
+
+    monkeypatch.chdir(FOLDER)
+    monkeypatch.setattr(figures, "save", keep)
+    with plt.rc_context():
+        scope = {"display": lambda *_: None}
+        for cell in code(read(path)):
+            exec(compile(cell.source, str(path), "exec"), scope)
+    plt.close("all")
+    for name, (origin, sha256) in drawn.items():
+        record = json.loads((FOLDER.parent / "results" / f"{origin['name']}.json").read_text())
+        assert not origin["fresh"] and record["figures"][name] == sha256, name
+    assert drawn

@@ -1,0 +1,105 @@
+"""The profiles of published models: every entry is a parameter, every size fits, every architecture runs on a page."""
+
+from pathlib import Path
+
+import corpus_folders as folders
+import pytest
+import small_models
+from transformers import AutoConfig
+
+from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
+from vqkv.evaluation.configs import KNOWN_CONFIGS, architecture
+from vqkv.study import experiments
+from vqkv.study.driver import Study, load_profile, notebook_parameters
+from vqkv.study.tables import repository_root
+
+NAMES = {
+    "gpt2": "gpt2", "tinyllama-1.1b": "llama", "llama3.2-3b": "llama", "llama3-8b": "llama", "mistral-7b": "mistral",
+    "gemma-7b": "gemma", "qwen2.5-7b": "qwen2",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return {path.stem: notebook_parameters(path) for path in sorted(repository_root().glob("notebooks/*.ipynb"))}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_entry_is_a_parameter_of_the_right_type(name, pages, monkeypatch):
+    monkeypatch.setattr("vqkv.study.driver.notebook_parameters", lambda path: pages[Path(path).stem])
+    study, settings = Study(profile=name), load_profile(name)
+    assert len(study.injected) == len(pages) and set(settings) <= {"*", *pages}
+    known = {parameter for page in pages.values() for parameter in page}
+    assert set(settings["*"]) <= known
+    for path, injected in study.injected.items():
+        corpus, timed = injected.get("corpus", "pg19"), path.stem[:2] in ("08", "09")
+        assert {of_split(corpus, split) for split in SPLITS} <= set(HUB_CORPORA)
+        assert injected.get("second_model", "") == ""
+        if "device" in pages[path.stem]:
+            assert injected["device"] in (("cuda",) if timed else ("cuda", "auto"))
+        assert injected.get("model", settings["*"]["model"]) in KNOWN_CONFIGS, path.stem
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_the_model_s(name, pages):
+    settings = load_profile(name)
+    config = AutoConfig.for_model(**KNOWN_CONFIGS[settings["*"]["model"]])
+    assert config.model_type == NAMES[name]
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    assert head_dim % settings["*"]["group_size"] == 0
+    for page, defaults in pages.items():
+        found = defaults | {k: v for k, v in settings["*"].items() if k in defaults} | settings.get(page, {})
+        longest = max(found.get("seq_len", 0), found.get("longest", 0), found.get("prompt_len", 0))
+        if page.startswith("05"):
+            longest = max(found["prompt_len"], found["steps"]) + found["new_tokens"]
+        if page.startswith("08"):
+            longest = max(longest, 128 + max(found["generated"]))
+            assert all(count % 128 == 0 for count in found["generated"])
+        if "model" in defaults:
+            assert longest <= text.max_position_embeddings
+            assert longest <= (getattr(text, "sliding_window", None) or longest)
+        if "layer" in found:
+            assert found["layer"] < text.num_hidden_layers
+        assert found.get("chunk_size", 1) < found.get("seq_len", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("openai-community/gpt2", 124.4), ("TinyLlama/TinyLlama_v1.1", 1100), ("meta-llama/Llama-3.2-3B", 3213),
+     ("meta-llama/Meta-Llama-3-8B", 8030), ("mistralai/Mistral-7B-v0.1", 7242), ("google/gemma-7b", 8538),
+     ("Qwen/Qwen2.5-7B", 7616)],
+)  # fmt: skip
+def test_known_sizes_make_the_published_number_of_parameters(name, millions):
+    settings = KNOWN_CONFIGS[name] | ({"sliding_window": None} if "mistral" in name else {})
+    model = architecture(settings, "bfloat16")
+    assert abs(sum(parameter.numel() for parameter in model.parameters()) / 1e6 / millions - 1) < 0.002
+
+
+@pytest.mark.parametrize("architecture", sorted(set(NAMES.values())))
+def test_a_page_runs_on_each_architecture_and_a_local_copy_of_the_data(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
+    model = str(small_models.make(architecture, tmp_path / "model"))
+    corpus = f"slimpajama@{folders.slimpajama(tmp_path / 'slim', docs=30)}"
+    table = experiments.magnitudes([model], corpus, seq_len=64, num_seqs=3, seed=0, dtype="", device="cpu")
+    assert set(table["role"]) >= {"key", "value"} and (table["max_abs"] > 0).all()
+    assert any(key.startswith(f"corpus {corpus} test") for key in table.attrs["sources"])
+
+
+def test_the_first_page_of_a_profile_runs_with_other_models_and_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
+    model = str(small_models.make("gpt2", tmp_path / "model"))
+    corpus = f"wikitext@{folders.wikitext(tmp_path / 'wiki', articles=200)}"
+    small = {"model": model, "corpus": corpus, "device": "cpu", "seq_len": 64, "num_seqs": 2, "recall_seqs": 2}
+    study = Study(only=["01"], profile="gpt2", parameters=small, out=tmp_path / "out")
+    assert study.run() == {}
+    assert (tmp_path / "out/results/01_magnitudes.csv").is_file()
+
+
+def test_calibration_sets_are_the_sources(tmp_path):
+    assert HUB_CORPORA["slimpajama"].num_docs == 10_000 and HUB_CORPORA["slimpajama"].packing == "packed"
+    assert HUB_CORPORA["redpajama"].size(None, None) == (256, None)
+    assert HUB_CORPORA["wikitext"].packing == "joined" and HUB_CORPORA["pg19"].packing == "packed"
+    sizes = {name: load_profile(name)["03_grouping_ablation"] for name in ("llama3-8b", "llama3.2-3b")}
+    assert sizes["llama3-8b"]["train_seqs"] * sizes["llama3-8b"]["seq_len"] > 10**7
+    assert (sizes["llama3.2-3b"]["train_seqs"], sizes["llama3.2-3b"]["seq_len"]) == (256, 8192)

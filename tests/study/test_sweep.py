@@ -1,0 +1,235 @@
+"""Sweeps here, in processes and on a cluster: equal rows, also after a kill, and rows that must not be used again."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+
+import numpy as np
+import pandas as pd
+import pytest
+import sweep_cases as cases
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import vqkv.study.cases
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.study import driver, sweep, tables, workers
+from vqkv.study.cases import Kept, SweepCase
+from vqkv.study.experiments.common import frame
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text())
+COUNT = 24
+WORDS = r"unknown preset 'vqlm'. Did you mean 'vqllm'\? Known: vqllm."
+
+
+def experiment(folder: str, count: int = 5, function: str = "troubled", **more) -> pd.DataFrame:
+    return frame(
+        *sweep.sweep(getattr(cases, function), [{"x": x} for x in range(count)], {"folder": folder} | more, "toy")
+    )
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    """The folder for results; beside it marks and the source's text."""
+    monkeypatch.setenv("VQKV_OUT", str(tmp_path / "out"))
+    (tmp_path / "text").write_text("abc")
+    return tmp_path / "out"
+
+
+def table(folder, recompute=False, **parameters) -> pd.DataFrame:
+    return tables.table("toy", experiment, {"folder": f"in:{folder}"} | parameters, recompute)
+
+
+def kept(out) -> list:
+    return sorted(out.glob("results/.rows/toy/*/*.json"))
+
+
+def finished(out) -> list[int]:
+    return sorted(json.loads(path.read_text())["rows"][0]["x"] for path in kept(out))
+
+
+def half_done(out, error=UnknownNameError, message=WORDS, why="fail", **more):
+    """Run until case 3 fails."""
+    (out.parent / why).touch()
+    with pytest.raises(error, match=message) as caught:
+        table(out.parent, **more)
+    (out.parent / why).unlink()
+    return caught
+
+
+def finish(out, **more) -> list[int]:
+    """Run to the end; returns how often each case was computed, the unfinished run's calls included."""
+    found = table(out.parent, **more)
+    calls = [cases.marks(out.parent, x) for x in range(5)]
+    rows = [row for x in range(5) for row in cases.cube(x, out.parent)[0]]
+    assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
+    assert not list(out.glob("results/.rows"))
+    return calls
+
+
+def run_doomed(doom, arguments):
+    cases.DOOM = doom
+    table(*arguments, function="slow_cube", count=COUNT, seconds=0.01)
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_computed_twice(tmp_path, monkeypatch):
+    rng, fork = random.Random(0), multiprocessing.get_context("fork")
+    (tmp_path / "whole").mkdir(), (tmp_path / "killed").mkdir()
+    monkeypatch.setenv("VQKV_OUT", str(tmp_path / "whole"))
+    run_doomed(None, [tmp_path / "whole"])
+    out = tmp_path / "killed"
+    monkeypatch.setenv("VQKV_OUT", str(out))
+    for moment in sorted(rng.uniform(0, COUNT - 5) for _ in range(12)):
+        before = {x: cases.marks(out, f"begun-{x}") for x in finished(out)}
+        process = fork.Process(target=run_doomed, args=((max(int(moment), len(before)), 0.02 * (moment % 1)), [out]))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        assert {x: cases.marks(out, f"begun-{x}") for x in before} == before
+    assert len(finished(out)) > COUNT // 2
+    run_doomed(None, [out])
+    name = "results/toy.csv"
+    assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() and not kept(out)
+
+
+def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out):
+    assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+    assert finished(out) == [0, 1, 2]
+    assert finish(out) == [1] * 5
+    assert table(out.parent).attrs["vqkv"]["fresh"] is False
+
+
+def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out, monkeypatch):
+    monkeypatch.setenv("VQKV_WORKERS", "2")
+    half_done(out, RuntimeError, r"a worker died during .*toy, case 4 of 5 \(x=3\).*memory", why="kill")
+    assert finished(out) and 3 not in finished(out)  # the other worker may have gone on to the last
+    assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+    done = finished(out)
+    monkeypatch.delenv("VQKV_WORKERS")
+    calls = [cases.marks(out.parent, x) for x in range(5)]
+    assert finish(out) == [calls[x] + (x not in done) for x in range(5)]
+
+
+def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monkeypatch):
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=None
+    ) as here:
+        monkeypatch.setenv("VQKV_SCHEDULER", here.scheduler_address)
+        assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+        assert finish(out)[3] == 1
+    with pytest.raises(DataError, match="another version of vqkv"):
+        sweep._on_worker(SweepCase(cases.cube, {}, ""), "other", 1)
+
+
+@pytest.mark.parametrize("wrong", ["tcp://127.0.0.1:1", "nonsense", "tcp://", "tcp://127.0.0.1:port"])
+def test_a_scheduler_that_is_not_there_is_named(wrong):
+    run = CliRunner().invoke(driver.app, ["--only", "01", "--scheduler", wrong])
+    assert run.exit_code == 2 and f"no Dask scheduler answers at {wrong!r}" in run.output
+
+
+def test_steering_that_makes_no_sense(monkeypatch):
+    with pytest.raises(DataError, match="name one of them"):
+        workers.check("tcp://there:1", 3)
+    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
+    with pytest.raises(ImportError, match=r"pip install 'vqkv\[cluster\]'"):
+        workers.check("tcp://there:1", 0)
+
+
+def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch):
+    half_done(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(vqkv.study.cases, "CODE", "other")
+        half_done(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep.torch, "get_num_threads", lambda: 64)
+        half_done(out)
+    half_done(out, recompute=True)  # a run of its own
+    assert [cases.marks(out.parent, x) for x in range(4)] == [4, 4, 4, 0]
+    assert finish(out) == [4, 4, 4, 1, 1]
+
+
+def test_rows_of_other_local_files_are_not_used(out):
+    model = out.parent / "model"
+    model.mkdir()
+    (model / "weights").write_text("1")
+    used = {"folder": f"in:{out.parent}"}
+    for word in (str(model), f"wikitext@{model}", str(model / "weights")):
+        before = SweepCase(cases.cube, used | {"deep": [{"model": word}]}, "").identity()
+        assert before == SweepCase(cases.cube, used | {"deep": [{"model": word}]}, "").identity()
+        with (model / "weights").open("a") as file:
+            file.write("2")
+        assert before != SweepCase(cases.cube, used | {"deep": [{"model": word}]}, "").identity()
+    for word in ("", " ", "@", "cpu", "vqkv/llama-mini", "x" * 5000, "\0", "a\nb"):
+        assert SweepCase(cases.cube, {"word": word}, "").identity()["files"] == {}
+
+
+def test_a_source_that_changes_on_the_way_is_an_error(out):
+    half_done(out)
+    (out.parent / "text").write_text("abd")
+    with pytest.raises(DataError, match=r"text is abd for toy, case 4 of 5 .* but abc for toy, case 1.*--recompute"):
+        table(out.parent)
+    assert finish(out, recompute=True)[0] == 2
+
+
+def test_outside_a_table_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        rows, sources = sweep.sweep(cases.cube, [{"x": 1}], {"folder": "in:."}, "toy")
+    assert sources == {"text": "abc"} and len(rows) == 2
+    assert cases.marks(".", 1) == 2 and os.listdir(".") == ["1"]
+
+
+@pytest.mark.parametrize("wrong", [[1], {"a": 1}, object(), 1j, b"x"])
+def test_rows_hold_numbers_booleans_and_words_only(wrong):
+    with pytest.raises(DataError, match="toy, case 1 of 1 .*'value'"):
+        sweep.sweep(lambda x: ([{"value": wrong}], {}), [{"x": 1}], {}, "toy")
+
+
+def test_arguments_are_plain_literals():
+    for wrong in (float("nan"), object()):
+        with pytest.raises(DataError, match="toy: "):
+            sweep.sweep(cases.cube, [{"x": wrong}], {"folder": "in:."}, "toy")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.text(), SCALARS, max_size=4), max_size=4), st.dictionaries(st.text(), st.text()))
+def test_rows_come_back_exactly(tmp_path, rows, sources):
+    with tables._working(
+        tmp_path, {"name": "toy", "function": "", "parameters": {}, "versions": {}, "device": ""}, False
+    ):
+        case = SweepCase(cases.cube, {"rows": repr(rows)}, "toy")
+        store = Kept(1)
+        store.put(case, {"rows": rows, "sources": sources})
+        back = store.get(case)
+    assert repr(back["rows"]) == repr(rows) and back["sources"] == sources  # the order of columns too
+
+
+def test_numpy_s_scalars_become_python_s():
+    found = SweepCase(lambda: ([{"a": np.float32(0.1), "b": np.int64(3), "c": np.bool_(True)}], {}), {}, "toy").result()
+    assert repr(found["rows"]) == "[{'a': 0.10000000149011612, 'b': 3, 'c': True}]"
+
+
+def test_what_cases_share_is_made_once_bounded_and_forgotten(monkeypatch):
+    made = []
+
+    @sweep.per_process(maxsize=2)
+    def square(x, about=None):
+        made.append(x)
+        return x * x
+
+    def compute(x):
+        return [{"y": square(x=x, about=[1, {"a": 2}])}], {}
+
+    rows, _ = sweep.sweep(compute, [{"x": x} for x in (1, 2, 1, 3, 1, 2)], {}, "toy")
+    assert [row["y"] for row in rows] == [1, 4, 1, 9, 1, 4] and made == [1, 2, 3, 2]
+    square(x=2, about=[1, {"a": 2}])
+    assert made == [1, 2, 3, 2, 2]  # forgotten at the end
+    with pytest.raises(ZeroDivisionError):
+        sweep.sweep(lambda x: 1 / 0, [{"x": 1}], {}, "toy")
+    square(x=2, about=[1, {"a": 2}])
+    assert made == [1, 2, 3, 2, 2, 2]  # also after an error

@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.study import tables
+from vqkv.study.provenance import RECORDED_PACKAGES
+
+calls = []
+
+
+def experiment(seed: int = 0, scale: float = 1.0, sizes=()) -> pd.DataFrame:
+    calls.append(seed)
+    frame = pd.DataFrame(
+        {
+            "system": ["vq", "none", "NA"],
+            "code": ["01", "1e3", None],
+            "count": [1, 2, 3],
+            "whole": [1.0, 2.0, 3.0],
+            "mse": np.array([scale / 3, np.nan, np.inf], dtype=np.float32),
+            "on": [True, False, True],
+        }
+    )
+    frame.attrs["sources"] = {"model": "abc"}
+    return frame
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "repository_root", lambda: tmp_path)
+    calls.clear()
+    return tmp_path
+
+
+def provenance(root: Path, name: str = "toy") -> dict:
+    return json.loads((root / "results" / f"{name}.json").read_text())
+
+
+def test_fresh_and_stored_are_the_same_frame(root):
+    fresh = tables.table("toy", experiment, {"seed": 1, "sizes": (2, 3)})
+    stored = tables.table("toy", experiment, {"seed": 1, "sizes": [2, 3]})
+    pd.testing.assert_frame_equal(fresh, stored)
+    assert str(fresh) == str(stored) and calls == [1]
+    assert fresh.attrs["vqkv"] == {"root": str(root), "name": "toy", "fresh": True}
+    assert stored.attrs["vqkv"]["fresh"] is False
+
+
+def test_types_and_words_survive(root):
+    frame = tables.table("toy", experiment, {})
+    assert frame["system"].tolist() == ["vq", "none", "NA"]
+    assert frame["code"].tolist()[:2] == ["01", "1e3"] and frame["code"].isna().tolist() == [False, False, True]
+    kinds = frame[["count", "whole", "mse", "on"]].dtypes.astype(str).tolist()
+    assert kinds == ["int64", "float64", "float64", "bool"]
+    assert frame["mse"][0] == 0.333333 and np.isnan(frame["mse"][1]) and np.isinf(frame["mse"][2])
+
+
+def test_provenance(root):
+    tables.table("toy", experiment, {"seed": 3, "scale": 2.0})
+    record = provenance(root)
+    assert record["parameters"] == {"seed": 3, "scale": 2.0} and record["seeds"] == {"seed": 3}
+    assert record["function"].endswith("test_tables.experiment") and record["sources"] == {"model": "abc"}
+    assert set(record["versions"]) == {"python", *RECORDED_PACKAGES} and record["versions"]["torch"]
+    assert record["rows"] == 3 and record["figures"] == {} and record["device"] and record["wall_seconds"] >= 0
+    assert {"commit", "dirty"} <= set(record)
+
+
+def test_other_parameters_leave_the_committed_table_alone(root):
+    tables.table("toy", experiment, {"seed": 1})
+    committed = (root / "results/toy.csv").read_bytes(), (root / "results/toy.json").read_bytes()
+    other = tables.table("toy", experiment, {"seed": 2, "scale": 5.0})
+    again = tables.table("toy", experiment, {"seed": 2, "scale": 5.0})
+    folder = Path(other.attrs["vqkv"]["root"])
+    assert folder.parent == root / "runs" and folder.name.startswith("toy-") and len(folder.name) == len("toy-") + 10
+    assert ((root / "results/toy.csv").read_bytes(), (root / "results/toy.json").read_bytes()) == committed
+    assert calls == [1, 2] and not again.attrs["vqkv"]["fresh"]
+
+
+def test_out_folder_is_overwritten(root, monkeypatch):
+    monkeypatch.setenv("VQKV_OUT", str(root / "elsewhere"))
+    tables.table("toy", experiment, {"seed": 1})
+    tables.table("toy", experiment, {"seed": 2})
+    assert provenance(root / "elsewhere")["parameters"] == {"seed": 2}
+    assert not (root / "results").exists() and not (root / "runs").exists()
+
+
+def test_recompute_gives_equal_bytes(root, monkeypatch):
+    tables.table("toy", experiment, {"seed": 1})
+    before = (root / "results/toy.csv").read_bytes()
+    assert tables.table("toy", experiment, {"seed": 1}, recompute=True).attrs["vqkv"]["fresh"]
+    monkeypatch.setenv("VQKV_RECOMPUTE", "1")
+    tables.table("toy", experiment, {"seed": 1})
+    assert calls == [1, 1, 1] and (root / "results/toy.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["toy.csv", "toy.json"])
+@pytest.mark.parametrize("change", [lambda data: data[:-20], lambda data: data.replace(b"0.333333", b"0.1")[1:]])
+def test_altered_files_are_refused_until_recomputed(root, name, change):
+    tables.table("toy", experiment, {"seed": 1})
+    path = root / "results" / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(FormatError, match=rf"{name}.*git checkout.*--recompute"):
+        tables.table("toy", experiment, {"seed": 1})
+    tables.table("toy", experiment, {"seed": 1}, recompute=True)
+    assert len(tables.table("toy", experiment, {"seed": 1})) == 3
+
+
+def test_a_failing_function_loses_nothing(root):
+    tables.table("toy", experiment, {"seed": 1})
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    def broken(seed):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tables.table("toy", broken, {"seed": 1}, recompute=True)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    tables.write_atomically(path, b"old")
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tables.os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        tables.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("value", [np.ones(2), float("nan"), object()])
+def test_parameters_must_be_literals(root, value):
+    with pytest.raises(DataError, match="parameters of table 'toy'"):
+        tables.table("toy", experiment, {"seed": value})
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "frame", [pd.DataFrame({"x": [[1], [2]]}), pd.DataFrame({0: [1]}), pd.DataFrame([[1, 2]], columns=["a", "a"]), 7]
+)
+def test_results_must_fit_a_csv(root, frame):
+    with pytest.raises(DataError):
+        tables.table("toy", lambda: frame, {})
+    assert not (root / "results").exists()
+
+
+def test_a_named_index_becomes_columns(root):
+    frame = tables.table("toy", lambda: pd.DataFrame({"k": ["a", "b"], "v": [1, 2]}).set_index("k"), {})
+    assert frame.columns.tolist() == ["k", "v"]
+
+
+def test_published_tables():
+    frame = tables.published("rvq_table3_models")
+    assert frame["arc_25"].dtype == float and "no" in set(frame["quantised"])
+    with pytest.raises(UnknownNameError, match="rvq_table3_models"):
+        tables.published("rvq_table3")

@@ -1,0 +1,1 @@
+"""Compressed caches for transformers, on disk and under the byte meter."""

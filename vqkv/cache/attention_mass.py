@@ -1,0 +1,135 @@
+"""The attention that each token receives, as the model itself computes it, and the tokens worth keeping for it."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vqkv.errors import DataError
+from vqkv.models.capture import check_batch_size, check_tokens
+from vqkv.models.load import KVSource, kv_sources
+
+
+@contextmanager
+def watching_attention(model, see: Callable[[int, Tensor], None]):
+    """Within the context, ``model`` attends eagerly and tells ``see(layer_idx, scores)`` of every attention block as it
+    ends; on leaving, errors included, it attends as before.
+
+    ``scores`` (batch, num_kv_heads, kv_len), fp32, is the attention that each key got, summed over this pass's queries
+    and over the query heads of its KV head. The probabilities are the model's own: nothing is computed twice.
+    """
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
+    handles = []
+    try:
+        for source in kv_sources(model):
+            handles.append(source.attention.register_forward_hook(partial(_tell, source, see)))
+        model.set_attn_implementation("eager")
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation(before)
+
+
+def _tell(source: KVSource, see, module, args, output) -> None:
+    weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(weights, Tensor) or weights.ndim != 4:
+        raise DataError(f"{type(module).__name__} returns no attention probabilities, so nothing can be read off them")
+    sums = weights.detach().sum(dim=2, dtype=torch.float32)
+    see(source.layer_idx, sums.unflatten(1, (source.num_kv_heads, -1)).sum(dim=2))
+
+
+@torch.inference_mode()
+def attention_scores(model, tokens: Tensor, compressor=None, batch_size: int = 8) -> list[Tensor]:
+    """Per layer, the attention that each of ``tokens`` (num_seqs, seq_len) received in one causal pass: fp32
+    (num_seqs, num_kv_heads, seq_len). With a ``compressor``, attention reads all keys and values packed (in place)."""
+    check_tokens(model, tokens)
+    check_batch_size(batch_size)
+    found: dict[int, list[Tensor]] = {source.layer_idx: [] for source in kv_sources(model)}
+    with watching_attention(model, lambda layer, scores: found[layer].append(scores)):
+        for batch in tokens.to(model.device).split(batch_size):
+            cache = None if compressor is None else compressor.new_cache(model, in_place=True)
+            model(batch, past_key_values=cache, use_cache=cache is not None)
+    return [torch.cat(found[layer]) for layer in sorted(found)]
+
+
+def heavy_hitters(
+    scores: Tensor,
+    retain: float = 0.75,
+    recent: float = 0.1,
+    seen: int | None = None,
+    sink_tokens: int = 0,
+    recent_window: int = 0,
+) -> Tensor:
+    """Choose the tokens to keep: int64 (batch, num_kv_heads, kept), ascending, each head its own.
+
+    ``scores`` (batch, num_kv_heads, stored) is the attention that each stored token has received. ``retain`` and
+    ``recent`` are shares of the ``seen`` tokens (by default the stored ones), rounded to the nearest token: so many are
+    kept in all, and so many of them are the newest, whatever their score; the others are those with the highest scores,
+    the newer one on a tie. The first ``sink_tokens`` and the last ``recent_window`` are kept even beyond these shares.
+    Raises ``DataError`` for shares outside 0 <= recent <= retain <= 1 or a score that is NaN.
+    """
+    check_shares(retain, recent)
+    if scores.isnan().any():
+        raise DataError("attention scores are NaN: check the model's weights and dtype")
+    stored = scores.shape[-1]
+    seen = stored if seen is None else seen
+    newest = min(stored, max(recent_window, round(recent * seen)))
+    kept = min(stored, max(round(retain * seen), sink_tokens + newest, 1))
+    ranked = scores.clone()
+    ranked[..., :sink_tokens] = ranked[..., stored - newest :] = torch.inf
+    order = ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)  # flipped: the newer token wins a tie
+    return (stored - 1 - order[..., :kept]).sort(dim=-1).values
+
+
+def random_tokens(seed: int = 0) -> Callable[..., Tensor]:
+    """A rule in place of ``heavy_hitters`` that draws the kept tokens at random, the newest apart: the control."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(scores: Tensor, *shares, **counts) -> Tensor:
+        drawn = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
+        return heavy_hitters(drawn.to(scores.device), *shares, **counts)
+
+    return choose
+
+
+def check_shares(retain: float, recent: float) -> None:
+    """Raise ``DataError`` unless 0 <= recent <= retain <= 1 and retain > 0."""
+    numbers = isinstance(retain, int | float) and isinstance(recent, int | float)
+    if not (numbers and 0 <= recent <= retain <= 1 and retain > 0):
+        raise DataError(f"retain {retain!r} and recent {recent!r} must be shares with 0 <= recent <= retain <= 1")
+
+
+def compare_scores(
+    model, compressor, tokens: Tensor, retain: float = 0.75, recent: float = 0.1, batch_size: int = 8
+) -> list[dict]:
+    """Would the same tokens be kept if attention read packed keys? A row per layer, means over sequences and heads.
+
+    ``overlap`` is the share of the exact pass's kept tokens that the packed pass keeps too; ``overlap_by_chance`` what
+    random choice beside the same newest tokens would give; ``rank_correlation`` Spearman's, over all tokens.
+    """
+    exact, packed = (attention_scores(model, tokens, reads, batch_size) for reads in (None, compressor))
+    rows = []
+    for layer, pair in enumerate(zip(exact, packed, strict=True)):
+        ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
+        stored, newest, kept = ours.shape[-1], round(recent * ours.shape[-1]), int(ours[0, 0].sum())
+        chance = (newest + (kept - newest) ** 2 / max(1, stored - newest)) / kept
+        row = {"layer": layer, "overlap": (ours & theirs).sum().item() / ours.sum().item(), "overlap_by_chance": chance}
+        rows.append(row | {"rank_correlation": _spearman(*pair)})
+    return rows
+
+
+def _spearman(x: Tensor, y: Tensor) -> float:
+    """Rank correlation along the last dimension, averaged over the others."""
+    ranks = torch.stack([x, y]).argsort(dim=-1).argsort(dim=-1).double()
+    x, y = ranks - ranks.mean(dim=-1, keepdim=True)
+    return ((x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()).mean().item()
+
+
+def token_mask(index: Tensor, length: int) -> Tensor:
+    """Indices (..., kept) -> bool (..., length)."""
+    return index.new_zeros((*index.shape[:-1], length), dtype=torch.bool).scatter_(-1, index, True)

@@ -1,0 +1,239 @@
+"""The sequences of a cache: which slots of the padded batch hold tokens, and which sequences are as long as each other.
+
+Padding is never stored, and takes no place among sinks, window or blocks, so that each sequence of a padded batch reads
+what it would read alone. A batch without padding is one group, and nothing here touches its keys and values.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vqkv.cache.positions import KeptPositions, Positions, Rotary
+from vqkv.cache.settings import LiveSettings
+from vqkv.cache.store import ForwardPass, TokenStore
+from vqkv.codecs.predictive import Known
+from vqkv.errors import DataError
+
+Pair = tuple[Tensor, Tensor]  # keys and values
+HALF_WAY = "an earlier forward pass failed half-way: reset() the cache and feed the tokens again"
+
+
+@dataclass(eq=False)
+class Group:
+    """Sequences that hold equally many tokens: ``rows`` are their places in the batch, ``stores`` their keys and values
+    by layer, ``step`` serves the forward pass that is running."""
+
+    rows: list[int]
+    stores: list[tuple[TokenStore, TokenStore]]
+    positions: Positions
+    step: ForwardPass | None = None
+
+    @property
+    def all_stores(self) -> list[TokenStore]:
+        """Those of all layers, keys before values."""
+        return [store for pair in self.stores for store in pair]
+
+    def truncate(self, seq_len: int) -> None:
+        """Keep the first ``seq_len`` tokens."""
+        for store in self.all_stores:
+            store.truncate(seq_len)
+        self.positions.truncate(seq_len)
+
+    def select(self, index: Tensor, rows: list[int]) -> "Group":
+        """A copy with its sequences ``index``, which become ``rows`` of the batch."""
+        positions = self.positions.select(index)
+        stores = [tuple(store.select(index, positions) for store in pair) for pair in self.stores]
+        return Group(rows, stores, positions)
+
+
+@dataclass(eq=False)
+class Batch:
+    """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
+    do. ``evicts``: each layer keeps tokens of its own. ``direct``: attention may read quantized tokens as they are.
+    ``judged``: this pass's attention masks, for ``PackedStates``."""
+
+    compressor: object
+    settings: LiveSettings
+    rotary: Rotary | None
+    evicts: bool = False
+    groups: list[Group] = field(default_factory=list)
+    tokens: Tensor | None = None
+    slots: int = 0
+    size: int = 0
+    mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
+    running: bool = field(default=False, init=False)
+    direct: bool = field(default=False, init=False)
+    judged: list[tuple[Tensor, bool]] = field(default_factory=list, init=False)
+    _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
+
+    def new_group(self, rows: list[int]) -> Group:
+        """Empty stores for these sequences."""
+        positions, settings = Positions(self.rotary), self.settings
+
+        def keys(coder):
+            if self.rotary is None:
+                return TokenStore(coder, settings)
+            return TokenStore(coder, settings, KeptPositions(positions) if self.evicts else positions)
+
+        return Group(rows, [(keys(k), TokenStore(v, settings)) for k, v in self.compressor.coders], positions)
+
+    def see(self, attention_mask) -> None:
+        """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+        self.mask = attention_mask.bool() if is_padding else None
+        if self.rotary is not None:
+            self.rotary.thread = threading.get_ident()
+
+    def check_whole(self) -> None:
+        """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
+        if self.running:
+            raise DataError(HALF_WAY)
+
+    def begin(self, keys: Tensor) -> None:
+        """Make place for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are
+        here, or for a token in a slot that was padding."""
+        size, _, new_slots, _ = keys.shape
+        if self.slots and size != self.size:
+            raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
+        new = self._new_tokens(new_slots, size)
+        position_ids = None if self.rotary is None else self.rotary.take()
+        self.running, self.judged = True, []
+        if not self.slots:
+            self.groups, self.size = [self.new_group(list(range(size)))], size
+        if new is None:
+            self.groups[0].positions.advance(new_slots, keys, position_ids)
+        else:
+            self._advance(new, keys, position_ids)
+        self.slots += new_slots
+        readers, room = self.compressor.last_readers, self.settings.room(size)
+        for group in self.groups:
+            group.step = ForwardPass(Known(readers), Known(readers), room)
+
+    def _new_tokens(self, new_slots: int, size: int) -> Tensor | None:
+        """True where a new slot holds a token, on the CPU; None if all slots so far and now do."""
+        mask, self.mask = self.mask, None
+        if mask is None or mask.shape[0] != size:
+            return None if self.tokens is None else torch.ones(size, new_slots, dtype=torch.bool)
+        mask = F.pad(mask[:, : self.slots + new_slots], (0, max(0, self.slots + new_slots - mask.shape[1])))
+        if self.tokens is None and mask.all():
+            return None
+        mask = mask.cpu()
+        if self.tokens is None and self.slots and mask[:, self.slots :].all():
+            return None  # attention is told to pass over tokens that are here: that is its own affair
+        if self.tokens is not None and (mask[:, : self.slots] & ~self.tokens).any():
+            raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
+        return mask[:, self.slots :]
+
+    def _advance(self, new: Tensor, like: Tensor, position_ids: Tensor | None) -> None:
+        before = torch.ones(self.size, self.slots, dtype=torch.bool) if self.tokens is None else self.tokens
+        self.tokens = torch.cat([before, new], dim=1)
+        self._divide(new.sum(dim=1))
+        self._places = []
+        for group in self.groups:
+            places = [_slots(mask[group.rows]).to(like.device) for mask in (new, self.tokens)]
+            ids = None
+            if position_ids is not None:
+                ids = position_ids.expand(self.size, -1)[group.rows].gather(1, places[0])
+            group.positions.advance(places[0].shape[1], like, ids)
+            self._places.append(places)
+
+    def _divide(self, counts: Tensor) -> None:
+        """Part the groups' sequences by ``counts`` (size)."""
+        groups = []
+        for group in self.groups:
+            own = counts[group.rows]
+            if (own == own[0]).all():
+                groups.append(group)
+                continue
+            for count in own.unique():
+                index = (own == count).nonzero().flatten()
+                groups.append(group.select(index, [group.rows[i] for i in index]))
+        self.groups = groups
+
+    def places(self, device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """By group: its sequences (rows, 1), the slots of their new tokens and of all; nothing without padding."""
+        if self.tokens is None:
+            return []
+        rows = [torch.tensor(group.rows, device=device)[:, None] for group in self.groups]
+        return [(row, *places) for row, places in zip(rows, self._places, strict=True)]
+
+    def split(self, keys: Tensor, values: Tensor) -> list[tuple[Group, Pair]]:
+        """The new tokens of each group of sequences (rows, num_kv_heads, new_tokens, head_dim)."""
+        if self.tokens is None:
+            return [(self.groups[0], (keys, values))]
+        pairs = [
+            tuple(x[rows, :, new].transpose(1, 2) for x in (keys, values)) for rows, new, _ in self.places(keys.device)
+        ]
+        return list(zip(self.groups, pairs, strict=True))
+
+    def join(self, read: list[Pair]) -> Pair:
+        """Put what groups read into one batch (size, num_kv_heads, slots, head_dim); slots of padding are zeros."""
+        if self.tokens is None:
+            return read[0]
+        return pad(read, self.places(read[0][0].device), self.size, self.slots)
+
+    def end(self) -> None:
+        """All layers have stored the pass's tokens."""
+        self.running, self._places = False, []  # not what was judged: the last layer's attention comes after this
+        for group in self.groups:
+            group.step = None
+            group.positions.done()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.groups, self.tokens, self.slots, self.size = [], None, 0, 0
+        self.mask, self.running = None, False
+
+    def truncate(self, slots: int) -> None:
+        """Keep the first ``slots`` slots."""
+        if slots >= self.slots:
+            return
+        if slots <= 0:
+            return self.reset()
+        counts = torch.full((self.size,), slots)
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :slots].clone()
+            counts = self.tokens.sum(dim=1)
+            self._divide(counts)
+        for group in self.groups:
+            group.truncate(int(counts[group.rows[0]]))
+        self.slots = slots
+
+    def select(self, indices: Tensor) -> None:
+        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for
+        one that is not here, or for none; what is stored is then as it was."""
+        if not self.slots:
+            return
+        indices = torch.as_tensor(indices).cpu()
+        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices.long().flatten()
+        if not len(indices) or not ((indices >= -self.size) & (indices < self.size)).all():
+            raise DataError(f"sequences {indices.tolist()} of a cache that holds {self.size}: name some of these")
+        indices = indices % self.size
+        groups = []
+        for group in self.groups:
+            place = {row: i for i, row in enumerate(group.rows)}
+            rows = [i for i, row in enumerate(indices.tolist()) if row in place]
+            if rows:
+                groups.append(group.select(torch.tensor([place[int(indices[i])] for i in rows]), rows))
+        self.groups, self.size = groups, len(indices)
+        self.tokens = None if self.tokens is None else self.tokens[indices]
+        room = self.settings.room(self.size)
+        for store in (store for group in groups for store in group.all_stores):
+            store.trim(room)
+
+
+def pad(read: list[Pair], places: list[tuple[Tensor, Tensor, Tensor]], size: int, slots: int) -> Pair:
+    """Tokens of groups (rows, num_kv_heads, tokens, head_dim) at their ``places`` in a batch of zeros."""
+    out = tuple(x.new_zeros(size, x.shape[1], slots, x.shape[3]) for x in read[0])
+    for pair, (rows, _, all_) in zip(read, places, strict=True):
+        for padded, x in zip(out, pair, strict=True):
+            padded[rows, :, all_] = x.transpose(1, 2)
+    return out
+
+
+def _slots(mask: Tensor) -> Tensor:
+    """bool (sequences, slots), equally many True in each -> int64 (sequences, tokens), ascending."""
+    return mask.nonzero()[:, 1].view(len(mask), -1)

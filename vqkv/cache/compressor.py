@@ -1,0 +1,151 @@
+"""A preset fitted to a model: the codecs of every layer, what they predict from each other, and their cache."""
+
+import json
+import math
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from vqkv.cache.compressed import CompressedCache
+from vqkv.cache.compressor_folder import read, sha256, write
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs.base import Codec
+from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, check_order, last_readers
+from vqkv.errors import FormatError
+from vqkv.models.load import difference
+from vqkv.runtime.checks import whole_blocks
+from vqkv.runtime.files import tensors_sha256
+
+
+class Compressor:
+    """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to;
+    ``predictions``: what is predicted from other layers, by place. Raises ``DataError`` for predictions that read what
+    is decoded after them."""
+
+    def __init__(
+        self,
+        name: str,
+        codecs: list[tuple[Codec, Codec]],
+        settings: CacheSettings,
+        model: dict,
+        notes: dict | None = None,
+        predictions: dict[Place, Prediction] | None = None,
+    ):
+        self.name, self.codecs, self.settings, self.model = name, codecs, settings, model
+        self.notes, self.predictions = notes or {}, predictions or {}
+        check_order(self.predictions)
+        self.last_readers = last_readers(self.predictions)
+        self.coders = [
+            tuple(
+                PredictiveCodec(codec, (role, layer), self.predictions.get((role, layer)))
+                for role, codec in zip(ROLES, pair, strict=True)
+            )
+            for layer, pair in enumerate(codecs)
+        ]
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of codebooks, predictors and everything else that is stored once, not per token."""
+        return sum(codec.side_bytes for pair in self.codecs for codec in pair) + self.predictor_bytes
+
+    @property
+    def predictor_bytes(self) -> int:
+        """The predictors' share of ``side_bytes``."""
+        return sum(prediction.predictor.side_bytes for prediction in self.predictions.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of all that encoding and decoding depend on: codecs, predictions, cache settings and everything
+        learned, not the names. Another device or a save and a load do not change it."""
+        text = json.dumps(self._described(), sort_keys=True)
+        return sha256((text + tensors_sha256(sorted(self._learned().items()))).encode())
+
+    def to(self, device) -> "Compressor":
+        """Move everything learned to ``device``, in place."""
+        for codec in (codec for pair in self.codecs for codec in pair):
+            codec.to(device)
+        for prediction in self.predictions.values():
+            prediction.predictor.to(device)
+        return self
+
+    def to_layers(self, devices: list[torch.device]) -> "Compressor":
+        """Move what each layer has learned to that layer's device, in place."""
+        for layer, device in enumerate(devices):
+            for coder in self.coders[layer]:
+                coder.codec.to(device)
+                if coder.prediction is not None:
+                    coder.prediction.predictor.to(device)
+        return self
+
+    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
+        """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
+        to another model."""
+        return CompressedCache(self, model, in_place, decoded_cache_bytes)
+
+    def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
+        """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens
+        after the last whole block that every codec can pack are left out. ``known``: ``new_pass()``, handed from the
+        first layer to the last, where predictors read other layers. Raises ``DataError`` without a whole block."""
+        known = self.new_pass() if known is None else known
+        block = self.tokens_per_row if self.predictions else 1
+        pairs = zip(self.coders[layer], (keys, values), strict=True)
+        return tuple(coder.through(whole_blocks(x, max(block, coder.tokens_per_row)), known) for coder, x in pairs)
+
+    def new_pass(self) -> Known:
+        """Nothing known yet; see ``reconstruct``."""
+        return Known(self.last_readers)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that every codec can pack and unpack without others."""
+        return math.lcm(*(codec.tokens_per_row for pair in self.codecs for codec in pair))
+
+    def check(self, model) -> None:
+        """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
+        found = difference(self.model, model)
+        if found:
+            raise FormatError(
+                f"compressor {self.name!r} was fitted to {self.model['name']!r} with {found}: "
+                "calibrate a compressor for this model"
+            )
+
+    def save_pretrained(self, folder) -> None:
+        """Write ``config.json`` and ``codecs-<hash>.safetensors`` into ``folder``. The header is moved into place last;
+        until then an older compressor there stays whole. Raises ``FormatError`` if ``folder`` is a file."""
+        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
+        write(folder, about, self._learned())
+
+    def _described(self) -> dict:
+        """All but what was learned, as JSON."""
+        return {
+            "settings": asdict(self.settings),
+            "codecs": [[codec.config() for codec in pair] for pair in self.codecs],
+            "predictions": [
+                {"place": place, "sources": prediction.sources, "predictor": prediction.predictor.config()}
+                for place, prediction in sorted(self.predictions.items(), key=lambda item: item[0][::-1])
+            ],
+        }
+
+    def _learned(self) -> dict[str, Tensor]:
+        """Everything learned, by the name it is saved under."""
+        codecs = {
+            f"{layer}.{role}.{name}": tensor
+            for layer, pair in enumerate(self.codecs)
+            for role, codec in zip(ROLES, pair, strict=True)
+            for name, tensor in codec.state_dict().items()
+        }
+        return codecs | {
+            f"{layer}.{role}.predictor.{name}": tensor
+            for (role, layer), prediction in self.predictions.items()
+            for name, tensor in prediction.predictor.state_dict().items()
+        }
+
+    @classmethod
+    def from_pretrained(cls, folder) -> "Compressor":
+        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, truncated or altered."""
+        return read(folder, cls)
+
+    def __repr__(self) -> str:
+        layers = len(self.codecs)
+        return f"Compressor({self.name} for {self.model['name']}, {layers} layers, {self.side_bytes:,} side bytes)"

@@ -1,0 +1,99 @@
+"""The byte meter: what tensors really hold, never what a formula says they should."""
+
+import dataclasses
+
+import torch
+
+from vqkv.codecs.part import Part
+
+FP16_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Bytes of one cache by kind. ``values`` counts the cached elements of K and V of all tokens, ``packed_values``
+    those whose tokens are packed; ``kinds`` maps a kind of storage (codes, scale, sinks, window, ...) to bytes."""
+
+    kinds: dict[str, int]
+    packed_bytes: int
+    packed_values: int
+    values: int
+    seq_len: int
+    batch_size: int
+    side_bytes: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """All that grows or shrinks with the cache: packed tokens, sinks and recent window; no side information."""
+        return sum(self.kinds.values())
+
+    @property
+    def bits_per_value(self) -> float:
+        """Marginal: stored bits for each value of the packed tokens; NaN while none is packed."""
+        return 8 * self.packed_bytes / self.packed_values if self.packed_values else float("nan")
+
+    @property
+    def bits_per_value_total(self) -> float:
+        """Bits for each value of all tokens here: sinks, recent window and side information included."""
+        return 8 * (self.cache_bytes + self.side_bytes) / self.values if self.values else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the live fp16 cache of the same tokens over ``cache_bytes`` (side information apart)."""
+        return self.values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
+
+    def as_dict(self) -> dict:
+        """Everything as plain numbers, for a table or JSON."""
+        names = ("cache_bytes", "bits_per_value", "bits_per_value_total", "ratio")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+
+    def line(self) -> str:
+        """The essential in less than a line."""
+        tokens = f"{self.batch_size} x {self.seq_len} tokens"
+        if not self.values:
+            return f"{tokens}, empty"
+        return f"{tokens}, {self.cache_bytes / 1e6:.4g} MB, {self.bits_per_value:.4g} bits/value, {self.ratio:.3g}x"
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
+        return (
+            f"{self.batch_size} x {self.seq_len} tokens in {self.cache_bytes:,} bytes ({kinds or 'empty'}); "
+            f"side information {self.side_bytes:,} bytes; {self.bits_per_value:.4g} bits per packed value, "
+            f"{self.ratio:.4g}x against fp16"
+        )
+
+
+def tensor_bytes(*objects) -> int:
+    """Bytes of the storages behind every tensor reachable from ``objects``, each storage once.
+
+    Walks lists, tuples, sets, dicts and the attributes of instances, but not modules other than parts
+    of codecs: a model is not its cache.
+    """
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(*objects)}.values())
+
+
+def tensors(*objects) -> list[torch.Tensor]:
+    """Every tensor reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's) has
+    a storage in name only: the tensors that it wraps stand for it."""
+    found, seen, stack = [], set(), list(objects)
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, (type, str, bytes, int, float)) or _is_model(item):
+            continue
+        seen.add(id(item))
+        if hasattr(type(item), "__tensor_flatten__"):
+            stack += [getattr(item, name) for name in item.__tensor_flatten__()[0]]
+        elif isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            stack += item
+        else:
+            stack += list(getattr(item, "__dict__", {}).values())
+            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
+    return found
+
+
+def _is_model(item) -> bool:
+    return isinstance(item, torch.nn.Module) and not isinstance(item, Part)

@@ -1,0 +1,186 @@
+"""A cache on disk: what it stores of its tokens and what it was made for, in one checked safetensors file.
+
+The file's metadata has two entries. ``vqkv-cache`` is a JSON header: format and version; names and fingerprints of the
+compressor and the model; the batch; of each group its sequences and how many of their tokens are sinks, quantized (with
+holes) and window; the report. ``sha256`` is that of the header and of all tensors (names, types, shapes, bytes).
+
+Tensors: ``tokens``, uint8 (batch, slots), if some slots hold padding; of group 0 ``0.positions``, unless they are 0, 1,
+2, ...; of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and the payload's, such as ``0.3.key.payload.codes``. Their
+bytes are the ones that ``CompressedCache.report`` counts, decoded tokens apart.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+from vqkv.cache.batch import Group
+from vqkv.cache.holes import tokens_read
+from vqkv.codecs.part import ALTERED
+from vqkv.codecs.payload import payload_from
+from vqkv.codecs.predictive import ROLES
+from vqkv.errors import DataError, FormatError
+from vqkv.models.load import describe, fingerprint
+from vqkv.runtime.files import replacing, tensors_sha256
+
+FORMAT, VERSION = "vqkv-cache", 2
+DIGITS = 16  # of a fingerprint, in messages
+
+
+def save(cache, path) -> None:
+    """Write ``cache`` to one file, as ``CompressedCache.save`` says."""
+    path = Path(path)
+    if path.is_dir():
+        raise FormatError(f"{path} is a folder: name a file for the cache")
+    cache.batch.check_whole()
+    if (model := cache.model()) is None:
+        raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
+    tensors, report = {name: x.contiguous() for name, x in sorted(_tensors(cache.batch))}, cache.report()
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "compressor": _about_compressor(cache.compressor),
+        "model": _about_model(model),
+        "in_place": cache.settings.in_place,
+        "batch_size": cache.batch.size,
+        "slots": cache.batch.slots,
+        "groups": [_about_group(group) for group in cache.batch.groups],
+        "report": replace(report, kinds=report.kinds | {"decoded": 0}).as_dict(),
+    }
+    text = json.dumps(header)
+    data = safetensors_bytes(tensors, {FORMAT: text, "sha256": _sha256(text, tensors)})
+    with replacing(path) as file:
+        file.write(data)
+
+
+def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
+    """Read a cache of class ``kind``, as ``CompressedCache.load`` says."""
+    if not hasattr(compressor, "fingerprint"):
+        raise DataError(f"a {type(compressor).__name__} is no Compressor: pass the one that the cache was made with")
+    header, tensors = _read(path)
+    _check_made_for(header, path, compressor, model)
+    cache = kind(compressor, model, header["in_place"], decoded_cache_bytes)
+    _fill(cache, header, tensors)
+    return cache
+
+
+def inspect(path) -> dict:
+    """A saved cache's header and ``Report.as_dict()``, with no need of compressor or model. Raises ``FormatError`` for
+    anything but a whole saved cache."""
+    header, tensors = _read(path)
+    about = {key: header[key] for key in ("format", "version", "compressor", "model", "in_place")}
+    about["groups"] = [group | {"rows": len(group["rows"])} for group in header["groups"]]
+    file_bytes, stored = Path(path).stat().st_size, sum(x.numel() * x.element_size() for x in tensors.values())
+    return about | {"file_bytes": file_bytes, "header_bytes": file_bytes - stored} | header["report"]
+
+
+def _about_compressor(compressor) -> dict:
+    return {"name": compressor.name, "fingerprint": compressor.fingerprint}
+
+
+def _about_model(model) -> dict:
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
+    about = {name: value for name, value in describe(model).items() if name != "weights"}
+    about |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    return about | {"rope_parameters": json.dumps(rope, sort_keys=True, default=str), "weights": fingerprint(model)}
+
+
+def _about_group(group: Group) -> dict:
+    """A group's sequences and how many tokens of each are stored how: the same in all layers, keys and values."""
+    sinks, _, window = (store := group.all_stores[0]).parts
+    holes = [[int(edge) for edge in hole] for hole in store.holes]
+    return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": holes, "window": window}
+
+
+def _tensors(batch) -> Iterator[tuple[str, Tensor]]:
+    if batch.tokens is not None:
+        yield "tokens", batch.tokens.to(torch.uint8)
+    for number, group in enumerate(batch.groups):
+        if group.positions.explicit is not None:
+            yield f"{number}.positions", group.positions.explicit
+        for layer, pair in enumerate(group.stores):
+            for role, store in zip(ROLES, pair, strict=True):
+                stored = {"sinks": store.sinks, "window": store.window}
+                if store.payload is not None:
+                    stored |= {f"payload.{name}": x for name, x in store.payload.tensors.items()}
+                yield from ((f"{number}.{layer}.{role}.{name}", x) for name, x in stored.items() if x is not None)
+
+
+def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
+    """Hand every store of an empty ``cache`` its own tensors."""
+    batch, device, owned = cache.batch, cache.model().device, defaultdict(dict)
+    batch.size, batch.slots = header["batch_size"], header["slots"]
+    batch.tokens = tensors.pop("tokens").bool() if "tokens" in tensors else None
+    for name, tensor in tensors.items():
+        number, *owner, part = name.split(".", 3)
+        owned[int(number), *owner][part] = tensor.to(device)
+    for number, about in enumerate(header["groups"]):
+        group = batch.new_group(about["rows"])
+        group.positions.explicit = owned[number,].get("positions")
+        quantized = tokens_read(about["holes"], about["quantized"])
+        group.positions.seq_len = about["sinks"] + quantized + about["window"]
+        for layer, pair in enumerate(group.stores):
+            for role, store in zip(ROLES, pair, strict=True):
+                _fill_store(store, owned[number, str(layer), role], about)
+        batch.groups.append(group)
+    for layer in cache.layers:
+        layer.is_initialized = bool(batch.slots)
+
+
+def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
+    store.sinks, store.window = tensors.pop("sinks", None), tensors.pop("window", None)
+    store.holes = tuple(map(tuple, about["holes"]))
+    if about["quantized"]:
+        settings, codec = store.settings, store.coder.codec
+        shape = (1, settings.num_kv_heads, codec.tokens_per_row, settings.head_dim)
+        like = codec.encode(torch.zeros(shape, device=next(iter(tensors.values())).device))
+        found = {name.removeprefix("payload."): x for name, x in tensors.items()}
+        store.payload = payload_from(like.header(), found)  # the header is the same for all that a codec encodes
+
+
+def _check_made_for(header: dict, path, compressor, model) -> None:
+    """Raise ``FormatError`` if either is not what the cache was made for: which of them, what it was and what it is."""
+    found = []
+    was, here = header["compressor"], _about_compressor(compressor)
+    if was["fingerprint"] != here["fingerprint"]:
+        names = [f"{about['name']!r} ({about['fingerprint'][:DIGITS]})" for about in (was, here)]
+        found.append("compressor {}, not {}".format(*names))
+    was, here = header["model"], _about_model(model)
+    other = next((key for key in here if key != "name" and was[key] != here[key]), None)
+    if other:
+        names = [f"{about['name']!r} with {other} {about[other]}" for about in (was, here)]
+        found.append("model {}, not {}".format(*names))
+    if found:
+        raise FormatError(f"{path} was saved with {', and with '.join(found)}: load it with what it was saved with")
+
+
+def _read(path) -> tuple[dict, dict[str, Tensor]]:
+    """Header and tensors, copies of the file's. Raises ``FormatError`` for anything but a whole saved cache."""
+    if not Path(path).is_file():
+        raise FormatError(f"{path} is no file: save a cache with cache.save(...)")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+    except (SafetensorError, OSError, *ALTERED) as error:
+        raise FormatError(f"{path} is no saved cache, or was cut or altered: {error}") from error
+    if FORMAT not in metadata:
+        raise FormatError(f"{path} is a safetensors file, but no saved cache: save one with cache.save(...)")
+    if metadata.get("sha256") != _sha256(metadata[FORMAT], tensors):
+        raise FormatError(f"{path} was altered, or saved by another version: its sha256 is not that of what it holds")
+    header = json.loads(metadata[FORMAT])
+    if header["version"] != VERSION:
+        raise FormatError(f"{path} has version {header['version']!r}; this vqkv reads {VERSION}: save the cache anew")
+    return header, tensors
+
+
+def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
+    """Hex digest of the header and of the tensors in the order of their names."""
+    return hashlib.sha256((text + tensors_sha256(sorted(tensors.items()))).encode()).hexdigest()

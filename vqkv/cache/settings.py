@@ -1,0 +1,79 @@
+"""Settings of a cache: the tokens it keeps exact, and when it quantizes the others."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vqkv.errors import DataError
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
+    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read. Raises ``DataError`` for
+    anything but whole numbers that a cache can keep, and a boolean."""
+
+    sink_tokens: int = 0
+    recent_window: int = 0
+    flush_block: int = 1
+    pre_rope: bool = True
+
+    def __post_init__(self):
+        if type(self.pre_rope) is not bool:
+            raise DataError(f"pre_rope {self.pre_rope!r} must be True or False")
+        for label, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
+            value = getattr(self, label)
+            if type(value) is not int or value < least:
+                raise DataError(f"{label} {value!r} must be a whole number from {least} on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveSettings(CacheSettings):
+    """The settings of one cache, with what its compressor and its model add. ``tokens_per_row``: tokens that every
+    codec can encode and decode without others."""
+
+    in_place: bool
+    decoded_cache_bytes: int
+    tokens_per_row: int
+    dtype: torch.dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, compressor, model, in_place: bool, decoded_cache_bytes: int) -> "LiveSettings":
+        """Those of a compressor's cache for a model; in place nothing stays exact."""
+        exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
+        return cls(
+            **vars(compressor.settings) | exact,
+            in_place=in_place,
+            decoded_cache_bytes=decoded_cache_bytes,
+            tokens_per_row=compressor.tokens_per_row,
+            dtype=model.dtype,
+            num_layers=len(compressor.codecs),
+            num_kv_heads=compressor.model["num_kv_heads"],
+            head_dim=compressor.model["head_dim"],
+        )
+
+    @property
+    def block(self) -> int:
+        """Tokens are quantized in multiples of it."""
+        return math.lcm(self.tokens_per_row, self.flush_block)
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Type of sinks and window: the model's if it has 16 bits, else fp16."""
+        return self.dtype if self.dtype.itemsize == 2 else torch.float16
+
+    @property
+    def last_layer(self) -> int:
+        """The layer with which a forward pass ends."""
+        return self.num_layers - 1
+
+    def room(self, batch_size: int) -> int:
+        """Quantized tokens whose decoded keys and values, of all layers and sequences, ``decoded_cache_bytes`` holds;
+        whole blocks."""
+        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * max(1, batch_size)
+        tokens = self.decoded_cache_bytes // token
+        return tokens - tokens % self.tokens_per_row

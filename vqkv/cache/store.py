@@ -1,0 +1,216 @@
+"""One layer's keys or its values in a cache: which tokens are exact, which are quantized, and when they change over."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.cache.holes import Holes, tokens_read, truncated_holes, without_holes
+from vqkv.cache.positions import KeptPositions, Positions, pick_rows
+from vqkv.cache.settings import LiveSettings
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.predictive import Known, PredictiveCodec
+from vqkv.errors import DataError
+from vqkv.kernels import Packed
+
+PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
+ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
+
+
+@dataclass
+class ForwardPass:
+    """News that layers tell each other in one forward pass, so that no history is decoded twice: reconstructions of the
+    tokens that were quantized before it (``past``), and in it (``fresh``). ``room``: of how many quantized tokens what
+    is read may be kept for the next step."""
+
+    past: Known
+    fresh: Known
+    room: int = 0
+
+
+@dataclass(eq=False)
+class TokenStore:
+    """Full-precision sinks, quantized tokens, full-precision recent window: (batch, num_kv_heads, tokens, head_dim).
+
+    ``payload`` holds the quantized tokens in order, those in ``holes`` included. ``decoded``: what attention reads of
+    the first ``upto`` quantized tokens, if it is kept from step to step. ``positions``: of keys stored before RoPE.
+    """
+
+    coder: PredictiveCodec
+    settings: LiveSettings
+    positions: Positions | KeptPositions | None = None
+    sinks: Tensor | None = None
+    payload: Payload | None = None
+    window: Tensor | None = None
+    holes: Holes = ()
+    decoded: Tensor | None = None
+    upto: int = 0
+
+    @property
+    def quantized(self) -> int:
+        """Tokens in the payload."""
+        return 0 if self.payload is None else self.payload.seq_len
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Tokens in the sinks, quantized ones that are read, and tokens in the window."""
+        sinks, window = (0 if x is None else x.shape[2] for x in (self.sinks, self.window))
+        return sinks, self.count(self.quantized), window
+
+    def count(self, stop: int) -> int:
+        """Tokens that are read among the first ``stop`` quantized ones."""
+        return tokens_read(self.holes, stop)
+
+    def update(self, states: Tensor, step: ForwardPass) -> Tensor:
+        """Store new tokens; return all tokens as attention reads them: decoded history and, unless ``in_place``, the
+        new tokens as they came."""
+        if self.settings.in_place:
+            self.write(states, step)
+            return self.read(states[:, :, :0], step)
+        out = self.read(states, step)
+        self.write(states, step)
+        return out
+
+    def read(self, states: Tensor, step: ForwardPass) -> Tensor:
+        """All stored tokens in order, then ``states``, in their type."""
+        sinks, quantized, window = self.parts
+        stored = sinks + quantized + window
+        length = stored + states.shape[2]
+        out = states.new_empty(*states.shape[:2], length + -length % ROUND, states.shape[3]).narrow(2, 0, length)
+        self.trim(step.room)
+        start = self.count(self.upto)
+        for x, at in ((self.sinks, 0), (self.decoded, sinks), (self.window, sinks + quantized), (states, stored)):
+            if x is not None:
+                out.narrow(2, at, x.shape[2]).copy_(x)
+        if quantized > start:
+            into = out.narrow(2, sinks + start, quantized - start)
+            self._decode(into, sinks + start, step.past)
+            self._keep(into, start, step.room)
+        return out
+
+    def write(self, states: Tensor, step: ForwardPass) -> None:
+        """Store new tokens, then quantize the oldest of those beyond the sinks and the recent window."""
+        states = states.detach()  # a stored graph would hold every activation
+        settings, (sinks, quantized, window) = self.settings, self.parts
+        if sinks < settings.sink_tokens and states.shape[2]:
+            head = states[:, :, : settings.sink_tokens - sinks]
+            self.sinks = _append(self.sinks, _checked(head, settings.exact))
+            sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
+        spare = max(0, window + states.shape[2] - settings.recent_window)
+        flush = spare - spare % settings.block
+        if not flush:
+            if states.shape[2]:
+                self.window = _append(self.window, _checked(states, settings.exact))
+            return
+        states = states.float() if self.window is None else torch.cat([self.window.float(), states.float()], dim=2)
+        old = states[:, :, :flush]
+        left = _checked(states[:, :, flush:], settings.exact) if states.shape[2] > flush else None
+        old = old if self.positions is None else self.positions.unrotate(old, sinks + quantized)
+        payload = self.coder.encode(old, step.fresh)
+        self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
+        self.window = left
+
+    def packed(self, known: Known) -> Packed | None:
+        """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
+        codec has a say in them."""
+        shared = self.coder.prediction is not None or self.coder.place in known.last_reader
+        return None if shared or self.holes or self.payload is None else self.coder.codec.packed(self.payload)
+
+    def exact(self, states: Tensor) -> Tensor:
+        """Sinks, window and the new ``states``, side by side."""
+        return torch.cat([*(x.to(states.dtype) for x in (self.sinks, self.window) if x is not None), states], dim=2)
+
+    def truncate(self, seq_len: int) -> None:
+        """Keep the first ``seq_len`` tokens. What was quantized stays as it was quantized."""
+        sinks, quantized, _ = self.parts
+        self.window = _first(self.window, seq_len - sinks - quantized)
+        if seq_len < sinks + quantized:
+            rows = self.settings.tokens_per_row
+            self.holes, stop = truncated_holes(self.holes, max(0, seq_len - sinks), rows)
+            self.payload = self.payload.tokens(0, stop) if stop else None
+            self.upto = min(self.upto, stop)
+            self.decoded = _first(self.decoded, self.count(self.upto))
+        self.sinks = _first(self.sinks, seq_len)
+
+    def trim(self, room: int) -> None:
+        """Forget decoded tokens beyond the first ``room`` quantized ones."""
+        if self.upto > room:
+            self.decoded, self.upto = _first(self.decoded, self.count(room)), room
+
+    def select(self, index: Tensor, positions: Positions) -> "TokenStore":
+        """A copy with the sequences ``index``, which may come more than once; ``positions``: of all their tokens."""
+        tensors = {name: getattr(self, name) for name in ("sinks", "window", "decoded")}
+        chosen = {name: None if x is None else x[index.to(x.device)] for name, x in tensors.items()}
+        chosen["payload"] = None if self.payload is None else self.payload.batch_select(index)
+        own = None if self.positions is None else self.positions.select_from(positions, index)
+        return dataclasses.replace(self, **chosen, positions=own)
+
+    def evict(self, chosen: Tensor) -> None:
+        """Drop all quantized tokens but ``chosen`` (batch, num_kv_heads, kept), numbers of stored tokens among which
+        are all sinks and the window. Raises ``DataError`` where heads cannot drop rows of their own."""
+        sinks, quantized, window = self.parts
+        rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
+        if rows.shape[-1] == quantized:
+            return
+        if type(self.payload) is not Payload or self.payload.shape[:2] != rows.shape[:2]:
+            raise DataError(
+                f"this codec's {type(self.payload).__name__} of shape {self.payload.shape} mixes heads or has rows of "
+                "unequal size, from which one head's tokens cannot be dropped: use H2O(..., streaming=False)"
+            )
+        fields = {name: pick_rows(x, rows) for name, x in self.payload.fields.items()}
+        self.payload = dataclasses.replace(self.payload, fields=fields) if rows.shape[-1] else None
+
+    def _decode(self, out: Tensor, start: int, known: Known) -> None:
+        """Fill ``out`` with the quantized tokens from ``upto`` on, of which the first is the ``start``-th of all."""
+        place, pieces = start, self._pieces(out, known)
+        for first, last in pieces:
+            number = self.count(last) - self.count(first)
+            into = out if len(pieces) == 1 else out.narrow(2, place - start, number)
+            payload = self.payload if last - first == self.quantized else self.payload.tokens(first, last)
+            direct = self.positions is None and number == last - first
+            x = self.coder.decode(payload, known, into if direct else None)
+            if x is not into:
+                x = without_holes(self.holes, x, first)
+                into.copy_(x if self.positions is None else self.positions.rotate(x, place))
+            place += number
+
+    def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
+        """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All
+        at once where it works with nothing, and where other layers read the tokens too."""
+        first, last, coder = self.upto, self.quantized, self.coder
+        few, known_elsewhere = PIECE[out.device.type == "cpu"], coder.place in known.last_reader
+        if out.numel() <= few or known_elsewhere or coder.prediction is not None:
+            return [(first, last)]
+        if self.positions is None and coder.codec.decodes_directly(out):
+            return [(first, last)]
+        row = coder.tokens_per_row * out.shape[0] * out.shape[1] * out.shape[3]
+        step = max(1, few // row) * coder.tokens_per_row
+        return [(i, min(i + step, last)) for i in range(first, last, step)]
+
+    def _keep(self, x: Tensor, start: int, room: int) -> None:
+        """Keep what fits of ``x``, the decoded tokens from the ``start``-th on."""
+        upto = min(self.quantized, room)
+        if upto > self.upto:
+            fitting = x[:, :, : self.count(upto) - start]
+            self.decoded, self.upto = _append(self.decoded, fitting.clone(memory_format=torch.contiguous_format)), upto
+
+
+def _append(stored: Tensor | None, new: Tensor) -> Tensor:
+    return new if stored is None else torch.cat([stored, new], dim=2)
+
+
+def _first(stored: Tensor | None, tokens: int) -> Tensor | None:
+    """The first tokens alone, without the rest kept alive behind a view."""
+    if stored is None or tokens >= stored.shape[2]:
+        return stored
+    return stored[:, :, :tokens].clone() if tokens > 0 else None
+
+
+def _checked(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in 16 bits that owns just its own storage. Raises ``DataError`` for what the type cannot hold."""
+    out = states.to(dtype, copy=True).contiguous()
+    if not math.isfinite(out.sum(dtype=torch.float64)):  # one step where isfinite().all() takes three
+        raise DataError(f"keys or values hold NaN, infinity or numbers beyond {dtype}'s range and cannot be cached")
+    return out

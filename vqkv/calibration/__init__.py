@@ -1,0 +1,1 @@
+"""Model, text and preset -> Compressor."""

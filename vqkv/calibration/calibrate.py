@@ -1,0 +1,106 @@
+"""model + corpus + preset -> compressor, in constant memory, by one process or many."""
+
+from contextlib import nullcontext
+from itertools import chain
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from vqkv.cache.compressor import Compressor
+from vqkv.calibration.costs import metrics
+from vqkv.calibration.layer_fit import fit_layers
+from vqkv.calibration.sharing import ModelTrial
+from vqkv.calibration.spill import CapturedTokens
+from vqkv.calibration.together import finish, learn
+from vqkv.codecs.base import Codec
+from vqkv.codecs.predictive import ROLES
+from vqkv.errors import DataError
+from vqkv.models.capture import capture, check_batch_size, check_rope, check_tokens
+from vqkv.models.load import describe, difference, layer_devices, weights_fingerprint
+from vqkv.presets import Preset
+from vqkv.runtime.processes import current
+
+
+def calibrate(
+    model,
+    tokens: torch.Tensor,
+    preset: Preset,
+    batch_size: int = 8,
+    progress: bool = True,
+    captured: CapturedTokens | None = None,
+) -> Compressor:
+    """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len), ``batch_size`` sequences at a time, so that memory
+    does not grow with the number of tokens.
+
+    The first batch initialises the codebooks, each further batch is one learning step. A preset with predictors is
+    fitted layer by layer (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may
+    hold them already, in batches of its own.
+
+    Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
+    and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
+    fewer vectors in the first batch than codes, a batch with fewer sequences than processes, or a disk without room.
+    """
+    if not isinstance(preset, Preset):
+        raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
+    check_tokens(model, tokens)
+    check_batch_size(batch_size)
+    if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
+        raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
+    if preset.pre_rope:
+        check_rope(model, tokens)
+    if captured is not None:
+        _check_captured(captured, model, tokens, preset)
+        batch_size = captured.batch_size
+    current().share(tokens.split(batch_size)[-1])  # the smallest batch
+    progress = progress and current().first
+    if preset.plan is None:
+        codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured), {}
+    else:
+        made = captured or CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress)
+        with nullcontext(made) if made is captured else made:
+            codecs, predictions = fit_layers(preset, made, ModelTrial(model, made), model.device, progress)
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
+    return Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
+
+
+def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
+    """Every layer's codecs in one pass, or from one batch where there is nothing to learn: none depends on another."""
+    about = describe(model)
+    pairs = [
+        (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])
+    ]
+    codecs = [*chain(*pairs)]
+    if any(codec.weighted for codec in codecs):
+        _tell_costs(captured.metrics(model) if captured else metrics(model, tokens, not preset.pre_rope), pairs)
+    batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
+    if not any(codec.learns for codec in codecs):
+        batches = batches[:1]
+    bar = tqdm(batches, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
+    for number, batch in enumerate(bar):
+        if captured:
+            keys, values = captured.layers(number, model.device)
+        else:
+            keys, values = capture(model, current().share(batch), post_rope=not preset.pre_rope)
+        learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer])
+    finish(codecs, [device for device in layer_devices(model) for _ in ROLES])
+    return pairs
+
+
+def _tell_costs(found: dict, pairs: list[tuple[Codec, Codec]]) -> None:
+    for layer, pair in enumerate(pairs):
+        for role, codec in zip(ROLES, pair, strict=True):
+            codec.weigh(found[role, layer])
+
+
+def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
+    if not isinstance(captured, CapturedTokens):
+        raise DataError(f"captured must be CapturedTokens(model, tokens, ...), not {type(captured).__name__}")
+    if captured.processes != current():
+        raise DataError(f"captured by {captured.processes}, but this is {current()}: capture where you calibrate")
+    if not torch.equal(captured.tokens, tokens) or captured.post_rope == preset.pre_rope:
+        raise DataError("captured holds other tokens, or keys on the other side of RoPE: capture them for this preset")
+    found = difference(captured.about, model) or (captured.dtype != model.dtype and f"{captured.dtype}")
+    found = found or (captured.weights != weights_fingerprint(model) and "other weights")
+    if found:
+        raise DataError(f"captured is of a model with {found}: capture the tokens with this one")

@@ -1,0 +1,167 @@
+"""Costs that errors in each layer's keys and values have for a model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.predictive import ROLES, Place
+from vqkv.errors import DataError
+from vqkv.evaluation.metrics import token_kl
+from vqkv.kernels.rope import rotate
+from vqkv.models.capture import capture
+from vqkv.models.load import kv_sources, position_rotary
+from vqkv.runtime.checks import whole_blocks
+
+FISHER_SEQS, FISHER_TOKENS = 8, 1024  # of a sequence: a backward pass keeps all activations
+COST_TOKENS = 1024  # of a sequence, for each place again
+
+
+def metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
+    """``fisher_metrics`` of the first ``FISHER_SEQS`` sequences. Raises ``DataError`` for keys after RoPE."""
+    if post_rope and position_rotary(model) is not None:
+        raise DataError("what errors of keys cost is known before RoPE only: use a preset with pre_rope=True")
+    return fisher_metrics(model, tokens[:FISHER_SEQS])
+
+
+def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
+    """For each place, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's predictions about
+    a head's key (before RoPE) or value. An error e costs about e' F e / 2 nats of KL, all told: which queries look at
+    a key, how much attention a value gets, and what later layers make of it.
+
+    From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on ``tokens``
+    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of each sequence are used, one sequence at a time. Raises
+    ``DataError`` for a model that makes NaN or infinity.
+    """
+    sums: dict[Place, Tensor] = {}
+    generator = torch.Generator(model.device).manual_seed(seed)
+    with torch.inference_mode(False), torch.enable_grad():
+        for sequence in tokens[:, :FISHER_TOKENS].clone().split(1):
+            with _perturbed(model) as perturbations:
+                logits = model(sequence.to(model.device), use_cache=False).logits[0].float()
+            if not logits.isfinite().all():
+                raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+            score = logits.log_softmax(-1).gather(-1, drawn).sum()
+            gradients = torch.autograd.grad(score, [x for _, _, x in perturbations.values()])
+            for (place, (source, part, _)), gradient in zip(perturbations.items(), gradients, strict=True):
+                rows = source.heads(gradient, part)[0].float()
+                sums[place] = sums.get(place, 0) + rows.mT @ rows
+    return {place: total / tokens[:, :FISHER_TOKENS].numel() for place, total in sums.items()}
+
+
+@contextmanager
+def _perturbed(model) -> Iterator[dict[Place, tuple]]:
+    """Within the context, zeros that gradients can be taken for are added to keys and values as they are made. Yields
+    {place: (source, its part of the projection, zeros)}."""
+    found, handles = {}, []
+
+    def hook(place: Place, source, part: int):
+        def add(module, args, output):
+            zeros = torch.zeros_like(output, requires_grad=True)
+            found[place] = (source, part, zeros)
+            return output + zeros
+
+        return add
+
+    for source in kv_sources(model):
+        sides = (source.key_module, source.key_part), (source.value_module, source.value_part)
+        for role, (module, part) in zip(ROLES, sides, strict=True):
+            handles.append(module.register_forward_hook(hook((role, source.layer_idx), source, part)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
+    """For each place, float64 (n, 2): bits a value, and the KL in nats that its error alone is expected to cost on
+    ``tokens`` (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. The KL is measured with what
+    ``compressor`` restores, and goes with the squared error from there. Raises ``DataError`` for codecs that are no
+    chain, or whose bits cannot be chosen."""
+    tokens = tokens[:, :COST_TOKENS].to(model.device)
+    settings, found = compressor.settings, {}
+    with _layer_outputs(model) as outputs:
+        exact = model(tokens, use_cache=False).logits
+    rotary = position_rotary(model) if settings.pre_rope else None
+    for place, codec, rows, restored in _restored(model, compressor, tokens):
+        if not isinstance(codec, Chain):
+            raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
+        curve, vectors = codec.rates(rows), codec.vectors(rows)
+        error = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
+        cache = _Substituted(place, restored, settings.sink_tokens, rotary)
+        with _from_layer(place[1], outputs):
+            logits = model(tokens, past_key_values=cache, use_cache=True).logits
+        kl = token_kl(exact, logits).mean().item()
+        found[place] = torch.stack([curve[:, 0], curve[:, 1] * (max(kl, 0.0) / error if error else 0.0)], dim=1)
+    return found
+
+
+def _restored(model, compressor, tokens: Tensor) -> Iterator[tuple]:
+    """For each place: its codec, what that was given (after prediction), and what is read back of the place's tokens
+    from the first after the sinks on."""
+    known, sinks = compressor.new_pass(), compressor.settings.sink_tokens
+    keys, values = capture(model, tokens, post_rope=not compressor.settings.pre_rope)
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        for coder, x in zip(compressor.coders[layer], pair, strict=True):
+            x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
+            rows = x if coder.prediction is None else x - coder.prediction(known, x)
+            yield coder.place, coder.codec, rows, coder.through(x, known)
+
+
+@contextmanager
+def _layer_outputs(model) -> Iterator[list[tuple]]:
+    """(module, its output) of each decoder layer that runs within the context, in their order."""
+    names, outputs = {module: name for name, module in model.named_modules()}, []
+    layers = [model.get_submodule(names[source.attention].rpartition(".")[0]) for source in kv_sources(model)]
+    handles = [layer.register_forward_hook(lambda module, _, out: outputs.append((module, out))) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _from_layer(first: int, outputs: list[tuple]) -> Iterator[None]:
+    """Within the context, layers before ``first`` do not compute, but return ``outputs`` again."""
+    skipped = [(layer, vars(layer).get("forward"), output) for layer, output in outputs[:first]]
+    for layer, _, output in skipped:
+        layer.forward = lambda *args, output=output, **kwargs: output
+    try:
+        yield
+    finally:
+        for layer, before, _ in skipped:
+            del layer.forward
+            if before is not None:  # accelerate's, where weights lie elsewhere
+                layer.forward = before
+
+
+class _Substituted(DynamicCache):
+    """One pass in which attention reads ``restored`` (batch, num_kv_heads, tokens, head_dim) at one place, from the
+    token ``start`` on; keys before RoPE are rotated by ``rotary``."""
+
+    def __init__(self, place: Place, restored: Tensor, start: int, rotary=None):
+        super().__init__()
+        self.place, self.restored, self.start, self.rotary = place, restored, start, rotary
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        pair = dict(zip(ROLES, super().update(key_states, value_states, layer_idx, *args, **kwargs), strict=True))
+        role, layer = self.place
+        if layer == layer_idx:
+            x, stop = pair[role].clone(), self.start + self.restored.shape[2]
+            x[:, :, self.start : stop] = self._as_read(role, stop).to(x)
+            pair[role] = x
+        return tuple(pair.values())
+
+    def _as_read(self, role: str, stop: int) -> Tensor:
+        if role == "value" or self.rotary is None:
+            return self.restored
+        positions = torch.arange(self.start, stop, device=self.restored.device)[None]
+        cos, sin = self.rotary.forward(self.restored, positions)
+        return rotate(self.restored, cos.float(), sin.float())

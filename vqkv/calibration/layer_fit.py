@@ -1,0 +1,101 @@
+"""Codecs and predictors fitted layer by layer, each on what those before it are read back as (AQUA-KV, Algorithm 1)."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from vqkv.calibration.spill import CapturedTokens, Spill
+from vqkv.calibration.together import agree, finish, learn
+from vqkv.codecs.base import Codec
+from vqkv.codecs.predictive import Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
+from vqkv.kernels.precision import full_precision
+from vqkv.presets import Preset
+from vqkv.presets.plans import RolePlan, Trial
+from vqkv.runtime.checks import whole_blocks
+from vqkv.runtime.processes import current
+
+
+def fit_layers(preset: Preset, captured: CapturedTokens, trial: Trial, device="cpu", progress: bool = True):
+    """AQUA-KV's Algorithm 1: layer by layer, keys before values, each on what the places before it are read back as.
+    Returns a list over layers of (key codec, value codec), and the predictions by place."""
+    return fit_arranged(preset, preset.plan.arrange(preset, trial), captured, trial, device, progress)
+
+
+def fit_arranged(
+    preset: Preset, arranged: list[dict[str, RolePlan]], captured: CapturedTokens, trial: Trial, device="cpu",
+    progress: bool = True,
+):  # fmt: skip
+    """``fit_layers`` for plans of every layer that are arranged already."""
+    plans = {(role, layer): plan for layer, roles in enumerate(arranged) for role, plan in roles.items()}
+    head_dim = captured.about["head_dim"]
+    codecs = {place: plan.make_codec(head_dim) for place, plan in plans.items()}
+    for place in (place for place, codec in codecs.items() if codec.weighted):
+        codecs[place].weigh(trial.metrics[place])
+    block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
+    readers = last_readers({place: plan for place, plan in plans.items() if plan.predictor is not None})
+    with Spill(captured.folder) as restored:
+        fitting = LayerFit(captured, restored, readers, preset.sink_tokens, block, device)
+        for place, plan in tqdm(
+            plans.items(), f"calibrate {preset.name}", unit="role", disable=None if progress else True
+        ):
+            if prediction := fitting.fit(place, plan, codecs[place]):
+                predictions[place] = prediction
+    return [(codecs["key", layer], codecs["value", layer]) for layer in range(len(arranged))], predictions
+
+
+class LayerFit:
+    """Fits one place after another on captured keys and values, and keeps what later places read of them.
+
+    The first ``sink_tokens`` of a sequence are left out, as a cache keeps them exact, and so are tokens after the last
+    whole ``block``.
+    """
+
+    def __init__(self, captured: CapturedTokens, restored: Spill, readers, sink_tokens: int, block: int, device):
+        self.captured, self.restored, self.readers = captured, restored, readers
+        self.sink_tokens, self.block, self.device = sink_tokens, block, device
+
+    def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
+        """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
+        with full_precision(torch.device(self.device)):
+            return self._fit(place, plan, codec)
+
+    def _fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
+        prediction = None
+        if plan.predictor is not None:
+            plan.predictor.fit(lambda: self._samples(place, plan.sources))
+            agree([plan.predictor], [self.device])
+            prediction = Prediction(plan.predictor, plan.sources)
+        coder = PredictiveCodec(codec, place, prediction)
+        self._fit_codec(coder)
+        if place in self.readers:
+            for number, x, known in self._batches(place, plan.sources):
+                self.restored.put(place, number, coder.through(x, known))
+        for source in plan.sources:
+            if self.readers[source] == place:  # the last to read it
+                self.restored.drop(source)
+        return prediction
+
+    def _fit_codec(self, coder: PredictiveCodec) -> None:
+        for _, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
+            if coder.codec.ready:
+                return
+            learn([coder.codec], [x if coder.prediction is None else x - coder.prediction(known, x)])
+            if not coder.codec.learns:
+                break
+        finish([coder.codec], [self.device])
+
+    def _samples(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A predictor's inputs and targets, (n, in_features) and (n, out_features), batch by batch: in every process
+        those of all, so that each fits the same."""
+        for _, x, known in self._batches(place, sources):
+            rows = current().rows(inputs(known, sources, x)), current().rows(side_by_side(x))
+            yield rows[0].flatten(0, 1), rows[1].flatten(0, 1)
+
+    def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, Known]]:
+        for number, x in enumerate(self.captured.batches(place, self.device)):
+            known = Known()
+            known.update({source: self.restored.get(source, number, self.device) for source in sources})
+            yield number, whole_blocks(x[:, :, self.sink_tokens :].float(), self.block), known

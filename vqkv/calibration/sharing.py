@@ -1,0 +1,83 @@
+"""Answers to what plans ask about a model: how unlike layers are, what sharing them (KVSharer) and errors cost."""
+
+import dataclasses
+from functools import cached_property
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.nn import functional as F
+
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.settings import CacheSettings
+from vqkv.calibration.costs import cost_curves
+from vqkv.calibration.layer_fit import fit_arranged
+from vqkv.calibration.spill import CapturedTokens
+from vqkv.codecs.predictive import ROLES, Place, Prediction
+from vqkv.models.load import describe
+from vqkv.presets.plans import RolePlan
+from vqkv.runtime.processes import current
+
+NUM_SEQS, COST_SEQS = 4, 1  # sequences that shared layers are tried on, and each place's errors
+
+
+class ModelTrial:
+    """Answers from captured keys and values, and from forward passes over the first few of their sequences."""
+
+    def __init__(self, model, captured: CapturedTokens):
+        self.model, self.captured = model, captured
+        self.num_layers = captured.about["num_layers"]
+
+    def distances(self) -> Tensor:
+        """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""
+        means = [torch.cat([self._mean((role, layer)).flatten() for role in ROLES]) for layer in range(self.num_layers)]
+        return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
+
+    @property
+    def metrics(self) -> dict[Place, Tensor]:
+        """``CapturedTokens.metrics``."""
+        return self.captured.metrics(self.model)
+
+    def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
+        """``costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
+        codecs, predictions = fit_arranged(preset, plan, self.captured, self, self.model.device, progress=False)
+        settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
+        compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
+        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS])
+        mine = save({f"{layer}.{role}": curve.cpu() for (role, layer), curve in found.items()})
+        first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
+        return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}
+
+    def _mean(self, place) -> Tensor:
+        total = sum(x.double().sum(0) for x in self.captured.batches(place))
+        return current().total(total) / len(self.captured.tokens)
+
+    @torch.inference_mode()
+    def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
+        """Cosine similarity of the last hidden states with the exact ones, mean over tokens, when attention reads
+        layers stored as ``plan`` says, the current tokens included."""
+        shared = self._last_states(use_cache=True, past_key_values=self._cache(plan))
+        return F.cosine_similarity(self._exact, shared, dim=-1).mean().item()
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self._last_states(use_cache=False)
+
+    def _last_states(self, **cache) -> Tensor:
+        tokens = self.captured.tokens[:NUM_SEQS].to(self.model.device)
+        return self.model(tokens, output_hidden_states=True, **cache).hidden_states[-1].float()
+
+    def _cache(self, plan: list[dict[str, RolePlan]]):
+        about = describe(self.model)
+        width = about["num_kv_heads"] * about["head_dim"]
+        codecs, predictions = [], {}
+        for layer, roles in enumerate(plan):
+            codecs.append(tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES))
+            for role in ROLES:
+                if roles[role].predictor is not None:
+                    predictor = dataclasses.replace(roles[role].predictor, in_features=width, out_features=width)
+                    predictor.ready = True  # nothing is learned by what copies
+                    predictions[role, layer] = Prediction(predictor, roles[role].sources)
+        settings = CacheSettings(pre_rope=not self.captured.post_rope)
+        compressor = Compressor("trial", codecs, settings, about, predictions=predictions)
+        return compressor.new_cache(self.model, in_place=True)

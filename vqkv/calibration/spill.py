@@ -1,0 +1,121 @@
+"""Keys and values of many tokens on disk, a file for each batch, so that memory does not grow with their number."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from vqkv.calibration.costs import metrics
+from vqkv.codecs.predictive import ROLES, Place
+from vqkv.errors import DataError
+from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.load import describe, weights_fingerprint
+from vqkv.runtime.processes import current
+
+HEADROOM = 1 << 28  # bytes that stay free on the disk
+REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
+
+
+class Spill:
+    """Tensors by place and batch, in a folder that is removed at the end: ``with Spill() as spill``."""
+
+    def __init__(self, folder=None):
+        self.folder = folder
+        try:
+            self._temporary = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
+        except OSError as error:
+            raise DataError(f"no temporary folder in {folder or tempfile.gettempdir()}: {error}") from error
+        self._folder = Path(self._temporary.name)
+
+    def __enter__(self) -> "Spill":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._temporary.cleanup()
+
+    def put(self, place: Place, batch: int, x: Tensor) -> None:
+        """Write. Raises ``DataError`` where that fails."""
+        try:
+            save_file({"x": x.contiguous()}, self._path(place, batch))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot write to {self._folder}: {error}. {REMEDY}") from error
+
+    def get(self, place: Place, batch: int, device="cpu") -> Tensor:
+        """Read back. Raises ``DataError`` for what was not put there, or after the end."""
+        path = self._path(place, batch)
+        if not path.is_file():
+            raise DataError(f"{path} is gone: use it within its 'with', and only for places it holds")
+        return load_file(path, device=str(device))["x"]
+
+    def drop(self, place: Place) -> None:
+        """Remove every batch of ``place``."""
+        for path in self._folder.glob(f"{place[0]}-{place[1]}-*.safetensors"):
+            path.unlink()
+
+    def _path(self, place: Place, batch: int) -> Path:
+        return self._folder / f"{place[0]}-{place[1]}-{batch}.safetensors"
+
+
+class CapturedTokens(Spill):
+    """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
+    sequences at a time, into a temporary folder within ``folder``.
+
+    Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Where
+    processes share the job, each holds its share of every batch. Raises ``DataError`` if the disk has no room.
+    """
+
+    def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
+        check_tokens(model, tokens)
+        check_batch_size(batch_size)
+        super().__init__(folder)
+        self.processes, self._metrics = current(), None
+        self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
+        self.about, self.dtype, self.weights = describe(model), model.dtype, weights_fingerprint(model)
+        batches = tokens.split(batch_size)
+        self.num_batches = len(batches)
+        self._check_room(model.dtype.itemsize)
+        try:
+            self._capture(model, batches, progress)
+        except BaseException:  # also when interrupted: a traceback would keep the folder
+            self._temporary.cleanup()
+            raise
+
+    def _capture(self, model, batches, progress: bool) -> None:
+        for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
+            mine = self.processes.share(batch)
+            for role, layers in zip(ROLES, capture(model, mine, None, self.post_rope), strict=True):
+                for layer, x in enumerate(layers):
+                    self.put((role, layer), number, x)
+
+    def batches(self, place: Place, device="cpu") -> Iterator[Tensor]:
+        """(batch_size, num_kv_heads, seq_len, head_dim) of one place, batch by batch, always in the same order."""
+        return (self.get(place, number, device) for number in range(self.num_batches))
+
+    def layers(self, number: int, device="cpu") -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of one batch, lists over layers, as ``capture`` returns them."""
+        count = range(self.about["num_layers"])
+        keys, values = ([self.get((role, layer), number, device) for layer in count] for role in ROLES)
+        return keys, values
+
+    def metrics(self, model) -> dict[Place, Tensor]:
+        """``costs.metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
+        if self._metrics is None:
+            self._metrics = metrics(model, self.tokens, self.post_rope)
+        return self._metrics
+
+    def _check_room(self, itemsize: int) -> None:
+        about = self.about
+        values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+        needed = self.tokens.numel() * values * itemsize
+        needed += 6 * self.tokens.numel() * 4 * values // (2 * about["num_layers"])  # reconstructions of three layers
+        free = shutil.disk_usage(self._folder).free - HEADROOM
+        if needed > free:
+            raise DataError(
+                f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder} has "
+                f"{max(0, free):,} to spare. {REMEDY}"
+            )

@@ -1,0 +1,66 @@
+"""Parts that are learned by several processes, each from all of them: every part by one process, for all to take over.
+
+Codecs know nothing of processes. Anywhere but in ``processes.launched()`` nothing is gathered and nothing is sent.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from vqkv.codecs.base import Codec
+from vqkv.codecs.part import Part, take_over
+from vqkv.runtime.files import claim
+from vqkv.runtime.processes import current
+
+
+def _owned(count: int, rank: int) -> range:
+    return range(rank, count, current().count)
+
+
+def learn(codecs: Sequence[Codec], batch: Sequence[Tensor]) -> None:
+    """One learning step of every codec that is not ready on its keys or values, of which each process gives its share
+    (sequences, num_kv_heads, seq_len, head_dim); so k-means runs for as many codecs at a time as there are processes.
+    """
+    processes, mine = current(), {}
+    for number, (codec, x) in enumerate(zip(codecs, batch, strict=True)):
+        if codec.ready:
+            continue
+        codec_batch = processes.rows(x)  # all of them, before any process begins to compute
+        if number % processes.count == processes.rank:
+            mine[codec] = codec_batch
+        else:
+            codec.prepare(x.shape[1], x.shape[3])
+    for codec, x in mine.items():
+        codec.partial_fit(x)
+
+
+def finish(codecs: Sequence[Codec], devices: Sequence[torch.device]) -> None:
+    """Freeze every codec, and let all processes have it on its device."""
+    for number in _owned(len(codecs), current().rank):
+        codecs[number].finalize()
+    agree(codecs, devices)
+    for codec in codecs:
+        for part in codec.modules():
+            if isinstance(part, Codec):
+                part.ready = True
+
+
+def agree(parts: Sequence[Part], devices: Sequence[torch.device]) -> None:
+    """Let every process take over what each part's own process has learned, also amid learning."""
+    for number, state in _told(parts):
+        take_over(parts[number], {name: tensor.to(devices[number]) for name, tensor in state.items()})
+
+
+def _told(parts: Sequence[Part]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The numbers of parts that other processes learn, and what these have learned."""
+    processes = current()
+    if processes.count == 1:
+        return
+    states = {number: parts[number].state_dict() for number in _owned(len(parts), processes.rank)}
+    mine = {f"{i}.{name}": x.cpu().contiguous() for i, state in states.items() for name, x in state.items()}
+    for rank, message in enumerate(processes.exchange(save(mine))):
+        tensors = load(message)
+        if rank != processes.rank:
+            yield from ((i, claim(tensors, f"{i}.")) for i in _owned(len(parts), rank))

@@ -1,0 +1,46 @@
+"""Values as they are, and values that are not stored at all."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.base import Codec
+from vqkv.codecs.payload import Payload, payload_field
+
+
+@dataclass(eq=False)
+class Fp16(Codec):
+    """Values in fp16, two bytes each: the uncompressed baseline. Needs no fit when ``head_dim`` is given."""
+
+    head_dim: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim is not None:
+            self._build()
+            self.ready = True
+
+    def _encode(self, x: Tensor) -> Payload:
+        return Payload({"values": x.half()})
+
+    def _decode(self, payload: Payload) -> Tensor:
+        return payload_field(payload, "values").float()
+
+
+@dataclass(eq=False)
+class Nothing(Codec):
+    """Stores nothing and reads back zeros: for what is predicted, or shared, entirely."""
+
+    head_dim: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim is not None:
+            self._build()
+            self.ready = True
+
+    def _encode(self, x: Tensor) -> Payload:
+        return Payload({"nothing": x.new_empty(*x.shape[:3], 0, dtype=torch.uint8)})
+
+    def _decode(self, payload: Payload) -> Tensor:
+        none = payload_field(payload, "nothing")
+        return none.new_zeros(*none.shape[:3], self.head_dim, dtype=torch.float32)

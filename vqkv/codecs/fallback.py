@@ -1,0 +1,93 @@
+"""Keep in fp16 what a codec gets wrong, behind a mask."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.base import Codec
+from vqkv.codecs.packing import pack
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.ragged import MaskedPayload
+from vqkv.codecs.stage import Quantizer
+from vqkv.errors import DataError, FormatError
+from vqkv.runtime.checks import FP16_MAX, MAX_HEAD_DIM, check_whole
+
+
+@dataclass(eq=False)
+class Fallback(Quantizer):
+    """Blocks of ``block_size`` values through ``inner``, except those whose largest absolute error is above
+    ``threshold``: they are stored in fp16 instead (VQ quality framework, section 3.2, Algorithm 1).
+
+    ``inner`` is any codec of head_dim ``block_size`` that encodes tokens one by one: it sees every block as a token.
+    The threshold is in the units of what reaches this quantizer (after ``HeadScale``: shares of the head's maximum).
+    Stores ``mask``, one bit a block, and for each block either inner's fields or ``exact``, never both.
+    """
+
+    inner: Codec
+    threshold: float = 0.1
+    block_size: int = 8
+
+    def __post_init__(self):
+        if not isinstance(self.inner, Codec) or self.inner.tokens_per_row != 1:
+            raise DataError("the inner codec of a Fallback must be a Codec that encodes tokens one by one")
+        check_whole("block_size", self.block_size, 1, MAX_HEAD_DIM)
+        if self.inner.head_dim not in (None, self.block_size):
+            raise DataError(f"blocks of {self.block_size} values, but the inner codec takes {self.inner.head_dim}")
+        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
+            raise DataError(f"threshold {self.threshold!r} must be at least 0")
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` if blocks do not divide a row's last axis."""
+        if shape[-1] % self.block_size:
+            raise DataError(f"{shape[-1]} channels are not divisible by blocks of {self.block_size} values")
+        self.row_shape = shape[1:]
+        self._units = math.prod(self.row_shape) // self.block_size
+        self.inner.prepare(1, self.block_size)
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Let ``inner`` learn from all blocks."""
+        if not self.inner.ready:
+            self.inner.partial_fit(self._blocks(x))
+
+    def finalize(self) -> None:
+        self.inner.finalize()
+
+    def store(self, y: Tensor) -> Payload:
+        """Mask, inner payload of the good blocks, fp16 of the others."""
+        blocks = self._blocks(y)
+        payload = self.inner.encode(blocks)
+        if type(payload) is not Payload:
+            raise DataError("the inner codec of a Fallback must store the same number of bytes for every block")
+        good = ((blocks - self.inner.decode(payload)).abs().amax(dim=-1) <= self.threshold)[0, 0]
+        ragged = {name: tensor[0, 0, good] for name, tensor in payload.fields.items()}
+        ragged["exact"] = blocks[0, 0, ~good].clamp(-FP16_MAX, FP16_MAX).half()
+        batch, heads, rows = y.shape[:3]
+        mask = good.view(rows, batch, heads, self._units).permute(1, 2, 0, 3)
+        return MaskedPayload({"mask": pack(mask.to(torch.int32), 1)}, ragged=ragged, units=self._units)
+
+    def quantize_dequantize(self, y: Tensor) -> Tensor:
+        blocks = self._blocks(y)
+        x_hat = self.inner.quantize_dequantize(blocks)
+        good = (blocks - x_hat).abs().amax(dim=-1, keepdim=True) <= self.threshold
+        x_hat = torch.where(good, x_hat, blocks.clamp(-FP16_MAX, FP16_MAX).half().float())
+        return x_hat.view(y.shape[2], *y.shape[:2], *y.shape[3:]).movedim(0, 2)
+
+    def load(self, payload: Payload) -> Tensor:
+        """The inverse. Raises ``FormatError`` for another codec's payload."""
+        if not isinstance(payload, MaskedPayload) or payload.units != self._units or "exact" not in payload.ragged:
+            raise FormatError("this payload was not made by this Fallback: decode it with the codec that made it")
+        mask = payload.mask()
+        good = mask.permute(2, 0, 1, 3).flatten()
+        blocks = torch.empty(len(good), self.block_size, dtype=torch.float32, device=good.device)
+        blocks[~good] = payload.ragged["exact"].float()
+        inner = {name: tensor[None, None] for name, tensor in payload.ragged.items() if name != "exact"}
+        if good.any():
+            blocks[good] = self.inner.decode(Payload(inner))[0, 0]
+        batch, heads, rows = mask.shape[:3]
+        return blocks.view(rows, batch, heads, *self.row_shape).permute(1, 2, 0, *range(3, 3 + len(self.row_shape)))
+
+    def _blocks(self, y: Tensor) -> Tensor:
+        """(1, 1, blocks, block_size) in the order (row, batch, head) of ragged payloads."""
+        return y.movedim(2, 0).reshape(1, 1, -1, self.block_size)

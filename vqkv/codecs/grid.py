@@ -1,0 +1,80 @@
+"""Fixed grids that are optimal for a Gaussian, for values that a rotation has made Gaussian (HIGGS)."""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.packing import check_packed
+from vqkv.codecs.part import Layout
+from vqkv.codecs.payload import Payload, payload_field
+from vqkv.codecs.stage import Quantizer
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import Coded, Packed, by_byte, grid_encode_packed, rvq_decode, rvq_encode
+
+DIM = 2
+
+
+@cache
+def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
+    """Number of points -> (grid (points, 2), its mean squared error per value on a standard Gaussian).
+
+    Constants in ``gaussian_grids.json``, found by ``vqkv.codecs.learning.gaussian``.
+    """
+    stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
+    grids = [(torch.tensor(grid["points"], dtype=torch.float32), grid["mse"]) for grid in stored.values()]
+    return {len(points): (points, mse) for points, mse in grids}
+
+
+@dataclass(eq=False)
+class Grid(Quantizer):
+    """Each pair of neighbouring values -> the nearest of ``size`` points of a grid optimal for a standard Gaussian
+    (HIGGS with d = 2; 16, 64 or 256 points: 2, 3 or 4 bits a value). Nothing is learned; ``grid``, fp16 (size, 2), is
+    counted as side information all the same.
+    """
+
+    size: int = 16
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size not in gaussian_grids():
+            raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
+        self.code_bits = (self.size - 1).bit_length()
+        self.register_buffer("grid", gaussian_grids()[self.size][0].half())
+        self.restore()
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` for an odd last axis."""
+        if shape[-1] % DIM:
+            raise DataError(f"a grid of pairs needs an even number of values, not {shape[-1]}")
+        self.row_shape = shape[1:]
+        self.codes_per_row = math.prod(self.row_shape) // DIM
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(..., *row_shape) -> int64 (..., pairs of a row)."""
+        return rvq_encode(x.flatten(3).unflatten(-1, (-1, DIM)), self.grid.unsqueeze(0)).squeeze(-1)
+
+    def encode_packed(self, y: Tensor) -> Tensor:
+        pairs = y.flatten(3).unflatten(-1, (-1, DIM))
+        return grid_encode_packed(pairs, self.grid.unsqueeze(0), self.code_bits)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code outside the grid."""
+        if codes.numel() and (largest := int(codes.max())) >= self.size:
+            raise FormatError(f"code {largest} is not below the grid's size {self.size}: altered payload")
+        return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
+
+    def packed(self, payload: Payload) -> Packed:
+        codes = payload_field(payload, "codes")
+        check_packed(codes, self.code_bits, self.codes_per_row)
+        return Coded(codes, self.grid[None, None], self.code_bits, self.codes_per_row)
+
+    def layout(self) -> Layout:
+        return {"grid": ((self.size, DIM), torch.float16)}
+
+    def restore(self) -> None:
+        """Sizes that fill whole bits have a point for every code, and some have whole codes in a byte."""
+        self.table = by_byte(self.grid.float(), self.code_bits) if 8 % self.code_bits == 0 else None

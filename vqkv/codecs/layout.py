@@ -1,0 +1,76 @@
+"""Values that make up a row: blocks of tokens, all KV heads together."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vqkv.codecs.stage import Side, Stage
+from vqkv.errors import DataError
+from vqkv.kernels import Coded, Packed
+
+MAX_TOKENS = 65536
+
+
+@dataclass(eq=False)
+class TokenBlock(Stage):
+    """Fold ``tokens`` tokens into one row, so that they can share parameters: (..., seq_len, *row) ->
+    (..., seq_len / tokens, tokens, *row), or (..., *row, tokens) with ``channels_first``, where what follows acts on
+    the last axis per channel and along tokens (KIVI's keys)."""
+
+    tokens: int = 64
+    channels_first: bool = False
+
+    def __post_init__(self):
+        if type(self.tokens) is not int or not 1 <= self.tokens <= MAX_TOKENS:
+            raise DataError(f"a block of {self.tokens!r} tokens: use 1 to {MAX_TOKENS}")
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that are encoded together."""
+        return self.tokens
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        heads, *row = shape
+        return (heads, *row, self.tokens) if self.channels_first else (heads, self.tokens, *row)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        rows = x.unflatten(2, (-1, self.tokens))
+        return (rows.movedim(3, -1) if self.channels_first else rows), {}
+
+    def inner_view(self, out: Tensor) -> Tensor | None:
+        # with channels_first, values lie too far apart to be written one by one
+        return None if self.channels_first else self.encode(out)[0]
+
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        """Codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
+        size = inner.codes.shape[3]
+        if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:
+            return None
+        codes = inner.codes.unflatten(3, (self.tokens, -1)).flatten(2, 3)
+        if codes.shape[3] * 8 != inner.groups // self.tokens * inner.codebooks.shape[1] * inner.bits:
+            return None
+        each = inner.tokens_per_scale * self.tokens
+        return dataclasses.replace(inner, codes=codes, groups=inner.groups // self.tokens, tokens_per_scale=each)
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)
+
+
+@dataclass(eq=False)
+class MergeHeads(Stage):
+    """KV heads side by side along the last axis: (batch, num_kv_heads, rows, ..., head_dim) ->
+    (batch, 1, rows, ..., num_kv_heads * head_dim)."""
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self._heads = shape[0]
+        return 1, *shape[1:-1], shape[0] * shape[-1]
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """Merge. Raises ``DataError`` for another number of heads than it was built for."""
+        if x.shape[1] != self._heads:
+            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {self._heads}: fit again")
+        return x.movedim(1, -2).flatten(-2).unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        return y.squeeze(1).unflatten(-1, (self._heads, -1)).movedim(-2, 1)

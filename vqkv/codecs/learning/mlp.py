@@ -1,0 +1,127 @@
+"""A two-layer perceptron trained on a stream of samples, in memory that does not grow with their number."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vqkv.codecs.learning.ridge import Ridge
+from vqkv.errors import DataError
+
+Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+Weights = list[Tensor]  # first (in, hidden), its bias, LayerNorm's gain and shift (hidden,), second (hidden, out), bias
+START_STRENGTH = 1e-5  # of the ridge regression that training starts from
+WEIGHT_DECAY = 0.1
+SAMPLES_PER_INPUT = 8
+
+
+def mlp(x: Tensor, weights: Weights) -> Tensor:
+    """GELU(LayerNorm(x W1 + b1)) W2 + b2: x (..., in_features) -> (..., out_features)."""
+    first, first_bias, gain, shift, second, second_bias = weights
+    hidden = F.layer_norm(x @ first + first_bias, gain.shape, gain, shift)
+    return F.gelu(hidden) @ second + second_bias
+
+
+@dataclass
+class Start:
+    """Findings of one pass before training; all float32.
+
+    Inputs are whitened, x -> (x - mean_x) ``whiten`` (in, in), as gradient descent hardly moves along directions of
+    small variance, which keys have. Targets become (y - mean_y) / ``scale``, one scale so that the squared error stays
+    that of y. ``linear`` (in, out) is the ridge regression between the two.
+    """
+
+    mean_x: Tensor
+    whiten: Tensor
+    mean_y: Tensor
+    scale: Tensor
+    linear: Tensor
+
+    @classmethod
+    def of(cls, ridge: Ridge, power: Tensor) -> "Start":
+        """From the sums of all samples, and the sum of y squared."""
+        moments, count, weights = ridge.moments(), ridge.xx[-1, -1], ridge.solve()[:-1]
+        variance = (power - count * moments.mean_y.square().sum()) / (count * len(moments.mean_y))
+        scale = variance.sqrt() if variance > 1e-12 * power / count else torch.ones_like(variance)
+        sizes, directions = torch.linalg.eigh(ridge.penalized() / count)
+        linear = sizes.sqrt()[:, None] * (directions.T @ weights) / scale
+        found = (moments.mean_x, directions / sizes.sqrt(), moments.mean_y, scale, linear)
+        return cls(*(tensor.float() for tensor in found))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return (x - self.mean_x) @ self.whiten
+
+    def targets(self, y: Tensor) -> Tensor:
+        return (y - self.mean_y) / self.scale
+
+    def fold(self, weights: Weights) -> Weights:
+        """The same function of raw x and y: what was done to them becomes part of both layers."""
+        first, first_bias, gain, shift, second, second_bias = weights
+        first = self.whiten @ first
+        bias = second_bias * self.scale + self.mean_y
+        return [first, first_bias - self.mean_x @ first, gain, shift, second * self.scale, bias]
+
+
+def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, minibatch: int, seed: int) -> Weights:
+    """Weights for raw x and y, in float32, with ``width`` times y's features hidden: AdamW on the squared error, cosine
+    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Draws from a generator of its own. Raises ``DataError``
+    for too few samples.
+    """
+    ridge, power, steps = Ridge(START_STRENGTH), 0, 0
+    for x, y in samples():
+        ridge.accumulate(x, y)
+        power, steps = power + y.double().square().sum(), steps + _parts(x, minibatch)
+    _check_count(int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode(False):  # whose tensors could not be trained
+        ridge.xx, ridge.xy = ridge.xx.clone(), ridge.xy.clone()
+        start = Start.of(ridge, power.clone())
+        weights = _initial(start.linear, width, generator)
+        optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=WEIGHT_DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
+    for _ in range(epochs):
+        for x, y in samples():
+            rows = torch.randperm(len(x), generator=generator).to(x.device)
+            for part in rows.tensor_split(_parts(x, minibatch)):
+                _step(weights, optimizer, start, x[part], y[part])
+                schedule.step()
+    return start.fold([tensor.detach() for tensor in weights])
+
+
+def _check_count(samples: int, inputs: int) -> None:
+    """Raise ``DataError`` for so few samples that the fit turns rounding errors into larger ones: layer after layer
+    of them would then read back something else than was stored (measured at 4 samples an input feature, 24 layers)."""
+    if samples < SAMPLES_PER_INPUT * inputs:
+        raise DataError(
+            f"{samples} samples for an MLP of {inputs} input features, at least {SAMPLES_PER_INPUT} each are needed: "
+            "calibrate on more tokens, or use the linear predictor"
+        )
+
+
+def _parts(x: Tensor, minibatch: int) -> int:
+    return math.ceil(len(x) / minibatch)
+
+
+def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
+    """Random weights, except that 2 * out hidden units begin as the regression ``linear`` (in, out), if there are so
+    many: GELU(z) - GELU(-z) = z."""
+    inputs, outputs = linear.shape
+    hidden = width * outputs
+    first = torch.randn(inputs, hidden, generator=generator, dtype=torch.float32) / max(1, inputs) ** 0.5
+    second = torch.zeros(hidden, outputs, dtype=torch.float32)
+    if width > 1:
+        first[:, : 2 * outputs] = torch.cat([linear, -linear], dim=1)
+        second[: 2 * outputs] = torch.cat([torch.eye(outputs), -torch.eye(outputs)])
+    zeros, ones = torch.zeros(hidden, dtype=torch.float32), torch.ones(hidden, dtype=torch.float32)
+    weights = [first, zeros, ones, zeros.clone(), second, torch.zeros(outputs, dtype=torch.float32)]
+    return [tensor.to(linear.device).requires_grad_() for tensor in weights]
+
+
+def _step(weights: Weights, optimizer: torch.optim.Optimizer, start: Start, x: Tensor, y: Tensor) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        optimizer.zero_grad()
+        F.mse_loss(mlp(start.inputs(x.clone()), weights), start.targets(y.clone())).backward()
+        optimizer.step()

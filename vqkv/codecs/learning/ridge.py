@@ -1,0 +1,84 @@
+"""Streamed least squares: sums of X'X and X'Y in float64, then one solve."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vqkv.errors import DataError
+
+BLOCK = 256  # features whose products are summed at a time
+
+
+@dataclass
+class Moments:
+    """Means and centred sums of samples x (n, in_features), y (n, out_features), all float64: ``xx`` is the sum of
+    (x - mean_x)(x - mean_x)', ``xy`` that of (x - mean_x)(y - mean_y)'."""
+
+    mean_x: Tensor
+    mean_y: Tensor
+    xx: Tensor
+    xy: Tensor
+
+
+class Ridge:
+    """y ~ [x, 1] W by ridge regression on any number of samples in constant memory.
+
+    ``accumulate`` adds samples, ``solve`` returns W (in_features + 1, out_features) in float64. The penalty is
+    ``strength`` times the mean of the diagonal of X'X (AQUA-KV's upstream adds 1e-3 of it); the bias is not penalised.
+    """
+
+    def __init__(self, strength: float = 1e-3):
+        self.strength = strength
+        self.xx: Tensor | None = None
+        self.xy: Tensor | None = None
+
+    def accumulate(self, x: Tensor, y: Tensor) -> None:
+        """Add samples x (n, in_features), y (n, out_features)."""
+        x = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
+        xx, xy = _gram(x), x.T @ y.double()
+        self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
+
+    def moments(self) -> Moments:
+        """Accumulated sums about their mean. Raises ``DataError`` before any sample."""
+        if self.xx is None:
+            raise DataError("no samples: call accumulate(x, y) before solve()")
+        count = self.xx[-1, -1]
+        mean_x, mean_y = self.xx[-1, :-1] / count, self.xy[-1] / count
+        xx = self.xx[:-1, :-1] - count * torch.outer(mean_x, mean_x)
+        return Moments(mean_x, mean_y, xx, self.xy[:-1] - count * torch.outer(mean_x, mean_y))
+
+    def penalized(self) -> Tensor:
+        """The centred X'X with the penalty on its diagonal (in_features, in_features)."""
+        xx, raw = self.moments().xx, self.xx.diagonal()[:-1]
+        if not raw.any():  # nothing but zeros: any penalty gives the weights that it should, zero
+            return torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+        return xx + torch.full_like(raw, self.strength * raw.mean().item()).diag()
+
+    def solve(self) -> Tensor:
+        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` before any sample, and if
+        inputs depend on each other while the strength is 0.
+
+        Solved about the mean, which leaves the solution as it is: a mean that is large against the spread would cost
+        the solver's precision, and the bias has no penalty.
+        """
+        moments = self.moments()
+        factor, failed = torch.linalg.cholesky_ex(self.penalized())
+        if failed:
+            raise DataError(f"X'X is singular at strength {self.strength:g}: give a larger one, or more samples")
+        weights = torch.cholesky_solve(moments.xy, factor)
+        return torch.cat([weights, (moments.mean_y - moments.mean_x @ weights)[None]])
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x'x of x (n, features), of whose two halves only one is computed."""
+    parts = x.split(BLOCK, dim=1)
+    rows = [torch.cat([part.T @ other for other in parts[i:]], dim=1) for i, part in enumerate(parts)]
+    upper = torch.cat([F.pad(row, (x.shape[1] - row.shape[1], 0)) for row in rows]).triu()
+    return upper + upper.triu(1).T
+
+
+def predict(weights: Tensor, x: Tensor) -> Tensor:
+    """[x, 1] W for x (n, in_features)."""
+    return x.to(weights.dtype) @ weights[:-1] + weights[-1]

@@ -1,0 +1,134 @@
+"""Learned scalar levels, and the few values that do not fit them kept apart (KVQuant)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.learning import Ema, KMeans, Statistics, check_decay
+from vqkv.codecs.packing import pack, unpack
+from vqkv.codecs.part import Layout
+from vqkv.codecs.stage import Quantizer, Side, Stage
+from vqkv.errors import DataError, FormatError
+from vqkv.kernels import by_byte
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED, check_whole
+
+SAMPLES, ITERATIONS = 65536, 30
+
+
+@dataclass(eq=False)
+class NonUniform(Quantizer):
+    """Each value -> the nearest of 2^bits learned levels, shared by all heads and channels.
+
+    k-means in one dimension on the first batch, a moving average over later ones. KVQuant (section 3.3) weights
+    values by the loss's curvature; here all weigh the same. Side information: ``levels``, fp16 (2^bits,), ascending.
+    """
+
+    bits: int = 4
+    decay: float = 0.99
+    seed: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+            raise DataError(f"{self.bits!r} bits a value: use 1 to 8")
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_decay(self.decay)
+        self.code_bits = self.bits
+        self.register_buffer("levels", None)
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` at the first call for fewer distinct values than levels."""
+        values = self._sample(x.reshape(-1, 1))
+        if self.levels is None:
+            self._start(values)
+        else:
+            self.levels = self._ema.update(self._statistics(values))[:, 0].sort().values
+
+    def finalize(self) -> None:
+        """Round to fp16."""
+        self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
+        self.restore()
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(..., *row_shape) -> int32 (..., values of a row)."""
+        return self._nearest(x).to(torch.int32).flatten(3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse."""
+        return self.levels.float()[codes].unflatten(-1, self.row_shape)
+
+    def layout(self) -> Layout:
+        return {"levels": ((2**self.bits,), torch.float16)}
+
+    def restore(self) -> None:
+        """Raises ``FormatError`` unless the levels ascend."""
+        if self.levels is None:
+            return
+        if (self.levels.float().diff() < 0).any():
+            raise FormatError("tensor 'levels' does not ascend: the file was altered")
+        self.table = by_byte(self.levels.float().unsqueeze(-1), self.bits) if self.bits in (2, 4) else None
+
+    def _start(self, values: Tensor) -> None:
+        learner = KMeans(2**self.bits, seed=self.seed)
+        self.levels = learner.start(values)[:, 0].sort().values
+        learner.codebook = self.levels[:, None]
+        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
+            self.levels = learner.solve(self._statistics(values))[:, 0]
+        self._ema = Ema(self.decay)
+        self._ema.start(self.levels[:, None], self._statistics(values).counts)
+
+    def _statistics(self, values: Tensor) -> Statistics:
+        return Statistics.of(values, self._nearest(values[:, 0]), 2**self.bits)
+
+    def _sample(self, values: Tensor) -> Tensor:
+        if len(values) <= SAMPLES:
+            return values
+        generator = torch.Generator().manual_seed(self.seed)
+        return values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        levels = self.levels.float()
+        return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
+
+
+@dataclass(eq=False)
+class SparseOutliers(Stage):
+    """Keep the ``share`` of each row's values that are largest in magnitude in fp16, with their positions in the row;
+    what goes on has 0 in their place (KVQuant, section 3.4, which finds keys' outliers by thresholds learned offline).
+
+    Rows should be blocks of tokens, or a share of 1% cannot be met. Stores ``outliers`` (fp16) and ``positions``
+    (ceil(log2 row size) bits each).
+    """
+
+    share: float = 0.01
+    side_fields = ("outliers", "positions")
+
+    def __post_init__(self):
+        if not 0 < self.share < 1:
+            raise DataError(f"a share of {self.share!r} outliers: use a number between 0 and 1")
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """At least one value of a row is kept apart."""
+        self._row_shape = shape[1:]
+        self._size = math.prod(self._row_shape)
+        self._count = max(1, round(self.share * self._size))
+        self._bits = max(1, (self._size - 1).bit_length())
+        if self._bits > 16:
+            raise DataError(f"rows of {self._size} values: outlier positions take at most 16 bits, use smaller blocks")
+        return shape
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x with zeros for outliers, and these."""
+        flat = x.flatten(3)
+        positions = flat.abs().topk(self._count, dim=-1).indices.sort(dim=-1).values
+        outliers = flat.gather(-1, positions).clamp(-FP16_MAX, FP16_MAX).half()
+        rest = flat.scatter(-1, positions, 0.0).unflatten(-1, self._row_shape)
+        return rest, {"outliers": outliers, "positions": pack(positions, self._bits)}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y with the outliers in their places. Raises ``FormatError`` for a position outside the row."""
+        positions = unpack(side["positions"], self._bits, self._count)
+        if positions.numel() and int(positions.max()) >= self._size:
+            raise FormatError(f"outlier at {int(positions.max())} of a row of {self._size} values: altered payload")
+        return y.flatten(3).scatter_(-1, positions, side["outliers"].float()).unflatten(-1, self._row_shape)

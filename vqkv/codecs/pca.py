@@ -1,0 +1,113 @@
+"""The basis in which a transform coder quantizes: uncorrelated channels, the error of each worth the same."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vqkv.codecs.part import Layout
+from vqkv.codecs.stage import Side, Stage
+from vqkv.errors import DataError, FormatError
+
+MAX_CHANNELS = 1 << 13
+ROWS = 32  # multiplied at a time at least: fewer are summed in another order, and a token would depend on its company
+LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
+
+
+@dataclass(eq=False)
+class PCA(Stage, formerly="Principal"):
+    """Turn the last axis to the principal components of the first batch (Karhunen-Loeve transform), which makes
+    channels uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
+    (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
+
+    ``weighted``: where ``weigh`` was told what an error costs, channels are scaled first so that equal errors cost
+    equally. One matrix per head, or one for all after ``MergeHeads``; fp16, side information.
+    """
+
+    weighted: bool = False
+
+    def __post_init__(self):
+        self._metric = None
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises ``DataError`` for too many channels."""
+        if shape[-1] > MAX_CHANNELS:
+            raise DataError(f"principal components of {shape[-1]} channels: at most {MAX_CHANNELS}, leave heads apart")
+        self._shape = (shape[0], shape[-1], shape[-1])
+        self.register_buffer("matrix", None)
+        self.register_buffer("inverse", None, persistent=False)
+        return shape
+
+    def weigh(self, metric: Tensor) -> None:
+        """``metric`` (num_kv_heads, head_dim, head_dim), symmetric: an error e of a head costs e' metric e. To be told
+        before the first batch."""
+        self._metric = metric
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Learn from the first batch. Raises ``DataError`` for fewer tokens than channels in it, if nothing was said
+        about costs that it is to weigh, or of other channels."""
+        if self.matrix is not None:
+            return
+        rows = x.transpose(0, 1).flatten(1, -2).double()
+        count, channels = rows.shape[1], self._shape[-1]
+        if count < channels:
+            raise DataError(
+                f"principal components of {channels} channels from {count} tokens: put at least as many into the first "
+                "batch, better 16 times as many (more or longer sequences, a larger batch_size), or leave heads apart"
+            )
+        moment = rows.mT @ rows
+        scale = self._scale(moment.device)
+        _, basis = torch.linalg.eigh(scale @ moment @ scale)
+        self.matrix = (scale @ basis.flip(-1)).half()
+        self.restore()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x @ matrix."""
+        return self._times(x, self.matrix.float()), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y @ the inverse of the matrix as stored."""
+        return self._times(y, self.inverse)
+
+    def layout(self) -> Layout:
+        return {"matrix": (self._shape, torch.float16)}
+
+    def restore(self) -> None:
+        """Raises ``FormatError`` for a matrix that cannot be inverted."""
+        if self.matrix is None:
+            return
+        inverse, failed = torch.linalg.inv_ex(self.matrix.double())
+        if failed.any() or not inverse.isfinite().all():
+            raise FormatError("tensor 'matrix' has no inverse: the file was altered")
+        self.inverse = inverse.float()
+
+    def _scale(self, device) -> Tensor:
+        """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity where errors cost
+        nothing."""
+        channels = self._shape[-1]
+        plain = torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
+        if not self.weighted:
+            return plain
+        if self._metric is None:
+            raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
+        metric = self._metric.to(device).double()
+        if metric.shape[1] != channels:  # heads were merged
+            metric = torch.block_diag(*metric)[None]
+        if metric.shape != self._shape or not metric.isfinite().all():
+            raise DataError(
+                f"what errors cost is said of {tuple(self._metric.shape)}, and has to be finite and of "
+                f"{self._shape[0]} KV heads of {channels} channels: leave these as they are made, or merge all"
+            )
+        values, vectors = torch.linalg.eigh(metric)
+        if not values.mean() > 0:
+            return plain
+        values = values / values.mean()
+        return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+
+    def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
+        if len(matrix) not in (1, x.shape[1]):
+            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {len(matrix)}: fit again")
+        rows = x.flatten(2, -2)
+        padded = functional.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
+        return (padded @ matrix)[:, :, : rows.shape[2]].reshape(x.shape)

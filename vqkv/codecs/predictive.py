@@ -1,0 +1,126 @@
+"""One role of one layer as it is stored: a codec, and what other layers say about its input beforehand.
+
+Source: AQUA-KV (Shutova et al. 2025, "Cache me if you must"), algorithms 2 (encode) and 3 (decode).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.base import Codec
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.predictor_kinds import Predictor
+from vqkv.errors import DataError
+
+ROLES = ("key", "value")
+Place = tuple[str, int]  # ("key" or "value", layer)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """(batch, num_kv_heads, seq_len, head_dim) -> (batch, seq_len, num_kv_heads * head_dim): all heads of a token."""
+    return x.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A fitted predictor and the places whose reconstructions it reads; none of them for a constant."""
+
+    predictor: Predictor
+    sources: tuple[Place, ...]
+
+    def __call__(self, known: dict[Place, Tensor], like: Tensor) -> Tensor:
+        """Predict from the sources in ``known`` values of ``like``'s shape, in float32. Raises ``DataError`` if one
+        of them is missing."""
+        missing = [place for place in self.sources if place not in known]
+        if missing:
+            raise DataError(
+                f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
+            )
+        rows = inputs(known, self.sources, like)
+        return self.predictor(rows).unflatten(-1, (like.shape[1], like.shape[3])).transpose(1, 2)
+
+
+def inputs(known: dict[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
+    """A predictor's input: the sources' heads side by side, (batch, seq_len, in_features) in float32."""
+    none = like.new_empty(like.shape[0], like.shape[2], 0, dtype=torch.float32)
+    return torch.cat([none, *(side_by_side(known[place]).to(like.device).float() for place in sources)], dim=-1)
+
+
+class Known(dict):
+    """Reconstructions by place while one pass goes through the layers: kept only until their last reader has run."""
+
+    def __init__(self, last_reader: dict[Place, Place] | None = None):
+        super().__init__()
+        self.last_reader = last_reader or {}
+
+    def learn(self, place: Place, reconstruct) -> None:
+        """Keep ``reconstruct()`` for later readers, if there are any; forget what ``place`` was the last to read."""
+        for done in [source for source in self if self.last_reader.get(source) == place]:
+            del self[done]
+        if place in self.last_reader:
+            self[place] = reconstruct()
+
+
+def last_readers(predictions: dict[Place, Prediction]) -> dict[Place, Place]:
+    """For each place that some prediction reads, the last place to read it (layers in order, keys before values)."""
+    order = sorted(predictions, key=lambda place: (place[1], ROLES.index(place[0])))
+    return {source: place for place in order for source in predictions[place].sources}
+
+
+@dataclass(eq=False)
+class PredictiveCodec:
+    """Keys or values of one layer, as stored (batch, num_kv_heads, seq_len, head_dim), -> payload -> back."""
+
+    codec: Codec
+    place: Place
+    prediction: Prediction | None = field(default=None)
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.codec.tokens_per_row
+
+    def encode(self, x: Tensor, known: Known) -> Payload:
+        """Algorithm 2: only what the prediction leaves is stored. Raises what ``Codec.encode`` does."""
+        payload, restore = self._store(x, known)
+        known.learn(self.place, restore)
+        return payload
+
+    def through(self, x: Tensor, known: Known) -> Tensor:
+        """Read back ``x`` as if it had been stored, float32."""
+        if self.prediction is None:
+            x_hat = self.codec.quantize_dequantize(x)
+        else:
+            predicted = self.prediction(known, x)
+            x_hat = self.codec.quantize_dequantize(x.float() - predicted) + predicted
+        known.learn(self.place, lambda: x_hat)
+        return x_hat
+
+    def _store(self, x: Tensor, known: Known):
+        """The payload, and a function that restores ``x`` from it without predicting again."""
+        if self.prediction is None:
+            payload = self.codec.encode(x)
+            return payload, lambda: self.codec.decode(payload)
+        predicted = self.prediction(known, x)
+        payload = self.codec.encode(x.float() - predicted)
+        return payload, lambda: self.codec.decode(payload) + predicted
+
+    def decode(self, payload: Payload, known: Known, out: Tensor | None = None) -> Tensor:
+        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32, or ``out``
+        if that is where it is written."""
+        if self.prediction is not None:
+            x = self.codec.decode(payload)
+            x = x + self.prediction(known, x)
+        else:
+            x = self.codec.decode(payload, out=out)
+        known.learn(self.place, lambda: x)
+        return x
+
+
+def check_order(predictions: dict[Place, Prediction]) -> None:
+    """Raise ``DataError`` unless every prediction reads places that are known before its own."""
+    for place, prediction in predictions.items():
+        for source in prediction.sources:
+            if (source[1], ROLES.index(source[0])) >= (place[1], ROLES.index(place[0])) or source[1] < 0:
+                raise DataError(f"{place} cannot be predicted from {source}, which is decoded later or is itself")

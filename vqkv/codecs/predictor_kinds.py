@@ -1,0 +1,239 @@
+"""Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.learning.gptq import dequantize, gptq
+from vqkv.codecs.learning.mlp import mlp, train_mlp
+from vqkv.codecs.learning.ridge import Ridge
+from vqkv.codecs.packing import pack, packed_size, unpack
+from vqkv.codecs.part import Layout, load_learned, part_from_config
+from vqkv.codecs.predictor_contract import MAX_FEATURES, Predictor, Samples, check_real, half
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.runtime.checks import MAX_SEED, check_whole
+
+__all__ = ["KINDS", "MLP", "Copy", "Linear", "LinearGPTQ", "Predictor", "ReducedRank", "Samples", "make_predictor",
+           "predictor_from_config"]  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Regression(Predictor):
+    """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
+
+    strength: float = 1e-3
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_real("strength", self.strength, 0, 1e6)
+
+    def layout(self) -> Layout:
+        return self._weight_layout() | {"bias": ((self.out_features,), torch.float16)}
+
+    def _fit(self, samples: Samples) -> None:
+        ridge = Ridge(self.strength)
+        for x, y in samples():
+            ridge.accumulate(x, y)
+        moments = ridge.moments()
+        self._store(ridge, ridge.solve()[:-1])
+        # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift
+        self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights().double()))
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return x @ self._weights() + self.bias.float()
+
+    @abstractmethod
+    def _weight_layout(self) -> Layout: ...
+
+    @abstractmethod
+    def _store(self, ridge: Ridge, weights: Tensor) -> None:
+        """Keep float64 ``weights`` (in_features, out_features)."""
+
+    @abstractmethod
+    def _weights(self) -> Tensor:
+        """Kept weights in float32 (in_features, out_features)."""
+
+
+@dataclass(eq=False)
+class Linear(_Regression):
+    """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights.
+
+    The penalty is ``strength`` times the mean of the diagonal of X'X. With no inputs (``in_features`` 0) it is the mean
+    of y.
+    """
+
+    def _weight_layout(self) -> Layout:
+        return {"weight": ((self.in_features, self.out_features), torch.float16)}
+
+    def _store(self, ridge: Ridge, weights: Tensor) -> None:
+        self.keep(weight=half("weight", weights))
+
+    def _weights(self) -> Tensor:
+        return self.weight.float()
+
+
+@dataclass(eq=False)
+class ReducedRank(_Regression):
+    """The best ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
+    (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors.
+
+    Where two factors would take more bytes than one matrix, that matrix is stored. A ``rank`` beyond the smaller width
+    is no restriction.
+    """
+
+    rank: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole("rank", self.rank, 1, MAX_FEATURES)
+
+    @property
+    def factored(self) -> bool:
+        """True where two factors are stored, as they take fewer bytes than their product."""
+        return self.rank * (self.in_features + self.out_features) < self.in_features * self.out_features
+
+    def _weight_layout(self) -> Layout:
+        if not self.factored:
+            return {"weight": ((self.in_features, self.out_features), torch.float16)}
+        left, right = (self.in_features, self.rank), (self.rank, self.out_features)
+        return {"left": (left, torch.float16), "right": (right, torch.float16)}
+
+    def _store(self, ridge: Ridge, weights: Tensor) -> None:
+        # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
+        directions = torch.linalg.eigh(weights.T @ ridge.penalized() @ weights).eigenvectors[:, -self.rank :]
+        if self.factored:
+            self.keep(left=half("left factor", weights @ directions), right=half("right factor", directions.T))
+        else:
+            self.keep(weight=half("weight", weights @ directions @ directions.T))
+
+    def _weights(self) -> Tensor:
+        return self.left.float() @ self.right.float() if self.factored else self.weight.float()
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return x @ self.left.float() @ self.right.float() + self.bias.float() if self.factored else super()._predict(x)
+
+
+@dataclass(eq=False)
+class LinearGPTQ(_Regression):
+    """Ridge regression whose weights GPTQ rounds to ``bits`` bits (Frantar et al. 2022).
+
+    Codes are packed along the inputs of each output; every ``group_size`` of them share an fp16 scale and zero.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole("bits", self.bits, 1, 8)
+        check_whole("group_size", self.group_size, 1, MAX_FEATURES)
+
+    def _weight_layout(self) -> Layout:
+        grid = ((-(-self.in_features // self.group_size), self.out_features), torch.float16)
+        codes = ((self.out_features, packed_size(self.in_features, self.bits)), torch.uint8)
+        return {"codes": codes, "scales": grid, "zeros": grid}
+
+    def _store(self, ridge: Ridge, weights: Tensor) -> None:
+        # X'X about the mean, since the bias takes up whatever the rounding does to the mean
+        codes, scales, zeros = gptq(weights, ridge.penalized(), self.bits, self.group_size)
+        self.keep(codes=pack(codes.T, self.bits), scales=scales, zeros=zeros)
+
+    def _weights(self) -> Tensor:
+        codes = unpack(self.codes, self.bits, self.in_features).T
+        return dequantize(codes, self.scales, self.zeros, self.group_size)
+
+
+@dataclass(eq=False)
+class MLP(Predictor):
+    """Two layers with LayerNorm and GELU between, ``width`` times ``out_features`` hidden; fp16 weights.
+
+    AQUA-KV's ablation: "two layers, double hidden dimension, layer normalisation", and its 540 MiB beside 162 MiB for
+    the linear predictor. Trained by ``vqkv.codecs.learning.mlp``, which passes over the samples ``epochs`` + 1 times.
+    """
+
+    width: int = 2
+    epochs: int = 10
+    learning_rate: float = 5e-3
+    minibatch: int = 256
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, least, most in (("width", 1, 64), ("epochs", 1, 10_000), ("minibatch", 1, 1 << 20)):
+            check_whole(name, getattr(self, name), least, most)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_real("learning_rate", self.learning_rate, 0, 1)
+
+    def layout(self) -> Layout:
+        """The first layer, LayerNorm's gain and shift, the second layer."""
+        inputs, hidden, outputs = self.in_features, self.width * self.out_features, self.out_features
+        first = {"first": (inputs, hidden), "first_bias": (hidden,), "gain": (hidden,), "shift": (hidden,)}
+        second = {"second": (hidden, outputs), "second_bias": (outputs,)}
+        return {name: (shape, torch.float16) for name, shape in (first | second).items()}
+
+    def _fit(self, samples: Samples) -> None:
+        settings = (self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
+        trained = train_mlp(samples, *settings)
+        self.keep(**{name: half(name, tensor) for name, tensor in zip(self.layout(), trained, strict=True)})
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return mlp(x, [getattr(self, name).float() for name in self.layout()])
+
+
+@dataclass(eq=False)
+class Copy(Predictor):
+    """y as x is: whole-layer sharing. Nothing is learned."""
+
+    def layout(self) -> Layout:
+        return {}
+
+    def restore(self) -> None:
+        """Raises ``FormatError`` for widths that differ."""
+        if self.in_features != self.out_features:
+            raise FormatError(f"Copy from {self.in_features} to {self.out_features} features: the file was altered")
+
+    def _fit(self, samples: Samples) -> None:
+        next(samples())  # one batch tells the widths
+        if self.in_features != self.out_features:
+            raise DataError(f"Copy needs x as wide as y, not {self.in_features} and {self.out_features} features")
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return x
+
+
+KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
+
+
+def make_predictor(
+    kind: str, /, in_features: int | None = None, out_features: int | None = None, **settings
+) -> Predictor:
+    """A predictor of ``KINDS`` with its settings; the widths are set by ``fit`` unless given. Raises
+    ``UnknownNameError`` for another kind or setting."""
+    check_kind(kind, settings)
+    return KINDS[kind](in_features=in_features, out_features=out_features, **settings)
+
+
+def check_kind(kind: str, settings: Iterable[str]) -> None:
+    """Raise ``UnknownNameError`` unless ``kind`` is one of ``KINDS`` and ``settings`` are names of its settings."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UnknownNameError("predictor", kind, KINDS)
+    widths = [field.name for field in fields(Predictor)]
+    known = [field.name for field in fields(KINDS[kind]) if field.init and field.name not in widths]
+    for name in settings:
+        if name not in known:
+            raise UnknownNameError(f"setting of the {kind} predictor", name, known)
+
+
+def predictor_from_config(config: dict, state: dict[str, Tensor]) -> Predictor:
+    """A ready predictor from ``config()`` and ``state_dict()``. Raises ``FormatError`` for anything not understood."""
+    predictor = part_from_config(config)
+    if not isinstance(predictor, Predictor) or type(predictor) in (Predictor, _Regression):
+        raise FormatError(f"not a predictor: {str(config)[:80]!r}")
+    if predictor.in_features is None or predictor.out_features is None:
+        raise FormatError(f"{type(predictor).__name__} without in_features and out_features: the file was altered")
+    load_learned(predictor, state)
+    predictor.ready = True
+    return predictor

@@ -1,0 +1,90 @@
+"""Product quantization: a vector is cut into pieces, each with a codebook of its own."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.packing import check_packed
+from vqkv.codecs.part import Layout
+from vqkv.codecs.payload import Payload, payload_field
+from vqkv.codecs.residual import ResidualVQ, check_codes
+from vqkv.codecs.stage import Quantizer
+from vqkv.errors import DataError
+from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode
+from vqkv.runtime.checks import MAX_SEED, check_whole
+
+
+@dataclass(eq=False)
+class ProductVQ(Quantizer):
+    """Rows (..., num_subvectors * sub_dim): every piece of ``sub_dim`` values -> one of ``codebook_size`` codes of that
+    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011). Learned like ``ResidualVQ``'s stages.
+
+    Side information: ``codebooks``, fp16 (num_subvectors, codebook_size, sub_dim).
+    """
+
+    num_subvectors: int = 2
+    codebook_size: int = 256
+    sub_dim: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        check_whole("num_subvectors", self.num_subvectors, 1, 4096)
+        check_whole("seed", self.seed, 0, MAX_SEED - self.num_subvectors)
+        # which learn, and are not registered: the codebooks of all are saved as one tensor
+        self._pieces = [
+            ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
+        ]
+        self.code_bits = self._pieces[0].code_bits
+        self.num_tables = self.num_subvectors  # codes of a row take turns between the pieces' distributions
+        self.register_buffer("codebooks", None)
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` unless the last axis is num_subvectors * sub_dim."""
+        width = self.num_subvectors * self.sub_dim
+        if shape[-1] != width:
+            raise DataError(f"rows of {shape[1:]} reach a product quantizer of {width} values: add a Grouping")
+        self.row_shape = shape[1:]
+        self.codes_per_row = math.prod(self.row_shape) // self.sub_dim
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        for piece, values in zip(self._pieces, self._split(x), strict=True):
+            piece.partial_fit(values)
+        self._join()
+
+    def finalize(self) -> None:
+        """Round to fp16."""
+        for piece in self._pieces:
+            piece.finalize()
+        self._join()
+        self._pieces = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors)."""
+        pieces = zip(self._split(x), self.codebooks.split(1), strict=True)
+        return torch.cat([rvq_encode(values, codebook) for values, codebook in pieces], dim=-1).flatten(3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
+        check_codes(codes, self.codebook_size)
+        pieces = zip(
+            codes.unflatten(-1, (-1, self.num_subvectors)).split(1, dim=-1), self.codebooks.split(1), strict=True
+        )
+        values = torch.cat([rvq_decode(code, codebook) for code, codebook in pieces], dim=-1)
+        return values.unflatten(-2, self.row_shape[:-1]) if len(self.row_shape) > 1 else values.squeeze(-2)
+
+    def packed(self, payload: Payload) -> Packed:
+        codes = payload_field(payload, "codes")
+        check_packed(codes, self.code_bits, self.codes_per_row)
+        return Coded(codes, self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
+
+    def layout(self) -> Layout:
+        return {"codebooks": ((self.num_subvectors, self.codebook_size, self.sub_dim), torch.float16)}
+
+    def _join(self) -> None:
+        self.codebooks = torch.cat([piece.codebooks for piece in self._pieces])
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.split(self.sub_dim, dim=-1)

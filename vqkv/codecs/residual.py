@@ -1,0 +1,253 @@
+"""Residual vector quantization: every stage quantises what the stage before left over. One stage is plain VQ."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.learning import Ema, KMeans, Statistics, check_decay
+from vqkv.codecs.packing import check_packed
+from vqkv.codecs.part import Layout
+from vqkv.codecs.payload import Payload, payload_field
+from vqkv.codecs.stage import Quantizer
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import (
+    Coded,
+    Packed,
+    decode,
+    rvq_candidates,
+    rvq_decode,
+    rvq_encode,
+    rvq_encode_packed,
+    rvq_statistics,
+)
+from vqkv.runtime.checks import MAX_SEED, check_whole
+
+INITS = ("kmeans", "random")
+MOST_QUANTIZERS = 64
+
+
+@dataclass(eq=False)
+class ResidualVQ(Quantizer):
+    """``num_quantizers`` codebooks of ``codebook_size`` codes of ``group_size`` dims, shared by all heads and groups.
+
+    Algorithm 1 of the residual VQ paper. The first ``partial_fit`` initialises stage by stage on the residuals of the
+    stages before, by k-means (on at most ``samples_per_code * codebook_size`` vectors) or ``random`` (small uniform
+    codes, upstream's default without k-means); every later call is one moving-average step of all stages.
+    ``finalize`` rounds the codebooks (num_quantizers, codebook_size, group_size) to fp16.
+
+    ``beam`` > 1 keeps that many partial sequences of codes from stage to stage: better codes for the same bytes, at the
+    encoder's expense. Codebooks are learned greedily all the same, unless ``learning_beam`` > 1: then k-means sees what
+    all kept sequences leave over (as faiss trains), and a moving-average step moves each code towards what all other
+    stages leave to it. That gains less than the search itself, takes several times as long, and on data with many
+    repeated vectors (a first layer's keys before RoPE) can lose.
+    """
+
+    num_quantizers: int = 8
+    codebook_size: int = 2048
+    group_size: int = 32
+    kmeans_iterations: int = 10
+    init: str = "kmeans"
+    decay: float = 0.99
+    revive: bool = False
+    seed: int = 0
+    samples_per_code: int = 16
+    beam: int = 1
+    learning_beam: int = 1
+
+    def __post_init__(self):
+        if self.init not in INITS:
+            raise UnknownNameError("init", self.init, INITS)
+        limits = {"num_quantizers": MOST_QUANTIZERS, "codebook_size": 65536, "group_size": 32768}
+        for name, most in (limits | {"beam": 256, "learning_beam": 256, "samples_per_code": 1 << 20}).items():
+            check_whole(name, getattr(self, name), 1, most)
+        check_whole("kmeans_iterations", self.kmeans_iterations, 0, 10_000)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_decay(self.decay)
+        self.register_buffer("codebooks", None)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code: ceil(log2 codebook_size), at least 1."""
+        return max(1, (self.codebook_size - 1).bit_length())
+
+    @property
+    def num_tables(self) -> int:
+        """Codes of a row take turns between this many distributions (for entropy coding): one per stage."""
+        return self.num_quantizers
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Rows are (..., group_size). Raises ``DataError`` otherwise."""
+        self.row_shape = shape[1:]
+        if self.row_shape[-1] != self.group_size:
+            raise DataError(f"rows of {shape[1:]} reach a quantizer of group_size {self.group_size}: add a Grouping")
+        self._groups = torch.Size(self.row_shape[:-1])
+        self.codes_per_row = self._groups.numel() * self.num_quantizers
+
+    def partial_fit(self, x: Tensor) -> None:
+        """x (..., group_size). Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
+        vectors = x.reshape(-1, self.group_size)
+        if self.codebooks is None:
+            self._start(vectors)
+        else:
+            self._follow(vectors)
+
+    def _follow(self, x: Tensor) -> None:
+        """One moving-average step of every stage on x (rows, group_size)."""
+        codes, samples = rvq_encode(x, self.codebooks, self.learning_beam), [None] * self.num_quantizers
+        if self.learning_beam == 1:
+            counted = [Statistics(*stage) for stage in zip(*rvq_statistics(x, codes, self.codebooks), strict=True)]
+            if self.revive:
+                samples = self._residuals(*self._sample(x, codes))
+        else:
+            targets = [*self._targets(x, codes)]
+            counted = [Statistics.of(target, codes[:, k], self.codebook_size) for k, target in enumerate(targets)]
+            samples = self._sample(*targets) if self.revive else samples
+        stages = zip(self._emas, counted, samples, strict=True)
+        self.codebooks = torch.stack([ema.update(statistics, sample) for ema, statistics, sample in stages])
+
+    def finalize(self) -> None:
+        """Round to fp16. Raises ``DataError`` if a code overflows it."""
+        self.codebooks = self.codebooks.half()
+        self._emas = []
+        if not torch.isfinite(self.codebooks).all():
+            raise DataError("a code overflows fp16: put a scale before the quantizer")
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
+        return self._codes(x).flatten(3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
+        check_codes(codes, self.codebook_size)
+        return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+
+    def rates(self, y: Tensor) -> Tensor:
+        """A point for each number of quantizers, up to twice as many (if so many there can be) by
+        extrapolation."""
+        vectors = y.reshape(-1, self.group_size)
+        left = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)]
+        errors = [x.double().square().mean().item() for x in left[1:]]
+        shrinks = (errors[-1] / left[0].double().square().mean().item()) ** (1 / len(errors)) if errors[-1] else 1.0
+        errors += [errors[-1] * shrinks**more for more in range(1, min(len(errors), MOST_QUANTIZERS - len(errors)) + 1)]
+        return torch.tensor([(k * self.code_bits / self.group_size, e) for k, e in enumerate(errors, 1)]).double()
+
+    def with_bits(self, bits: float) -> "ResidualVQ":
+        return dataclasses.replace(self, num_quantizers=max(1, round(bits * self.group_size / self.code_bits)))
+
+    def encode_packed(self, y: Tensor) -> Tensor:
+        vectors = y.reshape(*y.shape[:3], -1, self.group_size)
+        return rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)
+
+    def load(self, payload: Payload) -> Tensor:
+        """Straight from the bit strings, unless they might hold a code that no codebook has."""
+        packed = self.packed(payload)
+        if not packed.complete:
+            return super().load(payload)
+        return decode(packed).unflatten(-1, (*self._groups, self.group_size))
+
+    def packed(self, payload: Payload) -> Packed:
+        codes = payload_field(payload, "codes")
+        check_packed(codes, self.code_bits, self.codes_per_row)
+        return Coded(codes, self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""
+        vectors = x.reshape(-1, self.group_size)
+        residuals = [*self._residuals(vectors, self._codes(vectors), last=True)][1:]
+        energies = [residual.double().square().sum() for residual in residuals]
+        return torch.stack(energies) / vectors.double().square().sum()
+
+    def usage(self, x: Tensor) -> Tensor:
+        """Count how often each code is chosen: x (..., group_size) -> int64 (num_quantizers, codebook_size)."""
+        codes = self._codes(x.reshape(-1, self.group_size))
+        return torch.stack([torch.bincount(stage, minlength=self.codebook_size) for stage in codes.T])
+
+    def layout(self) -> Layout:
+        return {"codebooks": ((self.num_quantizers, self.codebook_size, self.group_size), torch.float16)}
+
+    def _codes(self, x: Tensor) -> Tensor:
+        return rvq_encode(x, self.codebooks, self.beam)
+
+    def _sample(self, *tensors: Tensor) -> list[Tensor]:
+        """The same rows of each tensor (rows, ...), evenly spread."""
+        length = len(tensors[0])
+        rows = torch.linspace(0, length - 1, min(length, self.codebook_size), dtype=torch.float32).long()
+        return [x[rows] for x in tensors]
+
+    def _targets(self, x: Tensor, codes: Tensor):
+        """Targets of each stage's codes where a beam has weighed stages against each other: what the
+        others leave over. As all move at once, together no farther than x."""
+        error = (x - rvq_decode(codes, self.codebooks)) / max(1.0, self.num_quantizers * (1 - self.decay))
+        for k, codebook in enumerate(self.codebooks.float()):
+            yield codebook[codes[:, k]] + error
+
+    def _residuals(self, x: Tensor, codes: Tensor, last: bool = False):
+        """Inputs of each stage: x, then what the stages before left; with ``last`` also what remains at the end."""
+        for k, codebook in enumerate(self.codebooks.float()):
+            yield x
+            x = x - codebook[codes[:, k]]
+        if last:
+            yield x
+
+    def _start(self, x: Tensor) -> None:
+        sample = residual = before = self._subsample(x)
+        codebooks, self._emas = [], []
+        for k in range(self.num_quantizers):
+            learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
+            if self.init == "random":
+                learner.codebook = self._random_codebook(k).to(x.device)
+            else:
+                self._fit_stage(learner, k, sample, before, residual)
+            codes = learner.assign(residual)
+            counts = Statistics.of(residual, codes, self.codebook_size).counts * (len(x) / len(residual))
+            self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
+            self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
+            codebooks.append(learner.codebook)
+            before = residual
+            greedy = residual - learner.codebook[codes]
+            residual = greedy if self.learning_beam == 1 else self._left_over(sample, codebooks)
+        self.codebooks = torch.stack(codebooks)
+
+    def _left_over(self, x: Tensor, codebooks: list[Tensor]) -> Tensor:
+        """x (rows, group_size) less each of the sequences that the beam ends with: (rows * sequences, group_size)."""
+        stages = torch.stack(codebooks)
+        return (x.unsqueeze(1) - rvq_decode(rvq_candidates(x, stages, self.learning_beam), stages)).flatten(0, 1)
+
+    def _fit_stage(self, learner: KMeans, stage: int, sample: Tensor, before: Tensor, residual: Tensor) -> None:
+        try:
+            learner.fit(residual)
+        except DataError as error:
+            if stage == 0 or len(sample.unique(dim=0)) < 2 * self.codebook_size:  # too little data, not too regular
+                raise DataError(f"stage {stage + 1} of {self.num_quantizers}: {error}") from error
+            learner.codebook = self._spare_codes(residual, before, stage)
+
+    def _spare_codes(self, residual: Tensor, before: Tensor, stage: int) -> Tensor:
+        """Codes for a stage that has fewer distinct vectors left than codes. A vector alone in its cluster leaves
+        nothing over, and a first layer's keys before RoPE repeat with every token of the vocabulary. Those vectors, and
+        for vectors unseen so far some of what the stage before was given, at half its size."""
+        left = residual.unique(dim=0)[: self.codebook_size]
+        generator = torch.Generator().manual_seed(self.seed + stage)
+        picks = torch.randint(len(before), (self.codebook_size - len(left),), generator=generator)
+        return torch.cat([left, before[picks.to(before.device)] / 2])
+
+    def _subsample(self, x: Tensor) -> Tensor:
+        limit = self.samples_per_code * self.codebook_size
+        if len(x) <= limit:
+            return x
+        generator = torch.Generator().manual_seed(self.seed)
+        return x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
+
+    def _random_codebook(self, stage: int) -> Tensor:
+        """Kaiming-uniform over (codebook_size, group_size), as vector-quantize-pytorch draws it."""
+        bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
+        generator = torch.Generator().manual_seed(self.seed + stage)
+        shape = (self.codebook_size, self.group_size)
+        return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound
+
+
+def check_codes(codes: Tensor, codebook_size: int) -> None:
+    """Raise ``FormatError`` for a code that a codebook has not."""
+    if codes.numel() and (largest := int(codes.max())) >= codebook_size:
+        raise FormatError(f"code {largest} is not below codebook_size {codebook_size}: altered payload")

@@ -1,0 +1,241 @@
+"""Bring values to the range a quantizer expects: by vector, by head and block, between two ends, or by channel."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.learning.moments import channel_moments
+from vqkv.codecs.part import Layout
+from vqkv.codecs.stage import Side, Stage
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.kernels import Coded, Packed
+from vqkv.kernels.affine import cpu
+from vqkv.runtime.checks import FP16_MAX, check_heads, check_whole
+
+FP16_MIN_NORMAL = 2.0**-14
+NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
+STATISTICS = {
+    "std": lambda x: x.std(dim=-1, correction=0),
+    "rms": lambda x: x.square().mean(dim=-1).sqrt(),
+    "absmax": lambda x: x.abs().amax(dim=-1),
+}
+
+
+@dataclass(eq=False)
+class VectorScale(Stage):
+    """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
+
+    ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2), ``rms`` or ``absmax``. After a
+    ``Grouping`` it acts per group. A (nearly)
+    constant vector is divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but
+    stores the scale 0, and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal
+    range, so that decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
+    """
+
+    kind: str = "std"
+    side_fields = ("scale",)
+
+    def __post_init__(self):
+        if not isinstance(self.kind, str) or self.kind not in STATISTICS:
+            raise UnknownNameError("scale", self.kind, STATISTICS)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x / scale, and the scale."""
+        size, rms = STATISTICS[self.kind](x), STATISTICS["rms"](x)
+        size = torch.where(size < NEARLY_CONSTANT * rms, rms, size)
+        scale = torch.where(size == 0, 1.0, size.clamp(FP16_MIN_NORMAL, FP16_MAX)).half()
+        y = x / scale.float().unsqueeze(-1)
+        zero = x.abs().amax(dim=-1) == 0
+        return y, {"scale": scale.masked_fill(zero, 0)}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y * scale."""
+        _check_fits(side, y)
+        return y.mul_(side["scale"].float().unsqueeze(-1))
+
+    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
+        _check_fits(side, y)
+        torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
+
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        return _scaled(inner, side["scale"])
+
+
+@dataclass(eq=False)
+class HeadScale(Stage):
+    """Divide a whole row (a head's block of tokens) by its largest magnitude, kept in fp32, so that values lie in
+    [-1, 1] (VQ quality framework, section 3.1). Stores ``scale``: one number per row; 0 for a row of zeros."""
+
+    side_fields = ("scale",)
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self._row_axes = tuple(range(-len(shape) + 1, 0))
+        return shape
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x / max|x|, and max|x|."""
+        scale = x.abs().amax(dim=self._row_axes, keepdim=True)
+        return x / scale.where(scale > 0, torch.ones_like(scale)), {"scale": scale.flatten(3).squeeze(3)}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y * scale."""
+        return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
+
+    def packed(self, inner: Packed, side: Side) -> Packed | None:
+        return _scaled(inner, side["scale"])
+
+
+@dataclass(eq=False)
+class MinMax(Stage):
+    """Map each vector's smallest and largest value to 0 and 1: asymmetric affine quantization's scale and zero point.
+
+    Both ends are rounded to fp16 first, so that decoding uses the same numbers; the step of a quantizer with L levels
+    is (high - low) / (L - 1). Acts on the last axis. Stores ``low`` and ``high``: fp16, the shape of x without it.
+    """
+
+    side_fields = ("low", "high")
+    widest = True  # the ends are the smallest and the largest value
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(x - low) / (high - low), and both ends."""
+        side = self._side(x)
+        low, span = _offset_and_span(side)
+        if cpu.takes(x):
+            return cpu.shift_and_divide(x, low, span), side
+        return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """low + y * (high - low)."""
+        self.decode_into(y, side, y)
+        return y
+
+    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
+        _check_fits(side, y)
+        low, span = _offset_and_span(side)
+        if out is y and cpu.takes(y):
+            cpu.multiply_and_shift(y, low, span)
+            return
+        y.mul_(span.unsqueeze(-1))
+        torch.add(y, low.unsqueeze(-1), out=out)
+
+    def _side(self, x: Tensor) -> Side:
+        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
+        return {"low": low, "high": high}
+
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if cpu.takes(x) and (ends := cpu.ends(x)):
+            return ends
+        low, high = x.amin(dim=-1), x.amax(dim=-1)
+        if (low * high).all():
+            return low, high
+        return torch.aminmax(x, dim=-1)  # several times slower, but of 0 and -0 always the first
+
+
+@dataclass(eq=False)
+class HalfQuadratic(MinMax):
+    """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
+    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``).
+
+    Each vector keeps its best of ``iterations`` offsets by mean absolute error, where HQQ stops by the error of the
+    whole tensor: so a token's codes do not depend on its neighbours.
+    """
+
+    bits: int = 4
+    iterations: int = 20
+    norm: float = 0.7
+    beta: float = 10.0
+    widest = False
+
+    def __post_init__(self):
+        check_whole("bits", self.bits, 1, 8)
+        check_whole("iterations", self.iterations, 1, 1000)
+        numbers = isinstance(self.norm, int | float) and isinstance(self.beta, int | float)
+        if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
+            raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
+
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = (end.unsqueeze(-1) for end in super()._ends(x))
+        least = low
+        levels = 2**self.bits - 1
+        step = ((high - low) / levels).clamp_min(FP16_MIN_NORMAL)
+        best, best_error = low, torch.full_like(low, torch.inf)
+        for _ in range(self.iterations):
+            codes = ((x - low) / step).round().clamp(0, levels)
+            error = x - (low + codes * step)
+            size = error.abs().mean(dim=-1, keepdim=True)
+            best, best_error = torch.where(size < best_error, low, best), torch.minimum(size, best_error)
+            low = (x - self._shrink(error) - codes * step).mean(dim=-1, keepdim=True)
+        return best.squeeze(-1), (best + high - least).squeeze(-1)
+
+    def _shrink(self, error: Tensor) -> Tensor:
+        size = error.abs()
+        return error.sign() * (size - size.clamp_min(1e-12).pow(self.norm - 1) / self.beta).clamp_min(0)
+
+
+def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
+    """``inner`` with one scale for each row, or one for each of some of its groups."""
+    scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
+    fits = isinstance(inner, Coded) and inner.scale is None and scale.ndim == 4 and inner.groups % scale.shape[3] == 0
+    return dataclasses.replace(inner, scale=scale) if fits else None
+
+
+def _check_fits(side: Side, y: Tensor) -> None:
+    """Raise ``FormatError`` unless every field has a number for each last axis of y."""
+    for name, field in side.items():
+        if field.shape != y.shape[:-1] or field.dtype != torch.float16:
+            found = f"{field.dtype} {tuple(field.shape)}"
+            raise FormatError(f"{name!r} is {found} for rows {tuple(y.shape)}: altered payload")
+
+
+def _offset_and_span(side: Side) -> tuple[Tensor, Tensor]:
+    low = side["low"].float()
+    return low, side["high"].float() - low
+
+
+@dataclass(eq=False)
+class ChannelScale(Stage):
+    """Subtract the mean and divide by the standard deviation of every channel of every head, both learned over tokens
+    and stored once, in fp16: per-channel quantization that costs nothing per token (KVQuant, section 3.1)."""
+
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self._count, self._square = 0, torch.zeros(shape, dtype=torch.float32)
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones(shape, dtype=torch.float32))
+        return shape
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Update the running mean and spread (Chan's parallel formula)."""
+        check_heads(x, self.mean)
+        count, mean, square = channel_moments(x)
+        before, total = self.mean.to(x.device), self._count + count
+        delta = mean - before
+        self._square = self._square.to(x.device) + square
+        self._square = self._square + delta.square() * (self._count * count / total)
+        self.mean, self._count = before + delta * (count / total), total
+        self.scale = (self._square / total).sqrt()
+
+    def finalize(self) -> None:
+        """Round to fp16. Raises ``DataError`` if a mean overflows it."""
+        if self.mean.abs().max() > FP16_MAX:
+            raise DataError("a channel's mean overflows fp16: scale the values first")
+        self.mean = self.mean.half()
+        self.scale = self.scale.clamp(FP16_MIN_NORMAL, FP16_MAX).half()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(x - mean) / std."""
+        check_heads(x, self.mean)
+        return (x - self.mean.float().unsqueeze(1)) / self.scale.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y * std + mean."""
+        return y.mul_(self.scale.float().unsqueeze(1)).add_(self.mean.float().unsqueeze(1))
+
+    def layout(self) -> Layout:
+        return {name: (tuple(self.mean.shape), torch.float16) for name in ("mean", "scale")}
+
+    def restore(self) -> None:
+        """Raises ``FormatError`` for a scale that none has."""
+        if not (self.scale >= 0).all() or (self.scale.dtype == torch.float16 and not self.scale.all()):
+            raise FormatError("tensor 'scale' is not positive: the file was altered")

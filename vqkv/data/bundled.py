@@ -1,0 +1,125 @@
+"""Text that every installation has: source of Python's library and of the pinned packages, and prose of both."""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vqkv.data.splits import content_hash, listed
+
+PACKAGES = (
+    "accelerate", "aiohttp", "anyio", "dask", "datasets", "distributed", "fontTools", "fsspec", "huggingface_hub",
+    "hypothesis", "IPython", "jedi", "jinja2", "joblib", "jupyter_server", "lm_eval", "matplotlib", "mpmath",
+    "networkx", "nltk", "numpy", "pandas", "prompt_toolkit", "pydantic", "pygments", "rich", "scipy", "sklearn",
+    "sympy", "torch", "tornado", "transformers", "triton",
+)  # fmt: skip
+NOT_EVERYWHERE = {
+    "site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idlelib", "idle_test", "tkinter",
+    "turtledemo", "ensurepip", "lib2to3", "distutils",
+}  # fmt: skip  # what some distributions of Python leave out
+MIN_CHARACTERS, MAX_CHARACTERS = 256, 400_000  # longer files are generated tables
+MIN_PROSE = 600  # characters, and the share of letters and spaces among them, below which a file is no prose
+PROSE_SHARE = 0.75
+GENERATED = re.compile(r"generated (by|from|file|automatically|code)|do not edit|machine.generated", re.IGNORECASE)
+PROSE_FILES = re.compile(r"METADATA|.*\.(md|rst|txt)|(LICEN[CS]E|COPYING|NOTICE|AUTHORS|README)\b.*", re.IGNORECASE)
+
+
+class Document(NamedTuple):
+    """A file; ``module``, its dotted name down to the depth that stays in one split; docstrings only, or all."""
+
+    module: str
+    path: Path
+    docstrings: bool = False
+
+    def text(self) -> str:
+        """The text of the document; empty where it is generated, not Python, too short or too long."""
+        text = self.path.read_text(encoding="utf-8", errors="ignore")
+        if GENERATED.search(text[:2000]) or not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS:
+            return ""
+        if self.docstrings:
+            text = _docstrings(text)
+        if self.docstrings or self.path.suffix != ".py":
+            words = sum(map(len, re.findall(r"[A-Za-z ]+", text)))
+            return text if len(text) >= MIN_PROSE and words >= PROSE_SHARE * len(text) else ""
+        return text
+
+
+def documents(corpus: str, split: str, seed: int = 0) -> Iterator[str]:
+    """Texts of one split of a corpus in ``CORPORA``, each once, in an order that ``seed`` fixes file by file."""
+    seen: set[str] = set()
+    wanted = listed(split)
+    for document in sorted(CORPORA[corpus](), key=lambda d: _order(seed, d)):
+        text = document.text()
+        name = content_hash(text)
+        if name in wanted and name not in seen:
+            seen.add(name)
+            yield text
+
+
+def _order(seed: int, document: Document) -> bytes:
+    return hashlib.sha256(f"{seed}/{document.module}/{document.path.name}/{document.docstrings}".encode()).digest()
+
+
+@cache
+def _stdlib() -> list[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = (
+        path for path in sorted(root.rglob("*.py")) if not NOT_EVERYWHERE.intersection(path.relative_to(root).parts)
+    )
+    return [Document(_module(root, path, 1), path) for path in found]
+
+
+@cache
+def _packages() -> list[Document]:
+    root = Path(sysconfig.get_paths()["purelib"])
+    found = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
+    return [Document(_module(root, path, 3), path) for path in found]
+
+
+@cache
+def _prose_files() -> list[Document]:
+    root = Path(sysconfig.get_paths()["purelib"])
+    files = (path for path in sorted(root.rglob("*")) if PROSE_FILES.fullmatch(path.name) and path.suffix != ".py")
+    return [Document(_package(root, path), path) for path in files if path.is_file()]
+
+
+def _prose() -> list[Document]:
+    return _prose_files() + [document._replace(docstrings=True) for document in _source()]
+
+
+def _source() -> list[Document]:
+    return _stdlib() + _packages()
+
+
+CORPORA = {
+    "python-stdlib": _stdlib,
+    "python-packages": _packages,
+    "python": _source,
+    "prose-files": _prose_files,
+    "prose": _prose,  # and docstrings
+}
+
+
+def _module(root: Path, path: Path, depth: int) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts[:depth])
+
+
+def _package(root: Path, path: Path) -> str:
+    """Name of the package that a text file belongs to, without its version."""
+    return path.relative_to(root).parts[0].split("-")[0].lower()
+
+
+def _docstrings(source: str) -> str:
+    """All docstrings of a module that are longer than a line, a blank line between them."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    nodes = (
+        n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return "\n\n".join(text for node in nodes if "\n" in (text := ast.get_docstring(node) or ""))

@@ -1,0 +1,57 @@
+"""Token ids that were streamed once stay on the disk.
+
+``~/.cache/vqkv/corpora/<hash>/`` (``VQKV_CACHE`` moves ``~/.cache/vqkv``) holds ``tokens.bin``, int64 token ids, which
+is there as a whole or not at all, and ``description.json``, what they are of.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+
+from vqkv.errors import DataError
+from vqkv.runtime.files import replacing
+
+VERSION = 2
+ITEM = 8  # bytes of a token id
+
+
+def cached(description: dict, pieces: Iterable[list[list[int]]], seq_len: int, num_seqs: int | None) -> torch.Tensor:
+    """Token ids (at most num_seqs, seq_len), int64, mapped from the file of this ``description`` (plain JSON); made
+    first, from lists of rows, where there is none. Of several processes one makes it, and the others wait. Raises
+    ``DataError`` if the folder cannot be written.
+    """
+    text = json.dumps(description | {"version": VERSION}, sort_keys=True)
+    root = Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser()
+    folder = root / "corpora" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    file = folder / "tokens.bin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            if not file.exists():
+                (folder / "description.json").write_text(text)
+                _write(file, pieces, num_seqs)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokens in {folder}: {error}. Make room there, or name another folder (VQKV_CACHE=...)"
+        ) from error
+    size = file.stat().st_size // ITEM
+    flat = torch.from_file(str(file), False, size, dtype=torch.int64) if size else torch.empty(0, dtype=torch.int64)
+    return flat.view(-1, seq_len)
+
+
+def _write(path: Path, pieces: Iterable[list[list[int]]], num_seqs: int | None) -> None:
+    left = num_seqs
+    with replacing(path) as file, tqdm(desc="tokenise", unit="window", total=num_seqs, disable=None) as bar:
+        for rows in pieces:
+            rows = rows[:left]
+            file.write(np.array(rows, dtype=np.int64).tobytes())
+            bar.update(len(rows))
+            if left is not None and (left := left - len(rows)) == 0:
+                return

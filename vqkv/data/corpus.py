@@ -1,0 +1,159 @@
+"""Corpus name -> token ids.
+
+Bundled corpora are text that every installation has: ``python-stdlib`` (the standard library's own source) and
+``python-packages`` (the source of the pinned packages). Any local text file or folder works too, and so do the papers'
+data sets and any other that the ``datasets`` library can load: those are streamed, and their tokens kept in a cache.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+
+from vqkv.data.cache import cached
+from vqkv.data.hub import HUB_CORPORA, HubCorpus, find
+from vqkv.data.local import LOCAL_CORPORA, held_out, local_documents, text_files
+from vqkv.data.stream import first_text, stream
+from vqkv.data.windows import PACKINGS, cutter, tokenizer_hash
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.runtime.files import raw_bytes
+
+__all__ = [
+    "HUB_CORPORA", "LOCAL_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "check_corpus", "documents", "fingerprint",
+    "held_out", "load_corpus", "of_split",
+]  # fmt: skip
+
+SPLITS = ("train", "test")
+PAIR = re.compile(r"train=(?P<train>[^,]+),test=(?P<test>[^,]+)")
+
+
+def load_corpus(
+    name: str,
+    tokenizer,
+    split: str = "train",
+    seq_len: int = 512,
+    num_seqs: int | None = 64,
+    seed: int = 0,
+    packing: str | None = None,
+    num_docs: int | None = None,
+) -> torch.Tensor:
+    """Token ids of ``num_seqs`` windows of ``seq_len`` tokens.
+
+    ``name``: ``python-stdlib``, ``python-packages``, a local text file or folder, a name in ``HUB_CORPORA``
+    (``slimpajama``), such a name with a local folder in that data set's layout (``slimpajama@/data/slim``), or any
+    other data set on the hub with a ``text`` column; or two of these, one for each split:
+    ``train=redpajama,test=wikitext``. ``num_docs``: documents to use at most. ``num_seqs`` None: as many
+    windows as there are, of a data set in ``HUB_CORPORA`` as many as its source used.
+
+    ``packing``, by default that of the corpus:
+
+    - ``windows`` (bundled and local text): a document gives one window at a random offset, so that a few windows
+      already span many documents; short documents are packed together. Each window starts with BOS.
+    - ``packed`` (SlimPajama, RedPajama, PG-19 and what else is on the hub): whole shuffled documents, each followed by
+      EOS, cut into consecutive windows that start with BOS (residual VQ paper, section 4).
+    - ``joined`` (WikiText): the rows of the split in their own order, joined by blank lines and cut into consecutive
+      windows; no EOS, and BOS only where the tokenizer begins the whole text with it (AQUA-KV's perplexity).
+
+    Tokens of ``datasets`` are streamed into ``~/.cache/vqkv`` (``VQKV_CACHE``) and mapped from there: see
+    ``data.cache``. Returns an int64 tensor (num_seqs, seq_len). Raises ``UnknownNameError`` for an unknown corpus,
+    split or packing, and ``DataError`` if the corpus cannot be read or holds fewer windows than asked for.
+    """
+    _check(split, seq_len, num_seqs, num_docs, packing)
+    name = of_split(name, split)
+    corpus = _find(name)
+    if isinstance(corpus, HubCorpus):
+        num_seqs, num_docs = corpus.size(num_seqs, num_docs)
+        tokens = _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing or corpus.packing, num_docs)
+    else:
+        texts = islice(local_documents(name, corpus, split, seed), num_docs)
+        rows = _local_rows(texts, tokenizer, seq_len, packing, f"{name}/{split}/{seed}")
+        tokens = torch.tensor([*islice(rows, num_seqs)], dtype=torch.long)
+    if not len(tokens) or len(tokens) < (num_seqs or 0):
+        raise DataError(
+            f"corpus {name!r} ({split}) holds only {len(tokens)} windows of {seq_len} tokens, not {num_seqs}: "
+            "ask for fewer or shorter sequences, or name a larger corpus"
+        )
+    return tokens
+
+
+def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
+    """Yield the texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
+    name = of_split(name, split)
+    corpus = _find(name)
+    if isinstance(corpus, HubCorpus):
+        yield from chain.from_iterable(stream(corpus, split, seed, corpus.packing != "joined"))
+    else:
+        yield from local_documents(name, corpus, split, seed)
+
+
+def check_corpus(name: str, split: str) -> str:
+    """The first text of a corpus, which shows that it can be reached. Raises what ``load_corpus`` would."""
+    name = of_split(name, split)
+    corpus = _find(name)
+    if isinstance(corpus, HubCorpus):
+        return first_text(corpus, split)
+    text = next(local_documents(name, corpus, split, 0), None)
+    if text is None:
+        raise DataError(f"corpus {name!r} has no text in its {split} split: name a larger one")
+    return text
+
+
+def of_split(name: str, split: str) -> str:
+    """The corpus of one split: ``train=A,test=B`` names one for each, any other name is that of both."""
+    match = PAIR.fullmatch(str(name))
+    return match[split] if match else name
+
+
+def fingerprint(tokens: torch.Tensor) -> str:
+    """Sixteen hex digits that name these token ids, for provenance."""
+    return hashlib.sha256(raw_bytes(tokens.to(torch.int64))).hexdigest()[:16]
+
+
+def _find(name: str) -> HubCorpus | list[tuple[str, Path]]:
+    if not str(name).strip():
+        raise UnknownNameError("corpus", name, [*LOCAL_CORPORA, *HUB_CORPORA])
+    if name in HUB_CORPORA:
+        return HUB_CORPORA[name]
+    files = text_files(name)
+    return find(name) if files is None else files
+
+
+def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:
+    if split not in SPLITS:
+        raise UnknownNameError("split", split, SPLITS)
+    counts = [count for count in (num_seqs, num_docs) if count is not None]
+    if any(type(count) is not int for count in (seq_len, *counts)) or seq_len < 2 or min(counts, default=1) < 1:
+        raise DataError(f"seq_len {seq_len} and num_seqs {num_seqs}: need at least 2 tokens and 1 sequence")
+    if packing not in (None, *PACKINGS):
+        raise UnknownNameError("packing", packing, PACKINGS)
+
+
+def _local_rows(texts, tokenizer, seq_len: int, packing: str | None, key: str) -> Iterator[list[int]]:
+    if packing == "joined":
+        raise DataError("packing 'joined' is for data sets of rows in order, such as wikitext@FOLDER: use 'packed'")
+    cut = cutter(packing or "windows", tokenizer, seq_len, random.Random(key))
+    return chain.from_iterable(cut.add([text]) for text in texts)
+
+
+def _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing, num_docs) -> torch.Tensor:
+    seed = 0 if packing == "joined" else seed  # nothing is drawn
+    description = corpus.describe() | {
+        "split": split,
+        "seq_len": seq_len,
+        "num_seqs": num_seqs,
+        "seed": seed,
+        "packing": packing,
+        "num_docs": num_docs,
+        "tokenizer": tokenizer_hash(tokenizer),
+    }
+
+    def pieces() -> Iterator[list[list[int]]]:
+        cut = cutter(packing, tokenizer, seq_len, random.Random(f"{corpus.name}/{split}/{seed}"))
+        yield from map(cut.add, stream(corpus, split, seed, packing != "joined", num_docs))
+        yield cut.finish()
+
+    return cached(description, pieces(), seq_len, num_seqs)

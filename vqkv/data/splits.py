@@ -1,0 +1,24 @@
+"""Three disjoint splits of the bundled text: ``train`` (models, calibration), ``validation`` (every choice), ``test``.
+
+A document belongs to the split whose list holds the hash of its content, and what no list holds belongs to none. So a
+patch release of Python or of a package, whose files change, moves no document from one split to another. The lists are
+made by ``python -m vqkv.data.splitting``.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+SPLITS = ("train", "validation", "test")
+FOLDER = Path(__file__).parent / "splits"
+
+
+def content_hash(text: str) -> str:
+    """Twelve hex digits that name a document by its content, whatever its line ends."""
+    return hashlib.sha256(text.replace("\r\n", "\n").encode(errors="ignore")).hexdigest()[:12]
+
+
+@cache
+def listed(split: str) -> frozenset[str]:
+    """Content hashes of the documents of a split."""
+    return frozenset((FOLDER / f"{split}.txt").read_text().split())

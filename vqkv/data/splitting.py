@@ -1,0 +1,90 @@
+"""Deals the bundled text out to splits, near-duplicates apart: ``python -m vqkv.data.splitting`` writes the lists anew.
+
+Documents of one module stay together: a hash of its dotted name deals modules out. A near-duplicate of a document that
+is held out (Jaccard similarity of at least 0.5 between sets of 8-token shingles, found by MinHash: Broder 1997;
+Leskovec et al., Mining of Massive Datasets, section 3) is dropped.
+"""
+
+import hashlib
+import re
+import zlib
+from collections.abc import Iterable
+
+import numpy as np
+from datasketch import MinHash, MinHashLSH
+from tqdm import tqdm
+
+from vqkv.data.bundled import CORPORA
+from vqkv.data.splits import FOLDER, SPLITS, content_hash
+
+VALIDATION_PERCENT, TEST_PERCENT = 6, 8
+SHINGLE = 8  # tokens
+SIMILAR = 0.5  # from this Jaccard similarity on, two documents are twins
+TOKEN = re.compile(r"\w+|[^\w\s]")
+
+
+def dealt(module: str) -> str:
+    """The split that a module is dealt to, by a hash of its dotted name."""
+    bucket = int(hashlib.sha256(module.encode()).hexdigest()[:8], 16) % 100
+    if bucket < VALIDATION_PERCENT:
+        return "validation"
+    return "test" if bucket < VALIDATION_PERCENT + TEST_PERCENT else "train"
+
+
+def shingles(text: str) -> np.ndarray:
+    """Sorted uint32 hashes of all runs of ``SHINGLE`` words or signs of a text."""
+    tokens = np.array([zlib.crc32(token.encode()) for token in TOKEN.findall(text)], dtype=np.uint64)
+    runs = np.lib.stride_tricks.sliding_window_view(tokens, min(SHINGLE, len(tokens)))
+    weights = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, runs.shape[1] + 1, dtype=np.uint64)
+    return np.unique(((runs * weights).sum(1) >> np.uint64(32)).astype(np.uint32))
+
+
+def jaccard(a: np.ndarray, b: np.ndarray) -> float:
+    """Size of the intersection of two sets, as sorted arrays, over that of their union."""
+    both = len(np.intersect1d(a, b, assume_unique=True))
+    return both / (len(a) + len(b) - both)
+
+
+class Twins:
+    """Finds which of the documents it holds are near-duplicates of another document."""
+
+    def __init__(self, documents: Iterable[tuple[str, str]]):
+        self.index = MinHashLSH(threshold=0.4, num_perm=64)
+        self.shingles: dict[str, np.ndarray] = {}
+        for name, text in documents:
+            if name not in self.shingles:
+                self.shingles[name] = shingles(text)
+                self.index.insert(name, _minhash(self.shingles[name]))
+
+    def of(self, text: str) -> list[str]:
+        """Names of the held documents that are at least ``SIMILAR`` to this one."""
+        mine = shingles(text)
+        return [name for name in self.index.query(_minhash(mine)) if jaccard(mine, self.shingles[name]) >= SIMILAR]
+
+
+def _minhash(hashes: np.ndarray):
+    found = MinHash(num_perm=64, hashfunc=int)
+    found.update_batch(hashes.tolist())
+    return found
+
+
+def main() -> None:
+    """Write the three lists anew from the text of this installation: what is reported loses nothing to its twins, what
+    is learned from loses most."""
+    texts: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
+    for corpus in ("python", "prose"):
+        for document in tqdm(CORPORA[corpus](), desc=corpus, unit=" files"):
+            if text := document.text():
+                texts[dealt(document.module)].setdefault(content_hash(text), text)
+    held: dict[str, str] = {}
+    for split in reversed(SPLITS):
+        twins = Twins(held.items())
+        bar = tqdm(texts[split].items(), desc=split, unit=" documents")
+        kept = {name: text for name, text in bar if name not in held and not twins.of(text)}
+        print(f"{split}: {len(kept)} documents, {len(texts[split]) - len(kept)} more have a twin that is held out")
+        (FOLDER / f"{split}.txt").write_text("".join(f"{name}\n" for name in sorted(kept)))
+        held |= kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Model, compressor and text -> one row."""

@@ -1,0 +1,55 @@
+"""Distances of a reconstruction, or of a model that read one, from the original."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+
+def relative_mse(x: torch.Tensor, x_hat: torch.Tensor) -> float:
+    """Squared error over squared size, sum((x - x_hat)^2) / sum(x^2), in float64; any equal shapes."""
+    x, x_hat = x.double(), x_hat.double()
+    return ((x - x_hat).square().sum() / x.square().sum()).item()
+
+
+def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
+    """EVR = 1 - Var(y - y_hat) / Var(y) over all but the last dimension, variances summed over the last."""
+    y, error = y.double().flatten(0, -2), (y - y_hat).double().flatten(0, -2)
+    return 1 - (error.var(0, correction=0).sum() / y.var(0, correction=0).sum()).item()
+
+
+def participation_ratio(covariance: torch.Tensor) -> float:
+    """Number of directions in which data of this (width, width) covariance vary: (sum of eigenvalues)^2 / sum of their
+    squares."""
+    return (covariance.trace().square() / covariance.square().sum()).item()
+
+
+def bits_saved(evr: float) -> float:
+    """Bits per value that a prediction of this EVR saves a quantizer at equal error: 1/2 log2 of Var(y) / Var(error).
+
+    Asymptotic (many bits, channels of equal shape). At most 24, the precision of a float32.
+    """
+    return -math.log2(max(1 - evr, 2**-48)) / 2
+
+
+def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood in nats: logits (batch, seq_len, vocab), targets (batch, seq_len) -> (batch, seq_len)."""
+    flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")  # four times as fast
+    return flat.view(targets.shape)
+
+
+def token_kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL(reference || logits) in nats, next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
+    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+def top1_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """1.0 where both pick the same next token: (batch, seq_len, vocab) twice -> (batch, seq_len)."""
+    return (reference.argmax(-1) == logits.argmax(-1)).float()
+
+
+def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
+    """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
+    p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
+    return torch.special.entr(p).sum(-1).exp()

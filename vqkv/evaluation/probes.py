@@ -1,0 +1,240 @@
+"""Published phenomena measured on a model: outlier channels, attention sinks, EVR between layers, recall."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from vqkv.codecs.learning.gram import Gram
+from vqkv.codecs.learning.ridge import Ridge, predict
+from vqkv.codecs.predictive import side_by_side
+from vqkv.data.recall import RecallTask
+from vqkv.errors import DataError
+from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio
+from vqkv.models.capture import capture, check_tokens
+from vqkv.models.load import kv_sources
+from vqkv.presets import Preset
+
+RECALL_EDGES = (0, 64, 128, 256, 512, 1024)
+PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
+
+
+def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_kv_heads, seq_len, head_dim) -> (num_kv_heads,): the largest channel's mean |x| over the median's."""
+    size = x.float().abs().mean(dim=(0, 2))
+    return size.amax(-1) / size.median(-1).values
+
+
+@torch.inference_mode()
+def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int = 2) -> torch.Tensor:
+    """(num_layers, num_heads): the mean attention that queries after position ``skip`` pay to the first token.
+
+    Without a sink it would be about the mean of 1 / position. Runs eager attention, which alone returns its weights.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        sums = None
+        for batch in tokens.split(batch_size):
+            maps = model(batch.to(model.device), output_attentions=True, use_cache=False).attentions
+            first = torch.stack([m[:, :, skip:, 0].float().mean(dim=2).sum(dim=0) for m in maps])
+            sums = first if sums is None else sums + first
+    finally:
+        model.set_attn_implementation(before)
+    return sums.cpu() / len(tokens)
+
+
+def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
+    """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
+    (AQUA-KV's two predictors, on exact inputs)."""
+    flat = [[[_flat(x) for x in role] for role in capture(model, tokens)] for tokens in (train, test)]
+    (train_k, train_v), (test_k, test_v) = flat
+    found = {"key": [], "value": []}
+    for layer in range(1, len(train_k)):
+        found["key"].append(_evr(train_k[layer - 1], train_k[layer], test_k[layer - 1], test_k[layer]))
+        fit_x = torch.cat([train_v[layer - 1], train_k[layer]], dim=1)
+        test_x = torch.cat([test_v[layer - 1], test_k[layer]], dim=1)
+        found["value"].append(_evr(fit_x, train_v[layer], test_x, test_v[layer]))
+    return found
+
+
+# (captured keys or values, "K" or "V", layer) -> the same shape
+Form = Callable[[torch.Tensor, str, int], torch.Tensor]
+
+
+class Block(NamedTuple):
+    """Features of a token that probes read or predict: one role of one layer, ``lag`` tokens back, in some form."""
+
+    role: str
+    layer: int
+    lag: int = 0
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear map to ``target`` from ``sources``, for every layer in which all of these exist.
+
+    ``K`` and ``V`` are the layer's own keys and values, ``K-1`` those of the layer before, ``K@T-1`` those of the token
+    before, ``K~name`` those in the form called ``name``; sources are joined by ``+`` (``V-1+K``). Raises ``DataError``
+    for anything else, a source given twice, or the target as its own source.
+    """
+
+    target: str
+    sources: str
+
+    def __post_init__(self):
+        sources, target = self.blocks(0)
+        if len({*sources, target}) <= len(sources):
+            raise DataError(f"probe of {self.target!r} from {self.sources!r}: name each source once, not the target")
+
+    def blocks(self, layer: int) -> tuple[list[Block], Block]:
+        """Sources and target in ``layer``; a source of a layer that does not exist has a negative one."""
+        return [_block(text, layer) for text in self.sources.split("+")], _block(self.target, layer)
+
+    def exists(self, layer: int) -> bool:
+        """True if all sources exist there."""
+        return min(block.layer for block in self.blocks(layer)[0]) >= 0
+
+
+def probe_sums(
+    model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, post_rope: bool = False,
+    forms: dict[str, Form] | None = None,
+) -> Gram:  # fmt: skip
+    """Sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
+
+    Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
+    more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at
+    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences, unknown forms,
+    and probes of which none exists in any layer.
+    """
+    check_tokens(model, tokens)
+    layers, forms = range(len(kv_sources(model))), forms or {}
+    regressions = [probe.blocks(layer) for probe in probes for layer in layers if probe.exists(layer)]
+    if not regressions:
+        raise DataError(f"{len(layers)} layers have the sources of no probe: name some fewer layers back")
+    used = {block for sources, target in regressions for block in (*sources, target)}
+    if unknown := {block.form for block in used} - {"", *forms}:
+        raise DataError(f"form {min(unknown)!r} of a probe is unknown: pass it in forms, which has {sorted(forms)}")
+    start = skip + max((block.lag for block in used), default=0)
+    if tokens.shape[1] <= start:
+        raise DataError(f"{tokens.shape[1]} tokens leave none after the first {start}: use longer sequences")
+    gram = Gram(regressions)
+    for batch in tokens.tensor_split(math.ceil(len(tokens) / batch_size)):  # even shares, none of one sequence alone
+        gram.accumulate(_features(capture(model, batch, batch_size, post_rope), forms, start))
+    return gram
+
+
+def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
+    """Held-out EVR: one row per probe and layer in which it exists, fitted on ``train`` and judged on ``test``.
+
+    ``source_width``: the features that it reads. ``bits``: what it would save a quantizer per value. ``mean_share``:
+    how much of the target's mean square its training mean explains, which EVR leaves out. ``strength``: of the
+    ridge; 1e-6 measures without shrinking much. Raises ``DataError`` for what ``train`` or ``test`` has no sums of.
+    """
+    rows = []
+    for probe in probes:
+        for layer in filter(probe.exists, range(num_layers)):
+            sources, target = probe.blocks(layer)
+            if not train.knows(sources, target) or not test.knows(sources, target):
+                raise DataError(
+                    f"no sums for {probe} in layer {layer} of {num_layers}: give probe_sums this probe, and here the "
+                    "number of layers of its model"
+                )
+            weights = train.solve(sources, target, strength)
+            evr = test.explained(weights, sources, target)
+            row = {"target": probe.target, "sources": probe.sources, "layer": layer, "source_width": len(weights)}
+            row |= {"train_tokens": train.count, "evr": evr, "bits": bits_saved(evr)}
+            rows.append(row | {"mean_share": test.mean_share(target, train.mean(target))})
+    return rows
+
+
+def shuffled(seed: int) -> Form:
+    """A form for targets: the batch's tokens in random order and with random signs, so that nothing is left to predict.
+    The order alone would leave each batch its mean, which sources of the same text do predict."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
+        tokens = x.transpose(1, 2).flatten(0, 1)
+        order = torch.randperm(len(tokens), generator=generator)
+        signs = 2 * torch.randint(2, (len(tokens), 1, 1), generator=generator) - 1
+        mixed = tokens[order.to(x.device)] * signs.to(x)
+        return mixed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+    return form
+
+
+def reconstructed(preset: Preset) -> Form:
+    """A form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on the first batch that they see.
+    Raises ``DataError`` for presets with a plan, whose layers are not stored one by one."""
+    if preset.plan is not None:
+        raise DataError(f"{preset.name} reads one layer for another, a form does not: give a preset without a plan")
+    codecs = {}
+
+    def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
+        if (role, layer) not in codecs:
+            make = {"K": preset.key_codec, "V": preset.value_codec}[role]
+            codec = make(x.shape[-1])
+            codecs[role, layer] = (codec if codec.ready else codec.fit(x)).to(x.device)  # fp16 has nothing to learn
+        return codecs[role, layer].decode(codecs[role, layer].encode(x))
+
+    return form
+
+
+@torch.inference_mode()
+def recall_by_distance(
+    model, tokenizer, seq_len: int, num_seqs: int, seed: int, batch_size: int = 4
+) -> dict[str, float]:
+    """Greedy accuracy of key-value recall, by how many tokens back the value stands; chance is 1 in 128."""
+    batch = RecallTask(tokenizer).batch(seq_len, num_seqs, seed, num_pairs=None)
+    hits = []
+    for tokens in batch.tokens.split(batch_size):
+        logits = model(tokens.to(model.device), use_cache=False).logits.cpu()
+        hits.append(logits[:, :-1].argmax(-1) == tokens[:, 1:])
+    hits, answers, distance = torch.cat(hits), batch.answers[:, 1:], batch.distance[:, 1:]
+    found = {}
+    for low, high in pairwise(RECALL_EDGES):
+        chosen = answers & (distance > low) & (distance <= high)
+        if chosen.any():
+            found[f"{low + 1}-{high}"] = hits[chosen].float().mean().item()
+    return found
+
+
+def _block(text: str, layer: int) -> Block:
+    found = PLACE.fullmatch(text)
+    if found is None:
+        raise DataError(
+            f"{text!r} names nothing to probe: write K, V, K-1 (layer before), K@T-1 (token before), K~form"
+        )
+    role, back, lag, form = found.groups()
+    return Block(role, layer - int(back or 0), int(lag or 0), form or "")
+
+
+def _features(captured, forms: dict[str, Form], start: int):
+    """Block -> (samples, width) of one batch; samples are the tokens from ``start`` on of all its sequences."""
+    roles, formed = dict(zip("KV", captured, strict=True)), {}
+
+    def features(block: Block) -> torch.Tensor:
+        place = block.role, block.layer, block.form
+        if place not in formed:
+            x = roles[block.role][block.layer]
+            formed[place] = forms[block.form](x, block.role, block.layer) if block.form else x
+        x = formed[place]
+        return _flat(x[:, :, start - block.lag : x.shape[2] - block.lag])
+
+    return features
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_kv_heads, seq_len, head_dim) -> (tokens, width), all heads of a token side by side."""
+    return side_by_side(x).flatten(0, 1).float()
+
+
+def _evr(fit_x, fit_y, test_x, test_y) -> float:
+    ridge = Ridge()
+    ridge.accumulate(fit_x, fit_y)
+    return explained_variance_ratio(test_y, predict(ridge.solve(), test_x))

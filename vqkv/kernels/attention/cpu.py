@@ -1,0 +1,31 @@
+"""Attention to packed tokens on a CPU, piece by piece, while what is decoded of a piece is in the cache."""
+
+from torch import Tensor
+
+from vqkv.kernels.attention.naive import merge
+from vqkv.kernels.decoding.cpu import decode
+from vqkv.kernels.packed import Coded, Packed, Rope
+
+PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
+
+
+def decode_attention(
+    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+) -> tuple[Tensor, Tensor]:
+    """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
+    grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
+    parts = []
+    for start, stop in _spans(keys, values):
+        turn = None if rope is None else rope.after(start).turn(stop - start)
+        k, v = decode(keys.tokens(start, stop), turn=turn), decode(values.tokens(start, stop))
+        scores = grouped @ k.mT
+        parts.append((scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)))
+    out, total = merge(parts)
+    return out.view(query.shape), total.view(query.shape[:3])
+
+
+def _spans(keys: Packed, values: Packed) -> list[tuple[int, int]]:
+    batch, num_kv_heads, seq_len, head_dim = keys.shape
+    whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
+    step = max(1, PIECE // (batch * num_kv_heads * head_dim * whole)) * whole
+    return [(start, min(start + step, seq_len)) for start in range(0, seq_len, step)]

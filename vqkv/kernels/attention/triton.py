@@ -1,0 +1,238 @@
+"""Attention of a few new tokens to packed keys and values, which are decoded in registers and nowhere else.
+
+A program takes all query heads of one KV head and a share of the tokens (split-KV); ``_combine`` joins the shares. A
+head is decoded as two half tiles: so a channel and its RoPE partner meet in one thread, and so the ends or the scale of
+a token multiply a score rather than every channel. Keys at position n = n0 + j, n0 the first of a tile, are turned by j
+only, with a table that stays in registers; the query is turned back by n0, once a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vqkv.kernels.attention.triton_halves import channels_of, columns, half_tile
+from vqkv.kernels.packed import Affine, Coded, Packed, Rope
+from vqkv.kernels.tiles import ATTENTION
+
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+def decode_attention(
+    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+) -> tuple[Tensor, Tensor]:
+    """``naive.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
+    batch, num_heads, new_tokens, head_dim = query.shape
+    num_kv_heads, seq_len = keys.shape[1:3]
+    rows = num_heads // num_kv_heads * new_tokens
+    tile = _tile({_kind(keys), _kind(values)}, rope is not None, rows, head_dim)
+    splits, per_split = _splits(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
+    out, lse = _empty(query, splits, batch * num_kv_heads * rows, head_dim)
+    turns = _turns(rope, seq_len, keys, tile["BLOCK_N"])
+    with torch.cuda.device_of(query):
+        _attend[(batch * num_kv_heads, splits)](
+            query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
+            scaling * (rope.scaling if rope else 1.0) * LOG2E.value, rows, *_constants(keys), *_constants(values),
+            HEAD_DIM=head_dim, ROPE=rope is not None, **tile,
+        )  # fmt: skip
+    if splits > 1:
+        parts, sums = out, lse
+        out, lse = _empty(query, 1, batch * num_kv_heads * rows, head_dim)
+        with torch.cuda.device_of(query):
+            _combine[(batch * num_kv_heads * rows,)](
+                parts, sums, out, lse, splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+                BLOCK_S=triton.next_power_of_2(splits),
+            )  # fmt: skip
+    return out.view(query.shape), lse.view(query.shape[:3])
+
+
+def serves(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> bool:
+    """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
+    rows = query.shape[1] // keys.shape[1] * query.shape[2]
+    if rows > ATTENTION["most_rows"] or not keys.shape[2] or keys.shape[3] != values.shape[3]:
+        return False
+    turned = rope is None or 2 * len(rope.inv_freq) == keys.shape[3]
+    return turned and all(_halves(packed) for packed in (keys, values))
+
+
+def _halves(packed: Packed) -> bool:
+    half = packed.shape[3] // 2
+    if isinstance(packed, Affine):
+        each = 32 // packed.bits  # codes of a word
+        folds = packed.group_size % half == 0
+        return packed.bits in (2, 4, 8) and half % each == 0 and (folds or packed.group_size % each == 0)
+    dim, groups = packed.codebooks.shape[3], packed.groups
+    inner = _inner(packed)
+    scales = 1 if packed.scale is None else packed.scale.shape[3]
+    whole = dim % 2 == 0 if packed.strided or groups == 1 else groups % 2 == 0
+    return whole and scales == 1 and inner & (inner - 1) == 0
+
+
+def _inner(packed: Coded) -> int:
+    """Channels of a group that a half has."""
+    dim = packed.codebooks.shape[3]
+    return dim // 2 if packed.strided or packed.groups == 1 else dim
+
+
+def _empty(query: Tensor, splits: int, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    out = torch.empty(splits, rows, head_dim, dtype=torch.float32, device=query.device)
+    return out, out.new_empty(splits, rows)
+
+
+def _kind(packed: Packed) -> str:
+    if isinstance(packed, Affine):
+        return "affine"
+    return "product" if packed.codebooks.shape[1] == 1 and packed.codebooks.shape[3] > 2 else "coded"
+
+
+def _tile(kinds: set[str], rope: bool, rows: int, head_dim: int) -> dict[str, int]:
+    """BLOCK_M, BLOCK_N, num_warps and num_stages for ``rows`` query rows and what keys and values are."""
+    block_m = max(8, triton.next_power_of_2(rows))
+    block_n = ATTENTION["BLOCK_N"][min(kinds) if len(kinds) == 1 and not rope else "coded"][block_m]
+    block_n //= 2 if head_dim > ATTENTION["long_head"] else 1
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n} | {key: ATTENTION[key] for key in ("num_warps", "num_stages")}
+
+
+def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
+    """Into how many shares tokens are parted, so that programs fill the GPU, and the tokens of each."""
+    tiles = -(-seq_len // tile)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wanted = max(1, processors * ATTENTION["programs_each"] // heads)
+    per_split = max(ATTENTION["least_tiles"], -(-tiles // wanted))
+    return -(-tiles // per_split), per_split * tile
+
+
+def _turns(rope: Rope | None, seq_len: int, keys: Packed, tile: int) -> tuple[Tensor, ...]:
+    """cos and sin (tiles, rotary_dim / 2) of every tile's first position, and of a tile's positions from there."""
+    if rope is None:
+        return keys.codes, keys.codes, keys.codes, keys.codes  # not read
+    frequencies = rope.inv_freq.double()
+    first = torch.arange(rope.start, rope.start + seq_len, tile, device=frequencies.device).double()
+    inside = torch.arange(tile, device=frequencies.device).double()
+    angles = [positions.unsqueeze(-1) * frequencies for positions in (first, inside)]
+    return tuple(f(angle).float() for angle in angles for f in (torch.cos, torch.sin))
+
+
+def _tensors(packed: Packed) -> tuple[Tensor, ...]:
+    """codes, low or scale, high, codebooks; something that is not read where there is none."""
+    codes = packed.codes.contiguous()
+    codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()  # they are read as 32-bit words
+    if isinstance(packed, Affine):
+        return codes, packed.low.contiguous(), packed.high.contiguous(), codes
+    scale = codes if packed.scale is None else packed.scale.contiguous()
+    return codes, scale, codes, packed.codebooks.contiguous()
+
+
+def _constants(packed: Packed) -> tuple:
+    """KIND, BITS, ROW_BYTES, GROUPS, DIM, QUANTIZERS, SIZE, TABLES, SCALE_TOKENS (0: no scale), STRIDED."""
+    if isinstance(packed, Affine):
+        return "affine", packed.bits, packed.codes.shape[3], packed.low.shape[3], 0, 0, 0, 0, 0, False
+    tables, quantizers, size, dim = packed.codebooks.shape
+    each = 0 if packed.scale is None else packed.tokens_per_scale
+    strided = packed.strided or packed.groups == 1  # of one group, half the channels are half the code
+    return "coded", packed.bits, packed.codes.shape[3], packed.groups, dim, quantizers, size, tables, each, strided
+
+
+@triton.jit
+def _attend(
+    query, out, lse, k_codes, k_a, k_b, k_table, v_codes, v_a, v_b, v_table,
+    first_cos, first_sin, inside_cos, inside_sin, seq_len, per_split, scaling, rows,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_ROW: tl.constexpr, K_GROUPS: tl.constexpr, K_DIM: tl.constexpr,
+    K_QUANTIZERS: tl.constexpr, K_SIZE: tl.constexpr, K_TABLES: tl.constexpr, K_SCALE: tl.constexpr,
+    K_STRIDED: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_ROW: tl.constexpr, V_GROUPS: tl.constexpr, V_DIM: tl.constexpr,
+    V_QUANTIZERS: tl.constexpr, V_SIZE: tl.constexpr, V_TABLES: tl.constexpr, V_SCALE: tl.constexpr,
+    V_STRIDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = columns(HEAD_DIM // 2)
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    k0, there = channels_of(0, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    k1, _ = channels_of(1, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    asked = (m < rows)[None, :] & there[:, None]
+    begin = query + (head * rows + m)[None, :] * HEAD_DIM
+    q0 = tl.load(begin + k0[:, None], asked, 0).to(tl.float16).to(tl.float32)  # rounded in the sums as in products
+    q1 = tl.load(begin + k1[:, None], asked, 0).to(tl.float16).to(tl.float32)
+    sum0, sum1 = tl.sum(q0, 0), tl.sum(q1, 0)
+    inside = tl.arange(0, BLOCK_N)
+    if ROPE:
+        local = inside[:, None] * (HEAD_DIM // 2) + k0[None, :]
+        cos = tl.load(inside_cos + local, there[None, :], 0)
+        sin = tl.load(inside_sin + local, there[None, :], 0)
+    best = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a share of no tokens must not make NaN
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc0 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    acc1 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    add0 = tl.zeros((BLOCK_M,), tl.float32)
+    add1 = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(split * per_split, min((split + 1) * per_split, seq_len), BLOCK_N):
+        token = start + inside
+        valid = token < seq_len
+        x0, a0, b0 = half_tile(
+            k_codes, k_a, k_b, k_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, ROPE,
+            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
+        )  # fmt: skip
+        x1, a1, b1 = half_tile(
+            k_codes, k_a, k_b, k_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, ROPE,
+            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
+        )  # fmt: skip
+        if ROPE:
+            first = (start // BLOCK_N) * (HEAD_DIM // 2) + k0
+            c = tl.load(first_cos + first, there, 0)[:, None]
+            s = tl.load(first_sin + first, there, 0)[:, None]
+            p0, p1 = (q0 * c + q1 * s).to(tl.float16), (q1 * c - q0 * s).to(tl.float16)
+            y0 = (x0 * cos - x1 * sin).to(tl.float16)
+            y1 = (x1 * cos + x0 * sin).to(tl.float16)
+        else:
+            p0, p1, y0, y1 = q0.to(tl.float16), q1.to(tl.float16), x0, x1
+        scores = tl.dot(y0, p0) * a0[:, None] + tl.dot(y1, p1) * a1[:, None]
+        scores += sum0[None, :] * b0[:, None] + sum1[None, :] * b1[:, None]
+        scores = tl.where(valid[:, None], scores * scaling, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 0))
+        shrink = tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher[None, :])
+        best, total = higher, total * shrink + tl.sum(weights, 0)
+        x0, a0, b0 = half_tile(
+            v_codes, v_a, v_b, v_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, False,
+            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
+        )  # fmt: skip
+        x1, a1, b1 = half_tile(
+            v_codes, v_a, v_b, v_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, False,
+            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
+        )  # fmt: skip
+        acc0, add0 = _gather(acc0, add0, shrink, weights, x0, a0, b0)
+        acc1, add1 = _gather(acc1, add1, shrink, weights, x1, a1, b1)
+    v0, there = channels_of(0, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    v1, _ = channels_of(1, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    row = (split * tl.num_programs(0) + head) * rows + m
+    stored = (m < rows)[None, :] & there[:, None]
+    tl.store(out + row[None, :] * HEAD_DIM + v0[:, None], (acc0 + add0[None, :]) / total[None, :], stored)
+    tl.store(out + row[None, :] * HEAD_DIM + v1[:, None], (acc1 + add1[None, :]) / total[None, :], stored)
+    tl.store(lse + row, (best + tl.log2(total)) * LN2, m < rows)
+
+
+@triton.jit
+def _gather(acc, add, shrink, weights, tile, factor, offset):
+    """One more tile of weighted values. Factors are divided by their largest: their products with weights, which go
+    into an fp16 operand, shall not underflow."""
+    largest = tl.max(tl.abs(factor), 0)
+    largest = tl.where(largest > 0, largest, 1.0)
+    product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))
+    acc = acc * shrink[None, :] + product * largest
+    return acc, add * shrink + tl.sum(weights * offset[:, None], 0)
+
+
+@triton.jit
+def _combine(parts, sums, out, lse, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Join the shares of one query row: their outputs, weighted by their part in the sum of all exponentials."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    split, channel = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    part = tl.load(sums + split * rows + row, split < splits, float("-inf"))
+    best = tl.max(part, 0)
+    weight = tl.exp2((part - best) * LOG2E)
+    total = tl.sum(weight, 0)
+    there = (split < splits)[:, None] & (channel < HEAD_DIM)[None, :]
+    values = tl.load(parts + (split * rows + row)[:, None] * HEAD_DIM + channel[None, :], there, 0)
+    tl.store(out + row * HEAD_DIM + channel, tl.sum(values * weight[:, None], 0) / total, channel < HEAD_DIM)
+    tl.store(lse + row, best + tl.log2(total) * LN2)

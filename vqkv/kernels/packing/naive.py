@@ -1,0 +1,25 @@
+"""Bit strings code by code."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., count), integers below 2^bits, -> uint8 (..., ceil(count * bits / 8)): code i is the bits i * bits to
+    (i + 1) * bits of its row's string, lowest first; zeros fill the last byte."""
+    string = (codes.to(torch.int32).unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1).flatten(-2)
+    octets = F.pad(string, (0, -string.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (octets << torch.arange(8, device=codes.device)).sum(dim=-1).to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of ``pack_codes``: uint8 (..., ceil(count * bits / 8)) -> int64 (..., count)."""
+    string = (packed.to(torch.int32).unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1).flatten(-2)
+    codes = string[..., : count * bits].unflatten(-1, (count, bits))
+    return (codes << torch.arange(bits, device=packed.device)).sum(dim=-1)
+
+
+def lookup(packed: Tensor, table: Tensor) -> Tensor:
+    """Every byte replaced by its row of a table: uint8 (..., size), (256, values) -> (..., size * values)."""
+    return table[packed.long()].flatten(-2)

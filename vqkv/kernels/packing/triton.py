@@ -1,0 +1,227 @@
+"""n-bit codes <-> bytes on a GPU: one pass, nothing but codes and bytes in memory.
+
+1, 2 and 4 bits: a byte's codes lie side by side, so that whole vectors of codes are loaded and stored. Other widths:
+a lane makes one word of the string from the codes in it, or one code from the words that it lies in. Kernels that have
+codes in registers pack them there: ``as_string``, ``store_rows``.
+"""
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vqkv.kernels.tiles import PACKING
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., count) of any integer type, below 2^bits, -> uint8 (..., ceil(count * bits / 8)); bits: 1 to 16."""
+    count = codes.shape[-1]
+    size = (count * bits + 7) // 8
+    if bits == 8:
+        return codes.to(torch.uint8, copy=True).contiguous()
+    if bits == 16:
+        return codes.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)
+    packed = torch.empty(*codes.shape[:-1], size, dtype=torch.uint8, device=codes.device)
+    if not codes.numel():
+        return packed
+    rows, count, size = _rows(codes.numel() // count, count, size, bits)
+    codes = codes.contiguous()
+    if 8 % bits == 0:
+        grid, tile = _tile(rows, size, PACKING["bytes"])
+        with torch.cuda.device_of(codes):
+            _pack_bytes[grid](codes, packed, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
+        return packed
+    out, word = words_of(packed.view(rows, size))
+    length = out.shape[-1]
+    grid, tile = _tile(rows, length, PACKING["lanes"])
+    with torch.cuda.device_of(codes):
+        _pack[grid](
+            codes, out, rows, count, length, bits, word, touched(bits, word), *tile, num_warps=PACKING["num_warps"]
+        )
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse: uint8 (..., ceil(count * bits / 8)) -> codes (..., count) as ``packing.cpu`` returns them:
+    uint8 up to 8 bits (at 8, ``packed`` itself), then int16 (at 16, int32)."""
+    if bits == 8:
+        return packed
+    packed = packed.contiguous()
+    if bits == 16:
+        return packed.view(torch.int16).to(torch.int32) & 0xFFFF
+    codes = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if bits < 8 else torch.int16, device=packed.device)
+    if not codes.numel():
+        return codes
+    size = packed.shape[-1]
+    rows, count, size = _rows(codes.numel() // count, count, size, bits)
+    if 8 % bits == 0:
+        grid, tile = _tile(rows, size, PACKING["bytes"])
+        with torch.cuda.device_of(codes):
+            _unpack_bytes[grid](packed, codes, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
+        return codes
+    words, word = words_of(packed.view(rows, size))
+    grid, tile = _tile(rows, count, PACKING["lanes"])
+    with torch.cuda.device_of(codes):
+        _unpack[grid](
+            words, codes, rows, count, words.shape[-1], bits, word, spanned(bits, word), *tile,
+            num_warps=PACKING["num_warps"],
+        )  # fmt: skip
+    return codes
+
+
+def words_of(packed: Tensor) -> tuple[Tensor, int]:
+    """Strings of bytes as 32-bit words where each starts and ends at one, else as they are; and a word's bits."""
+    strides = packed.stride()
+    whole = packed.shape[-1] % 4 == packed.data_ptr() % 4 == packed.storage_offset() % 4 == 0
+    if whole and strides[-1] == 1 and all(stride % 4 == 0 for stride in strides[:-1]):
+        return packed.view(torch.int32), 32
+    return packed, 8
+
+
+@triton.constexpr_function
+def spanned(bits: int, word: int) -> int:
+    """Words that a code may lie in: the furthest from a word's start that one begins is word - gcd(word, bits)."""
+    return -(-(word - min(word, bits & -bits) + bits) // word)
+
+
+def touched(bits: int, word: int) -> int:
+    """Codes that may lie in a word."""
+    return -(-(bits - gcd(word, bits) + word) // bits)
+
+
+def _rows(rows: int, count: int, size: int, bits: int) -> tuple[int, int, int]:
+    """Rows, codes and bytes of each: rows that end with a whole byte are one long row."""
+    return (1, rows * count, rows * size) if count * bits % 8 == 0 else (rows, count, size)
+
+
+def _tile(rows: int, length: int, most: int) -> tuple[tuple[int], tuple[int, int]]:
+    """The grid, and a program's rows and part of their length."""
+    width = min(triton.next_power_of_2(length), most)
+    height = min(triton.next_power_of_2(rows), most // width)
+    return (triton.cdiv(rows, height) * triton.cdiv(length, width),), (height, width)
+
+
+@triton.jit
+def _place(length, R: tl.constexpr, W: tl.constexpr):
+    """Rows (R, 1) and the start in them that are this program's; 64 bits, as strings may be long."""
+    blocks = tl.cdiv(length, W)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    return row, (tl.program_id(0) % blocks).to(tl.int64) * W
+
+
+@triton.jit
+def code_at(words, bit, last, BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr):
+    """The code that begins ``bit`` bits after ``words``. No word after ``last`` is read: a code that ends in the last
+    one has its bits all the same, and lanes without a code read anything."""
+    at = bit // WORD
+    string = tl.load(words + tl.minimum(at, last)).to(tl.uint32, bitcast=WORD == 32)
+    if SPANNED == 1:
+        code = string >> (bit % WORD)
+    else:
+        wide = string.to(tl.uint64 if WORD == 32 else tl.uint32)
+        for n in tl.static_range(1, SPANNED):
+            further = tl.load(words + tl.minimum(at + n, last)).to(tl.uint32, bitcast=WORD == 32)
+            wide = wide | (further.to(wide.dtype) << (n * WORD))
+        code = wide >> (bit % WORD).to(wide.dtype)
+    return code.to(tl.int32) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _pack(
+    codes, words, rows, count, length,
+    BITS: tl.constexpr, WORD: tl.constexpr, TOUCHED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row, start = _place(length, R, W)
+    lane = tl.arange(0, W)[None, :]
+    first = start * WORD // BITS  # code of the program's first bit
+    bit = (start * WORD % BITS).to(tl.int32) + lane * WORD
+    codes += row * count + first
+    left = tl.minimum(count - first, 1 << 30).to(tl.int32)
+    word = tl.zeros([R, W], tl.int32)
+    for n in tl.static_range(TOUCHED):  # the first code begins in an earlier word, or here
+        index, shift = bit // BITS + n, n * BITS - bit % BITS
+        there = (row < rows) & (index < left) & (shift < WORD)
+        code = tl.load(codes + index, mask=there, other=0).to(tl.int32)
+        word |= (code >> -shift) if n == 0 else (code << tl.minimum(shift, WORD - 1))
+    there = (row < rows) & (start + lane < length)
+    tl.store(words + row * length + start + lane, word.to(words.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _unpack(
+    words, codes, rows, count, length,
+    BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row, start = _place(count, R, W)
+    lane = tl.arange(0, W)[None, :]
+    first = start * BITS // WORD  # word of the program's first bit
+    bit = (start * BITS % WORD).to(tl.int32) + lane * BITS
+    last = tl.minimum(length - 1 - first, 1 << 30).to(tl.int32)
+    code = code_at(words + tl.minimum(row, rows - 1) * length + first, bit, last, BITS, WORD, SPANNED)
+    there = (row < rows) & (start + lane < count)
+    tl.store(codes + row * count + start + lane, code.to(codes.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _pack_bytes(codes, packed, rows, count, size, BITS: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    EACH: tl.constexpr = 8 // BITS
+    row, start = _place(size, R, W)
+    lane = start * EACH + tl.arange(0, W * EACH)[None, :]
+    code = tl.load(codes + row * count + lane, mask=(row < rows) & (lane < count), other=0).to(tl.int32)
+    byte = join(code, BITS, EACH)
+    lane = start + tl.arange(0, W)[None, :]
+    tl.store(packed + row * size + lane, byte.to(tl.uint8), mask=(row < rows) & (lane < size))
+
+
+@triton.jit
+def join(codes, BITS: tl.constexpr, EACH: tl.constexpr):
+    """Codes (R, W * EACH), int32 -> words (R, W) of EACH codes."""
+    R: tl.constexpr = codes.shape[0]
+    W: tl.constexpr = codes.shape[1] // EACH
+    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
+    return tl.sum(codes.reshape(R, W, EACH) << shifts, axis=2)
+
+
+@triton.jit
+def _unpack_bytes(packed, codes, rows, count, size, BITS: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    EACH: tl.constexpr = 8 // BITS
+    row, start = _place(size, R, W)
+    lane = start + tl.arange(0, W)[None, :]
+    byte = tl.load(packed + row * size + lane, mask=(row < rows) & (lane < size), other=0).to(tl.int32)
+    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
+    code = ((byte[:, :, None] >> shifts) & ((1 << BITS) - 1)).reshape(R, W * EACH)
+    lane = start * EACH + tl.arange(0, W * EACH)[None, :]
+    tl.store(codes + row * count + lane, code.to(tl.uint8), mask=(row < rows) & (lane < count))
+
+
+@triton.jit
+def as_string(value, position, WORDS: tl.constexpr):
+    """A string of WORDS 32-bit words that has ``value`` (up to 32 bits) from bit ``position`` on and is 0 elsewhere:
+    [M, WORDS]."""
+    word = tl.arange(0, WORDS)[None, :]
+    value, position = value.to(tl.uint32)[:, None], position[:, None]
+    shift, first = (position % 32).to(tl.uint32), position // 32
+    over = (value >> 1) >> (31 - shift)  # shifting by 32 is not defined
+    return tl.where(word == first, value << shift, 0) | tl.where(word == first + 1, over, 0)
+
+
+@triton.jit
+def one_word(words, index):
+    """One of every string's words [M]."""
+    return tl.sum(tl.where(tl.arange(0, words.shape[1])[None, :] == index, words, 0), axis=1)
+
+
+@triton.jit
+def store_rows(words, out, group, group_bits, row, rows, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Join the strings of every row's groups, words [M, .], into one of WORDS words and store its bytes; row [ROWS]."""
+    placed = tl.zeros([words.shape[0], WORDS], tl.uint32)
+    for index in tl.static_range(words.shape[1]):
+        placed |= as_string(one_word(words, index), group * group_bits + 32 * index, WORDS)
+    joined = tl.sum(tl.reshape(placed, [ROWS, words.shape[0] // ROWS, WORDS]), axis=1)  # their bits are disjoint
+    byte = tl.arange(0, 4)[None, None, :]
+    values = (joined[:, :, None] >> (byte * 8).to(tl.uint32)).to(tl.uint8)
+    place = tl.arange(0, WORDS)[None, :, None] * 4 + byte
+    pointers = out + row.to(tl.int64)[:, None, None] * row_bytes + place
+    tl.store(pointers, values, mask=(row < rows)[:, None, None] & (place < row_bytes))

@@ -1,0 +1,1 @@
+"""Load, describe, capture keys and values."""

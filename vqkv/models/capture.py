@@ -1,0 +1,143 @@
+"""The keys and values of a forward pass, per layer, before RoPE (or after)."""
+
+import inspect
+from contextlib import contextmanager, suppress
+
+import torch
+from transformers import DynamicCache
+
+from vqkv.errors import DataError
+from vqkv.kernels.rope import rotate
+from vqkv.models.load import KVSource, kv_sources, position_rotary, rotary_embedding
+from vqkv.runtime.checks import check_whole
+
+PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
+
+
+@contextmanager
+def recording(model):
+    """Within the context, every forward pass appends each layer's pre-RoPE keys and values to the yielded dict:
+    ``{layer_idx: ([keys, ...], [values, ...])}``, each (batch, num_kv_heads, seq_len, head_dim)."""
+    record = {source.layer_idx: ([], []) for source in kv_sources(model)}
+    handles = []
+    for source in kv_sources(model):
+        keys, values = record[source.layer_idx]
+        handles.append(source.key_module.register_forward_hook(_hook(source, source.key_part, keys)))
+        handles.append(source.value_module.register_forward_hook(_hook(source, source.value_part, values)))
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def capture(
+    model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False, layers: int | None = None
+):
+    """Keys and values of ``tokens`` (num_seqs, seq_len): two lists over layers of (num_seqs, num_kv_heads, seq_len,
+    head_dim), in the model's dtype; the sequences are independent. ``batch_size``: how many go through the model at a
+    time, by default as many as make ``PASS_TOKENS`` tokens.
+
+    ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. ``layers``: of the first so many
+    layers; what comes after them is not computed. Raises ``DataError`` for an empty input, if the model made NaN or
+    infinity, or does not have so many layers.
+    """
+    check_tokens(model, tokens)
+    batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
+    check_batch_size(batch_size)
+    if layers is not None:
+        check_whole("layers", layers, 1, len(kv_sources(model)))
+    one_pass = _post_rope_pass if post_rope else _pre_rope_pass
+    passes = [one_pass(model, batch.to(model.device), layers) for batch in tokens.split(batch_size)]
+    keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
+    for index, layer in enumerate(zip(keys, values, strict=True)):
+        if not all(x.isfinite().all() for x in layer):
+            raise DataError(f"layer {index} made NaN or infinite keys or values: check the model's weights and dtype")
+    return keys, values
+
+
+def check_tokens(model, tokens: torch.Tensor) -> None:
+    """Raise ``DataError`` unless ``tokens`` are (num_seqs, seq_len) int64 that the model has embeddings for."""
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype is not torch.int64:
+        got = f"{tuple(tokens.shape)} {tokens.dtype}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise DataError(f"tokens must be an int64 tensor (num_seqs, seq_len), got {got}")
+    if tokens.numel() == 0:
+        raise DataError(f"tokens of shape {tuple(tokens.shape)} are empty: give at least one token")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise DataError(
+            f"token ids from {tokens.min()} to {tokens.max()}, but the model knows 0 to {vocab_size - 1}: "
+            "use the model's own tokenizer"
+        )
+    longest = model.config.get_text_config().max_position_embeddings
+    if rotary_embedding(model) is None and tokens.shape[1] > longest:
+        raise DataError(f"{tokens.shape[1]} tokens, but the model learned {longest} positions: use shorter sequences")
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ``DataError`` unless it is a positive integer."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise DataError(f"batch_size {batch_size!r} must be a positive integer")
+
+
+def check_rope(model, tokens: torch.Tensor) -> None:
+    """Raise ``DataError`` if ``rope.rotate`` does not turn the captured keys into those that attention reads."""
+    rotary, tokens = position_rotary(model), tokens[:1, :16]
+    for index, (before, after) in enumerate(
+        zip(capture(model, tokens)[0], capture(model, tokens, post_rope=True)[0], strict=True)
+    ):
+        if rotary is not None:
+            cos, sin = rotary.forward(before, torch.arange(tokens.shape[1], device=before.device)[None])
+            before = rotate(before.float(), cos.float(), sin.float())
+        if (before - after).abs().max() > 0.05 * after.abs().max():
+            raise DataError(
+                f"layer {index} of {type(model).__name__} does not rotate its keys as the Llama family does, so they "
+                "cannot be stored before RoPE: use a preset with pre_rope=False"
+            )
+
+
+class _Enough(Exception):
+    """Ends a forward pass."""
+
+
+@contextmanager
+def _ending_after(model, layers: int | None):
+    """A forward pass within the context ends it after the attention of the last of so many layers (None: of none)."""
+
+    def end(module, args, output):
+        raise _Enough
+
+    handles = [] if layers is None else [kv_sources(model)[layers - 1].attention.register_forward_hook(end)]
+    try:
+        with suppress(_Enough):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pre_rope_pass(model, tokens, layers: int | None):
+    with recording(model) as record, _ending_after(model, layers):
+        model(tokens, use_cache=False, **_few_logits(model))
+    made = [record[i] for i in sorted(record)[:layers]]
+    return [keys[0] for keys, _ in made], [values[0] for _, values in made]
+
+
+def _post_rope_pass(model, tokens, layers: int | None):
+    cache = DynamicCache()
+    with _ending_after(model, layers):
+        model(tokens, past_key_values=cache, use_cache=True, **_few_logits(model))
+    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+
+
+def _few_logits(model) -> dict:
+    """Arguments without which the logits of 128,000 words would take more memory than all keys and values."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def _hook(source: KVSource, part: int, into: list):
+    def keep(module, args, output):
+        into.append(source.heads(output.detach(), part))
+
+    return keep

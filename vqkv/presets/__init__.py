@@ -1,0 +1,26 @@
+"""Each published system in a few lines, and ours; who predicts whom; who gets the bits."""
+
+from vqkv.presets.crosses import best, crossed, entropy_coded
+from vqkv.presets.preset import Preset
+from vqkv.presets.published import (
+    PRESETS,
+    aqua,
+    fp16,
+    higgs,
+    hqq,
+    kivi,
+    kvquant,
+    kvsharer,
+    make,
+    quanto,
+    rvq2,
+    vq,
+    vqllm,
+    vqq,
+    vqq_product,
+)
+
+__all__ = [
+    "PRESETS", "Preset", "aqua", "best", "crossed", "entropy_coded", "fp16", "higgs", "hqq", "kivi", "kvquant",
+    "kvsharer", "make", "quanto", "rvq2", "vq", "vqllm", "vqq", "vqq_product",
+]  # fmt: skip

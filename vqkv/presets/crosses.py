@@ -1,0 +1,188 @@
+"""Designs that nobody published: the stages of all systems crossed with each other, and the best of it."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.base import Codec
+from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.grid import Grid
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.pca import PCA
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import VectorScale
+from vqkv.codecs.stage import Quantizer, Stage
+from vqkv.codecs.transform import Grouping, Hadamard, MeanRemoval
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
+from vqkv.presets.preset import Preset
+from vqkv.runtime.checks import check_whole
+
+ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
+    "none": list,
+    "hadamard": lambda: [Hadamard()],
+    "principal": lambda: [PCA()],
+    "weighted": lambda: [PCA(weighted=True)],
+}
+PREDICTORS_PAY = 20  # tokens for each channel of all KV heads, from 1.5 bits on
+LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
+
+
+def crossed(
+    quantizer: str = "steps",
+    bits: float = 2.0,
+    mean: bool = True,
+    rotation: str = "principal",
+    merged: bool = True,
+    grouping: str = "contiguous",
+    entropy: bool = False,
+    predicted: bool = False,
+    mixed: bool = False,
+    beam: int = 1,
+    codebook_size: int = 256,
+    group_size: int = 32,
+    block: int = 32,
+    kmeans_iterations: int = 10,
+    sink_tokens: int = 4,
+    seed: int = 0,
+) -> Preset:
+    """Any quantizer with any of the stages that come before and after it, keys before RoPE.
+
+    ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``rvq`` (residual VQ), ``grid``
+    (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the codes; scales come on top. ``mean``
+    is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal`` components, or ``weighted`` ones, where an
+    error counts as much as it costs the model; ``merged``: of ``steps``, whether all heads' channels are rotated
+    together, which leaves less to store and takes a larger matrix. ``entropy`` codes the codes in blocks of ``block``
+    tokens; ``predicted`` stores what AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed``
+    splits the bits among layers, keys and values where they do most good (``steps`` and ``rvq``). ``grouping``,
+    ``beam``, ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError``
+    or ``DataError`` for what does not exist together.
+    """
+    arguments = dict(locals())
+    for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
+        if not isinstance(name, str) or name not in known:
+            raise UnknownNameError(what, name, known)
+    if type(bits) not in (int, float) or not 0 < bits <= 16:
+        raise DataError(f"{bits!r} bits a value: use a number up to 16")
+    for name in ("mean", "merged", "entropy", "predicted", "mixed"):
+        if type(arguments[name]) is not bool:
+            raise DataError(f"{name} {arguments[name]!r} must be True or False")
+    if mixed and (quantizer not in ("steps", "rvq") or entropy):
+        raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
+    if entropy and quantizer == "steps":
+        raise DataError("steps are entropy-coded by themselves: leave entropy out")
+    make = partial(CHAINS[quantizer], arguments)
+    make(None)  # raises what its parts refuse
+    preset = Preset(
+        "crossed", make, make, sink_tokens, flush_block=block if quantizer == "steps" else 1, arguments=arguments
+    )
+    preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
+    plan = FromPrevious(preset) if predicted else Unpredicted()
+    plan = Budgeted(plan, bits) if mixed else plan
+    return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
+
+
+def _before(arguments: dict) -> list[Stage]:
+    return [MeanRemoval()] * arguments["mean"]
+
+
+def _steps(arguments: dict, head_dim: int | None) -> Codec:
+    merge, block = [MergeHeads()] * arguments["merged"], TokenBlock(arguments["block"])
+    return Chain(
+        [*_before(arguments), *merge, *_turned(arguments), block], EntropyCodedScalar(arguments["bits"]), head_dim
+    )
+
+
+def _grid(arguments: dict, head_dim: int | None) -> Codec:
+    bits = arguments["bits"]
+    if bits not in (2, 3, 4):
+        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
+    stages = [*_before(arguments), MergeHeads(), *_turned(arguments), VectorScale("rms")]
+    return Chain(stages, Grid(4 ** int(bits)), head_dim)
+
+
+def _affine(arguments: dict, head_dim: int | None) -> Codec:
+    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]]()]
+    return Chain([*stages, Grouping(group_size=64, shrink="divisor")], _uniform(arguments), head_dim)
+
+
+def _uniform(arguments: dict) -> Quantizer:
+    bits = arguments["bits"]
+    if bits != int(bits):
+        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
+    return AffineQuantizer(int(bits))
+
+
+def _rvq(arguments: dict, head_dim: int | None) -> Codec:
+    names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
+    quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
+    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]](), VectorScale("std")]
+    return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
+
+
+def _turned(arguments: dict) -> list[Stage]:
+    """The rotation of the last axis, all heads' channels together if they are merged."""
+    if arguments["rotation"] == "hadamard":
+        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
+    return ROTATIONS[arguments["rotation"]]()
+
+
+CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
+
+
+def best(bits: float = 2.0, context: int = 8192, kv_width: int = 1024, sink_tokens: int = 4, block: int = 32) -> Preset:
+    """The winners of page 11's search (``results/11_search.csv``) for ``context`` tokens that share the side
+    information (context length times number of sequences), on a model of ``kv_width`` = num_kv_heads x head_dim
+    channels (1,024 for Llama-3-8B; not read from the model).
+
+    Both are transform coders: the mean is subtracted, channels are turned to principal components in which errors count
+    as much as they cost the model, rounded to steps of one size and ANS-coded in blocks of ``block`` tokens, and the
+    bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
+    turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
+    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 14 to 28
+    tokens a channel on at 1.8 bits and more, 33 to 36 at 0.9, and 49 to 66 at 0.5 (page 11), hence ``long_pays``.
+
+    ``bits`` are those of a value on the calibration text, side information apart; other text takes 2 to 12% more after
+    calibration on 16 x 528 tokens, up to 20% after 8 x 256. Keys are stored before RoPE. Reading back is slower than
+    with other presets: ANS runs on the CPU.
+    """
+    check_whole("context", context, 1, 1 << 40)
+    check_whole("kv_width", kv_width, 1, 1 << 24)
+    short = crossed("steps", bits, rotation="weighted", merged=False, mixed=True, block=block, sink_tokens=sink_tokens)
+    if context < long_pays(bits) * kv_width:
+        return short
+    return crossed(**short.arguments | {"merged": True, "predicted": True})
+
+
+def long_pays(bits: float) -> float:
+    """From how many tokens a channel on ``best`` predicts."""
+    return max(PREDICTORS_PAY, 30 / bits)
+
+
+def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
+    """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
+    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+    if not isinstance(preset, Preset):
+        raise DataError(f"{preset!r} is no preset: use one such as presets.vqllm()")
+
+    def coded(make: Callable, head_dim: int | None) -> Codec:
+        chain = make(head_dim)
+        if not isinstance(chain, Chain):
+            raise DataError(f"{preset.name} has no codes to entropy-code")
+        inner, quantizer = chain.quantizer.apart()
+        stages = [*chain.stages, *inner]
+        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
+            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
+            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
+        return Chain(stages, Entropy(quantizer, tables, context), head_dim)
+
+    return dataclasses.replace(
+        preset,
+        name=f"{preset.name}+ans",
+        make_key_codec=partial(coded, preset.make_key_codec),
+        make_value_codec=partial(coded, preset.make_value_codec),
+        arguments=preset.arguments | {"tables": tables, "context": context, "block": block},
+    )

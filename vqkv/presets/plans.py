@@ -1,0 +1,226 @@
+"""Plans of who is predicted from whom: what a preset with predictors arranges for each layer of a model."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vqkv.codecs.base import Codec
+from vqkv.codecs.exact import Nothing
+from vqkv.codecs.predictive import Place
+from vqkv.codecs.predictor_kinds import Copy, Predictor, check_kind, make_predictor
+from vqkv.errors import DataError
+from vqkv.presets.allocation import allocate
+
+SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
+SYMBOLS = {"K": "key", "V": "value"}
+NOT_PREDICTED, CONSTANT = "none", "mean"
+
+
+@dataclass
+class RolePlan:
+    """One role of one layer as it is stored: who makes its codec (from head_dim), and what it is predicted from."""
+
+    make_codec: Callable[[int | None], Codec]
+    predictor: Predictor | None = None
+    sources: tuple[Place, ...] = ()
+
+
+class Trial(Protocol):
+    """Questions that a plan may ask about the model that it is made for."""
+
+    num_layers: int
+    metrics: dict[Place, Tensor]  # what errors cost, (num_kv_heads, head_dim, head_dim)
+
+    def distances(self) -> Tensor:
+        """(num_layers, num_layers): Euclidean distances between the layers' mean keys and values."""
+
+    def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
+        """Cosine similarity of the last hidden states with and without ``plan``."""
+
+    def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
+        """For each place, (n, 2): bits a value, and the KL that its error alone is expected to cost."""
+
+
+@dataclass(frozen=True)
+class FromPrevious:
+    """AQUA-KV: every layer but the first is predicted from reconstructions of those before it.
+
+    ``key_from`` and ``value_from`` name sources with ``+`` between them: ``K-1`` the keys one layer before, ``V-2`` the
+    values two before, ``K`` (for values) the layer's own keys; sources before the first layer are left out. ``mean``
+    is a constant, ``none`` no prediction. The first layer is stored as ``first`` (a preset) says.
+    """
+
+    first: object
+    kind: str = "linear"
+    key_from: str = "K-1"
+    value_from: str = "V-1+K"
+    arguments: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        check_kind(self.kind, self.arguments)  # the widths, which a predictor takes too, are the model's
+        make_predictor(self.kind, **self.arguments)
+        for role, sources in self._sources():
+            _parse(sources, role)
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and of its values. Raises ``DataError`` for sources that none has."""
+        for role, sources in self._sources():
+            _check_reach(sources, role, trial.num_layers)
+        first = {"key": RolePlan(self.first.key_codec), "value": RolePlan(self.first.value_codec)}
+        return [first] + [
+            {"key": self._role(preset.key_codec, "key", self.key_from, layer),
+             "value": self._role(preset.value_codec, "value", self.value_from, layer)}
+            for layer in range(1, trial.num_layers)
+        ]  # fmt: skip
+
+    def describe(self, head_dim: int) -> list:
+        return [self.kind, self.key_from, self.value_from, self.arguments, self.first.describe(head_dim)]
+
+    def _sources(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        return ("key", self.key_from), ("value", self.value_from)
+
+    def _role(self, make_codec, role: str, sources: str, layer: int) -> RolePlan:
+        if sources == NOT_PREDICTED:
+            return RolePlan(make_codec)
+        places = tuple((name, layer - back) for name, back in _parse(sources, role) if back <= layer)
+        predictor = make_predictor(self.kind, **self.arguments) if places else make_predictor("linear")
+        return RolePlan(make_codec, predictor, places)
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """Every layer as the preset stores it, none predicted from another."""
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and of its values."""
+        return [{"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}] * trial.num_layers
+
+    def describe(self, head_dim: int) -> list:
+        return []
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """Bits where an error costs the model most: all places of ``plan`` together take ``bits`` a value, and each as many
+    as keep the expected KL lowest (``costs``, ``allocation``), measured with the preset as it is. Takes
+    quantizers whose bits can be chosen, EntropyCodedScalar and ResidualVQ; the bits of scales are not counted."""
+
+    plan: FromPrevious | Unpredicted
+    bits: float
+
+    def __post_init__(self):
+        if type(self.bits) not in (int, float) or not 0 < self.bits < math.inf:
+            raise DataError(f"a budget of {self.bits!r} bits a value: use a number above 0")
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and values. Raises ``DataError`` if they cannot be had for the bits."""
+        bits = allocate(trial.cost_curves(preset, self.plan.arrange(preset, trial)), self.bits)
+        return [
+            {role: dataclasses.replace(plan, make_codec=partial(_with_bits, plan.make_codec, bits[role, layer]))
+             for role, plan in roles.items()}
+            for layer, roles in enumerate(self.plan.arrange(preset, trial))
+        ]  # fmt: skip
+
+    def describe(self, head_dim: int) -> list:
+        return [type(self.plan).__name__, self.plan.describe(head_dim), self.bits]
+
+
+def _with_bits(make_codec, bits: float, head_dim: int | None) -> Codec:
+    return make_codec(head_dim).with_bits(bits)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """KVSharer (Yang et al. 2024, section 3): whole layers read the cache of an earlier layer and store nothing.
+
+    Layers are paired from the least alike on (distance of their mean keys and values), and a pair is taken if the last
+    hidden states keep a cosine similarity above ``threshold``, until there are ``pairs``.
+    """
+
+    pairs: int = 1
+    threshold: float = 0.5
+
+    def __post_init__(self):
+        if type(self.pairs) is not int or self.pairs < 1:
+            raise DataError(f"pairs {self.pairs!r} must be a whole number from 1 on")
+        if type(self.threshold) not in (int, float) or not -1 <= self.threshold < 1:
+            raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
+
+    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+        """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs exist or pass the
+        threshold, and for a model that makes NaN."""
+        if self.pairs >= trial.num_layers:
+            raise DataError(  # every layer but the first could read another
+                f"{self.pairs} pairs of layers to share, but a model of {trial.num_layers} layers has at most "
+                f"{trial.num_layers - 1}: share fewer"
+            )
+        source: dict[int, int] = {}
+        for earlier, later in _least_alike(trial.distances()):
+            if len(source) == self.pairs:
+                break
+            if later in source or earlier in source or later in source.values():
+                continue
+            wider = source | {later: earlier}
+            similarity = trial.similarity(self._plan(preset, trial.num_layers, wider))
+            _check_number(similarity)
+            if similarity > self.threshold:
+                source = wider
+        if len(source) < self.pairs:
+            raise DataError(
+                f"only {len(source)} of {self.pairs} pairs of layers keep a similarity above {self.threshold}: "
+                "share fewer, or lower the threshold"
+            )
+        return self._plan(preset, trial.num_layers, source)
+
+    def describe(self, head_dim: int) -> list:
+        return [self.pairs, self.threshold]
+
+    def _plan(self, preset, num_layers: int, source: dict[int, int]) -> list[dict[str, RolePlan]]:
+        own = {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
+        return [
+            {role: RolePlan(Nothing, Copy(), ((role, source[layer]),)) for role in own} if layer in source else own
+            for layer in range(num_layers)
+        ]
+
+
+def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of layers, the most distant first."""
+    _check_number(distances.sum().item())
+    earlier, later = torch.triu_indices(*distances.shape, offset=1)
+    order = distances[earlier, later].argsort(descending=True)
+    return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
+
+
+def _check_number(found: float) -> None:
+    if not math.isfinite(found):
+        raise DataError("the model made NaN or infinity of the calibration tokens: check its weights and dtype")
+
+
+def _check_reach(sources: str, role: str, num_layers: int) -> None:
+    """Raise ``DataError`` if ``sources`` are named, but exist in no layer after the first."""
+    nearest = min((back for _, back in _parse(sources, role)), default=0)
+    if nearest >= num_layers > 1:
+        raise DataError(
+            f"sources {sources!r} of a {role}: a model of {num_layers} layers has none of them, "
+            f"name one at most {num_layers - 1} layers back"
+        )
+
+
+def _parse(sources: str, role: str) -> list[tuple[str, int]]:
+    """``"V-1+K"`` -> [("value", 1), ("key", 0)]: role and how many layers back."""
+    if sources in (NOT_PREDICTED, CONSTANT):
+        return []
+    found = [SOURCE.fullmatch(part) for part in sources.split("+")] if isinstance(sources, str) else [None]
+    if not all(found) or len({match[0] for match in found}) < len(found):
+        raise DataError(f"sources {sources!r} of a {role}: write e.g. 'K-1', 'V-1+K', 'mean' or 'none'")
+    places = [(SYMBOLS[match[1]], int(match[2] or 0)) for match in found]
+    if any(back == 0 and (role, name) != ("value", "key") for name, back in places):
+        raise DataError(f"sources {sources!r} of a {role}: of the same layer only a value can read the key")
+    return places

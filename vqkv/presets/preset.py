@@ -1,0 +1,51 @@
+"""Presets: how a cache is stored, before any model is known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs.base import Codec
+from vqkv.presets.plans import Budgeted, FromPrevious, Shared, Unpredicted
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A way to store a cache: a codec for the keys and one for the values of each layer, and what stays exact.
+
+    ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
+    ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
+    ``pre_rope``: keys are stored before RoPE and rotated when read. ``plan``: which layers are predicted from which.
+    """
+
+    name: str
+    make_key_codec: Callable[[int | None], Codec]
+    make_value_codec: Callable[[int | None], Codec]
+    sink_tokens: int = 0
+    recent_window: int = 0
+    flush_block: int = 1
+    pre_rope: bool = True
+    arguments: dict = field(default_factory=dict)
+    plan: FromPrevious | Budgeted | Shared | Unpredicted | None = None
+
+    def __post_init__(self):
+        _ = self.settings  # checks them
+
+    @property
+    def settings(self) -> CacheSettings:
+        """Tokens that stay exact, and when others are packed."""
+        return CacheSettings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
+
+    def key_codec(self, head_dim: int | None = None) -> Codec:
+        """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""
+        return self.make_key_codec(head_dim)
+
+    def value_codec(self, head_dim: int | None = None) -> Codec:
+        """An unfitted codec for one layer's values."""
+        return self.make_value_codec(head_dim)
+
+    def describe(self, head_dim: int) -> dict:
+        """All that decides how a cache is stored, as plain literals."""
+        codecs = [self.key_codec(head_dim).config(), self.value_codec(head_dim).config()]
+        settings = [self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope]
+        plan = None if self.plan is None else self.plan.describe(head_dim)
+        return {"name": self.name, "codecs": codecs, "settings": settings, "plan": plan}

@@ -1,0 +1,249 @@
+"""Each published system in a few lines, so that what differs between them is visible at a glance."""
+
+import copy
+import dataclasses
+from functools import partial
+
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.base import Codec
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.grid import Grid
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.product import ProductVQ
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codecs.stage import Quantizer, Stage
+from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.presets.crosses import best, crossed
+from vqkv.presets.plans import FromPrevious, Shared
+from vqkv.presets.preset import Preset
+from vqkv.runtime.registry import call, call_described
+
+
+def fp16() -> Preset:
+    """The uncompressed cache in 16 bits a value: what every ratio is against."""
+    return Preset("fp16", Fp16, Fp16, pre_rope=False)
+
+
+def vqllm(
+    num_quantizers: int = 8,
+    codebook_size: int = 2048,
+    group_size: int = 32,
+    key_grouping: str = "strided",
+    value_grouping: str = "contiguous",
+    quantize: str = "key+value",
+    init: str = "kmeans",
+    decay: float = 0.99,
+    revive: bool = False,
+    seed: int = 0,
+    beam: int = 1,
+    kmeans_iterations: int = 10,
+) -> Preset:
+    """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
+
+    Scale by the vector's standard deviation, split into groups of ``group_size`` channels, quantize every group with
+    the same ``num_quantizers`` codebooks of ``codebook_size`` codes; no sinks and no recent window. The default stores
+    2.875 bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays fp16.
+    ``beam`` > 1 searches for better codes of the same size (not in the paper).
+    """
+    arguments = dict(locals())
+    if quantize not in ("key+value", "key", "value"):
+        raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
+
+    def chain(grouping: str, head_dim: int | None) -> Codec:
+        learned = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
+        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
+        return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
+
+    return Preset(
+        "vqllm",
+        partial(chain, key_grouping) if "key" in quantize else Fp16,
+        partial(chain, value_grouping) if "value" in quantize else Fp16,
+        arguments=arguments,
+    )
+
+
+def quanto(bits: int = 4, group_size: int = 64) -> Preset:
+    """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
+    after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
+
+    return Preset("quanto", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+
+
+def hqq(bits: int = 4, group_size: int = 64) -> Preset:
+    """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
+    values of different tokens together, which a growing cache cannot do without packing everything again."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        quantizer = AffineQuantizer(bits, HalfQuadratic(bits))
+        return Chain([Grouping(group_size=group_size, shrink="divisor")], quantizer, head_dim)
+
+    return Preset("hqq", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+
+
+def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128) -> Preset:
+    """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
+    groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(group_size, channels_first=True)], AffineQuantizer(bits), head_dim)
+
+    def values(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
+
+    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=False, arguments=arguments)
+
+
+def kvquant(bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0) -> Preset:
+    """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
+    scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        stages = [ChannelScale(), TokenBlock(block), SparseOutliers(outliers)]
+        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+
+    def values(head_dim: int | None) -> Codec:
+        stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
+        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+
+    return Preset("kvquant", keys, values, sink_tokens=1, arguments=arguments)
+
+
+def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128) -> Preset:
+    """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
+    most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits."""
+    arguments = dict(locals())
+    if type(bits) is not int or bits not in (2, 3, 4):
+        raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
+
+    def codec(head_dim: int | None) -> Codec:
+        grouping = Grouping(group_size=group_size, shrink="power of two")
+        return Chain([MergeHeads(), grouping, Hadamard(), VectorScale("rms")], Grid(4**bits), head_dim)
+
+    return Preset("higgs", codec, codec, sink_tokens, recent_window, arguments=arguments)
+
+
+def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
+    values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
+    arguments = dict(locals())
+    return _framework(
+        "vqq", keyframe, arguments, lambda: _fallback(ResidualVQ(1, codebook_size, 8, seed=seed), threshold)
+    )
+
+
+def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
+    arguments = dict(locals())
+    return _framework(
+        "vqq_product", keyframe, arguments, lambda: _fallback(ProductVQ(2, codebook_size, 4, seed=seed), threshold)
+    )
+
+
+def vq(
+    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
+) -> Preset:
+    """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
+    ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
+    arguments = dict(locals())
+
+    def quantizer() -> Quantizer:
+        return ResidualVQ(1, codebook_size, block, seed=seed)
+
+    preset = _framework("vq", keyframe, arguments, quantizer, Grouping(group_size=block))
+    if per_head_scale:
+        return preset
+
+    def naive(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(keyframe), Grouping(group_size=block)], quantizer(), head_dim)
+
+    return dataclasses.replace(preset, make_key_codec=naive, make_value_codec=naive)
+
+
+def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+    """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
+    arguments = dict(locals())
+    return _framework(
+        "rvq2", keyframe, arguments, lambda: ResidualVQ(2, codebook_size, block, seed=seed), Grouping(group_size=block)
+    )
+
+
+def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *grouping: Stage) -> Preset:
+    """Chains of the VQ quality framework's systems: blocks of tokens, scaled per head, keys as attention sees them."""
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
+
+    return Preset(name, codec, codec, pre_rope=False, arguments=arguments)
+
+
+def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
+    return Fallback(Chain([], quantizer, 8), threshold, 8)
+
+
+def aqua(
+    backbone: Preset | str | dict = "higgs",
+    predictor: str = "linear",
+    first_layer_bits: int = 4,
+    sink_tokens: int = 4,
+    recent_window: int = 128,
+    key_from: str = "K-1",
+    value_from: str = "V-1+K",
+    pre_rope: bool = True,
+    **settings,
+) -> Preset:
+    """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
+    keys; ``backbone`` stores what the predictors leave: a preset, the name of one, or a name with arguments,
+    ``{"name": "higgs", "bits": 3}`` (``-p "backbone={name: higgs, bits: 3}"`` on the command line).
+
+    ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
+    layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
+    backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
+    """
+    backbone = call_described("preset", PRESETS, backbone) if isinstance(backbone, (str, dict)) else backbone
+    if not isinstance(backbone, Preset) or backbone.plan is not None:
+        shown = getattr(backbone, "name", backbone)
+        raise DataError(f"backbone {shown!r} must be a preset without predictors of its own, such as higgs(2)")
+    arguments = dict(locals()) | {"backbone": {"name": backbone.name, **backbone.arguments}}
+    if type(first_layer_bits) is not int or first_layer_bits not in (16, 4, 3, 2):
+        raise DataError(f"first layer in higgs of {first_layer_bits!r} bits: give it 16, 4, 3 or 2 (16 is fp16)")
+    first = fp16() if first_layer_bits == 16 else higgs(first_layer_bits)
+    return dataclasses.replace(
+        backbone,
+        name=f"aqua-{backbone.name}",
+        sink_tokens=sink_tokens,
+        recent_window=recent_window,
+        pre_rope=pre_rope,
+        arguments=arguments,
+        plan=FromPrevious(first, predictor, key_from, value_from, settings),
+    )
+
+
+def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
+    """KVSharer (Yang et al. 2024): ``pairs`` layers store nothing and read an earlier layer's cache, which is fp16."""
+    return dataclasses.replace(fp16(), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
+
+
+PRESETS = {
+    preset.__name__: preset
+    for preset in (
+        fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, best,
+    )
+}  # fmt: skip
+
+
+def make(name: str, /, **arguments) -> Preset:
+    """The preset called ``name``. Raises ``UnknownNameError`` for an unknown name or argument, ``DataError`` for one of
+    another type than the preset's function takes."""
+    return call("preset", PRESETS, name, arguments)

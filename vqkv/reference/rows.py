@@ -1,0 +1,128 @@
+"""Rows that the reference models learn from: source text, repeated segments, key-value recall.
+
+Random repeats alone make induction appear within about a million tokens, after which recall comes by itself
+(repetition speeds emergence: arXiv 2505.17863; recall with keys and values from disjoint words: Zoology,
+arXiv 2312.04927). Everything is a function of a seed, so that training goes on where it was.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vqkv.data.recall import single_token_words
+
+IGNORE = -100
+WORDS = 64  # of the first repeats
+COPY = 0.7  # chance that a segment is copied once more
+LONGEST_SEGMENT = 21
+
+
+@dataclass(frozen=True)
+class Words:
+    """Token ids: ``keys`` and ``values`` are disjoint halves of the tokenizer's whole words."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    newline: int
+    bos: int
+
+    @classmethod
+    def of(cls, tokenizer, count: int | None = None) -> "Words":
+        """The first ``count`` words of the tokenizer, or all."""
+        words = np.array(single_token_words(tokenizer)[:count])
+        (newline,) = tokenizer.encode("\n", add_special_tokens=False)
+        return cls(words[::2], words[1::2], newline, tokenizer.bos_token_id)
+
+    @property
+    def all(self) -> np.ndarray:
+        """Keys, values and the newline: all that a recall sequence is made of, but for BOS."""
+        return np.concatenate([self.keys, self.values, [self.newline]])
+
+
+def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, labels), both (seq_len,): segments of random tokens, each copied until a coin ends it; labels on the
+    copies, except their first token, which nothing foretells."""
+    row, labels = [], []
+    while len(row) < seq_len:
+        segment = rng.choice(tokens, rng.integers(4, min(LONGEST_SEGMENT, seq_len // 2) + 1))
+        row += [*segment]
+        labels += [IGNORE] * len(segment)
+        while len(row) < seq_len and rng.random() < COPY:
+            row += [*segment]
+            labels += [IGNORE, *segment[1:]]
+    return np.array(row[:seq_len]), np.array(labels[:seq_len])
+
+
+def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, labels): one long segment of random tokens and its copies, half a row apart at most."""
+    segment = rng.choice(tokens, rng.integers(8, seq_len // 2 + 1))
+    row = np.resize(segment, seq_len)
+    labels = np.where(np.arange(seq_len) >= len(segment), row, IGNORE)
+    labels[:: len(segment)] = IGNORE
+    return row, labels
+
+
+def recall(
+    rng: np.random.Generator, seq_len: int, words: Words, num_pairs: int, filler: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, labels, distance), each (seq_len,): BOS, lines of ``key value``, the filler, then the lines again in random
+    orders, the values labelled. ``distance``: how many tokens back the value stands in the list, 0 elsewhere."""
+    keys, values = rng.permutation(words.keys)[:num_pairs], rng.choice(words.values, num_pairs)
+    lines = np.stack([keys, values, np.full(num_pairs, words.newline)], 1)
+    filler = np.empty(0, dtype=np.int64) if filler is None else np.append(filler, words.newline)
+    room = seq_len - 1 - lines.size - len(filler)
+    if room < 3:
+        raise ValueError(f"{num_pairs} pairs and {len(filler)} other tokens leave no room for a query in {seq_len}")
+    rounds = -(-room // lines.size)
+    asked = np.concatenate([rng.permutation(num_pairs) for _ in range(rounds)])
+    row = np.concatenate([[words.bos], lines.ravel(), filler, lines[asked].ravel()])[:seq_len]
+    start = 1 + lines.size + len(filler)
+    at = start + 3 * np.arange(len(asked)) + 1
+    inside = at < seq_len
+    at, asked = at[inside], asked[inside]
+    labels, distance = np.full(seq_len, IGNORE), np.zeros(seq_len, dtype=np.int64)
+    labels[at] = row[at]
+    distance[at] = at - (2 + 3 * asked)
+    return row, labels, distance
+
+
+class TokenStream:
+    """Windows, chunks and functions of a file of uint16 token ids."""
+
+    def __init__(self, path: Path, tokenizer):
+        self.ids = np.memmap(path, dtype=np.uint16, mode="r")
+        self.bos = tokenizer.bos_token_id
+        (self.newline,) = tokenizer.encode("\n", add_special_tokens=False)
+        begins = [
+            token[-1] for text in ("\ndef", "\n def") if (token := tokenizer.encode(text, add_special_tokens=False))
+        ]
+        self.functions = np.flatnonzero(np.isin(self.ids, begins))
+
+    def span(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """``length`` consecutive ids from a random place."""
+        start = rng.integers(0, len(self.ids) - length)
+        return self.ids[start : start + length].astype(np.int64)
+
+    def window(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, labels): BOS and text."""
+        row = np.append(self.bos, self.span(rng, seq_len - 1))
+        return row, row
+
+    def function(self, rng: np.random.Generator, longest: int) -> np.ndarray:
+        """A function of the source, from its ``def`` to the next, at most ``longest`` tokens."""
+        i = rng.integers(0, len(self.functions) - 1)
+        start, end = self.functions[i], self.functions[i + 1]
+        return self.ids[start : min(end, start + longest)].astype(np.int64)
+
+    def copied(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, labels): BOS and text in which a chunk or function comes back twice or more, other text in between."""
+        if rng.random() < 0.5:
+            part = self.function(rng, seq_len // 3)
+        else:
+            part = self.span(rng, rng.integers(16, seq_len // 3 + 1))
+        row = [np.array([self.bos])]
+        while sum(map(len, row)) < seq_len:
+            row += [self.span(rng, rng.integers(8, seq_len // 3 + 1)), np.array([self.newline]), part]
+        row = np.concatenate(row)[:seq_len]
+        return row, row

@@ -1,0 +1,1 @@
+"""Several processes, files written whole, checkpoints of long jobs."""

@@ -1,0 +1,1 @@
+"""Experiments, figures, benches, tables and the driver of the notebooks; nothing below imports it."""

@@ -1,0 +1,74 @@
+"""Formats in which a cache stores its keys or values, made of random numbers: shapes and sizes are the published
+systems'."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vqkv import kernels
+from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs.grid import gaussian_grids
+from vqkv.kernels.packed import Affine, Coded, Packed, Rope
+from vqkv.study.bench.case import gaussian
+
+GROUP = 64  # channels that share an affine range, as in transformers' quantized cache
+KEYFRAME = 64  # tokens that share a scale, as in the VQ quality framework
+
+
+def affine(bits: int, shape: tuple[int, ...], device: str, seed: int = 0) -> Affine:
+    """Random values (batch, num_kv_heads, seq_len, head_dim), packed by groups of 64 channels."""
+    return kernels.affine_encode(gaussian(*shape, seed=seed, device=device), bits, min(GROUP, shape[-1]))
+
+
+def coded(
+    tables: int, num_quantizers: int, codebook_size: int, dim: int, shape: tuple[int, ...], device: str, seed: int = 0,
+    tokens_per_scale: int = 1, strided: bool = False,
+) -> Coded:  # fmt: skip
+    """Random codes and codebooks, fp16, and a scale for each token or ``tokens_per_scale`` of them."""
+    generator, bits = torch.Generator().manual_seed(seed), (codebook_size - 1).bit_length()
+    batch, heads, seq_len, head_dim = shape
+    groups = head_dim // dim
+    codes = torch.randint(codebook_size, (*shape[:3], groups * num_quantizers), generator=generator)
+    codebooks = torch.randn(tables, num_quantizers, codebook_size, dim, generator=generator).half()
+    scale = torch.rand(batch, heads, -(-seq_len // tokens_per_scale), 1, generator=generator).half() + 0.5
+    made = [kernels.pack_codes(codes.to(device), bits), codebooks.to(device), bits, groups]
+    return Coded(*made, scale.to(device), tokens_per_scale, strided)
+
+
+FORMATS: dict[str, Callable[..., Packed]] = {
+    "int2": partial(affine, 2),
+    "int4": partial(affine, 4),
+    "int8": partial(affine, 8),
+    "grid 16": partial(coded, 1, 1, 16, 2),
+    "grid 256": partial(coded, 1, 1, 256, 2),
+    "product 256x4": partial(coded, 2, 1, 256, 4, tokens_per_scale=KEYFRAME),
+    "residual 3x256 d=8": partial(coded, 1, 3, 256, 8),
+    "residual 8x2048 d=32": partial(coded, 1, 8, 2048, 32),
+}
+TURNED = ("grid", "residual")  # formats whose keys are stored before RoPE, as their systems do
+STRIDED = "residual 8x2048 d=32"  # whose keys are grouped so
+
+
+def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[Packed, Packed, Rope | None]:
+    """Both in this format, and the keys' RoPE where they are stored before it."""
+    keys = FORMATS[name](shape, device, seed=1, **({"strided": True} if name == STRIDED else {}))
+    return keys, FORMATS[name](shape, device, seed=2), rope(shape[-1], device) if name.startswith(TURNED) else None
+
+
+def rope(head_dim: int, device: str) -> Rope:
+    """Llama 3's frequencies."""
+    return Rope(500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim).float())
+
+
+def grid(size: int, device: str) -> Tensor:
+    """The Gaussian grid of HIGGS, (1, size, 2)."""
+    return gaussian_grids()[size][0].half().unsqueeze(0).to(device)
+
+
+def bits_per_value(name: str, head_dim: int = 128) -> float:
+    """Bits stored for each value, scales and ranges included, codebooks not."""
+    packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
+    codebooks = packed.codebooks if isinstance(packed, Coded) else []
+    return 8 * (tensor_bytes(packed) - tensor_bytes(codebooks)) / packed.shape.numel()

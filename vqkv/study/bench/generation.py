@@ -1,0 +1,188 @@
+"""Time that a cache adds to generation: ``python -m vqkv.study.bench generate [--out FILE.csv]``.
+
+A random Llama generates greedily, prefill and decoding timed apart, all systems in one process: prefills in turn, then
+``TURN`` tokens of each system in turn, so that a busy machine slows all of them alike. Milliseconds of wall time.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from vqkv.errors import DataError
+from vqkv.study.bench.caches import (
+    DTYPES,
+    GEOMETRIES,
+    PEER,
+    REFERENCE,
+    prepared,
+    random_llama,
+    random_tokens,
+    stored_bytes,
+)
+from vqkv.study.bench.record import device_name, versions, write
+from vqkv.study.bench.timing import num_threads
+
+TURN = 3  # tokens
+PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
+RUNS = [[1, 200, 150], [1, 1500, 150], [1, 400, 30], [2, 400, 30], [4, 400, 30]]
+SHOWN = ("batch", "context", "system", "prefill_ms", "decode_ms", "mean_ms", "added_ms", "added_vs_quanto")
+
+
+def latency(
+    runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
+    threads: int, dtype: str, device: str,
+) -> list[dict]:  # fmt: skip
+    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens].
+
+    One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
+    bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
+    with quartiles ``decode_q1`` and ``decode_q3``; ``mean_ms``: their mean, which has the steps that pack a block, too.
+    ``added_prefill_ms``, ``added_ms`` and ``added_mean_ms``: median, median and mean of the differences from
+    ``DynamicCache``'s time for the same prefill or token of the same turn, which a machine that is busy now and then
+    disturbs less than the difference of medians. ``added_vs_quanto`` and ``added_mean_vs_quanto``: those over what
+    transformers' quanto cache adds in the same run (NaN without it).
+    ``stored_bytes``: what the cache holds in the end. Presets that learn are fitted on random text, which changes no
+    time but that of ``vqq_product``: how many of its blocks stay in fp16 depends on the data.
+    Raises ``DataError`` for runs that are not three whole numbers from 1 on, ``UnknownNameError`` for other systems.
+    """
+    _check(runs, rounds)
+    with num_threads(threads):
+        model = random_llama(geometry, dtype, device, seed)
+        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
+        shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
+        rows = []
+        for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
+            label = {"batch": batch, "context": context, "generated": generated}
+            found = timed_run(model, compared, random_tokens(model, batch, context, seed), generated, rounds)
+            rows += [label | row | shared | {"versions": versions(*PACKAGES)} for row in found]
+    return rows
+
+
+def timed_run(model, systems: dict, tokens: torch.Tensor, generated: int, rounds: int) -> list[dict]:
+    """Prefill ``tokens`` (batch, context) and generate ``generated`` more with each system in turn; a row a system."""
+    going = {label: Generation(model, system) for label, system in systems.items()}
+    for generation in going.values():  # warms up
+        generation.prefill(tokens[:, : max(1, tokens.shape[1] // 8)])
+        generation.step()
+    prefills: dict[str, list[float]] = {label: [] for label in going}
+    for _ in range(rounds):
+        for label, generation in going.items():
+            prefills[label].append(generation.prefill(tokens))
+    steps = {label: [] for label in going}
+    for done in tqdm(range(0, generated, TURN), desc="tokens", unit="turn", leave=False, disable=None):
+        for label, generation in going.items():
+            steps[label] += [generation.step() for _ in range(min(TURN, generated - done))]
+    added = {label: _added(prefills, steps, label) for label in going}
+    return [
+        {"system": label}
+        | _times(prefills[label], steps[label])
+        | added[label]
+        | _beside_peer(added[label], added.get(PEER))
+        | {"stored_bytes": generation.stored_bytes}
+        for label, generation in going.items()
+    ]
+
+
+class Generation:
+    """One system that generates greedily; every call returns its milliseconds."""
+
+    def __init__(self, model, system):
+        self.model, self.system = model, system
+
+    def prefill(self, tokens: torch.Tensor) -> float:
+        """Start anew with a prompt (batch, seq_len)."""
+        self.cache = self.system.new_cache(self.model)
+        return self.feed(tokens)
+
+    def step(self) -> float:
+        """Generate one token."""
+        return self.feed(self.last)
+
+    @torch.no_grad()
+    def feed(self, tokens: torch.Tensor) -> float:
+        """Go on with tokens (batch, seq_len), and choose the next."""
+        start = self._now()
+        logits = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        self.last = logits[:, -1:].argmax(-1)
+        return (self._now() - start) * 1e3
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the cache holds now."""
+        return stored_bytes(self.cache, self.system)
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def _times(prefills: list[float], steps: list[float]) -> dict[str, float]:
+    first, middle, third = np.percentile(steps, (25, 50, 75)).tolist()
+    return {
+        "prefill_ms": float(np.median(prefills)),
+        "decode_ms": middle,
+        "decode_q1": first,
+        "decode_q3": third,
+        "mean_ms": float(np.mean(steps)),
+    }
+
+
+def _added(prefills: dict, steps: dict, label: str) -> dict[str, float]:
+    """Times that a system adds to the uncompressed cache's."""
+    prefill, step = (np.subtract(times[label], times[REFERENCE]) for times in (prefills, steps))
+    return {"added_prefill_ms": np.median(prefill), "added_ms": np.median(step), "added_mean_ms": np.mean(step)}
+
+
+def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:
+    of = {"added_vs_quanto": "added_ms", "added_mean_vs_quanto": "added_mean_ms"}
+    return {name: added[which] / peer[which] if peer else float("nan") for name, which in of.items()}
+
+
+def _check(runs, rounds) -> None:
+    wanted = [rounds, *(number for run in runs for number in run)]
+    if not runs or any(len(run) != 3 for run in runs) or any(type(x) is not int or x < 1 for x in wanted):
+        raise DataError(
+            f"runs {runs!r}, rounds {rounds!r}: give each run as [batch size, tokens of context, generated tokens], "
+            "and all as whole numbers from 1 on"
+        )
+
+
+def _run(text: str) -> list[int]:
+    return [int(number) for number in text.split("x")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and, with ``--out``, write."""
+    parser = argparse.ArgumentParser(prog="python -m vqkv.study.bench generate", description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=_run, action="append", help="batch x context x generated, such as 1x1500x150")
+    parser.add_argument("--rounds", type=int, default=2, help="prefills of each system")
+    add_shared(parser, "float32")
+    options = vars(parser.parse_args(arguments))
+    out, runs = options.pop("out"), options.pop("run") or RUNS
+    report(latency(runs, **options), SHOWN, out)
+
+
+def add_shared(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """The options of every bench that generates."""
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--systems", nargs="*", default=[], help="labels of the systems to measure (default: all)")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="small", help="shape of the random Llama")
+    parser.add_argument("--codebook-sizes", type=int, nargs="+", default=[256, 2048], help="of residual VQ")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype)
+    parser.add_argument("--device", default="cpu")
+
+
+def report(rows: list[dict], shown: tuple[str, ...], out: Path | None) -> None:
+    """Print the columns ``shown`` and, if ``out`` is given, write everything."""
+    print("  ".join(shown))
+    for row in rows:
+        print("  ".join(f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in shown))
+    if out:
+        write(rows, out)

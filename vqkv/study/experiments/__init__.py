@@ -1,0 +1,36 @@
+"""One function per table of the study: parameters are plain literals, the result is a DataFrame.
+
+``attrs["sources"]`` of a result names the models and corpora by hash, for the provenance.
+"""
+
+# ruff: noqa: F401
+from vqkv.study.experiments import tasks
+from vqkv.study.experiments.audit import audited_tables, claims_audit
+from vqkv.study.experiments.capacity import blog_claims, capacity_table
+from vqkv.study.experiments.depth import gaussian_depth, residual_depth
+from vqkv.study.experiments.entropy import code_entropy
+from vqkv.study.experiments.frontier import (
+    against_published,
+    finalists,
+    frontier,
+    halving_search,
+    proxy_correlations,
+    what_to_use,
+)
+from vqkv.study.experiments.generation import (
+    choices,
+    generation_latency,
+    generation_peak,
+    loss_by_position,
+    memory_growth,
+)
+from vqkv.study.experiments.grouping import grouping
+from vqkv.study.experiments.ladder import eviction, tier_ladder
+from vqkv.study.experiments.learning import codebook_learning
+from vqkv.study.experiments.phenomena import magnitudes, phenomena
+from vqkv.study.experiments.predictability import algebra, predictability
+from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
+from vqkv.study.experiments.speed import against_ours, attention_times, kernel_speed, trade
+from vqkv.study.experiments.systems import systems
+from vqkv.study.experiments.tasks import leaderboard
+from vqkv.study.experiments.thresholds import threshold_sweep

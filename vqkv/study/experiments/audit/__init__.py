@@ -1,0 +1,77 @@
+"""Notebook 12: what the four sources say in numbers, beside the same numbers computed or measured here.
+
+``claims.csv`` has a row for each claim: ``published`` (a number, the key of one in ``stated_figures``, or a ratio of
+two; empty where ``find`` tells), ``table`` (of this study, that ``find`` reads; empty for arithmetic), ``find`` (a
+function of the source's module, and its arguments; empty where neither model nor machine is at hand), ``rule`` (see
+``rows.RULES``; by default equal but for rounding), ``else`` (the verdict where that does not hold), ``figures``
+(published ones that it stands for) and ``reason``, into which the function's facts are put.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+from vqkv.errors import DataError
+from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq
+from vqkv.study.experiments.audit.rows import model_names, row
+from vqkv.study.experiments.common import frame
+from vqkv.study.tables import stored
+
+SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "transformers blog": blog, "VQ framework": framework}
+STORED = (
+    "02_learning", "03_grouping", "04_algebra", "04_evr", "05_entropy", "05_ladder", "05_thresholds", "06_depth",
+    "07_ablation", "08_peak", "08_position",
+)  # fmt: skip
+PUBLISHED = (
+    "aqua_detailed", "aqua_large_scale", "aqua_quantizer_evr", "hf_longbench", "kv_size_by_context",
+    "rvq_table1_key_value", "rvq_table2_codebook_size", "rvq_table3_models", "stated_figures", "vqq_magnitudes",
+    "vqq_threshold_sweep_gpt2", "vqq_tinyllama",
+)  # fmt: skip
+
+
+def audited_tables() -> dict[str, str]:
+    """The tables that the audit reads, by name, with a hash of their contents: other contents, another audit.
+
+    This study's own are those of the run at hand or, where that has none, of the repository; one that neither has is
+    left out. ``published/NAME`` are the sources'.
+    """
+    names = [*STORED, *(f"published/{name}" for name in PUBLISHED)]
+    return {name: found[1] for name in names if (found := stored(name))}
+
+
+def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
+    """Every published figure that arithmetic or this study can test. ``tables``: from ``audited_tables``.
+
+    One row per claim: ``source``, ``claim``, the figure as ``published`` and as ``recomputed``, ``unit``, ``how``
+    (``arithmetic``: from a formula, a model's shape or bytes that are encoded here; ``measured here``: from tables of
+    this study, on whatever models these were made with), ``holds`` (yes, partly, no, cannot be tested here),
+    ``figures`` (how many it stands for; of several the one furthest off is shown), and the ``reason``.
+    Raises ``DataError`` for a table that has changed since ``audited_tables``.
+    """
+    own = {name: _read(name, tables[name]) for name in STORED if name in tables}
+    rows = [row(claim, _found(claim, own)) for claim in listed().to_dict("records")]
+    return frame(rows, {f"table {name}": found for name, found in tables.items()})
+
+
+def listed() -> pd.DataFrame:
+    """The claims, as words but for ``figures``."""
+    words = pd.read_csv(Path(__file__).with_name("claims.csv"), dtype=str, keep_default_na=False)
+    return words.astype({"figures": int})
+
+
+def _found(claim: dict, own: dict[str, pd.DataFrame]) -> dict | None:
+    """The result of the claim's function; None if it has none, or the table that it reads is not there."""
+    name, *arguments = claim["find"].split("; ")
+    if not name or claim["table"] not in ("", *own):
+        return None
+    find = getattr(SOURCES[claim["source"]], name)
+    if not claim["table"]:
+        return find(*arguments)
+    return find(own[claim["table"]], *arguments) | {"models": model_names(own[claim["table"]])}
+
+
+def _read(name: str, expected: str) -> pd.DataFrame:
+    found = stored(name)
+    if found is None or found[1] != expected:
+        raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
+    return found[0]

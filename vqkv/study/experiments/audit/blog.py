@@ -1,0 +1,94 @@
+"""Figures of transformers' blog post ("Unlocking Longer Generation with Key-Value Cache Quantization"), found again: a
+function for each kind of claim."""
+
+import math
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import torch
+
+from vqkv import presets
+from vqkv.study.experiments.audit import shapes
+from vqkv.study.experiments.audit.rows import stated
+from vqkv.study.experiments.capacity import BASELINE, blog_claims
+from vqkv.study.tables import published
+
+MODEL = "Llama-2-7B"
+BITS, GROUP = 4, 64
+
+
+def worked_size() -> dict:
+    """GB of the worked example's cache."""
+    return {"recomputed": shapes.exact(MODEL).cache_bytes(int(stated("blog_worked_tokens"))) / 1e9}
+
+
+def beside_weights() -> dict:
+    """The same over the model's weights."""
+    weights = shapes.exact(MODEL).weights
+    return {"recomputed": worked_size()["recomputed"] * 1e9 / weights, "gigabytes": weights / 1e9}
+
+
+def longest_context(cache: str, key: str, column: str) -> dict:
+    """Thousands of tokens: counted alone (``context``), and beside what the fp16 claim leaves of the card for something
+    else (``context_beside_rest``)."""
+    counted = _counted()
+    return {
+        "published": int(stated(key)) / 1000,
+        "recomputed": counted.loc[cache, column] / 1000,
+        "left": counted.loc[BASELINE, "left_gb"],
+    }
+
+
+@cache
+def _counted() -> pd.DataFrame:
+    tokens = (int(stated(f"blog_{key}")) for key in ("worked_tokens", "fp16_context", "int4_context"))
+    counted = blog_claims(float(stated("blog_memory")), *tokens, "float16")
+    return counted[counted["claim"] == "longest context"].set_index("cache")
+
+
+def saved_by_int4() -> dict:
+    """The cache's bits against 16."""
+    bits = shapes.stored(MODEL, presets.quanto(BITS, GROUP)).bits_per_value
+    return {"recomputed": 16 / bits, "bits": bits}
+
+
+def at_peak(table: pd.DataFrame) -> dict:
+    """Memory of the whole process at its peak."""
+    peak = table.drop_duplicates("system").set_index("system")["decode_mb"]
+    return {"recomputed": peak.get("DynamicCache", math.nan) / peak.get("transformers quanto 4", math.nan)}
+
+
+def perplexity(table: pd.DataFrame) -> dict:
+    """Over the exact cache's, of the model that is further off."""
+    rows = table[table["system"] == "transformers quanto 4"]
+    ratio = np.exp(rows.groupby("model")["nll_added"].mean())
+    return {"recomputed": ratio.loc[(ratio - 1).abs().idxmax()] if len(ratio) else math.nan}
+
+
+def fit_four_bits(sign: str) -> dict:
+    """The share of codes within 4 bits, by X_q = round(X / S) - Z as written, or with a plus."""
+    x, scale, zero = _groups()
+    codes = (x / scale).round() + (zero if sign == "+" else -zero)
+    return {"recomputed": ((codes >= 0) & (codes < 2**BITS)).double().mean().item()}
+
+
+def restored() -> dict:
+    """The share of values that come back within S / 2, as written and in whole numbers."""
+    x, scale, zero = _groups()
+    back = ((x / scale).round() - zero + zero) * scale
+    return {"recomputed": ((back - x).abs() <= scale / 2 * (1 + 1e-9)).double().mean().item()}
+
+
+def _groups() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random values by group, S, and Z = round(-min / S)."""
+    x = torch.randn(4096, GROUP, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    scale = (high - low) / (2**BITS - 1)
+    return x, scale, (-low / scale).round()
+
+
+def outperforms() -> dict:
+    """Data sets of its own table on which int4 is above fp16."""
+    longbench = published("hf_longbench")
+    return {"recomputed": int((longbench["quanto_int4"] > longbench["transformers_fp16"]).sum())}

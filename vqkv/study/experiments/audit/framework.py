@@ -1,0 +1,157 @@
+"""Figures of the technical report "Beyond 84x: A Vector Quantization Quality Framework", found again: a function for
+each kind of claim."""
+
+import pandas as pd
+import torch
+
+from vqkv import presets
+from vqkv.study.experiments.audit import shapes
+from vqkv.study.experiments.audit.rows import furthest, stated
+from vqkv.study.experiments.audit.streams import stream
+from vqkv.study.tables import published
+
+GPT2 = (12, 12, 64)
+BLOCK = 8  # values
+ALL_CODES = 1e9  # a threshold that no error exceeds
+CODECS = {"VQ of 8 values": presets.vq(BLOCK), "product codes": presets.vqq_product(ALL_CODES)}
+
+
+def _claimed(config: str) -> float:
+    """The ratio of one of its tiers."""
+    return published("vqq_tinyllama").set_index("config")["claimed_ratio"][config]
+
+
+def stream_ratio(tier: str, against: str) -> dict:
+    """Of bytes written here."""
+    return {"recomputed": stream(tier)[f"ratio_{against}"]}
+
+
+def ladder_ratio(table: pd.DataFrame, tier: str, against: str) -> dict:
+    """Of page 05's files, where bytes depend on the data: the mean over its models."""
+    return {"recomputed": table.loc[table["tier"] == tier, f"ratio_{against}"].mean()}
+
+
+def keyframe_share() -> dict:
+    """Of the bytes of a stream with 4-bit deltas."""
+    lossy = stream("4-bit deltas")
+    share = lossy["keyframe_bytes"] / (lossy["file_bytes"] - lossy["header_bytes"])
+    return {"recomputed": share, "states": lossy["keyframe_token_states"], "of": lossy["token_states"]}
+
+
+def exact_deltas() -> dict:
+    """The factor by which they make a stream larger."""
+    found = [stream(tier)["ratio_every_fp32"] for tier in ("4-bit deltas", "lossless")]
+    return {
+        "published": _claimed("kf=64 lossy") / _claimed("keyframe + exact delta"),
+        "recomputed": found[0] / found[1],
+    }
+
+
+def evicted_quarter() -> dict:
+    """The tier's ratio, if every keyframe were evicted."""
+    return {"recomputed": _claimed("kf=64 lossy") / 0.75}
+
+
+def by_formula(key: str) -> dict:
+    """The source's formula, TSC ratio x (rest + share x gain)."""
+    share = stated("vqq_keyframe_share")
+    return {"recomputed": _claimed("kf=64 lossy") * (1 - share + share * stated(key))}
+
+
+def by_sizes() -> dict:
+    """The same with sizes added up instead of ratios, and from fp32."""
+    share, gain = stated("vqq_keyframe_share"), stated("vqq_gain_vq")
+    sizes = [_claimed("kf=64 lossy") / (1 - share + share / each) for each in (gain, 2 * gain)]
+    return {"recomputed": sizes[0], "from_fp32": sizes[1]}
+
+
+def gain(codec: str) -> dict:
+    """Against fp16, of keys that are encoded here."""
+    return {"recomputed": 16 / shapes.bits_of(CODECS[codec])}
+
+
+def block_scale() -> dict:
+    """16 bytes over a code of one byte and a scale of four."""
+    return {"recomputed": 2 * BLOCK / (1 + 4)}
+
+
+def fallback_bits(share: float) -> float:
+    """Bits a value with this share of the blocks in fp16: the others are a code of 8 bits, all have a mask bit."""
+    return 16 * share + (1 - share) * 8 / BLOCK + 1 / BLOCK
+
+
+def threshold_sweep(how: str, threshold: str = "") -> dict:
+    """Ratios of its threshold sweep from its own shares of blocks in fp16, by its formula with the mean gain of all
+    blocks or by sizes added up: at one threshold, or the one furthest off of those that it calls approximate."""
+    sweep = published("vqq_threshold_sweep_gpt2").set_index("threshold")
+    share, tsc, in_fp16 = stated("vqq_keyframe_share"), _claimed("kf=64 lossy"), sweep["fp16_fallback_pct"] / 100
+    if how == "formula":
+        found = tsc * (1 - share + share * (stated("vqq_gain_vq") * (1 - in_fp16) + in_fp16))
+    else:
+        found = tsc / (1 - share + share * in_fp16.map(fallback_bits) / 32)
+    chosen = sweep.index == float(threshold) if threshold else sweep["approximate"] == "yes"
+    pairs = list(zip(sweep["claimed_ratio"][chosen], found[chosen], strict=True))
+    return furthest(pairs) | {"halved": tsc * (1 - share + share * 2)}
+
+
+def live_at_threshold(threshold: str) -> dict:
+    """fp16's bits over what is stored, of the blocks in fp16 that its sweep has at a threshold."""
+    share = published("vqq_threshold_sweep_gpt2").set_index("threshold")["fp16_fallback_pct"][float(threshold)] / 100
+    return {"recomputed": 16 / fallback_bits(share)}
+
+
+def fallen_back(table: pd.DataFrame) -> dict:
+    """The share of blocks in fp16 at threshold 0.07, the lowest."""
+    rows = table[(table["method"] == "vqq") & (table["threshold"] == 0.07)]
+    return {"recomputed": 1 - rows.groupby("model")["vq_blocks"].mean().max()}
+
+
+def scale_bytes() -> dict:
+    """Of GPT-2's keys and values in a keyframe."""
+    layers, heads, head_dim = GPT2
+    x = torch.randn(1, heads, 64, head_dim, generator=torch.Generator().manual_seed(0))
+    return {"recomputed": 2 * layers * presets.vq(BLOCK).key_codec(head_dim).fit(x).encode(x).fields["scale"].nbytes}
+
+
+def four_bit_step(over: str) -> dict:
+    """The median of the largest magnitudes over 16, its rule, or over half of 15 steps."""
+    magnitudes = published("vqq_magnitudes")
+    steps = magnitudes["median_max_abs"] / 16 if over == "16" else 2 * magnitudes["median_max_abs"] / 15
+    return furthest(list(zip(magnitudes["step_4bit_median"], steps, strict=True)))
+
+
+def levels() -> dict:
+    """A value's share of 256 codes."""
+    return {"recomputed": 256 ** (1 / BLOCK)}
+
+
+def median_error(table: pd.DataFrame) -> dict:
+    """Of the maximum, the lowest."""
+    rows = table[(table["method"] == "vqq") & (table["threshold"] == table["threshold"].max())]
+    return {"recomputed": rows.groupby("model")["median_error"].mean().min()}
+
+
+def least_mean() -> dict:
+    """The least mean of ten sequences at 429x that its extremes allow."""
+    broken, over, least, worst = (stated(f"vqq_{key}") for key in ("broken", "broken_kl", "least_kl", "worst_kl"))
+    return {"recomputed": (worst + (broken - 1) * over + (10 - broken) * least) / 10}
+
+
+def worst_sequence(table: pd.DataFrame) -> dict:
+    """The worst of ten sequences over their mean, the higher."""
+    rows = table[table["method"] == "vq, 2"]
+    kl = rows.groupby("model")["kl"]
+    return {"recomputed": (kl.max() / kl.mean()).max(), "broken": int((rows["kl"] > 0.5).sum())}
+
+
+def entropy_coded(table: pd.DataFrame, way: str) -> dict:
+    """The gain of entropy coding on codes of 8 values, the least."""
+    rows = table[table["codec"] == "VQ of 8 values"]
+    gains = rows["packed"] / rows[way]
+    guessed = stated("vqq_entropy_high") / _claimed("block 8, no fallback")
+    return {"recomputed": gains.min(), "least": gains.min(), "most": gains.max(), "guessed": guessed}
+
+
+def over_quip() -> dict:
+    """Its peak over QuIP#'s ratio."""
+    return {"recomputed": _claimed("block 8, no fallback") / stated("vqq_quip")}

@@ -1,0 +1,104 @@
+"""Needs of every experiment: models and tokens whose fingerprints go into the provenance, rows as a DataFrame."""
+
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+
+from vqkv.cache.compressor import Compressor
+from vqkv.calibration.calibrate import calibrate
+from vqkv.calibration.spill import CapturedTokens
+from vqkv.data.corpus import fingerprint as corpus_fingerprint
+from vqkv.data.corpus import load_corpus
+from vqkv.evaluation.exact import ExactPass
+from vqkv.models.load import fingerprint as model_fingerprint
+from vqkv.models.load import load_model
+from vqkv.presets import Preset
+from vqkv.study.sweep import per_process
+
+
+def load(name: str, dtype: str, device: str, sources: dict):
+    """Model and tokenizer; ``sources`` takes the hash of the weights."""
+    model, tokenizer = load_model(name, dtype or None, device)
+    sources[f"model {name}"] = model_fingerprint(model)
+    return model, tokenizer
+
+
+def draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources):
+    """Tokens (num_seqs, seq_len) drawn by ``seed``; ``sources`` takes their hash."""
+    tokens = load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
+    sources[f"corpus {corpus} {split} {num_seqs}x{seq_len} seed {seed}"] = corpus_fingerprint(tokens)
+    return tokens
+
+
+class Subject(NamedTuple):
+    """Beginning of most cases of a sweep; ``sources`` has the hashes of model and tokens."""
+
+    model: object
+    tokenizer: object
+    train: torch.Tensor
+    test: torch.Tensor
+    sources: dict
+    exact: ExactPass  # what the model itself makes of these tokens
+
+
+def subject(
+    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None
+) -> Subject:
+    """A model and its calibration and held-out tokens, ``train`` and ``test`` as (num_seqs, seq_len); all arguments are
+    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given."""
+    model, tokenizer, sources, exact = loaded(name=name, dtype=dtype, device=device)
+    how = {"name": name, "dtype": dtype, "device": device, "corpus": corpus}
+    seeds = {"train": seed, "test": seed if test_seed is None else test_seed}
+    texts = [_text(split=split, size=size, seed=seeds[split], **how) for split, size in zip(seeds, (train, test))]
+    for _, drawn in texts:
+        sources = sources | drawn
+    return Subject(model, tokenizer, *(tokens for tokens, _ in texts), sources, exact)
+
+
+@per_process(maxsize=1)
+def loaded(name: str, dtype: str, device: str):
+    """Model, tokenizer, sources and an exact pass, once for the cases of a sweep that need them."""
+    sources = {}
+    model, tokenizer = load(name, dtype, device, sources)
+    return model, tokenizer, sources, ExactPass(model)
+
+
+@per_process(maxsize=2)
+def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: list[int], seed: int):
+    sources = {}
+    _, tokenizer, *_ = loaded(name=name, dtype=dtype, device=device)
+    return draw(corpus, tokenizer, split, size[1], size[0], seed, sources), sources
+
+
+def calibrated(preset: Preset, who: dict, batch_size: int = 8) -> Compressor:
+    """``preset`` fitted on the calibration text of ``subject(**who)``, of which keys and values are captured once for
+    all presets."""
+    found, held = subject(**who), _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
+    return calibrate(found.model, found.train, preset, batch_size, progress=False, captured=held)
+
+
+@per_process(maxsize=2)
+def _captured(who: dict, batch_size: int, post_rope: bool) -> CapturedTokens:
+    """Once for each side of RoPE; the files go when it is forgotten."""
+    found = subject(**who)
+    return CapturedTokens(found.model, found.train, batch_size, post_rope, progress=False)
+
+
+def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
+    """The key codecs of one calibrated compressor with the value codecs of another, named and set as ``like``."""
+    pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
+    return Compressor(like.name, pairs, like.settings, like.model)
+
+
+def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
+    """A table whose ``attrs`` carry the sources."""
+    table = pd.DataFrame(rows)
+    table.attrs["sources"] = sources
+    return table
+
+
+def with_side_information(row: dict, about: dict, contexts: dict[str, int]) -> dict:
+    """Bits per value of an ``evaluate`` row with its side information shared out among the values of so many tokens."""
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return {name: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for name, n in contexts.items()}

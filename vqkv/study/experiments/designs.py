@@ -1,0 +1,72 @@
+"""Systems of page 11: published systems without the tokens that they keep exact, and every cross of their stages."""
+
+import dataclasses
+import itertools
+
+from vqkv import presets
+from vqkv.presets import Preset
+from vqkv.study.experiments.systems import bare
+
+ROTATIONS = ("none", "hadamard", "principal", "weighted")
+GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
+AQUA = {"aqua higgs 2, first 2": (2, 2), "aqua higgs 2": (2, 4), "aqua higgs 3, first 2": (3, 2)}
+
+
+def published(vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> dict[str, Preset]:
+    """Label -> preset; every one keeps the same sinks, so that their bits are the quantizers' own. ``vqllm``: for
+    residual VQ the arguments (num_quantizers, codebook_size) by label."""
+    found = {f"quanto {bits}": presets.quanto(bits) for bits in (2, 4)}
+    found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2, seed=seed)}
+    found |= {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)}
+    found |= {"vqq product": presets.vqq_product(1e9, keyframe=32, seed=seed)}
+    found |= {
+        label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4) for label, (depth, size) in vqllm.items()
+    }
+    found |= {label: presets.aqua(presets.higgs(bits), first_layer_bits=first) for label, (bits, first) in AQUA.items()}
+    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
+
+
+def factorial() -> dict[str, dict]:
+    """Label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists of a quantizer, a
+    rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
+    or heads are rotated apart. Residual VQ groups channels as ``GROUPINGS`` says, and the other way where nothing else
+    is added. No beam where bits are split: that fits twice."""
+    found = {}
+    for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
+        shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
+        _add(found, quantizer="steps", **shared)
+        if mixed and rotation in ("principal", "weighted"):
+            _add(found, quantizer="steps", merged=False, **shared)
+        for beam in (1,) if mixed else (1, 4):
+            _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
+    for rotation, grouping in GROUPINGS.items():
+        other = "contiguous" if grouping == "strided" else "strided"
+        _add(found, quantizer="rvq", rotation=rotation, grouping=other)
+    for rotation, predicted, entropy in itertools.product(ROTATIONS[:3], (False, True), (False, True)):
+        for quantizer in ("grid", "affine"):
+            _add(found, quantizer=quantizer, rotation=rotation, predicted=predicted, entropy=entropy)
+        if entropy:
+            shared = {"rotation": rotation, "predicted": predicted, "grouping": GROUPINGS[rotation]}
+            _add(found, quantizer="rvq", entropy=True, **shared)
+    for predicted in (False, True):
+        _add(found, quantizer="steps", rotation="principal", predicted=predicted, mean=False)
+    return found
+
+
+def exists(design: str, bits: float) -> bool:
+    """True if a design of ``factorial`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
+    known = {"grid": (2, 3, 4), "affine": range(1, 9)}.get(factorial()[design]["quantizer"])
+    return known is None or bits in known
+
+
+def _add(found: dict[str, dict], **arguments) -> None:
+    named = {"rotation": arguments["rotation"], **{name: name for name in ("predicted", "mixed", "entropy")}}
+    grouping = arguments.get("grouping")
+    parts = [
+        arguments["quantizer"],
+        *(named[name] for name in named if arguments.get(name) not in (None, False, "none")),
+    ]
+    parts += [f"beam {beam}" for beam in [arguments.get("beam", 1)] if beam > 1]
+    parts += [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
+    parts += ["mean kept"] * (not arguments.get("mean", True)) + ["by head"] * (not arguments.get("merged", True))
+    found[", ".join(parts)] = arguments

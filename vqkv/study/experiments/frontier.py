@@ -1,0 +1,261 @@
+"""Notebook 11: every system and the crosses that nobody published, on one harness: what to use at how many bits."""
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+
+from vqkv import presets
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.eviction import H2O
+from vqkv.codecs.predictive import side_by_side
+from vqkv.data.recall import RecallTask
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.evaluation.metrics import explained_variance_ratio
+from vqkv.models.load import describe
+from vqkv.study.experiments.common import Subject, calibrated, frame, subject
+from vqkv.study.experiments.depth import shallower
+from vqkv.study.experiments.designs import exists, factorial, published
+from vqkv.study.sweep import per_process, sweep
+
+CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
+BATCHES = (1, 16)
+BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
+LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
+
+
+def halving_search(
+    models: list[str], corpus: str, rungs: list[dict], contexts: list[str], seq_len: int, chunk_size: int,
+    codebook_size: int, kmeans_iterations: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``: each rung of ``rungs`` tries the
+    designs that are left on more text, ``{"models": at most so many of them, "bits": [...], "train_seqs", "num_seqs",
+    "keep"}``, and keeps for each of ``contexts`` (of ``CONTEXTS``) the ``keep`` best by equivalent bits, averaged over
+    its models and bits. The first may name the ``designs`` to begin with; all of them otherwise.
+
+    A row per rung, model, design and nominal bits. ``equivalent_bits_CONTEXT``: stored bits of a value at so many
+    tokens, side information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller,
+    as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
+    went on.
+    """
+    _check_search(rungs, contexts)
+    designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
+    for number, rung in enumerate(rungs, 1):
+        text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
+        settings = {
+            "who": text | {"corpus": corpus, "dtype": dtype, "device": device}, "chunk_size": chunk_size,
+            "learning": {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations},
+            "contexts": contexts,
+        }  # fmt: skip
+        cases = [
+            {"model": name, "design": design, "bits": bits}
+            for name, design, bits in itertools.product(models[: rung["models"]], designs, rung["bits"])
+            if exists(design, bits)
+        ]
+        if not cases:
+            raise DataError(f"rung {number}: none of {designs} exists at {rung['bits']} bits: name others")
+        found, drawn = sweep(_tried, cases, settings, f"rung {number}")
+        ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
+        designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
+        for row in found:
+            places = {f"rank_{name}": rank[row["design"]] for name, rank in ranks.items()}
+            rows.append({"rung": number, "kept": row["design"] in designs} | places | row)
+        sources |= drawn
+    return frame(rows, sources)
+
+
+def _check_search(rungs: list[dict], contexts: list[str]) -> None:
+    """Raise for names that are none, before anything is computed."""
+    for kind, names, known in (
+        ("context", contexts, CONTEXTS),
+        ("design", [name for rung in rungs for name in rung.get("designs") or ()], factorial()),
+    ):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(kind, name, known)
+
+
+def _ranks(rows: list[dict], column: str) -> dict[str, int]:
+    """Design -> place, from 1, by the mean of a column."""
+    means = pd.DataFrame(rows).groupby("design", sort=False)[column].mean()
+    return {design: rank for rank, design in enumerate(means.sort_values(kind="stable").index, 1)}
+
+
+def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict, contexts: list[str]):
+    who = who | {"name": model}
+    found = subject(**who)
+    preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
+    compressor = _fit(preset, who)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
+    totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
+    kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
+    label = {"model": model, "design": design, "bits": bits}
+    label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
+    return [label | {name: row[name] for name in ("bits_per_value", "kl_mean", "top1", "side_bytes")}], found.sources
+
+
+def frontier(
+    models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
+    seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, vqllm: dict[str, list[int]], codebook_size: int,
+    kmeans_iterations: int, sink_tokens: int, retains: list[float], dtype: str, device: str,
+):  # fmt: skip
+    """Every published system, the ``designs`` of ``designs.factorial`` at all nominal ``bits``, and eviction of all but
+    a share in ``retains`` beside residual VQ: a row per model, seed and system, ``chunked`` protocol, the same
+    ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means.
+
+    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. For eviction
+    ``bits_per_value`` is that of the tokens kept, times their share. ``cloze``: the share of held-out tokens that the
+    model's first guess gets right; ``cloze_exact`` and ``recall_exact``: with everything exact.
+    """
+    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
+    learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
+    settings = {
+        "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
+        "recall_seqs": recall_seqs, "chunk_size": chunk_size,
+    }  # fmt: skip
+    residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
+    others = [label for label in published(vqllm, sink_tokens, 0) if label not in vqllm]
+    systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
+    systems += [([design], nominal) for design, nominal in itertools.product(designs, bits)]
+    cases = [
+        {"model": name, "seed": seed, "systems": labels, "bits": nominal}
+        for name, seed, (labels, nominal) in itertools.product(models, seeds, systems)
+    ]
+    return frame(*sweep(_rows, cases, settings, "frontier"))
+
+
+def _rows(model: str, seed: int, systems: list[str], bits: float, who: dict, **settings):
+    who = who | {"name": model, "seed": seed}
+    label = {"model": model, "seed": seed}
+    found = subject(**who)
+    rows = [label | _row(found, system, bits, who, **settings) for system in systems]
+    return rows, found.sources
+
+
+def _row(
+    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, recall_seqs: int, chunk_size: int
+) -> dict:
+    compressor, share = _compressor(found, system, bits, who, vqllm, learning)
+    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, who["seed"])
+    every, settings = torch.ones_like(found.test, dtype=torch.bool), {"chunk_size": chunk_size, "exact": found.exact}
+    row = evaluate(found.model, compressor, found.test, answers=every, **settings)
+    row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
+    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, reconstruction=False, **settings)
+    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row["bits_per_value"] *= share
+    row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])
+    row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    return {"system": system, "nominal_bits": bits} | row
+
+
+def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
+    """The maker of caches, and the share of tokens that it keeps."""
+    system, _, retain = system.partition(" + h2o ")
+    if system in vqllm:
+        compressor = _residual(system, who, vqllm, learning)
+    elif system in (known := published(vqllm, learning["sink_tokens"], who["seed"])):
+        compressor = _fit(known[system], who)
+    else:
+        preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
+        compressor = _fit(preset, who)
+    return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
+
+
+def _residual(system: str, who: dict, vqllm: dict, learning: dict) -> Compressor:
+    """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
+    depth, size = vqllm[system]
+    deepest = max((pair for pair in vqllm.values() if pair[1] == size), key=lambda pair: pair[0])
+    label = next(label for label, pair in vqllm.items() if pair == deepest)
+    return shallower(_fitted(label=label, who=who, vqllm=vqllm, sink_tokens=learning["sink_tokens"]), depth)
+
+
+@per_process(maxsize=1)
+def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int) -> Compressor:
+    return _fit(published(vqllm, sink_tokens, who["seed"])[label], who)
+
+
+def _fit(preset: presets.Preset, who: dict) -> Compressor:
+    return calibrated(preset, who, min(BATCH, who["train"][0]))
+
+
+def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_tokens: int) -> dict[str, float]:
+    """Stored bits of a value with side information, shared by all sequences, and sinks in 16 bits: by context length
+    and number of sequences."""
+    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return {
+        f"bits_{name}_x{batch}": bits_per_value
+        + (16 - bits_per_value) * sink_tokens / tokens
+        + 8 * side_bytes / (tokens * batch * values)
+        for name, tokens in CONTEXTS.items()
+        for batch in BATCHES
+    }
+
+
+def _explained(found: Subject, compressor) -> float:
+    """EVR of what is stored, mean over layers, keys and values, on one sequence."""
+    known, ratios, settings = compressor.new_pass(), [], compressor.settings
+    for layer, pair in enumerate(zip(*found.exact.keys_and_values(found.test[:1], post_rope=not settings.pre_rope))):
+        for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair, known)):
+            x = x[:, :, : x_hat.shape[2]]
+            ratios.append(explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat)))
+    return sum(ratios) / len(ratios)
+
+
+def finalists(search: pd.DataFrame) -> list[str]:
+    """The designs that are left after the last rung, in the order in which the search came by them."""
+    last = search[(search["rung"] == search["rung"].max()) & search["kept"]]
+    return list(last["design"].unique())
+
+
+def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd.DataFrame:
+    """For each budget of bits, all told, and context length: the system whose mean KL over models and seeds (geometric)
+    is lowest of those that stay within the budget on every model and have a KL in every row, and that KL. Rows: budget;
+    columns: context."""
+    everywhere = table.groupby(["model", "seed"], sort=False).ngroups
+    groups = table.assign(log_kl=np.log(table["kl_mean"].clip(LEAST))).groupby(["system", "nominal_bits"], sort=False)
+    mean = np.exp(groups["log_kl"].mean()).where(groups["log_kl"].count() == everywhere)
+    found = {}
+    for name in CONTEXTS:
+        bits = groups[f"bits_{name}_x{batch}"].max()
+        found[name] = [_within(bits, mean, budget) for budget in budgets]
+    return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
+
+
+def _within(bits: pd.Series, kl: pd.Series, budget: float) -> str:
+    fits = kl[bits <= budget].dropna()
+    if fits.empty:
+        return "none"
+    system, nominal = fits.idxmin()
+    return f"{system}, {nominal:g} bits: {fits.min():.2g}" if nominal else f"{system}: {fits.min():.2g}"
+
+
+def against_published(table: pd.DataFrame, systems: list[str], designs: list[str]) -> pd.DataFrame:
+    """For each published system, model and seed: the lowest KL of ``designs`` at no more stored bits, over its own; NaN
+    where none has so few."""
+    rows = []
+    for (model, seed), mine in table.groupby(["model", "seed"], sort=False):
+        ours = mine[mine["system"].isin(designs)]
+        for theirs in mine[mine["system"].isin(systems)].itertuples():
+            within = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
+            bits, kl = next(within[["bits_per_value", "kl_mean"]].itertuples(index=False), (math.nan, math.nan))
+            label = {"system": theirs.system, "model": model, "seed": seed, "bits": theirs.bits_per_value}
+            label |= {"kl": theirs.kl_mean, "our_bits": bits, "our_kl": kl}
+            rows.append(label | {"ratio": kl / max(theirs.kl_mean, LEAST)})
+    return pd.DataFrame(rows)
+
+
+def proxy_correlations(table: pd.DataFrame, proxies: list[str], tasks: list[str]) -> pd.DataFrame:
+    """Spearman's rank correlation over all rows of each proxy with what each task's score loses against its ``_exact``:
+    a row per model, task and proxy. The sign is turned so that 1 means: what the proxy calls better is better. NaN
+    where no system changes the score."""
+    rows = table.assign(unexplained=1 - table["evr"])
+    found = []
+    for (model, mine), task, proxy in itertools.product(rows.groupby("model", sort=False), tasks, proxies):
+        change = (mine[task] - mine[f"{task}_exact"]).round(9)
+        value = mine[proxy].corr(change, method="spearman") if change.nunique() > 1 else math.nan
+        value *= 1 if proxy == "top1" else -1
+        found.append({"model": model, "task": task, "proxy": proxy, "correlation": value, "systems": len(mine)})
+    return pd.DataFrame(found)

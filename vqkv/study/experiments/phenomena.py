@@ -1,0 +1,81 @@
+"""Notebook 01: what a model's keys and values are like."""
+
+import statistics
+
+import torch
+
+from vqkv.evaluation import probes
+from vqkv.models.capture import capture
+from vqkv.models.load import describe, rotary_embedding
+from vqkv.study.experiments.common import draw, frame, load
+
+
+def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
+    """Notebook 01: one row per model, role, layer and KV head with the largest |value| and the channel outlier ratio.
+
+    Roles are ``key`` (before RoPE), ``value`` and, in a model with RoPE, ``key_post_rope``. ``step`` is max|v| / 16,
+    the size that the source calls the 4-bit step.
+    """
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        tokens = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
+        keys, values = capture(model, tokens)
+        roles = {"key": keys, "value": values}
+        if rotary_embedding(model) is not None:
+            roles["key_post_rope"] = capture(model, tokens, post_rope=True)[0]
+        for role, layers in roles.items():
+            for layer, x in enumerate(layers):
+                largest, ratio = x.float().abs().amax(dim=(0, 2, 3)), probes.channel_outlier_ratio(x)
+                for head in range(x.shape[1]):
+                    row = {"model": name, "role": role, "layer": layer, "head": head, "max_abs": largest[head].item()}
+                    rows.append(row | {"step": row["max_abs"] / 16, "channel_ratio": ratio[head].item()})
+    return frame(rows, sources)
+
+
+def phenomena(
+    models: list[str], corpus: str, seq_len: int, num_seqs: int, recall_seqs: int, seed: int, dtype: str, device: str
+):
+    """Notebook 01: what each model shows of sinks, outlier channels, inter-layer predictability and recall."""
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        train = draw(corpus, tokenizer, "train", seq_len, num_seqs, seed, sources)
+        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
+        context = model.config.get_text_config().max_position_embeddings
+        found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
+        recall_len = min(context, 2 * seq_len)
+        recall = probes.recall_by_distance(model, tokenizer, recall_len, recall_seqs, seed)
+        found |= {f"recall accuracy, {distance} tokens back": hit for distance, hit in recall.items()}
+        rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
+    return frame(rows, sources)
+
+
+def _sink_rows(model, tokens) -> dict:
+    strength = probes.sink_strength(model, tokens)
+    length = tokens.shape[1]
+    even = statistics.mean(1 / (i + 1) for i in range(16, length))
+    return {
+        "attention to the first token, mean over heads": strength.mean().item(),
+        "attention to the first token, strongest head": strength.max().item(),
+        "attention to the first token if it were uniform": even,
+    }
+
+
+def _channel_rows(model, tokens) -> dict:
+    found = {}
+    for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
+        ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
+        found[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
+        found[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
+    return found
+
+
+def _evr_rows(model, train, test) -> dict:
+    evr, about = probes.interlayer_evr(model, train, test), describe(model)
+    return {
+        "hidden size": model.config.get_text_config().hidden_size,
+        "KV width": about["num_kv_heads"] * about["head_dim"],
+        "EVR of K from K of the layer before": statistics.mean(evr["key"]),
+        "EVR of V from V of the layer before and its own K": statistics.mean(evr["value"]),
+    }

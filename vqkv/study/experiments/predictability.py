@@ -1,0 +1,136 @@
+"""Notebook 04: what linear probes predict of keys and values, and how much of it is algebra, not language."""
+
+import itertools
+
+import torch
+from tqdm import tqdm
+
+from vqkv import presets
+from vqkv.codecs.learning.gram import Gram
+from vqkv.evaluation.metrics import bits_saved, participation_ratio
+from vqkv.evaluation.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.models.load import condition_number, describe, kv_sources, projection_weight, rotary_embedding, untrained
+from vqkv.study.experiments.common import draw, frame, load, subject
+from vqkv.study.sweep import sweep
+
+# What a predictor could use at inference: V from its layer's K, AQUA-KV's predictors, and V without waiting for K.
+QUANTISED = [("V", "K"), ("V", "V-1+K"), ("V", "K-1+V-1"), ("K", "K-1")]
+
+
+def predictability(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, reach: int, skip: int,
+    strength: float, seeds: list[int], seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Held-out EVR of every layer's keys and values from every source of ``catalogue(reach)``, by streamed ridge
+    regression: one row per model, variant, target, sources and layer.
+
+    Variants: ``trained`` (before RoPE), ``after RoPE`` where there is one, ``untrained`` (the same shape with random
+    weights on the same tokens, for each of ``seeds``). Group ``shuffled``: a control without anything to predict, drawn
+    from one random sequence for all models and variants, which is why they are no cases of a sweep.
+    """
+    rows, sources = [], {}
+    group_of = {probe: group for group, probes in catalogue(reach).items() for probe in probes}
+    settings = {"skip": skip, "forms": {"shuffled": shuffled(seed)}}
+    for name in models:
+        trained, tokenizer = load(name, dtype, device, sources)
+        wanted = {"train": train_seqs, "test": num_seqs}
+        texts = [draw(corpus, tokenizer, split, seq_len, count, seed, sources) for split, count in wanted.items()]
+        variants = [("trained", 0), *([("after RoPE", 0)] if rotary_embedding(trained) else [])]
+        for variant, model_seed in tqdm([*variants, *(("untrained", s) for s in seeds)], desc=name, disable=None):
+            model = untrained(trained, model_seed) if variant == "untrained" else trained
+            sums = [probe_sums(model, x, [*group_of], post_rope=variant == "after RoPE", **settings) for x in texts]
+            label = {"model": name, "variant": variant, "seed": model_seed} | _widths(model)
+            for probe, group in group_of.items():
+                found = explained_variance(*sums, [probe], len(kv_sources(model)), strength)
+                rows += [label | {"group": group} | row for row in found]
+    return frame(rows, sources)
+
+
+def algebra(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, input_bits: list[int], skip: int,
+    strengths: list[float], seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """The dependencies that quantised inputs leave, beside the algebra that makes them: one row per model, layer,
+    target, sources, inputs and ridge strength.
+
+    ``inputs``: ``exact``, or what HIGGS of so many bits gives back (all sources of a probe; the target is exact, the
+    probe is fitted on quantised inputs). Where ``sources`` is the target itself nothing is fitted: what the quantizer
+    alone explains. ``key_condition``: largest over smallest singular value of the key projection's weight, which is not
+    square where KV width and hidden size differ. ``key_rank``, ``value_rank``: in how many directions keys and values
+    vary (participation ratio of the covariance's eigenvalues).
+    """
+    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
+    settings = {"who": who, "input_bits": input_bits, "skip": skip, "strengths": strengths}
+    table = frame(*sweep(_algebra_rows, [{"model": name} for name in models], settings, "algebra"))
+    return table.assign(sources=table["sources"].str.replace(r"~\w+", "", regex=True))
+
+
+def _algebra_rows(model: str, who: dict, input_bits: list[int], skip: int, strengths: list[float]):
+    inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
+    probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
+    alone = {form: [Probe(role, f"{role}~{form}") for role in "KV"] for form in inputs if form}
+    every = [probe for found in (*probes.values(), *alone.values()) for probe in found]
+    found = subject(**who, name=model)
+    settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
+    train, test = (probe_sums(found.model, x, every, **settings) for x in (found.train, found.test))
+    about, rows = _layers(found.model, test), []
+    for form, strength in itertools.product(inputs, strengths):
+        fitted = explained_variance(train, test, probes[form], len(about), strength)
+        rows += [{"inputs": inputs[form], "strength": strength} | row for row in fitted]
+    for form, quantizers in alone.items():
+        rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
+    return [{"model": model} | _widths(found.model) | about[row["layer"]] | row for row in rows], found.sources
+
+
+def catalogue(reach: int) -> dict[str, list[Probe]]:
+    """The probes of notebook 04 by group, up to ``reach`` layers and tokens back, for K (own K, other V) and for V."""
+    groups: dict[str, list[Probe]] = {}
+    for own, other in ("KV", "VK"):
+        layers = [f"{own}-{back}" for back in range(1, reach + 1)]
+        pairs = [f"K-{back}+V-{back}" for back in range(1, reach + 1)]
+        tokens = [f"{own}@T-{back}" for back in range(1, reach + 1)]
+        found = {
+            "between layers": [*layers, f"{other}-1", pairs[0], "+".join(layers), "+".join(pairs)],
+            "between tokens": [*tokens, f"{other}@T-1", "K@T-1+V@T-1", "+".join(tokens)],
+            "within a layer": [other],
+            "combined": [
+                f"{own}-1+{own}@T-1", f"{pairs[0]}+K@T-1+V@T-1", f"{own}-1+{other}", f"{pairs[0]}+{other}",
+            ],
+        }  # fmt: skip
+        for group, sources in found.items():
+            groups.setdefault(group, []).extend(Probe(own, source) for source in dict.fromkeys(sources))
+    groups["shuffled"] = [Probe("K~shuffled", "K-1"), Probe("V~shuffled", "V-1+K")]
+    return groups
+
+
+def _in_form(sources: str, form: str) -> str:
+    return "+".join(f"{source}~{form}" if form else source for source in sources.split("+"))
+
+
+def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
+    """EVR of each probe's only source as the target's prediction, without a map."""
+    rows = []
+    for probe, layer in itertools.product(probes, range(num_layers)):
+        sources, target = probe.blocks(layer)
+        evr = sums.explained(torch.eye(len(sums.mean(target))).to(sums.mean(target)), sources, target)
+        row = {"target": probe.target, "sources": probe.sources, "layer": layer, "evr": evr}
+        rows.append(row | {"bits": bits_saved(evr)})
+    return rows
+
+
+def _widths(model) -> dict:
+    about = describe(model)
+    hidden = model.config.get_text_config().hidden_size
+    return {"hidden_size": hidden, "kv_width": about["num_kv_heads"] * about["head_dim"]}
+
+
+def _layers(model, sums: Gram) -> list[dict]:
+    found = []
+    for source in kv_sources(model):
+        row = {"key_condition": condition_number(projection_weight(source, "key"))}
+        for role, name in (("K", "key_rank"), ("V", "value_rank")):
+            block = [Block(role, source.layer_idx)]
+            row[name] = participation_ratio(sums.covariance(block, block))
+        found.append(row)
+    return found

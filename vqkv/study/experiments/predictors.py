@@ -1,0 +1,279 @@
+"""Notebook 07: AQUA-KV's predictors with every quantizer, and what each of its choices is worth."""
+
+import dataclasses
+import math
+from functools import partial
+
+import numpy as np
+
+from vqkv import presets
+from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
+from vqkv.evaluation.evaluate import evaluate, reconstruction_error
+from vqkv.evaluation.metrics import explained_variance_ratio
+from vqkv.models.capture import capture
+from vqkv.models.load import describe, rotary_embedding
+from vqkv.study.experiments.common import calibrated, frame, subject, with_side_information
+from vqkv.study.experiments.systems import bare
+from vqkv.study.sweep import per_process, sweep
+
+CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
+
+
+def predictor_ablation(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, batch_size: int,
+    codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank_share: float, share_threshold: float,
+    sink_tokens: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
+
+    ``block`` says which comparison a row belongs to, ``predicted`` whether it has predictors. ``bits_2k`` to
+    ``bits_128k`` share the side information (predictors, codebooks) out among the values of so many tokens.
+    ``plain_bits``: what HIGGS without predictors, its first layer at 4 bits too, needs for the same KL (between 2, 3
+    and 4 bits log KL is interpolated, beyond them it is cut off); ``pays_from``: tokens from which the side information
+    is smaller than that saving.
+    """
+    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {
+        "who": who | {"dtype": dtype, "device": device},
+        "table": {
+            "codebook_size": codebook_size, "num_quantizers": num_quantizers, "kmeans_iterations": kmeans_iterations,
+            "share_threshold": share_threshold, "sink_tokens": sink_tokens, "seed": seed,
+        },
+        "rank_share": rank_share,
+        "chunk_size": chunk_size,
+        "batch_size": batch_size,
+    }  # fmt: skip
+    labels = [(block, label) for block, presets in _table(rank=1, **settings["table"]).items() for label in presets]
+    cases = [{"model": name, "block": block, "label": label} for name in models for block, label in labels]
+    rows, sources = sweep(_ablation_row, cases, settings, "ablation")
+    return frame([row for name in models for row in _beside_plain([r for r in rows if r["model"] == name])], sources)
+
+
+def _ablation_row(
+    model: str, block: str, label: str, who: dict, table: dict, rank_share: float, chunk_size: int, batch_size: int
+):
+    """None for the block ``RoPE`` of a model without."""
+    who = who | {"name": model}
+    found = subject(**who)
+    about = describe(found.model)
+    if block == "RoPE" and rotary_embedding(found.model) is None:
+        return [], found.sources
+    width = about["num_kv_heads"] * about["head_dim"]
+    preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
+    compressor = calibrated(preset, who, batch_size)
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
+    row |= reconstruction_error(found.exact, compressor, found.test[:2])
+    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
+    row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}
+    return [row | with_side_information(row, about, CONTEXTS)], found.sources
+
+
+def error_propagation(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, batch_size: int, bits: list[int],
+    seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """The prediction that quantised inputs leave, on held-out tokens; a row per model, bits, layer and role.
+
+    ``evr_exact``: fitted on exact inputs and read from them. ``evr_mismatched``: the same predictor reading what
+    AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
+    error of the restored layer over its variance.
+    """
+    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
+    settings = {"who": who | {"dtype": dtype, "device": device}, "batch_size": batch_size}
+    cases = [{"model": name, "bits": width} for name in models for width in bits]
+    return frame(*sweep(_propagation_rows, cases, settings, "propagation"))
+
+
+def _propagation_rows(model: str, bits: int, who: dict, batch_size: int):
+    who = who | {"name": model}
+    found, exact = subject(**who), _exact(who=who)
+    on_exact = _on_exact(who=who, batch_size=batch_size)
+    preset = presets.aqua(presets.higgs(bits), sink_tokens=0)
+    compressor = calibrated(preset, who, batch_size)
+    label = {"model": model, "bits": bits}
+    return [label | row for row in _by_place(exact, on_exact, compressor)], found.sources
+
+
+@per_process(maxsize=1)
+def _exact(who: dict) -> dict:
+    """Held-out keys and values by place."""
+    found = subject(**who)
+    layers = [x.float() for pair in zip(*capture(found.model, found.test), strict=True) for x in pair]
+    places = [(role, layer) for layer in range(len(layers) // 2) for role in ROLES]
+    return dict(zip(places, layers, strict=True))
+
+
+@per_process(maxsize=1)
+def _on_exact(who: dict, batch_size: int):
+    """AQUA-KV whose predictors were fitted on exact inputs."""
+    return calibrated(presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), who, batch_size)
+
+
+def within_budget(table, budget: float):
+    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL: a row per model, a
+    column per context length."""
+    found = {}
+    for model, rows in table.groupby("model", sort=False):
+        affordable = {name: rows[rows[name] <= budget] for name in CONTEXTS}
+        found[model] = {
+            name: fits.loc[fits["kl_mean"].idxmin(), "label"] if len(fits) else "none"
+            for name, fits in affordable.items()
+        }
+    return type(table).from_dict(found, orient="index")
+
+
+NOTHING = {"key_from": "none", "value_from": "none"}
+WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
+PUBLISHED = {
+    "quanto 2": "Quanto-2b-gs64",
+    "kivi 2, nothing exact": "KIVI-2b-gs128-r128",
+    "kvquant 2, nothing exact": "KVQuant-2b-s1%",
+    "kvsharer, 1 pair": "KVSharer (1 pair)",
+    "higgs 2": "HIGGS-2b-gs1024",
+    "aqua quanto 2": "before RoPE Quanto gs64",
+    "aqua quanto 2, after RoPE": "after RoPE Quanto gs64",
+    "aqua higgs 2": "AQUA-KV (HIGGS)",
+    "aqua higgs 2, after RoPE": "after RoPE HIGGS",
+    "aqua higgs 2, reduced rank": "RRR (68 MiB)",
+    "aqua higgs 2, MLP": "MLP (540 MiB)",
+    "aqua higgs 2, GPTQ 4 bits": "GPTQ (41 MiB)",
+    "aqua higgs 2, first layer exact": "BF16",
+    "aqua higgs 2, first layer 3": "HIGGS 3 bit",
+    "aqua higgs 2, first layer 2": "HIGGS 2 bit",
+    "aqua higgs 2, no sinks": "w/o 16-bit attention sink",
+    "aqua higgs 2, K only": "w/o V predictor",
+    "aqua higgs 2, V only": "w/o K predictor",
+}  # our row -> the source's name for it
+
+
+def beside_published(table, published):
+    """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
+    percent), then each model's bits, KL and perplexity increase."""
+    theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
+    theirs.index = list(PUBLISHED)
+    exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]
+    joined = theirs[["bits"]].assign(ppl_increase=100 * (theirs["wiki2_ppl"] / exact - 1)).add_prefix("published ")
+    for model, rows in table.groupby("model", sort=False):
+        ours = rows.set_index("label")[["bits_per_value", "kl_mean", "ppl_increase"]]
+        joined = joined.join(ours.add_prefix(model.split("/")[-1] + " "))
+    return joined
+
+
+def _table(
+    codebook_size, num_quantizers, kmeans_iterations, rank, share_threshold, sink_tokens, seed
+) -> dict[str, dict[str, presets.Preset]]:
+    """Blocks of rows; what several blocks compare with stands in the first of them."""
+    exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
+    aqua = partial(_aqua, exact)
+    vqllm = {"codebook_size": codebook_size, "seed": seed, "kmeans_iterations": kmeans_iterations}
+    product = presets.vqq_product(1e9, keyframe=sink_tokens or 4, codebook_size=codebook_size, seed=seed)
+    backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)} | {"quanto 2": presets.quanto(2)}
+    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers} | {"product": product}
+    plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
+    return {
+        "baseline": _baselines(share_threshold),
+        "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
+        "first layer exact": {
+            f"{start}{label}, first layer exact": aqua(backbone, first_layer_bits=16, **sources)
+            for label, backbone in backbones.items()
+            if label not in ("higgs 3", "higgs 4", "quanto 2")
+            for start, sources in (("", NOTHING), ("aqua ", {}))
+        },
+        **_choices(aqua, backbones, rank),
+        "sinks": {
+            "aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0),
+            "higgs 2, no sinks": dataclasses.replace(plain["higgs 2"], sink_tokens=0),
+        },
+        "RoPE": {
+            "aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False),
+            "aqua quanto 2, after RoPE": aqua(backbones["quanto 2"], pre_rope=False),
+            "higgs 2, after RoPE": dataclasses.replace(plain["higgs 2"], pre_rope=False),
+            "quanto 2, before RoPE": dataclasses.replace(plain["quanto 2"], pre_rope=True),
+        },
+    }
+
+
+def _aqua(exact: dict, backbone: presets.Preset, **changes) -> presets.Preset:
+    """AQUA-KV that keeps ``exact`` tokens, unless a change says otherwise."""
+    kept = {name: changes.get(name, value) for name, value in exact.items()}
+    return dataclasses.replace(presets.aqua(backbone, **changes), **kept)
+
+
+def _baselines(share_threshold: float) -> dict[str, presets.Preset]:
+    return {
+        "quanto 2, nothing exact": bare(presets.quanto(2)),
+        "kivi 2, nothing exact": bare(presets.kivi(2)),
+        "kvquant 2, nothing exact": bare(presets.kvquant(2)),
+        "kvsharer, 1 pair": presets.kvsharer(1, share_threshold),
+        "kvsharer, 2 pairs": presets.kvsharer(2, share_threshold),
+    }
+
+
+def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str, dict[str, presets.Preset]]:
+    """Other choices with 2-bit HIGGS: predictors, the first layer's bits, sources."""
+    higgs = partial(aqua, backbones["higgs 2"])
+    return {
+        "predictor": {
+            "aqua higgs 2, reduced rank": higgs(predictor="reduced_rank", rank=rank),
+            "aqua higgs 2, MLP": higgs(predictor="mlp"),
+            "aqua higgs 2, GPTQ 4 bits": higgs(predictor="gptq"),
+            "aqua higgs 2, ridge 1e-5": higgs(strength=1e-5),
+            "aqua higgs 2, constant": higgs(key_from="mean", value_from="mean"),
+            "aqua higgs 2, no predictor": higgs(**NOTHING),
+            "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **NOTHING),
+        },
+        "first layer": {f"aqua higgs 2, first layer {bits}": higgs(first_layer_bits=bits) for bits in (3, 2)},
+        "sources": {
+            "aqua higgs 2, K only": higgs(value_from="none"),
+            "aqua higgs 2, V only": higgs(key_from="none"),
+            "aqua higgs 2, V from V-1": higgs(value_from="V-1"),
+            "aqua higgs 2, V from V-1+K-1": higgs(value_from="V-1+K-1"),
+            "aqua higgs 2, V from V-1+K-1+K": higgs(value_from="V-1+K-1+K"),
+            "aqua higgs 2, K from K-1+V-1": higgs(key_from="K-1+V-1"),
+            "aqua higgs 2, K from K-1+K-2": higgs(key_from="K-1+K-2"),
+        },
+    }
+
+
+def _beside_plain(rows: list[dict]) -> list[dict]:
+    """A model's rows with ``_against_plain``'s columns, without the number of layers that these need."""
+    found = [row | _against_plain(row, rows, {"num_layers": row["num_layers"]}) for row in rows]
+    return [{name: value for name, value in row.items() if name != "num_layers"} for row in found]
+
+
+def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
+    """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
+    saved."""
+    plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
+    needed = np.interp(
+        math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
+    )
+    saved, values = needed - row["bits_per_value"], 2 * about["num_layers"] * row["width"]
+    worse = row["kl_mean"] > plain[-1]["kl_mean"]
+    pays = row["predicted"] and saved > 0 and not worse
+    return {
+        "plain_bits": float("nan") if worse else float(needed),
+        "pays_from": 8 * row["side_bytes"] / (values * saved) if pays else float("nan"),
+    }
+
+
+def _by_place(exact: dict, on_exact, compressor) -> list[dict]:
+    restored, known, rows = {}, compressor.new_pass(), []
+    for layer in range(len(compressor.codecs)):
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+    for place, prediction in compressor.predictions.items():
+        fitted_on_exact = on_exact.predictions[place]
+        found = {
+            "evr_exact": _evr(exact, exact[place], fitted_on_exact),
+            "evr_mismatched": _evr(restored, exact[place], fitted_on_exact),
+            "evr": _evr(restored, exact[place], prediction),
+            "mse": 1 - explained_variance_ratio(side_by_side(exact[place]), side_by_side(restored[place])),
+        }
+        rows.append({"role": place[0], "layer": place[1]} | found)
+    return rows
+
+
+def _evr(known: dict, y, prediction: Prediction) -> float:
+    return explained_variance_ratio(side_by_side(y), prediction.predictor(inputs(known, prediction.sources, y)))

@@ -1,0 +1,181 @@
+"""Figures of notebook 08."""
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
+
+from vqkv.study.figures.style import PALETTE
+
+STYLES = {  # start of a label -> palette key, marker; the first that fits
+    "DynamicCache": ("fp16", "o"),
+    "transformers quanto": ("quanto", "P"),
+    "transformers hqq": ("hqq", "X"),
+    "quanto": ("quanto", "o"),
+    "hqq": ("hqq", "s"),
+    "kivi": ("kivi", "^"),
+    "kvquant": ("kvquant", "v"),
+    "higgs": ("higgs", "D"),
+    "vqllm": ("vqllm", "o"),
+    "vqq_product": ("pq", "p"),
+    "rvq2": ("vq", "X"),
+    "aqua": ("aqua", "D"),
+}
+REFERENCE = "DynamicCache"
+
+
+def style_of(system: str) -> tuple[str, str]:
+    """Colour and marker of a system, the same in every figure of the page."""
+    colour, marker = next(style for start, style in STYLES.items() if system.startswith(start))
+    return PALETTE[colour], marker
+
+
+def time_dumbbells(table, panels: dict[str, str]):
+    """Milliseconds per generated token by system, with quartiles. ``panels``: a query of the table -> a title with a
+    place for a number, that of the column (context or batch) which varies: smallest hollow, largest filled. Dotted:
+    ``DynamicCache``."""
+    fig, axes = plt.subplots(1, len(panels), figsize=(11, 5.4), sharey=True, squeeze=False)
+    order = None
+    for ax, (query, title) in zip(axes[0], panels.items(), strict=True):
+        rows = table.query(query)
+        along = "context" if rows["batch"].nunique() == 1 else "batch"
+        ends = sorted({rows[along].min(), rows[along].max()})
+        order = order or list(rows[rows[along] == ends[-1]].sort_values("decode_ms")["system"])
+        for place, system in enumerate(order):
+            _dumbbell(ax, place, rows[rows["system"] == system].set_index(along), ends)
+        for end in rows[(rows["system"] == REFERENCE) & rows[along].isin(ends)]["decode_ms"]:
+            ax.axvline(end, color=PALETTE["fp16"], linestyle=":", linewidth=1)
+        what = f"{ends[0]} (hollow) or {ends[-1]} (filled)"
+        ax.set(title=title.format(what), xscale="log", xlabel="milliseconds per generated token")
+        plain_numbers(ax.xaxis)
+    axes[0, 0].set_yticks(range(len(order)), order)
+    axes[0, 0].invert_yaxis()
+    return fig
+
+
+def _dumbbell(ax, place: int, rows, ends) -> None:
+    colour, marker = style_of(rows["system"].iloc[0])
+    ax.plot(rows.loc[ends, "decode_ms"], [place] * len(ends), color=colour, alpha=0.5)
+    for end, face in zip(ends, ("white", colour), strict=False):
+        row = rows.loc[end]
+        whiskers = [[row["decode_ms"] - row["decode_q1"]], [row["decode_q3"] - row["decode_ms"]]]
+        ax.errorbar(row["decode_ms"], place, xerr=whiskers, fmt=marker, color=colour, mfc=face, ms=7, elinewidth=1)
+
+
+def plain_numbers(axis) -> None:
+    """1, 2, 5, 10, ... along a logarithmic axis."""
+    for axis_format in (axis.set_major_formatter, axis.set_minor_formatter):
+        axis_format(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
+
+
+def memory_lines(table, systems: list[str], batch: int = 1):
+    """Storage of ``systems`` against generated tokens: megabytes, and how many times less than ``DynamicCache``."""
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.4))
+    rows = table[(table["batch"] == batch) & table["system"].isin(systems)]
+    rows = rows.assign(megabytes=rows["stored_bytes"] / 1e6)
+    for ax, column in zip(axes, ("megabytes", "ratio"), strict=True):
+        for system, line in rows.groupby("system", sort=False):
+            colour, marker = style_of(system)
+            ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5)
+        ax.set(xlabel="generated tokens, after a prompt of 128", ylim=(0, None))
+        _name_ends(ax, rows[rows["generated"] == rows["generated"].max()], "generated", column)
+    sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+    axes[0].set(ylabel=f"stored for {sequences} (MB)")
+    axes[1].set(ylabel="times smaller than DynamicCache")
+    return fig
+
+
+def _face(system: str) -> str:
+    """Transformers' own caches are hollow."""
+    return "white" if system.startswith("transformers") else style_of(system)[0]
+
+
+def _name_ends(ax, last, x: str, y: str) -> None:
+    """Every line's name beside its last point, moved up or down no more than they need to stand apart."""
+    last = last.sort_values(y)
+    ends = _in_axes(ax, last[[x, y]])
+    for system, (right, end), place in zip(last["system"], ends, spread(ends[:, 1], 0.05), strict=True):
+        name_beside(ax, system, style_of(system)[0], (right, end), (right + 0.03, place))
+
+
+def name_beside(ax, name: str, colour: str, end: tuple[float, float], place: tuple[float, float]) -> None:
+    """A name at ``place`` and a line from there to ``end``, both in shares of the axes."""
+    line = {"arrowstyle": "-", "color": colour, "alpha": 0.5, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
+    where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+    ax.annotate(name, end, place, arrowprops=line, color=colour, fontsize=9, va="center", **where)
+
+
+def _in_axes(ax, points):
+    """Data as shares of the axes' width and height, whatever room the layout will leave them."""
+    ax.autoscale_view()
+    return (ax.transScale + ax.transLimits).transform(points.to_numpy())
+
+
+def spread(places, step: float) -> list[float]:
+    """The sorted ``places`` at least ``step`` apart, with the least squared displacement (pool adjacent violators)."""
+    groups: list[list[float]] = []
+    for i, place in enumerate(places):
+        groups.append([place - i * step, 1])
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            mean, count = groups.pop()
+            other, more = groups.pop()
+            groups.append([(mean * count + other * more) / (count + more), count + more])
+    level = [mean for mean, count in groups for _ in range(count)]
+    return [base + i * step for i, base in enumerate(level)]
+
+
+def loss_by_position(table, systems: list[str]):
+    """Above: the model's loss by position, exact (black) and reading each cache. Below: KL from the exact model, with
+    its standard error over sequences. A column per model; dotted: where the positions that it was trained on end."""
+    models = list(dict.fromkeys(table["model"]))
+    shape = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": (1, 2)}
+    fig, axes = plt.subplots(2, len(models), figsize=(11, 6.4), **shape)
+    for column, model in zip(axes.T, models, strict=True):
+        mine = table[table["model"] == model]
+        mine = mine.assign(middle=(mine["start"] + mine["end"]) / 2)
+        shown = [system for system in systems if system in set(mine["system"])]
+        for system in [*shown, REFERENCE]:
+            rows, (colour, marker) = mine[mine["system"] == system], style_of(system)
+            look = {"color": colour, "mfc": _face(system), "ms": 5, "elinewidth": 1}
+            column[0].plot(rows["middle"], rows["nll"], color=colour)
+            if system != REFERENCE:
+                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker + "-", **look)
+        if mine["end"].max() > mine["trained"].max():
+            for ax in column:
+                ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
+        column[0].set(title=model)
+        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(_floor(table), None))
+        last = mine[(mine["end"] == mine["end"].max()) & mine["system"].isin(shown)]
+        _name_ends(column[1], last, "middle", "kl")
+    axes[0, 0].set_ylabel("loss (nats)")
+    axes[1, 0].set_ylabel("KL from the exact model (nats)")
+    return fig
+
+
+def _floor(table) -> float:
+    """Below the smallest KL that is more than rounding: what reads only exact tokens leaves the figure."""
+    return min(table["kl"].max(), table[table["kl"] > 1e-5]["kl"].min()) / 2
+
+
+LEAST_MS = 0.5
+
+
+def choose(table):
+    """KL against the milliseconds that a system adds to a token, both best at the lower left; the bits that it stores a
+    value stand at its name, and make the circle. Hollow: transformers' own caches."""
+    fig, ax = plt.subplots(figsize=(10, 6))
+    rows = table.drop(index=REFERENCE, errors="ignore").sort_values("kl", kind="stable")
+    rows = rows.assign(system=rows.index, added=rows["added_ms"].clip(LEAST_MS))
+    sizes, colours = 40 * rows["bits_total"], [style_of(system)[0] for system in rows.index]
+    ax.scatter(rows["added"], rows["kl"], s=sizes, c=[_face(system) for system in rows.index], edgecolors=colours)
+    ax.set(xscale="log", yscale="log", xlabel="added to each generated token (ms)")
+    ax.set_ylabel("KL from the exact model (nats)")
+    ax.margins(x=0.1, y=0.1)
+    plain_numbers(ax.xaxis)
+    points = _in_axes(ax, rows[["added", "kl"]])
+    for row, point, place in zip(rows.itertuples(), points, spread(points[:, 1], 0.045), strict=True):
+        line = {"arrowstyle": "-", "color": "#555555", "alpha": 0.5, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+        where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "va": "center", "fontsize": 10}
+        radius = 0.011 + 0.0045 * row.bits_total**0.5
+        ax.annotate(
+            f"{row.system}: {row.bits_total:.1f} bits", point, (point[0] + radius, place), arrowprops=line, **where
+        )
+    return fig

@@ -1,0 +1,71 @@
+"""Figures of notebook 01."""
+
+import matplotlib.pyplot as plt
+
+from vqkv.study.figures.style import PALETTE, by_model, short
+
+ROLE_NAMES = {"key": "keys before RoPE", "key_post_rope": "keys after RoPE", "value": "values"}
+
+
+def magnitude_boxes(table, published):
+    """Per-head max|v| of each model by role, beside the published median, p90 and largest of its counterpart.
+
+    ``published``: bundled model name -> (published model's name, {statistic: value}).
+    """
+    fig, axes, panels = by_model(table, (10, 3.8))
+    for ax, model, mine in panels:
+        roles = [role for role in ROLE_NAMES if (mine["role"] == role).any()]
+        for i, role in enumerate(roles):
+            values = mine.loc[mine["role"] == role, "max_abs"]
+            box = ax.boxplot(values, positions=[i], widths=0.6, whis=(0, 100), patch_artist=True)
+            box["boxes"][0].set(facecolor=PALETTE[role], alpha=0.8)
+            box["medians"][0].set(color="black")
+        ax.set_xticks(range(len(roles)), [ROLE_NAMES[role].replace(" ", "\n", 1) for role in roles])
+        ax.set_title(f"{model}: {len(mine) // len(roles)} KV heads")
+        if model in published:
+            _published_marks(ax, len(roles), *published[model])
+    axes[0, 0].set_ylabel("largest |value| of a head")
+    axes[0, 0].set_ylim(bottom=0)
+    return fig
+
+
+def _published_marks(ax, x: float, name: str, numbers: dict[str, float]) -> None:
+    for (statistic, value), marker in zip(numbers.items(), "ov^s", strict=False):
+        ax.plot(x, value, marker, color=PALETTE["published"])
+        ax.annotate(f"{statistic} {value:g}", (x, value), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set_xticks([*ax.get_xticks(), x], [*[t.get_text() for t in ax.get_xticklabels()], f"{name}\n(published)"])
+    ax.set_xlim(-0.6, x + 1.1)
+
+
+def channel_ratios(table):
+    """By layer, how much larger a head's loudest channel is than its median channel; a point per head."""
+    fig, axes, panels = by_model(table, (8.5, 3.4))
+    for ax, model, mine in panels:
+        for offset, role in ((-0.2, "key"), (0, "key_post_rope"), (0.2, "value")):
+            rows, look = mine[mine["role"] == role], {"color": PALETTE[role], "label": ROLE_NAMES[role], "alpha": 0.8}
+            ax.plot(rows["layer"] + offset, rows["channel_ratio"], "o", **look)
+        ax.axhline(1, color=PALETTE["bound"], linewidth=1)
+        ax.set(title=model, xlabel="layer", xticks=sorted(set(table["layer"])), yscale="log")
+    axes[0, 0].set_ylabel("loudest channel / median channel\n(mean |value|)")
+    axes[0, 0].legend()
+    return fig
+
+
+def recall_bars(table, chance: float, prefix: str = "recall accuracy, ", suffix: str = " tokens back"):
+    """Key-value recall accuracy of each model by distance, and what guessing (``chance``) would give."""
+    rows = table[table["quantity"].str.startswith(prefix)]
+    distances = [q.removeprefix(prefix).removesuffix(suffix) for q in dict.fromkeys(rows["quantity"])]
+    models = list(dict.fromkeys(rows["model"]))
+    fig, ax = plt.subplots(figsize=(7, 3))
+    for i, model in enumerate(models):
+        mine = rows[rows["model"] == model].set_index("quantity")["value"]
+        heights = [100 * mine.get(f"{prefix}{d}{suffix}", float("nan")) for d in distances]
+        positions = [x + (i - (len(models) - 1) / 2) * 0.4 for x in range(len(distances))]
+        ax.bar(positions, heights, 0.38, color=PALETTE[short(model)], label=model)
+    ax.axhline(
+        100 * chance, color=PALETTE["bound"], linestyle="--", linewidth=1, label=f"guessing: {100 * chance:.1f}%"
+    )
+    ax.set(xticks=range(len(distances)), xticklabels=distances, ylim=(0, 100))
+    ax.set(xlabel="tokens between a value and the query for it", ylabel="recall accuracy (%)")
+    ax.legend(loc="upper right")
+    return fig

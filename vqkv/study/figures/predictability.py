@@ -1,0 +1,140 @@
+"""Figures of notebook 04."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from vqkv.study.figures.style import PALETTE, by_model, short
+
+ROLES = {"K": "keys", "V": "values"}
+OPEN_QUESTIONS = {("V", "V-1+K"), ("V", "K-1+V-1")}  # what the AQUA-KV deck asks for and does not answer
+CLOSE_TO_ONE = 0.9995
+
+
+def evr_bars(table, quantizers):
+    """Mean EVR of keys and of values by source: a bar per trained model, a diamond for its shape with random weights
+    (mean and range over seeds); at the right the bits per value that the trained model's dependency is worth.
+
+    Stars mark the two open questions of the source. ``quantizers``: columns ``bits``, ``explained_variance``, drawn as
+    lines.
+    """
+    models = list(dict.fromkeys(table["model"]))
+    fig, axes = plt.subplots(1, len(ROLES), figsize=(13, 7))
+    for ax, target in zip(axes, ROLES, strict=True):
+        rows = table[table["target"] == target]
+        groups = rows.groupby("sources")["group"].first().loc[_present(rows, target)]
+        places = _places(groups)
+        for i, model in enumerate(models):
+            _model_bars(
+                ax, rows[rows["model"] == model], places, (i - (len(models) - 1) / 2) * 0.38, PALETTE[short(model)]
+            )
+        for group in dict.fromkeys(groups):
+            top = min(place for place, name in zip(places.values(), groups, strict=True) if name == group)
+            ax.text(0, top - 0.45, group, fontsize=10, style="italic", va="bottom", clip_on=False)
+        for bits, evr in zip(quantizers["bits"], quantizers["explained_variance"], strict=True):
+            ax.axvline(evr, color=PALETTE["bound"], linestyle=":", linewidth=1.2)
+            ax.annotate(f"{bits}-bit", (evr, 1), (0, 3), ("data", "axes fraction"), "offset points", ha="center")
+        ax.annotate("worth", (1, 1), (10, 3), "axes fraction", "offset points")
+        ax.set_yticks(list(places.values()), [_label(sources, target) for sources in places], fontsize=11)
+        ax.set(xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(places.values()) + 0.5, -1))
+        ax.set_title(f"{ROLES[target]} predicted from", loc="left")
+        ax.grid(axis="y", visible=False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=PALETTE[short(model)], label=f"{model}, trained") for model in models]
+    handles += axes[0].plot([], [], "D", color="w", mec="k", label="same shape, random weights (range over seeds)")
+    handles += axes[0].plot([], [], ":", color=PALETTE["bound"], label="a quantizer, as published")
+    handles += axes[0].plot([], [], "*", color="k", ms=9, label="open question of the source")
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    return fig
+
+
+def _places(groups) -> dict[str, float]:
+    """Sources -> where on the axis, with room for a heading above every group."""
+    headings = {group: i + 1 for i, group in enumerate(dict.fromkeys(groups))}
+    return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
+
+
+def _model_bars(ax, rows, places: dict[str, float], offset: float, colour: str) -> None:
+    trained = rows[rows["variant"] == "trained"].groupby("sources")[["evr", "bits"]].mean()
+    random = rows[rows["variant"] == "untrained"].groupby(["sources", "seed"])["evr"].mean().groupby("sources")
+    for sources, place in places.items():
+        evr, bits = trained.loc[sources]
+        ax.barh(place + offset, evr, 0.36, color=colour)
+        worth = "exact" if evr > CLOSE_TO_ONE else f"{bits:.1f} bits"
+        ax.text(1.02, place + offset, worth, color=colour, fontsize=9, va="center", clip_on=False)
+        if sources in random.groups:
+            low, mean, high = (random.agg(how)[sources] for how in ("min", "mean", "max"))
+            ax.plot([low, high], [place + offset] * 2, color="k", linewidth=1.2)
+            ax.plot(mean, place + offset, "D", color="w", mec="k", ms=5.5, clip_on=False)
+
+
+def evr_heatmap(table):
+    """Explained variance of the trained models, in percent, by source and layer: a panel per model and role; grey where
+    a source does not exist."""
+    models = list(dict.fromkeys(table["model"]))
+    fig, axes = plt.subplots(len(ROLES), len(models), figsize=(5.4 * len(models), 9), squeeze=False)
+    for target, row in zip(ROLES, axes, strict=True):
+        for model, ax in zip(models, row, strict=True):
+            rows = table[(table["model"] == model) & (table["target"] == target) & (table["variant"] == "trained")]
+            wide = 100 * rows.pivot(index="sources", columns="layer", values="evr").loc[_present(rows, target)]
+            ax.set_facecolor("#d9d9d9")
+            image = ax.imshow(wide.to_numpy(), cmap="cividis", vmin=0, vmax=100, aspect="auto")
+            for (y, x), share in np.ndenumerate(wide.to_numpy()):
+                text = "" if np.isnan(share) else "100" if share > 100 * CLOSE_TO_ONE else f"{share:.1f}"
+                ax.text(x, y, text, ha="center", va="center", fontsize=9, color="w" if share < 55 else "k")
+            ax.set_xticks(range(wide.shape[1]), wide.columns)
+            ax.set_yticks(range(len(wide)), [_label(sources, target) for sources in wide.index], fontsize=11)
+            ax.set(title=f"{ROLES[target]} of {model}", xlabel="layer")
+            ax.grid(visible=False)
+    fig.colorbar(image, ax=axes, label="explained variance (%)", shrink=0.5)
+    return fig
+
+
+QUANTISED = {"V-1+K": ("key+value", "D"), "K": ("key", "o"), "K-1+V-1": ("value", "s")}
+BIT_TICKS = (1, 1.25, 1.5, 2, 3, 4)
+
+
+def quantised_inputs(table):
+    """EVR of values, mean over layers, by the precision of what they are predicted from; a panel per model. Right axis:
+    the bits per value that the prediction saves."""
+    inputs = list(dict.fromkeys(table["inputs"]))
+    fig, axes, panels = by_model(table, (10.5, 4))
+    for ax, model, mine in panels:
+        for sources, (colour, marker) in QUANTISED.items():
+            rows = mine[(mine["target"] == "V") & (mine["sources"] == sources)]
+            means = rows.groupby("inputs", sort=False)["evr"].mean().loc[inputs]
+            ax.plot(range(len(inputs)), means, f"{marker}-", color=PALETTE[colour], label=_label(sources, "V"), ms=7)
+        ax.set_xticks(range(len(inputs)), inputs)
+        ax.set(title=model, xlabel="precision of the sources (keys and values through HIGGS)")
+    axes[0, 0].set_ylabel("explained variance ratio of values")
+    axes[0, 0].legend(title="predicted from")
+    right = axes[0, -1].secondary_yaxis("right")
+    right.set_yticks([1 - 4.0**-bits for bits in BIT_TICKS], [f"{bits:g}" for bits in BIT_TICKS])
+    right.set_ylabel("bits saved per value")
+    return fig
+
+
+def _chosen(target: str) -> list[str]:
+    """The sources that the figures show, in order."""
+    other = "V" if target == "K" else "K"
+    return [
+        f"{target}-1", f"{other}-1", "K-1+V-1", "K-1+V-1+K-2+V-2+K-3+V-3", f"{target}@T-1", "K@T-1+V@T-1",
+        f"{target}@T-1+{target}@T-2+{target}@T-3", other, f"{target}-1+{other}", f"K-1+V-1+{other}",
+        f"{target}-1+{target}@T-1",
+    ]  # fmt: skip
+
+
+def _present(rows, target: str) -> list[str]:
+    return [sources for sources in _chosen(target) if (rows["sources"] == sources).any()]
+
+
+def _label(sources: str, target: str) -> str:
+    """``V-1+K`` as a reader would write it."""
+    star = "  ★" if (target, sources) in OPEN_QUESTIONS else ""
+    names = sources.split("+")
+    if len(names) > 4:
+        return rf"$[K;V]_{{L-1}}\ldots[K;V]_{{L-{names[-1][2:]}}}$"
+    return f"${'; '.join(_symbol(name) for name in names)}${star}"
+
+
+def _symbol(name: str) -> str:
+    role, _, lag = name.partition("@")
+    return f"{role[0]}_{{{lag or 'L' + role[1:]}}}"

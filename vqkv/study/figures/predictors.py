@@ -1,0 +1,118 @@
+"""Figures of notebook 07."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from vqkv.study.figures.style import PALETTE, by_model, short, standard_error
+
+FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s"), "product": ("pq", "p")}
+KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", "aqua higgs 2, MLP": "MLP"}
+KIND_STYLES = ("-", "--", ":")
+VALUES_OF_EVR = {
+    "evr_exact": ("fitted on exact, reads exact", "o:", "bound"),
+    "evr_mismatched": ("fitted on exact, reads restored", "s--", "quanto"),
+    "evr": ("fitted on restored, reads restored (AQUA-KV)", "D-", "vqllm"),
+}
+
+
+def predicted_plane(table):
+    """KL, with its standard error over sequences, against stored bits: every quantizer alone (hollow) and with linear
+    predictors (filled). One panel per model."""
+    fig, axes, panels = by_model(table[table["block"] == "backbone"], (11, 4.6))
+    for ax, model, mine in panels:
+        for family, (colour, marker) in FAMILIES.items():
+            rows = mine[mine["label"].str.contains(family)]
+            for predicted, curve in rows.sort_values("bits_per_value").groupby("predicted"):
+                face = PALETTE[colour] if predicted else "white"
+                error = standard_error(curve)
+                label = f"aqua, {family}" if predicted else f"{family} alone"
+                style = {"fmt": marker + ("-" if predicted else ":"), "color": PALETTE[colour], "mfc": face, "ms": 7}
+                ax.errorbar(curve["bits_per_value"], curve["kl_mean"], error, label=label, **style)
+        ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
+    axes[0, 0].set_ylabel("KL (nats)")
+    axes[0, -1].legend(fontsize=9)
+    return fig
+
+
+def context_costs(table):
+    """Bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for the
+    same KL without them (level lines): where they cross, the predictors have paid for themselves."""
+    fig, axes, panels = by_model(table, (11, 4.2))
+    tokens = np.geomspace(256, 131072, 200)
+    for ax, model, mine in panels:
+        for (label, name), style in zip(KINDS.items(), KIND_STYLES, strict=True):
+            row = mine[mine["label"] == label].iloc[0]
+            values = 8 * row["side_bytes"] / (row["bits_128k"] - row["bits_per_value"]) / 131072
+            total = row["bits_per_value"] + 8 * row["side_bytes"] / (values * tokens)
+            ax.plot(tokens, total, style, color=PALETTE["aqua"], label=f"AQUA-KV, {name}")
+            ax.axhline(
+                row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"HIGGS alone, same KL as {name}"
+            )
+            if row["pays_from"] >= tokens[0]:
+                ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
+                note = {"xytext": (5, 9), "textcoords": "offset points", "fontsize": 9}
+                ax.annotate(f"{row['pays_from']:,.0f} tokens", (row["pays_from"], row["plain_bits"]), **note)
+        ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
+        ax.set_ylim(0, 2 * table["plain_bits"].max())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes[0, 0].set_ylabel("bits per value, side information included")
+    axes[0, -1].legend(fontsize=9)
+    return fig
+
+
+def ablation_bars(table, default: str, without: str):
+    """KL of every row of the ablation over that of ``default``, by block, one panel per model; ``without`` is marked by
+    a line. Whiskers: the standard error over sequences."""
+    blocks = ["first layer exact", "first layer", "predictor", "sources", "sinks", "RoPE"]
+    labels = [label for block in blocks for label in dict.fromkeys(table[table["block"] == block]["label"])]
+    labels = [label for label in labels if label.startswith(default)]
+    fig, axes, panels = by_model(table, (11, 6.4))
+    colours = dict(zip(blocks, ("vqllm", "vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
+    for ax, model, mine in panels:
+        mine = mine.set_index("label")
+        errors = standard_error(mine)
+        base = mine.loc[default, "kl_mean"]
+        for place, label in enumerate(labels):
+            if label in mine.index:
+                row = mine.loc[label]
+                error = errors[label] / base
+                colour = PALETTE[colours[row["block"]]]
+                ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=colour, ecolor="#555555")
+            else:
+                ax.text(1.02, place, "does not apply", fontsize=9, va="center", color="#555555")
+        ax.axvline(1, color=PALETTE["bound"], linewidth=1)
+        ax.axvline(mine.loc[without, "kl_mean"] / base, color=PALETTE["higgs"], linestyle=":")
+        ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        ax.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else ""))
+    axes[0, 0].set_yticks(range(len(labels)), [_bar_label(label, default) for label in labels])
+    axes[0, 0].invert_yaxis()
+    axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without} alone")
+    axes[0, -1].legend(fontsize=9, loc="lower right", bbox_to_anchor=(0.93, 0))
+    return fig
+
+
+def _bar_label(label: str, default: str) -> str:
+    """The difference from the default, with a unit where it is a number."""
+    found = label.removeprefix(default + ", ")
+    return f"{found} bits" if found[-1:].isdigit() and found.startswith("first layer") else found
+
+
+def propagation(table, bits: int):
+    """The variance of a layer that its predictor leaves, 1 - EVR, by layer: keys above, values below, a column per
+    model."""
+    models, roles = list(dict.fromkeys(table["model"])), ("key", "value")
+    fig, axes = plt.subplots(2, len(models), figsize=(11, 5.6), sharex="col", sharey="row", squeeze=False)
+    for (i, role), (j, model) in ((a, b) for a in enumerate(roles) for b in enumerate(models)):
+        rows = table[(table["model"] == model) & (table["role"] == role) & (table["bits"] == bits)]
+        for column, (label, style, colour) in VALUES_OF_EVR.items():
+            axes[i, j].plot(rows["layer"], 1 - rows[column], style, color=PALETTE[colour], label=label)
+        axes[i, j].set(yscale="log", title=f"{short(model)}, {role}s")
+        axes[i, j].xaxis.get_major_locator().set_params(integer=True)
+    for ax in axes[-1]:
+        ax.set_xlabel("layer")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("variance left, 1 - EVR")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return fig

@@ -1,0 +1,136 @@
+"""The look of figures, the colour that each system and role keeps everywhere, and ``save()`` beside a table."""
+
+import io
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from vqkv.errors import DataError
+from vqkv.study.tables import record_figures, write_atomically
+
+PALETTE = {
+    # systems
+    "fp16": "#222222",
+    "vqllm": "#3f90da",
+    "quanto": "#ffa90e",
+    "hqq": "#bd1f01",
+    "kivi": "#94a4a2",
+    "kvquant": "#832db6",
+    "higgs": "#a96b59",
+    "vq": "#e76300",
+    "vqq": "#b9ac70",
+    "pq": "#717581",
+    "aqua": "#92dadd",
+    "crossed": "#d6007f",  # crosses of page 11, the best first
+    "crossed 2": "#7a0f5c",
+    "crossed 3": "#f28fc4",
+    # implementations that are timed
+    "vqkv": "#3f90da",
+    "plain": "#94a4a2",
+    "vector-quantize": "#832db6",
+    "faiss": "#e76300",
+    "one-hot": "#a96b59",
+    # what is stored, and how its channels are grouped
+    "key": "#3f90da",
+    "value": "#ffa90e",
+    "key_post_rope": "#832db6",
+    "key+value": "#832db6",
+    "contiguous": "#bd1f01",
+    "strided": "#3f90da",
+    "random": "#94a4a2",
+    # where codebooks start, and where numbers come from
+    "kmeans": "#3f90da",
+    "published": "#717581",
+    "bound": "#222222",
+    "llama-mini": "#3f90da",
+    "gpt2-mini": "#e76300",
+}
+
+STYLE = {
+    "figure.figsize": (8, 4),
+    "figure.dpi": 120,
+    "savefig.dpi": 120,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same glyphs on every machine
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vqkv",
+}
+
+# What a file says about its making would make two equal figures differ.
+METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+
+
+def use_style() -> None:
+    """Set the study's style for every figure drawn from here on."""
+    plt.style.use(["petroff10", STYLE])
+
+
+def save(fig, name: str, table) -> None:
+    """Write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results and record their sha256 in its provenance.
+
+    ``table`` comes from ``study.tables.table``. Existing files are left alone when the table was merely loaded from the
+    repository, so that reading a page never rewrites what is committed. Raises ``DataError`` for any other DataFrame.
+    """
+    origin = table.attrs.get("vqkv")
+    if not origin:
+        raise DataError(f"figure {name!r}: only a table from vqkv.tables.table says where to save it")
+    root = Path(origin["root"])
+    paths = [root / "figures" / f"{name}.{kind}" for kind in METADATA]
+    if _may_write(origin, root, paths):
+        hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
+        record_figures(root, origin["name"], hashes)
+
+
+def render(fig, kind: str) -> bytes:
+    """The figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    with plt.rc_context({key: STYLE[key] for key in ("svg.fonttype", "svg.hashsalt")}):
+        fig.savefig(buffer, format=kind, metadata=METADATA[kind])
+    return buffer.getvalue()
+
+
+def _may_write(origin: dict, root: Path, paths: list[Path]) -> bool:
+    asked = bool(os.environ.get("VQKV_OUT")) or origin["fresh"] or root.parent.name == "runs"
+    return asked or not all(path.is_file() for path in paths)
+
+
+def by_model(table, size: tuple[float, float]):
+    """A figure with a panel for each model, side by side: figure, axes (1, models), and (panel, model, its rows) of
+    each."""
+    models = list(dict.fromkeys(table["model"]))
+    fig, axes = plt.subplots(1, len(models), figsize=size, sharey=True, squeeze=False)
+    return fig, axes, [(ax, name, table[table["model"] == name]) for ax, name in zip(axes[0], models, strict=True)]
+
+
+def where(table, conditions: dict):
+    """The rows in which every column has its value."""
+    for column, value in conditions.items():
+        table = table[table[column] == value]
+    return table
+
+
+def standard_error(rows):
+    """Of the mean KL over sequences, from their standard deviation as ``evaluate`` gives it (n, not n - 1)."""
+    return rows["kl_std"] / (rows["num_seqs"] - 1).clip(1) ** 0.5
+
+
+def short(model: str) -> str:
+    """A model's palette key."""
+    name = model.split("/")[-1]
+    return name if name in PALETTE else "llama-mini"

@@ -1,0 +1,58 @@
+"""Provenance of a table: function and parameters, versions of packages, processor or GPU, commit."""
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from vqkv.runtime.machine import processor
+
+RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
+
+
+def describe(name: str, function: Callable, parameters: dict) -> dict:
+    """Everything about the run of a table's ``function`` that is known before it starts."""
+    function = function.func if isinstance(function, functools.partial) else function
+    return {
+        "name": name,
+        "function": f"{function.__module__}.{function.__qualname__}",
+        "parameters": parameters,
+        "seeds": {key: value for key, value in parameters.items() if "seed" in key},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in RECORDED_PACKAGES},
+        "device": _device(),
+    } | _commit()
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None for another."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{processor()}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> dict:
+    """Commit and dirty flag of the code. Tables, figures and pages change while a study runs, so they do not count."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _git(root, "rev-parse", "--verify", "HEAD")
+    status = _git(root, "status", "--porcelain", "--", "vqkv", "pyproject.toml", "constraints.txt")
+    return {"commit": commit or None, "dirty": None if status is None else bool(status)}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

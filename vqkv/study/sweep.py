@@ -1,0 +1,145 @@
+"""A table's rows, case by case: in this process, in several or on a Dask cluster, and after a kill from where it was.
+
+``VQKV_WORKERS`` in the environment is a number of processes on this machine, ``VQKV_SCHEDULER`` the address of a Dask
+scheduler; without either, cases run one after another in this process. ``vqkv.study`` sets them.
+
+The rows are the same whoever computes them, in whatever order: a case draws all its random numbers from seeds among
+its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
+depends on the number of threads, so a worker computes one case at a time, on as many threads as the process that sweeps
+has; several workers on one machine are fastest with ``OMP_NUM_THREADS=1``. Workers of a cluster are assumed to have the
+same packages and the same kind of processor or GPU; their version of this library, models and texts are compared.
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import wraps
+
+import torch
+from tqdm import tqdm
+
+from vqkv.errors import DataError
+from vqkv.runtime.allocator import give_back, keep_freed_memory
+from vqkv.study.cases import CODE, PACKAGE, Kept, SweepCase
+from vqkv.study.tables import plain
+from vqkv.study.workers import in_processes, on_cluster
+
+_one_at_a_time = threading.Lock()
+_held: list[OrderedDict] = []  # what ``per_process`` keeps in this process
+
+
+def sweep(compute: Callable, cases: list[dict], settings: dict, desc: str) -> tuple[list[dict], dict]:
+    """The rows of every case, in the order of ``cases``, and the sources of all of them.
+
+    ``compute``, a function of a module, is called as ``compute(**settings, **case)`` and returns (rows, sources): dicts
+    of numbers, booleans and words, and the hashes of the models and texts behind them. All arguments are plain
+    literals. Within ``tables.table`` a finished case is kept beside the table until that is stored: a run that was
+    killed goes on from there, unless code, arguments or local files have changed. ``desc`` is the bar's.
+
+    What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments or rows that are no
+    plain literals, or sources that are not the same for all cases, ``RuntimeError`` naming the cases of a process that
+    died.
+    """
+    names = [f"{desc}, case {i} of {len(cases)} ({_listed(case)})" for i, case in enumerate(cases, 1)]
+    arguments = [plain(settings | case, f"{desc}: {case}") for case in cases]
+    cases = [SweepCase(compute, *about) for about in zip(arguments, names)]
+    kept = Kept(torch.get_num_threads())
+    found = {case.name: result for case in cases if (result := kept.get(case)) is not None}
+    missing = {case.name: case for case in cases if case.name not in found}
+    with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
+        for name, result in _computed(missing):
+            kept.put(missing[name], result)
+            found[name] = result
+            bar.update()
+    return [row for case in cases for row in found[case.name]["rows"]], _sources(found)
+
+
+def per_process(maxsize: int) -> Callable:
+    """Decorator: the last ``maxsize`` results of a function of plain literals, given by keyword, are kept in this
+    process until its sweep ends. What several cases need goes here (a model, a calibration), so that memory stays
+    bounded; an old result goes before a new one is made. The result must depend on the arguments alone."""
+
+    def decorate(function: Callable) -> Callable:
+        held: OrderedDict = OrderedDict()
+        _held.append(held)
+
+        @wraps(function)
+        def remembered(**arguments):
+            key = json.dumps(plain(arguments, f"arguments of {function.__name__}"), sort_keys=True)
+            if key in held:
+                value = held.pop(key)
+            else:
+                while len(held) >= maxsize:
+                    held.popitem(last=False)
+                value = function(**arguments)
+            held[key] = value
+            return value
+
+        return remembered
+
+    return decorate
+
+
+def forget() -> None:
+    """Drop what ``per_process`` keeps in this process, and its memory."""
+    for held in _held:
+        held.clear()
+    give_back()
+
+
+def _computed(cases: dict[str, SweepCase]) -> Iterator[tuple[str, dict]]:
+    """(name, result) of these cases as they finish, computed where the environment says."""
+    scheduler, workers = (os.environ.get(f"VQKV_{name}", "").strip() for name in ("SCHEDULER", "WORKERS"))
+    calls = {name: (case, CODE, torch.get_num_threads()) for name, case in cases.items()}
+    if not calls:
+        return
+    if scheduler:
+        yield from on_cluster(scheduler, _on_worker, calls, forget)
+    elif workers:
+        yield from in_processes(int(workers), _on_worker, calls)
+    else:
+        yield from _here(cases)
+
+
+def _here(cases: dict[str, SweepCase]) -> Iterator[tuple[str, dict]]:
+    keep_freed_memory()
+    try:
+        for name, case in cases.items():
+            try:
+                result = case.result()
+            except Exception as error:
+                error.add_note(f"in {name}")
+                raise
+            yield name, result
+    finally:
+        forget()
+
+
+def _on_worker(case: SweepCase, code: str, threads: int) -> dict:
+    """A case in another process, one at a time: threads of a Dask worker would share models."""
+    if code != CODE:
+        raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
+    keep_freed_memory()
+    with _one_at_a_time:
+        torch.set_num_threads(threads)
+        return case.result()
+
+
+def _sources(results: dict[str, dict]) -> dict:
+    """All sources. Raises ``DataError`` if one of them was not the same for two cases."""
+    known, first = {}, {}
+    for case, result in results.items():
+        for name, value in result["sources"].items():
+            if known.setdefault(name, value) != value:
+                raise DataError(
+                    f"{name} is {value} for {case} but {known[name]} for {first[name]}: it changed meanwhile, or "
+                    "workers have another one; begin anew with --recompute"
+                )
+            first.setdefault(name, case)
+    return known
+
+
+def _listed(case: dict) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in case.items())

@@ -1,0 +1,248 @@
+"""Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``.
+
+``VQKV_OUT`` in the environment names the folder that holds ``results/`` and ``figures/`` (default: the repository), and
+``VQKV_RECOMPUTE=1`` computes every table anew. ``vqkv.study`` sets both.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+import pandas as pd
+
+from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.study.provenance import describe
+
+_unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
+
+
+def unfinished() -> Path | None:
+    """Folder in which the function of the table that is being computed keeps what it has finished, for later runs until
+    the table is stored; None outside ``table``."""
+    return _unfinished.get()
+
+
+def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
+    """The stored table ``name`` if it was made with these parameters, else ``function(**parameters)``, then stored.
+
+    A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
+    unless ``VQKV_OUT`` names a folder. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
+    Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
+    parameters are not plain literals or the function returns something that a CSV cannot hold.
+    """
+    wanted = plain(parameters, f"parameters of table {name!r}")
+    recompute = recompute or os.environ.get("VQKV_RECOMPUTE") == "1"
+    root = _root_for(name, wanted, forgive=recompute)
+    if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
+        return _load(root, name, stored, fresh=False)
+    record, start = describe(name, function, wanted), time.perf_counter()
+    with _working(root, record, recompute) as folder:
+        frame = function(**parameters)
+    _store(root, name, frame, record | {"wall_seconds": round(time.perf_counter() - start, 2)})
+    _clear(folder)
+    return _load(root, name, _provenance(root, name), fresh=True)
+
+
+def published(name: str) -> pd.DataFrame:
+    """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
+    folder = repository_root() / "results" / "published"
+    if not (folder / f"{name}.csv").is_file():
+        raise UnknownNameError("published table", name, [path.stem for path in folder.glob("*.csv")])
+    return _read_csv((folder / f"{name}.csv").read_bytes())
+
+
+def stored(name: str) -> tuple[pd.DataFrame, str] | None:
+    """A table as it is stored, whatever made it, and ten hex digits that name its contents: of the run at hand or,
+    where that has none, of the repository; None if neither has it. ``published/NAME`` are ``published`` ones."""
+    paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
+    data = next((path.read_bytes() for path in paths if path.is_file()), None)
+    return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
+
+
+def repository_root() -> Path:
+    """The checkout that this package lies in, else the one around the current folder, else the current folder."""
+    here = Path.cwd()
+    for folder in (Path(__file__).resolve().parents[2], here, here.parent):
+        if (folder / "notebooks").is_dir() and (folder / "results").is_dir():
+            return folder
+    return here
+
+
+def output_root() -> Path:
+    """The folder that holds ``results/`` and ``figures/``: ``VQKV_OUT``, else the repository."""
+    out = os.environ.get("VQKV_OUT")
+    return Path(out).resolve() if out else repository_root()
+
+
+def digest(value) -> str:
+    """Ten hex digits that name a set of parameters."""
+    return hashlib.sha256(json.dumps(plain(value, "parameters"), sort_keys=True).encode()).hexdigest()[:10]
+
+
+def write_atomically(path: Path, data: bytes) -> str:
+    """Write under a temporary name, then move: what was there before stays whole until the end. Returns the sha256."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return hashlib.sha256(data).hexdigest()
+
+
+def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
+    """Add the sha256 of figures to the provenance of the table they were drawn from."""
+    provenance = _provenance(root, name)
+    if provenance is None:
+        raise FormatError(
+            f"table {name!r} has no provenance under {root}: compute it with vqkv.study.tables.table first"
+        )
+    figures = provenance.get("figures", {}) | hashes
+    if figures != provenance.get("figures"):
+        _write_provenance(root, name, provenance | {"figures": figures})
+
+
+def plain(value, what: str):
+    """``value`` as JSON would give it back (tuples become lists). Raises ``DataError`` for what JSON cannot hold."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{what}: {error}. They are stored as JSON: "
+            "use finite numbers, strings, booleans, None, and lists or mappings of these."
+        ) from error
+
+
+def _paths(root: Path, name: str) -> tuple[Path, Path]:
+    return root / "results" / f"{name}.csv", root / "results" / f"{name}.json"
+
+
+def _root_for(name: str, parameters: dict, forgive: bool) -> Path:
+    root = output_root()
+    try:
+        stored = _provenance(root, name)
+    except FormatError:
+        if not forgive:
+            raise
+        stored = None
+    if stored is None or stored["parameters"] == parameters or os.environ.get("VQKV_OUT"):
+        return root
+    return root / "runs" / f"{name}-{digest(parameters)}"
+
+
+def _remedy(name: str) -> str:
+    return (
+        f"Restore it with `git checkout -- results/{name}.csv results/{name}.json`, "
+        "or recompute it with `python -m vqkv.study --recompute`."
+    )
+
+
+@contextmanager
+def _working(root: Path, record: dict, recompute: bool) -> Iterator[Path]:
+    """The folder that ``unfinished()`` gives meanwhile: of this table, these parameters, computed in this way."""
+    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
+    folder = root / "results" / ".rows" / record["name"] / digest(same)
+    token = _unfinished.set(folder)
+    try:
+        yield folder
+    finally:
+        _unfinished.reset(token)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what led to a stored table, and to others of its name, which no run would go on from."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    with suppress(OSError):  # not empty: other tables are being computed
+        folder.parent.parent.rmdir()
+
+
+def _provenance(root: Path, name: str) -> dict | None:
+    csv, path = _paths(root, name)
+    if not (csv.is_file() and path.is_file()):
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {key: record[key] for key in ("parameters", "columns", "sha256")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} is not a table's provenance ({error!r}). {_remedy(name)}") from error
+
+
+def _load(root: Path, name: str, provenance: dict, fresh: bool) -> pd.DataFrame:
+    path, _ = _paths(root, name)
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != provenance["sha256"]:
+        raise FormatError(f"{path} was altered or truncated: its sha256 is not the recorded one. {_remedy(name)}")
+    frame = _read_csv(data, provenance["columns"])
+    frame.attrs["vqkv"] = {"root": str(root), "name": name, "fresh": fresh}
+    return frame
+
+
+def _read_csv(data: bytes, columns: dict[str, str] | None = None) -> pd.DataFrame:
+    # Only an empty field is missing: "none", "NA" and "null" are words that tables use.
+    return pd.read_csv(io.BytesIO(data), dtype=columns, keep_default_na=False, na_values=[""])
+
+
+def _store(root: Path, name: str, frame: pd.DataFrame, record: dict) -> None:
+    if not isinstance(frame, pd.DataFrame):
+        raise DataError(f"{record['function']} returned {type(frame).__name__}; table {name!r} needs a DataFrame")
+    sources = plain(frame.attrs.get("sources", {}), f"attrs['sources'] of table {name!r}")
+    frame, columns = _typed(frame)
+    csv, _ = _paths(root, name)
+    data = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode()
+    _check_readable(name, frame, _read_csv(data, columns))
+    sha256 = write_atomically(csv, data)
+    contents = {"rows": len(frame), "columns": columns, "sha256": sha256, "sources": sources, "figures": {}}
+    _write_provenance(root, name, record | contents)
+
+
+def _check_readable(name: str, frame: pd.DataFrame, back: pd.DataFrame) -> None:
+    """Raise ``DataError`` if a CSV cannot hold the frame: it must come back with the same shape, integers and words."""
+    same = back.shape == frame.shape and list(back.columns) == list(frame.columns)
+    exact = [c for c in frame if not pd.api.types.is_float_dtype(frame[c])] if same else []
+    bad = [
+        c
+        for c in exact
+        if not (frame[c].isna() == back[c].isna()).all() or (frame[c] != back[c])[frame[c].notna()].any()
+    ]
+    if not same or bad:
+        raise DataError(
+            f"table {name!r} does not survive a CSV (columns {bad or list(frame.columns)}): use plain words"
+        )
+
+
+def _write_provenance(root: Path, name: str, record: dict) -> None:
+    text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomically(_paths(root, name)[1], text.encode())
+
+
+def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The frame with one of four types per column, and their names: a CSV alone does not tell 1 from 1.0."""
+    if any(name is not None for name in frame.index.names):
+        frame = frame.reset_index()
+    if not all(isinstance(column, str) for column in frame.columns) or not frame.columns.is_unique:
+        raise DataError(f"column names of a table are distinct strings, not {list(frame.columns)}")
+    columns = {column: _kind(frame[column].infer_objects()) for column in frame.columns}
+    return frame.astype({column: kind for column, kind in columns.items() if kind != "str"}), columns
+
+
+def _kind(column: pd.Series) -> str:
+    if pd.api.types.is_bool_dtype(column) and not column.isna().any():
+        return "bool"
+    if pd.api.types.is_integer_dtype(column) and not column.isna().any():
+        return "int64"
+    if pd.api.types.is_numeric_dtype(column):
+        return "float64"
+    other = {type(value).__name__ for value in column.dropna() if not isinstance(value, str)}
+    if other:
+        raise DataError(
+            f"column {column.name!r} holds {', '.join(sorted(other))}: use numbers, booleans or strings only"
+        )
+    return "str"
