@@ -36,8 +36,8 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 def _search(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     """All stages of rows x (rows, dim): fills ``codes`` (rows, K)."""
-    residual, rounded = x.to(torch.float64, copy=True), torch.cat([x.float(), torch.ones(len(x), 1)], dim=1)
-    scores = torch.empty(tables.exact.shape[1], len(x))
+    residual, rounded = x.to(torch.float64, copy=True), F.pad(x.float(), (0, 1), value=1)
+    scores = torch.empty(tables.exact.shape[1], len(x), dtype=torch.float32)
     for weights, exact, largest, found in zip(tables.weights, tables.exact, tables.largest, codes.unbind(-1)):
         if x.shape[1] > SHORT:
             torch.mm(weights.T, rounded.T, out=scores)
