@@ -105,16 +105,6 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.join()
 
 
-def test_no_folder_to_keep_machine_code_in(monkeypatch):
-    def refuse(function, cache=False, **settings):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return function
-
-    monkeypatch.setattr(machine.numba, "njit", refuse)
-    assert machine.compiled()(len) is len
-
-
 @settings(deadline=None, max_examples=40)
 @given(quantizers=st.integers(1, 5), rows=st.integers(0, 200), seed=st.integers(0, 100))
 def test_sums_of_codes_have_torchs_bits(quantizers, rows, seed):
