@@ -86,8 +86,6 @@ def finetune_command(
     """Train a model's attention blocks to read a quantized cache; save both. Under `accelerate launch` or `torchrun`
     its processes share the work."""
     with _plain_errors(), launched() as processes:
-        if preset == "none" and parameter:
-            raise DataError("-p is for a preset's arguments, and --preset none has none: leave it out")
         wanted = None if preset == "none" else presets.make(preset, **_assignments(parameter))
         out = out.resolve()
         loaded, tokenizer, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
@@ -131,8 +129,10 @@ def tasks_command(
         str, typer.Option(help="folder written by `vqkv calibrate`; without it the cache stays as it is")
     ] = "",
     task: Annotated[list[str], typer.Option("--task", "-t", help=SUITES)] = ["local"],  # noqa: B006
-    num_fewshot: Annotated[int, typer.Option(help="examples in the prompt; -1: the suite's, or the task's own")] = -1,
-    limit: Annotated[int, typer.Option(help="only the first documents of each task; 0: all")] = 0,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="examples in the prompt, not as the suite or task has")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="only the first documents of each task")] = None,
     protocol: Annotated[str, typer.Option(help="in_place or chunked")] = "chunked",
     chunk_size: int = 32,
     device: Device = "cpu",
@@ -146,8 +146,7 @@ def tasks_command(
 
         loaded, tokenizer = load_model(model, dtype or None, own_device(device))
         fitted = Compressor.from_pretrained(compressor) if compressor else None
-        shots = None if num_fewshot < 0 else num_fewshot
-        rows = run_tasks(loaded, tokenizer, fitted, task, shots, limit or None, protocol, chunk_size, batch_size)
+        rows = run_tasks(loaded, tokenizer, fitted, task, num_fewshot, limit, protocol, chunk_size, batch_size)
         if rows:  # of several processes the first has them
             typer.echo(json.dumps(rows, indent=1))
 
@@ -174,7 +173,7 @@ def inspect_command(
     bytes of a snapshot stream. No model is loaded."""
     with _plain_errors():
         try:
-            typer.echo(_printer(path)(path))
+            typer.echo(_compressor(path) if path.is_dir() else _file(path))
         except FormatError as error:
             raise FormatError(f"{error}. {READABLE}") from error
 
@@ -185,44 +184,31 @@ def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, se
     return loaded, tokenizer, load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
 
 
-def _printer(path: Path):
-    """The function that prints the kind of thing that ``path`` is."""
-    if path.is_dir():
-        return _compressor
-    if not path.is_file():
-        raise FormatError(f"{path} is not there, or no file")
-    with open(path, "rb") as file:
-        return _stream if file.read(len(MAGIC)) == MAGIC else _cache
-
-
 def _compressor(folder: Path) -> str:
     compressor = Compressor.from_pretrained(folder)
-    key, value = compressor.codecs[0]
     model = {name: value for name, value in compressor.model.items() if name != "weights"}
     about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
-    about |= {"first layer": {"key codec": key.config(), "value codec": value.config()}}
+    about["first layer"] = {name: codec.config() for name, codec in zip(("key", "value"), compressor.codecs[0])}
     about["predictions"] = {
         f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]
         for (role, layer), prediction in compressor.predictions.items()
     }
     about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
-    return f"{compressor}\n{_yaml(about)}"
+    return f"{compressor}\n{yaml.safe_dump(about, sort_keys=False)}"
 
 
-def _cache(path: Path) -> str:
-    about = saving.inspect(path)
-    made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
-    return f"saved cache, made with {made}\n{_yaml(about)}"
-
-
-def _stream(path: Path) -> str:
+def _file(path: Path) -> str:
+    if not path.is_file():
+        raise FormatError(f"{path} is not there, or no file")
+    with open(path, "rb") as file:
+        streamed = file.read(len(MAGIC)) == MAGIC
+    if not streamed:
+        about = saving.inspect(path)
+        made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
+        return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
     stream = SnapshotReader(path)
     about = {"dtype": dtype_name(stream.dtype)} | {name: getattr(stream, name) for name in (*SIZES, "damaged")}
-    return f"snapshot stream of {len(stream)} steps\n{_yaml(about | stream.report())}"
-
-
-def _yaml(about: dict) -> str:
-    return yaml.safe_dump(about, sort_keys=False)
+    return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
 
 
 @contextlib.contextmanager
@@ -236,13 +222,16 @@ def _plain_errors():
 
 
 def _assignments(pairs: list[str]) -> dict:
+    found = {}
     for pair in pairs:
-        if "=" not in pair:
+        name, equals, value = pair.partition("=")
+        try:
+            found[name] = _literal(yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise DataError(f"-p {pair!r}: not a value: {error}") from error
+        if not equals:
             raise DataError(f"-p {pair!r}: write name=value")
-    try:
-        return {pair.split("=", 1)[0]: _literal(yaml.safe_load(pair.split("=", 1)[1])) for pair in pairs}
-    except yaml.YAMLError as error:
-        raise DataError(f"-p: not a value: {error}") from error
+    return found
 
 
 def _literal(value):

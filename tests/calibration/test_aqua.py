@@ -181,13 +181,8 @@ class Synthetic:
     about, folder = {"num_layers": 3, "num_kv_heads": 1, "head_dim": 64}, None
 
     def __init__(self, noise, num_batches=16, width=64, tokens=512, shuffled=False):
-        self.noise, self.num_batches, self.width, self.tokens, self.shuffled = (
-            noise,
-            num_batches,
-            width,
-            tokens,
-            shuffled,
-        )
+        self.noise, self.num_batches, self.shuffled = noise, num_batches, shuffled
+        self.width, self.tokens = width, tokens
         generator = torch.Generator().manual_seed(7)
         orthogonal = torch.linalg.qr(torch.randn(6, width, width, generator=generator)).Q
         self.key_maps, self.value_maps, self.cross = orthogonal[:2], orthogonal[2:4] * 0.6, orthogonal[4:] * 0.8
@@ -216,7 +211,8 @@ class NoTrial:
 def synthetic_fit(captured, **changes):
     arguments = {"backbone": presets.higgs(2), "first_layer_bits": 16, "sink_tokens": 0} | changes
     preset = presets.aqua(**arguments)
-    codecs, predictions = fit_layers(preset, captured, NoTrial(), progress=False)
+    plan = preset.plan.arrange(preset, NoTrial())
+    codecs, predictions = fit_layers(preset, plan, captured, NoTrial(), progress=False)
     about = Synthetic.about | {"name": "synthetic", "model_type": "none"}
     return Compressor("synthetic", codecs, None, about, predictions=predictions)
 
@@ -264,12 +260,6 @@ def test_saved_and_loaded_it_stores_the_same(llama, fitted, tmp_path):
     assert again.side_bytes == fitted.side_bytes and again.predictions.keys() == fitted.predictions.keys()
 
 
-def test_files_from_before_predictors_are_read(llama, tmp_path):
-    calibrate(llama, TOKENS, presets.higgs(2), progress=False).save_pretrained(tmp_path)
-    signed(tmp_path, lambda config: (config.update(version=1), config.pop("predictions")))
-    assert not Compressor.from_pretrained(tmp_path).predictions
-
-
 def entry(change):
     return lambda config: config["predictions"][0].update(change)
 
@@ -308,11 +298,7 @@ def test_altered_predictions_are_refused(fitted, tmp_path, change):
         ({"value_from": "V-1+V-1"}, "'V-1[+]V-1' of a value"),
         ({"value_from": ""}, "'' of a value"),
         ({"value_from": 3}, "3 of a value"),
-        ({"predictor": "quadratic"}, "unknown predictor 'quadratic'"),
-        ({"first_layer_bits": 5}, "higgs of 5 bits"),
         ({"backbone": "zip"}, "unknown preset 'zip'"),
-        ({"backbone": presets.kvsharer()}, "without predictors of its own"),
-        ({"backbone": 7}, "without predictors of its own"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -1,6 +1,6 @@
 """What errors in keys and values cost: predicted from gradients, and measured one place at a time."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import small_models
@@ -113,21 +113,6 @@ def test_fisher_is_the_same_whatever_was_switched_off(llama):
         llama.requires_grad_(True)
     assert all(torch.equal(found[place], metric) for place, metric in expected.items())
     assert all(parameter.grad is None for parameter in llama.parameters())
-
-
-def test_layers_before_an_error_need_not_compute_again(model, monkeypatch):
-    compressor = calibrate(model, TOKENS, PRESET, progress=False)
-    found, before = cost_curves(model, compressor, TOKENS), dict(vars(kv_sources(model)[0].attention))
-    layer = next(x for x in model.modules() if kv_sources(model)[0].attention in x.children())
-    assert "forward" not in vars(layer) and dict(vars(kv_sources(model)[0].attention)) == before
-    monkeypatch.setattr("vqkv.calibration.costs._from_layer", lambda *_: nullcontext())
-    expected, passes = cost_curves(model, compressor, TOKENS), []
-    assert all(torch.equal(found[place], curve) for place, curve in expected.items())
-    monkeypatch.undo()
-    handle = kv_sources(model)[0].attention.register_forward_hook(lambda *_: passes.append(1))
-    cost_curves(model, compressor, TOKENS)
-    handle.remove()
-    assert len(passes) == 4  # captured, exact, and for its own keys and values
 
 
 def test_nothing_is_left_behind_when_a_model_fails(llama):

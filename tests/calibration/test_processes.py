@@ -82,11 +82,10 @@ def test_shares_are_the_batch():
     assert torch.equal(torch.cat([Processes(rank, 3).share(batch) for rank in range(3)]), batch)
 
 
-def test_a_batch_smaller_than_the_processes_is_refused_before_anything_runs(model):
+def test_a_batch_smaller_than_the_processes_is_refused_before_anything_runs(model, monkeypatch):
     llama, _ = load_model(str(model))
-    from vqkv.runtime import processes
-
-    with processes._entered(Processes(0, 4)), pytest.raises(DataError, match="batch of 2 sequences.*4 processes"):
+    monkeypatch.setattr("vqkv.runtime.processes._launched", lambda: Processes(0, 4))
+    with launched(), pytest.raises(DataError, match="batch of 2 sequences.*4 processes"):
         calibrate(llama, shared_job.text(10, 0), presets.quanto(), progress=False)
 
 

@@ -40,22 +40,16 @@ def test_captured_tokens_keep_what_they_were_made_from(llama, tmp_path):
     with CapturedTokens(llama, tokens, batch_size=2, folder=tmp_path, progress=False) as captured:
         assert calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured).notes["batch_size"] == 2
         other = copy.deepcopy(llama).bfloat16()
-        with pytest.raises(DataError, match="torch.float32"):
+        with pytest.raises(DataError, match="other weights"):
             calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
         with torch.no_grad():
             other = copy.deepcopy(llama)
             other.model.layers[1].self_attn.k_proj.weight.mul_(2)
-        with pytest.raises(DataError, match="other key or value weights"):
+        with pytest.raises(DataError, match="other weights"):
             calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
         tokens.fill_(3)
         with pytest.raises(DataError, match="captured holds other tokens"):
             calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured)
-    with pytest.raises(DataError, match="within its 'with'"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)
-    with pytest.raises(DataError, match="must be CapturedTokens"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured="x")
-    with pytest.raises(DataError, match="no temporary folder in /nonexistent"):
-        CapturedTokens(llama, TOKENS, folder="/nonexistent", progress=False)
 
 
 def test_reconstructions_go_where_the_captured_tokens_are(llama, tmp_path, monkeypatch):
@@ -80,12 +74,6 @@ def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr("vqkv.calibration.spill.save_file", full)
     with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
-        calibrate(llama, TOKENS, presets.aqua(), progress=False)
-
-
-def test_a_full_disk_is_named_before_anything_is_written(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
-    with pytest.raises(DataError, match="480 tokens take .* Use fewer tokens, or another folder"):
         calibrate(llama, TOKENS, presets.aqua(), progress=False)
 
 

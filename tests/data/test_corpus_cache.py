@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from vqkv import DataError, load_corpus
-from vqkv.data import stream
+from vqkv.data import hub
 from vqkv.data.corpus import fingerprint
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -25,7 +25,7 @@ def tokenizer():
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stream, "ROWS", 8)
+    monkeypatch.setattr(hub, "BUFFER", 8)
     return tmp_path / "cache"
 
 
@@ -33,7 +33,6 @@ def peaks(where: str, name: str) -> list[float]:
     """After a part of the documents and after all: the most memory in MB, and how many MB of token ids there are."""
     found = []
     os.environ |= {"VQKV_CACHE": where, "HF_HUB_OFFLINE": "1"}
-    stream.ROWS = 50
     chosen = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
     for num_docs in (500, 1000, 2000, 10_000):  # the first two fill the allocator's arenas
         tokens = load_corpus(name, chosen, seq_len=256, num_seqs=None, num_docs=num_docs)
@@ -44,7 +43,7 @@ def peaks(where: str, name: str) -> list[float]:
 def test_a_second_reading_does_not_touch_the_data_set(tokenizer, tmp_path, own_cache, monkeypatch):
     name = f"slimpajama@{folders.slimpajama(tmp_path / 'slim')}"
     first = load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=9)
-    monkeypatch.setattr(stream, "open_split", lambda *a: pytest.fail("streamed again"))
+    monkeypatch.setattr(hub, "_loaded", lambda *a: pytest.fail("streamed again"))
     again = load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=9)
     assert again.equal(first) and again.dtype == torch.int64
     again.zero_()  # the file stays what it is
@@ -54,7 +53,7 @@ def test_a_second_reading_does_not_touch_the_data_set(tokenizer, tmp_path, own_c
 
 
 def test_what_breaks_off_leaves_nothing_half_made(tokenizer, tmp_path, own_cache, monkeypatch):
-    name, whole = f"slimpajama@{folders.slimpajama(tmp_path / 'slim')}", stream._text
+    name, whole = f"slimpajama@{folders.slimpajama(tmp_path / 'slim')}", hub._text
 
     def broken(corpus, row):
         if "train 1 3 " in row["text"]:
@@ -62,7 +61,7 @@ def test_what_breaks_off_leaves_nothing_half_made(tokenizer, tmp_path, own_cache
         return whole(corpus, row)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stream, "_text", broken)
+        patch.setattr(hub, "_text", broken)
         load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=60)
     assert not list(own_cache.rglob("tokens.bin*")) and not list(own_cache.rglob("*.part"))
     found = load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=60)

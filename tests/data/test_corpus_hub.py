@@ -7,33 +7,17 @@ import corpus_folders as folders
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data import stream
 from vqkv.data.corpus import HUB_CORPORA, check_corpus, documents
-from vqkv.data.windows import Joined, tokenizer_hash
+from vqkv.data.windows import tokenizer_hash
 from vqkv.reference.data import TOKENIZER_DIR
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-
-
-@pytest.fixture(scope="module")
-def metaspace():
-    """A tokenizer of Llama 2's kind: no pre-tokenizer, a space put before the text, bytes for what is unknown."""
-    inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.decoder = decoders.Replace("▁", " ")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    rows = [row.replace("\n", "") for row in folders.wikitext_rows(20)]
-    inner.train_from_iterator(rows, trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +38,7 @@ def test_packed_windows_are_the_shuffled_documents_with_eos_between(tokenizer, t
     assert load_corpus(name, tokenizer, seq_len=33, num_seqs=5, seed=3).equal(tokens[:5])
 
 
-def test_a_block_takes_documents_of_several_files(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "ROWS", 12)
+def test_documents_of_several_files_come_in_turn(tmp_path):
     name = f"redpajama@{folders.redpajama(tmp_path)}"
     first = list(itertools.islice(documents(name, "train"), 10))
     assert {text.split()[0] for text in first} == {"arxiv", "c4", "cc_2023-06"}
@@ -72,30 +55,10 @@ def test_without_a_test_split_documents_are_held_out(tokenizer, tmp_path):
     assert all(text.startswith("test") for text in documents(name, "test"))
 
 
-@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
-def test_joined_windows_are_those_of_the_whole_text(kind, tokenizer, metaspace, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "ROWS", 25)
-    monkeypatch.setattr(stream, "CHARACTERS", 900)
-    chosen = tokenizer if kind == "byte level" else metaspace
-    tokens = load_corpus(f"wikitext@{folders.wikitext(tmp_path)}", chosen, "test", seq_len=17, num_seqs=None)
-    whole = chosen("\n\n".join(folders.wikitext_rows(30, seed=2)), verbose=False)["input_ids"]
+def test_joined_windows_are_those_of_the_whole_text(tokenizer, tmp_path):
+    tokens = load_corpus(f"wikitext@{folders.wikitext(tmp_path)}", tokenizer, "test", seq_len=17, num_seqs=None)
+    whole = tokenizer("\n\n".join(folders.wikitext_rows(30, seed=2)), verbose=False)["input_ids"]
     assert tokens.flatten().tolist() == whole[: tokens.numel()] and len(whole) - tokens.numel() < 17
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.lists(st.text(alphabet="ab .=\n é", max_size=300), min_size=1, max_size=8),
-    sizes=st.lists(st.integers(1, 3)),
-)
-def test_joined_text_may_come_in_any_pieces(tokenizer, metaspace, rows, sizes):
-    for chosen in (tokenizer, metaspace):
-        cut, left, found = Joined(chosen, 4), list(rows), []
-        for size in [*sizes, len(rows)]:
-            found += cut.add(left[:size]) if left else []
-            left = left[size:]
-        found += cut.finish()
-        whole = chosen("\n\n".join(rows), add_special_tokens=False, verbose=False)["input_ids"]
-        assert [i for row in found for i in row] == whole[: len(whole) // 4 * 4]
 
 
 def test_bos_begins_joined_text_where_the_tokenizer_puts_it(tokenizer, tmp_path):
@@ -158,23 +121,23 @@ def test_folders_that_are_not_what_they_should_be(tokenizer, tmp_path, monkeypat
     fails(f"slimpajma@{tmp_path}", "Did you mean 'slimpajama'", UnknownNameError)
     fails(f"slimpajama@{tmp_path}/none", "there is no folder")
     (tmp_path / "empty").mkdir()
-    fails(f"slimpajama@{tmp_path}/empty", "is empty")
+    fails(f"slimpajama@{tmp_path}/empty", "there is no folder")
     (tmp_path / "column").mkdir()
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "column/train.parquet")
-    fails(f"slimpajama@{tmp_path}/column", "no column 'text'; it has content")
+    fails(f"slimpajama@{tmp_path}/column", "no column 'text' of strings; it has content")
     (tmp_path / "numbers").mkdir()
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers/train.parquet")
-    fails(f"slimpajama@{tmp_path}/numbers", "holds int, not text")
+    fails(f"slimpajama@{tmp_path}/numbers", r"it has text [(]int[)]")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 but not really")
     fails(f"slimpajama@{tmp_path}/broken", "cannot load it.*parquet or jsonl")
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines/a.jsonl").write_text('{"text": "a"}\n[1\n')
-    with pytest.raises(DataError, match="no JSON object"):
+    with pytest.raises(DataError, match="broke off [(]JSONDecodeError"):
         load_corpus(f"redpajama@{tmp_path}/lines", tokenizer, num_seqs=1)
     folders.wikitext(tmp_path / "wiki")
     (tmp_path / "wiki/test-00000-of-00001.parquet").unlink()
-    fails(f"wikitext@{tmp_path}/wiki", "no test split", split="test")
+    fails(f"wikitext@{tmp_path}/wiki", "has no test split", split="test")
     with pytest.raises(DataError, match="holds only"):
         load_corpus(f"wikitext@{tmp_path}/wiki", tokenizer, seq_len=512, num_seqs=10_000)
     real = builtins.__import__

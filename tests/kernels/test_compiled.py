@@ -7,11 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.errors import FormatError
-from vqkv.kernels import Affine, Coded, by_byte, cpu, lookup, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels import Coded, by_byte, cpu, lookup, machine, naive, pack_codes, unpack_codes
 from vqkv.kernels.affine import cpu as affine
-from vqkv.kernels.affine import cpu_decode
-from vqkv.kernels.rvq.places import places, places_packed
 
 GROUP_SIZES = st.sampled_from([1, 5, 8, 16, 64])
 
@@ -73,16 +70,12 @@ def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(dim, value):
 
 
 @pytest.mark.parametrize("dim", [4, 32])
-def test_tensors_that_loops_cannot_take_get_the_same_codes_and_values(monkeypatch, dim):
+def test_tensors_that_loops_cannot_take_get_the_same_codes(monkeypatch, dim):
     """As on other devices, and when traced."""
     x, codebooks = gaussian(1000, dim), gaussian(4, 130, dim, seed=1)
     codes = cpu.rvq_encode(x, codebooks)
-    packed = Coded(pack_codes(codes, 8).view(1, 1, 250, 16), codebooks[None], 8, 4)
-    values, decoded = cpu.rvq_decode(codes, codebooks), cpu.decode(packed)
-    for module in ("rvq", "decoding"):
-        monkeypatch.setattr(f"vqkv.kernels.{module}.cpu.serves", lambda *tensors: False)
+    monkeypatch.setattr("vqkv.kernels.rvq.cpu.serves", lambda *tensors: False)
     assert (cpu.rvq_encode(x, codebooks) == codes).all(dim=-1).float().mean() > 0.999
-    assert torch.equal(cpu.rvq_decode(codes, codebooks), values) and torch.equal(cpu.decode(packed), decoded)
 
 
 @pytest.mark.parametrize("dim", [4, 32])
@@ -110,36 +103,6 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.start()
     assert queue.get(timeout=60) == 7
     child.join()
-
-
-def test_no_folder_to_keep_machine_code_in(monkeypatch):
-    def refuse(function, cache=False, **settings):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return function
-
-    monkeypatch.setattr(machine.numba, "njit", refuse)
-    assert machine.compiled()(len) is len
-
-
-@settings(deadline=None, max_examples=100)
-@given(bits=st.integers(1, 16), count=st.integers(1, 40), rows=st.integers(1, 5), stages=st.integers(1, 5),
-       seed=st.integers(0, 10**6))  # fmt: skip
-def test_places_are_codes_and_offsets(bits, count, rows, stages, seed):
-    size = max(1, (1 << bits) - seed % 3)
-    codes = torch.randint(0, size, (rows, stages * count), generator=torch.Generator().manual_seed(seed))
-    offsets = (torch.arange(stages, dtype=torch.int32) * size).repeat(3)
-    expected = (codes + offsets[:stages].repeat(count)).int()
-    for dtype in (torch.int64, torch.int32, torch.int16 if bits < 16 else torch.int32):
-        assert torch.equal(places(codes.to(dtype), offsets.numpy(), size), expected)
-    packed, args = pack_codes(codes, bits), (bits, offsets.numpy(), codes.shape[1])
-    assert torch.equal(places_packed(packed, *args, size), expected)
-    most = int(codes.max())
-    wrong = [lambda: places(-1 - codes, offsets.numpy(), size)]
-    wrong += [lambda: places(codes, offsets.numpy(), most), lambda: places_packed(packed, *args, most)] if most else []
-    for run in wrong:
-        with pytest.raises(FormatError, match="not below codebook_size"):
-            run()
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,30 +142,7 @@ def awkward():
 
 
 @settings(deadline=None, max_examples=60)
-@given(bits=st.integers(1, 8), size=GROUP_SIZES, nan=st.booleans(), odd=st.booleans())
-def test_affine_loops_have_torchs_bits(bits, size, nan, odd):
-    x = awkward()[..., : 64 - 64 % size].unflatten(-1, (-1, size)).contiguous()
-    x = x[:, 1:].contiguous() + 7 if odd else x
-    if nan:
-        x[0, 0, 20, 0, size // 2] = torch.nan
-        assert affine.ends(x) is None
-    low, high = torch.aminmax(x.nan_to_num(), dim=-1)
-    found = affine.ends(x.nan_to_num().contiguous())
-    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, (low, high), strict=True))
-    low, span = low.clamp(-65504, 65504), (high - low).clamp(0, 65504)
-    y = affine.shift_and_divide(x, low, span)
-    expected = (x - low.unsqueeze(-1)) / span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)
-    assert torch.equal(bits_of(y.nan_to_num(7)), bits_of(expected.nan_to_num(7)))
-    levels = 2**bits - 1
-    assert torch.equal(affine.rounded(y, bits), (y.nan_to_num(0) * levels).round().clamp(0, levels).to(torch.uint8))
-    back = y.clone()
-    affine.multiply_and_shift(back, low, span)
-    expected = y * span.unsqueeze(-1) + low.unsqueeze(-1)
-    assert torch.equal(bits_of(back.nan_to_num(7)), bits_of(expected.nan_to_num(7)))
-
-
-@settings(deadline=None, max_examples=60)
-@given(bits=st.sampled_from([1, 2, 4, 8]), size=GROUP_SIZES, dtype=st.sampled_from([torch.float32, torch.float16]),
+@given(bits=st.integers(1, 8), size=GROUP_SIZES, dtype=st.sampled_from([torch.float32, torch.float16]),
        strided=st.booleans())  # fmt: skip
 def test_affine_codes_and_values_are_naive(bits, size, dtype, strided):
     x = awkward()[..., : 64 - 64 % size].to(dtype).nan_to_num(0, 65504, -65504)
@@ -222,13 +162,10 @@ def test_affine_codes_are_decoded_into_any_strides(bits, groups, size, rows, see
     packed = naive.affine_encode(gaussian(2, 3, rows, groups * size, seed=seed) * 7, bits, size)
     frame = torch.full((2, 5, rows + 4, size + 1, groups), torch.nan)
     out = frame[:, 1:-1, 2:-2, :-1].mT
-    levels = torch.arange(2**bits, dtype=torch.float32) / (2**bits - 1)
-    assert cpu_decode.serves_affine(packed.codes, levels, packed.low, out)
-    cpu_decode.affine(packed.codes, levels, packed.low, packed.high, out)
+    assert affine.decodes(bits, out) and not affine.decodes(bits, out[..., 1:])
+    affine.affine_decode(packed.codes, bits, packed.low, packed.high, out)
     assert torch.equal(out.flatten(-2), naive.decode(packed))
     assert frame.isnan().sum() == frame.numel() - out.numel()
-    assert not cpu_decode.serves_affine(packed.codes[..., :-1], levels, packed.low, out)
-    assert not cpu_decode.serves_affine(packed.codes, levels, packed.low[..., :-1], out)
 
 
 @st.composite
@@ -272,11 +209,6 @@ def test_looking_bytes_up_is_looking_every_code_up(case, values):
     assert torch.equal(found[..., : expected.shape[-1]], expected)
 
 
-def test_a_base_is_added_and_turned_and_shapes_are_checked():
-    packed = naive.affine_encode(gaussian(1, 2, 5, 16), 4, 8)
-    assert isinstance(packed, Affine)
-    base = gaussian(1, 2, 5, 16, seed=1)
+def test_a_base_is_added():
+    packed, base = naive.affine_encode(gaussian(1, 2, 5, 16), 4, 8), gaussian(1, 2, 5, 16, seed=1)
     assert torch.equal(cpu.decode(packed, base, dtype=torch.float16), naive.decode(packed, base, dtype=torch.float16))
-    short = Coded(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.ones(1, 2, 12, 8), 4, 4)
-    with pytest.raises(FormatError, match="do not fill"):
-        cpu.decode(short)

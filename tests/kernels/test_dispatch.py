@@ -35,6 +35,11 @@ def test_a_cpu_runs_the_cpu_path_and_says_so():
             assert kernels.which("rvq_encode", x) == name
             assert kernels.which("rvq_candidates", x) == ("naive" if name == "naive" else "cpu")
     assert kernels.which("rvq_encode", x) == "cpu"
+    with kernels.using("naive"), ThreadPoolExecutor(1) as pool:  # each thread has a choice of its own
+        assert pool.submit(kernels.which, "rvq_encode", x).result() == "cpu"
+    with pytest.raises(ZeroDivisionError), kernels.using("naive"):
+        raise ZeroDivisionError
+    assert kernels.which("decode", x) == "cpu"
 
 
 def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
@@ -48,18 +53,10 @@ def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
     assert kernels.which_attention(query, packed, packed) == "cpu"
 
 
-def test_each_thread_has_its_own_choice():
-    def other():
-        return kernels.which("rvq_encode", torch.zeros(1))
-
-    with kernels.using("naive"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(other).result() == "cpu" and other() == "naive"
-
-
 def test_triton_without_a_gpu_and_its_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     if not torch.cuda.is_available():
-        with pytest.raises(DataError, match="no GPU"), kernels.using("triton"):
+        with pytest.raises(DataError, match="with a GPU"), kernels.using("triton"):
             pass
 
 
@@ -69,37 +66,14 @@ def test_what_the_kernels_decline_goes_to_the_cpu_path():
         assert torch.equal(kernels.rvq_encode(x, books, beam=65), kernels.cpu.rvq_encode(x, books, 65))
 
 
-@pytest.mark.parametrize("dim", [7, 9])
-def test_vectors_of_another_size_are_refused(dim):
-    with pytest.raises(DataError, match="group them"):
-        kernels.rvq_encode(torch.randn(5, dim), torch.randn(2, 32, 8))
-
-
 def test_damaged_codes_are_refused_before_memory_is_read():
     books = torch.ones(1, 2, 12, 8)
-    for codes in (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.full((1, 1, 1, 4), 255, dtype=torch.uint8)):
-        with pytest.raises(FormatError):
-            kernels.decode(kernels.Coded(codes, books, 4, 4))
     with pytest.raises(FormatError):
-        kernels.rvq_decode(torch.tensor([[12, 0]]), books[0])
-
-
-def test_an_error_within_leaves_the_choice_as_it_was():
-    with pytest.raises(ZeroDivisionError), kernels.using("naive"):
-        raise ZeroDivisionError
-    assert kernels.which("decode", torch.zeros(1)) == "cpu"
+        kernels.decode(kernels.Coded(torch.full((1, 1, 1, 4), 255, dtype=torch.uint8), books, 4, 4))
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(UnknownNameError, match="naive"), kernels.using("cuda"):
-        pass
-    with pytest.raises(UnknownNameError, match="rvq_encode"):
-        kernels.which("rvq_encod", torch.zeros(1))
-
-
-def test_triton_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
-    with pytest.raises(DataError, match="pip install triton"), kernels.using("triton"):
         pass
 
 

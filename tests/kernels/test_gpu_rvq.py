@@ -49,14 +49,9 @@ def assert_as_good(x, codebooks, found, expected, most=1.001):
 )
 def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers, small_tiles, guarded):  # noqa: F811
     """Equally near codes included: of those, the lowest."""
-    assert_same(whole_numbers(rows, dim), whole_numbers(num_quantizers, size, dim, seed=1))
-
-
-@pytest.mark.parametrize("size", [3, 600])
-def test_of_equal_codes_the_lowest_wins_wherever_they_lie(size):
-    codebooks = whole_numbers(1, size, 4, size=1).repeat(2, 1, 1)
-    codebooks[:, 0], codebooks[:, -1] = 7, codebooks[:, 1]
-    assert_same(whole_numbers(9, 4), codebooks)
+    codebooks = whole_numbers(num_quantizers, size, dim, seed=1)
+    codebooks[:, -1] = codebooks[:, min(1, size - 1)]  # in another tile
+    assert_same(whole_numbers(rows, dim), codebooks)
 
 
 @pytest.mark.parametrize("beam", [1, 2, 3, 5])
@@ -172,14 +167,6 @@ def test_nothing_to_encode_or_count():
     assert not counts.any() and not sums.any() and sums.shape == codebooks.shape
 
 
-def test_codebooks_written_to_are_prepared_again():
-    x, codebooks = whole_numbers(5, 4), whole_numbers(1, 8, 4, seed=1)
-    triton.rvq_encode(x, codebooks)
-    assert_same(x, codebooks.copy_(codebooks.flip(1)))
-    with torch.inference_mode():
-        assert_same(x, whole_numbers(1, 8, 4, seed=3))
-
-
 def statistics(rows, num_quantizers, size, dim, one=False, dtype=torch.float32, most=1e-5, whole=False):
     x, codebooks = gaussian(rows, dim).to(dtype), gaussian(num_quantizers, size, dim, seed=1)
     if whole:
@@ -199,13 +186,9 @@ def statistics(rows, num_quantizers, size, dim, one=False, dtype=torch.float32, 
     [(1, 1, 1, 1), (63, 3, 7, 20), (100, 1, 40, 4), (30, 8, 3, 1), (300, 2, 2, 32), (65, 1, 5, 64)],
 )
 def test_statistics(rows, num_quantizers, size, dim, guarded):  # noqa: F811
-    """A code's rows are several pieces and blocks of a piece, one, or none."""
+    """A code's rows are several pieces and blocks of a piece, one, none, or all."""
     statistics(rows, num_quantizers, size, dim)
-
-
-@pytest.mark.parametrize("rows", [128, 129, 700])
-def test_one_code_may_have_all_rows(rows):
-    statistics(rows, 2, 4, 5, one=True)
+    statistics(2 * rows + 3, 2, 4, dim, one=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

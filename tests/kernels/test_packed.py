@@ -10,6 +10,16 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.scaling import HeadScale, VectorScale
 from vqkv.codecs.transform import Grouping
 from vqkv.kernels import naive as reference
+from vqkv.presets import Preset
+
+
+def product(kind: str) -> Preset:
+    def codec(head_dim):
+        stages = [TokenBlock(32), HeadScale()] if kind == "blocks" else [VectorScale("rms")]
+        return Chain([*stages, Grouping(group_size=8)], ProductVQ(2, 16, 4), head_dim)
+
+    return Preset("product", codec, codec)
+
 
 READ = {
     "quanto 4": presets.quanto(4),
@@ -19,6 +29,8 @@ READ = {
     "vqllm": presets.vqllm(3, 20, group_size=16),
     "vq 8": presets.vq(8, codebook_size=16),
     "rvq2": presets.rvq2(codebook_size=16),
+    "product": product("blocks"),
+    "product of tokens": product("tokens"),
 }
 NOT_READ = {
     "kivi keys": presets.kivi(2),
@@ -35,23 +47,10 @@ def values(seq_len: int = 128, head_dim: int = 64) -> torch.Tensor:
     return torch.randn(2, 3, seq_len, head_dim, generator=torch.Generator().manual_seed(0))
 
 
-def product(kind: str) -> Chain:
-    stages = [TokenBlock(32), HeadScale()] if kind == "blocks" else [VectorScale("rms")]
-    return Chain([*stages, Grouping(group_size=8)], ProductVQ(2, 16, 4), 64)
-
-
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("role", ["key_codec", "value_codec"])
 def test_kernels_read_what_a_codec_stores(name, role):
     codec = getattr(READ[name], role)(64).fit(values())
-    payload = codec.encode(values())
-    for twin in (reference.decode, kernels.decode):
-        torch.testing.assert_close(twin(codec.packed(payload)), codec.decode(payload), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["blocks", "tokens"])
-def test_kernels_read_product_codes(kind):
-    codec = product(kind).fit(values())
     payload = codec.encode(values())
     for twin in (reference.decode, kernels.decode):
         torch.testing.assert_close(twin(codec.packed(payload)), codec.decode(payload), rtol=1e-5, atol=1e-6)

@@ -80,7 +80,6 @@ NOWHERE = [
     ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
     ({"bits": 11}, DataError, "use 0.01 to 10"),
-    ({"mean": "yes"}, DataError, "True or False"),
     ({"block": 0}, DataError, "block of 0 tokens"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")
       for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],

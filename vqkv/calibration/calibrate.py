@@ -17,7 +17,7 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_rope, check_tokens
-from vqkv.models.load import describe, difference, layer_devices, weights_fingerprint
+from vqkv.models.load import describe, layer_devices, weights_fingerprint
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
 
@@ -59,7 +59,9 @@ def calibrate(
     else:
         made = captured or CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress)
         with nullcontext(made) if made is captured else made:
-            codecs, predictions = fit_layers(preset, made, ModelTrial(model, made), model.device, progress)
+            trial = ModelTrial(model, made)
+            plan = preset.plan.arrange(preset, trial)
+            codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     return Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
 
@@ -72,7 +74,10 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     ]
     codecs = [*chain(*pairs)]
     if any(codec.weighted for codec in codecs):
-        _tell_costs(captured.metrics(model) if captured else metrics(model, tokens, not preset.pre_rope), pairs)
+        found = captured.metrics(model) if captured else metrics(model, tokens, not preset.pre_rope)
+        for layer, pair in enumerate(pairs):
+            for role, codec in zip(ROLES, pair, strict=True):
+                codec.weigh(found[role, layer])
     batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
     if not any(codec.learns for codec in codecs):
         batches = batches[:1]
@@ -87,20 +92,10 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     return pairs
 
 
-def _tell_costs(found: dict, pairs: list[tuple[Codec, Codec]]) -> None:
-    for layer, pair in enumerate(pairs):
-        for role, codec in zip(ROLES, pair, strict=True):
-            codec.weigh(found[role, layer])
-
-
 def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
-    if not isinstance(captured, CapturedTokens):
-        raise DataError(f"captured must be CapturedTokens(model, tokens, ...), not {type(captured).__name__}")
-    if captured.processes != current():
-        raise DataError(f"captured by {captured.processes}, but this is {current()}: capture where you calibrate")
-    if not torch.equal(captured.tokens, tokens) or captured.post_rope == preset.pre_rope:
-        raise DataError("captured holds other tokens, or keys on the other side of RoPE: capture them for this preset")
-    found = difference(captured.about, model) or (captured.dtype != model.dtype and f"{captured.dtype}")
-    found = found or (captured.weights != weights_fingerprint(model) and "other weights")
-    if found:
-        raise DataError(f"captured is of a model with {found}: capture the tokens with this one")
+    alike = torch.equal(captured.tokens, tokens) and captured.post_rope != preset.pre_rope
+    if not alike or captured.weights != weights_fingerprint(model):
+        raise DataError(
+            "captured holds other tokens, keys on the other side of RoPE, or those of a model with other weights: "
+            "capture the tokens with this model, for this preset"
+        )

@@ -68,8 +68,7 @@ def _perturbed(model) -> Iterator[dict[Place, tuple]]:
         return add
 
     for source in kv_sources(model):
-        sides = (source.key_module, source.key_part), (source.value_module, source.value_part)
-        for role, (module, part) in zip(ROLES, sides, strict=True):
+        for role, (module, part) in zip(ROLES, source.sides, strict=True):
             handles.append(module.register_forward_hook(hook((role, source.layer_idx), source, part)))
     try:
         yield found
@@ -86,8 +85,7 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     chain, or whose bits cannot be chosen."""
     tokens = tokens[:, :COST_TOKENS].to(model.device)
     settings, found = compressor.settings, {}
-    with _layer_outputs(model) as outputs:
-        exact = model(tokens, use_cache=False).logits
+    exact = model(tokens, use_cache=False).logits
     rotary = position_rotary(model) if settings.pre_rope else None
     for place, codec, rows, restored in _restored(model, compressor, tokens):
         if not isinstance(codec, Chain):
@@ -95,8 +93,7 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
         curve, vectors = codec.rates(rows), codec.vectors(rows)
         error = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
         cache = _Substituted(place, restored, settings.sink_tokens, rotary)
-        with _from_layer(place[1], outputs):
-            logits = model(tokens, past_key_values=cache, use_cache=True).logits
+        logits = model(tokens, past_key_values=cache, use_cache=True).logits
         kl = token_kl(exact, logits).mean().item()
         found[place] = torch.stack([curve[:, 0], curve[:, 1] * (max(kl, 0.0) / error if error else 0.0)], dim=1)
     return found
@@ -112,34 +109,6 @@ def _restored(model, compressor, tokens: Tensor) -> Iterator[tuple]:
             x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
             rows = x if coder.prediction is None else x - coder.prediction(known, x)
             yield coder.place, coder.codec, rows, coder.through(x, known)
-
-
-@contextmanager
-def _layer_outputs(model) -> Iterator[list[tuple]]:
-    """(module, its output) of each decoder layer that runs within the context, in their order."""
-    names, outputs = {module: name for name, module in model.named_modules()}, []
-    layers = [model.get_submodule(names[source.attention].rpartition(".")[0]) for source in kv_sources(model)]
-    handles = [layer.register_forward_hook(lambda module, _, out: outputs.append((module, out))) for layer in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _from_layer(first: int, outputs: list[tuple]) -> Iterator[None]:
-    """Within the context, layers before ``first`` do not compute, but return ``outputs`` again."""
-    skipped = [(layer, vars(layer).get("forward"), output) for layer, output in outputs[:first]]
-    for layer, _, output in skipped:
-        layer.forward = lambda *args, output=output, **kwargs: output
-    try:
-        yield
-    finally:
-        for layer, before, _ in skipped:
-            del layer.forward
-            if before is not None:  # accelerate's, where weights lie elsewhere
-                layer.forward = before
 
 
 class _Substituted(DynamicCache):

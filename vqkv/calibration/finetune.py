@@ -71,7 +71,8 @@ def finetune(
     _check(model, tokens, preset, lr, batch_size, micro_batch)
     batches, about = tokens.split(batch_size), describe(model)
     micro_batch = micro_batch or batch_size
-    codecs = _codecs(preset, about)
+    places = [(role, layer) for layer in range(about["num_layers"]) for role in ROLES] if preset else []
+    codecs = {place: getattr(preset, f"{place[0]}_codec")(about["head_dim"]) for place in places}
     reading = StraightThrough(codecs, preset.sink_tokens if preset else 0)
     with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
         run = _Run(model, weights, reading, lr, micro_batch)
@@ -189,13 +190,6 @@ def _check_preset(preset: Preset, head_dim: int) -> None:
         reason = "it packs blocks of tokens, so that a token would be read before the rest of its block is known"
     if reason:
         raise DataError(f"cannot fine-tune with preset {preset.name!r}: {reason}. vqllm and higgs can be trained with")
-
-
-def _codecs(preset: Preset | None, about: dict) -> dict[Place, Codec]:
-    if preset is None:
-        return {}
-    make = {"key": preset.key_codec, "value": preset.value_codec}
-    return {(role, layer): make[role](about["head_dim"]) for layer in range(about["num_layers"]) for role in ROLES}
 
 
 def _compressor(model, preset: Preset | None, codecs: dict[Place, Codec], notes: dict) -> Compressor | None:

@@ -13,37 +13,32 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
 from vqkv.kernels.precision import full_precision
 from vqkv.presets import Preset
-from vqkv.presets.plans import RolePlan, Trial
+from vqkv.presets.plans import RolePlan
 from vqkv.runtime.checks import whole_blocks
 from vqkv.runtime.processes import current
 
 
-def fit_layers(preset: Preset, captured: CapturedTokens, trial: Trial, device="cpu", progress: bool = True):
-    """AQUA-KV's Algorithm 1: layer by layer, keys before values, each on what the places before it are read back as.
-    Returns a list over layers of (key codec, value codec), and the predictions by place."""
-    return fit_arranged(preset, preset.plan.arrange(preset, trial), captured, trial, device, progress)
-
-
-def fit_arranged(
-    preset: Preset, arranged: list[dict[str, RolePlan]], captured: CapturedTokens, trial: Trial, device="cpu",
+def fit_layers(
+    preset: Preset, plan: list[dict[str, RolePlan]], captured: CapturedTokens, trial, device="cpu",
     progress: bool = True,
 ):  # fmt: skip
-    """``fit_layers`` for plans of every layer that are arranged already."""
-    plans = {(role, layer): plan for layer, roles in enumerate(arranged) for role, plan in roles.items()}
+    """AQUA-KV's Algorithm 1 for the plans of every layer: layer by layer, keys before values, each on what the places
+    before it are read back as. Returns a list over layers of (key codec, value codec), and the predictions by place."""
+    plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in roles}
     head_dim = captured.about["head_dim"]
-    codecs = {place: plan.make_codec(head_dim) for place, plan in plans.items()}
+    codecs = {place: each.make_codec(head_dim) for place, each in plans.items()}
     for place in (place for place, codec in codecs.items() if codec.weighted):
         codecs[place].weigh(trial.metrics[place])
     block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
-    readers = last_readers({place: plan for place, plan in plans.items() if plan.predictor is not None})
-    with Spill(captured.folder) as restored:
+    readers = last_readers({place: each for place, each in plans.items() if each.predictor is not None})
+    with Spill(captured.folder) as restored, full_precision(torch.device(device)):
         fitting = LayerFit(captured, restored, readers, preset.sink_tokens, block, device)
-        for place, plan in tqdm(
+        for place, role_plan in tqdm(
             plans.items(), f"calibrate {preset.name}", unit="role", disable=None if progress else True
         ):
-            if prediction := fitting.fit(place, plan, codecs[place]):
+            if prediction := fitting.fit(place, role_plan, codecs[place]):
                 predictions[place] = prediction
-    return [(codecs["key", layer], codecs["value", layer]) for layer in range(len(arranged))], predictions
+    return [(codecs["key", layer], codecs["value", layer]) for layer in range(len(plan))], predictions
 
 
 class LayerFit:
@@ -59,10 +54,6 @@ class LayerFit:
 
     def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
-        with full_precision(torch.device(self.device)):
-            return self._fit(place, plan, codec)
-
-    def _fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         prediction = None
         if plan.predictor is not None:
             plan.predictor.fit(lambda: self._samples(place, plan.sources))

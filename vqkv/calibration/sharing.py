@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
 from vqkv.calibration.costs import cost_curves
-from vqkv.calibration.layer_fit import fit_arranged
+from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.predictive import ROLES, Place, Prediction
 from vqkv.models.load import describe
@@ -40,7 +40,7 @@ class ModelTrial:
 
     def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
         """``costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
-        codecs, predictions = fit_arranged(preset, plan, self.captured, self, self.model.device, progress=False)
+        codecs, predictions = fit_layers(preset, plan, self.captured, self, self.model.device, progress=False)
         settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
         compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
         found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS])

@@ -1,6 +1,5 @@
 """Keys and values of many tokens on disk, a file for each batch, so that memory does not grow with their number."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.load import describe, weights_fingerprint
 from vqkv.runtime.processes import current
 
-HEADROOM = 1 << 28  # bytes that stay free on the disk
 REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
 
 
@@ -26,10 +24,7 @@ class Spill:
 
     def __init__(self, folder=None):
         self.folder = folder
-        try:
-            self._temporary = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
-        except OSError as error:
-            raise DataError(f"no temporary folder in {folder or tempfile.gettempdir()}: {error}") from error
+        self._temporary = tempfile.TemporaryDirectory(dir=folder, prefix="vqkv-spill-")
         self._folder = Path(self._temporary.name)
 
     def __enter__(self) -> "Spill":
@@ -46,11 +41,8 @@ class Spill:
             raise DataError(f"cannot write to {self._folder}: {error}. {REMEDY}") from error
 
     def get(self, place: Place, batch: int, device="cpu") -> Tensor:
-        """Read back. Raises ``DataError`` for what was not put there, or after the end."""
-        path = self._path(place, batch)
-        if not path.is_file():
-            raise DataError(f"{path} is gone: use it within its 'with', and only for places it holds")
-        return load_file(path, device=str(device))["x"]
+        """Read back."""
+        return load_file(self._path(place, batch), device=str(device))["x"]
 
     def drop(self, place: Place) -> None:
         """Remove every batch of ``place``."""
@@ -66,19 +58,17 @@ class CapturedTokens(Spill):
     sequences at a time, into a temporary folder within ``folder``.
 
     Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Where
-    processes share the job, each holds its share of every batch. Raises ``DataError`` if the disk has no room.
+    processes share the job, each holds its share of every batch. Raises ``DataError`` if the disk is full.
     """
 
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
         check_tokens(model, tokens)
         check_batch_size(batch_size)
         super().__init__(folder)
-        self.processes, self._metrics = current(), None
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
-        self.about, self.dtype, self.weights = describe(model), model.dtype, weights_fingerprint(model)
+        self.about, self.weights, self._metrics = describe(model), weights_fingerprint(model), None
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
-        self._check_room(model.dtype.itemsize)
         try:
             self._capture(model, batches, progress)
         except BaseException:  # also when interrupted: a traceback would keep the folder
@@ -87,8 +77,7 @@ class CapturedTokens(Spill):
 
     def _capture(self, model, batches, progress: bool) -> None:
         for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-            mine = self.processes.share(batch)
-            for role, layers in zip(ROLES, capture(model, mine, None, self.post_rope), strict=True):
+            for role, layers in zip(ROLES, capture(model, current().share(batch), None, self.post_rope), strict=True):
                 for layer, x in enumerate(layers):
                     self.put((role, layer), number, x)
 
@@ -107,15 +96,3 @@ class CapturedTokens(Spill):
         if self._metrics is None:
             self._metrics = metrics(model, self.tokens, self.post_rope)
         return self._metrics
-
-    def _check_room(self, itemsize: int) -> None:
-        about = self.about
-        values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
-        needed = self.tokens.numel() * values * itemsize
-        needed += 6 * self.tokens.numel() * 4 * values // (2 * about["num_layers"])  # reconstructions of three layers
-        free = shutil.disk_usage(self._folder).free - HEADROOM
-        if needed > free:
-            raise DataError(
-                f"keys and values of {self.tokens.numel():,} tokens take {needed:,} bytes, but {self._folder} has "
-                f"{max(0, free):,} to spare. {REMEDY}"
-            )

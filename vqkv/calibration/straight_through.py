@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vqkv.calibration import together
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import Place
+from vqkv.codecs.predictive import ROLES, Place
 from vqkv.models.load import KVSource, kv_sources
 
 
@@ -32,10 +32,7 @@ class StraightThrough:
         handles = [
             module.register_forward_hook(partial(self._hook, source, (role, source.layer_idx), part))
             for source in kv_sources(model)
-            for role, module, part in (
-                ("key", source.key_module, source.key_part),
-                ("value", source.value_module, source.value_part),
-            )
+            for role, (module, part) in zip(ROLES, source.sides, strict=True)
             if (role, source.layer_idx) in self.codecs
         ]
         try:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from vqkv.codecs.packing import check_packed
 from vqkv.codecs.payload import Payload, payload_field
-from vqkv.codecs.scaling import MinMax
+from vqkv.codecs.scaling import MinMax, check_fits
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError, FormatError
-from vqkv.kernels import Affine, Packed, affine_encode, by_byte, which
-from vqkv.kernels.affine import cpu, cpu_decode
+from vqkv.kernels import Affine, Packed, affine_encode, by_byte
+from vqkv.kernels.affine.cpu import affine_decode, decodes
 
 MAX_BITS = 8
 
@@ -39,8 +39,6 @@ class Uniform(Quantizer):
 
     def encode(self, x: Tensor) -> Tensor:
         """(..., *row_shape) -> uint8 (..., values of a row)."""
-        if not self.signed and cpu.takes(x):
-            return cpu.rounded(x, self.bits).flatten(3)
         codes = (x * self._steps).round_().clamp_(-self._zero, self._steps).to(torch.int32)
         return (codes + self._zero if self.signed else codes).to(torch.uint8).flatten(3)  # straight to uint8 is slower
 
@@ -77,29 +75,33 @@ class AffineQuantizer(Quantizer):
         self.uniform.build(shape)
 
     def store(self, y: Tensor) -> Payload:
-        if self._fuses(y):
-            found = affine_encode(y.flatten(3), self.bits, y.shape[-1])
-            low, high = (end.reshape(y.shape[:-1]) for end in (found.low, found.high))
-            return Payload({"codes": found.codes, "low": low, "high": high})
-        y, side = self.ends.encode(y)
-        return Payload({"codes": self.uniform.encode_packed(y), **side})
+        if not self.ends.widest:
+            y, side = self.ends.encode(y)
+            return Payload({"codes": self.uniform.encode_packed(y), **side})
+        found = affine_encode(y.flatten(3), self.bits, y.shape[-1])
+        low, high = (end.reshape(y.shape[:-1]) for end in (found.low, found.high))
+        return Payload({"codes": found.codes, "low": low, "high": high})
 
     def load(self, payload: Payload) -> Tensor:
-        codes, side = payload_field(payload, "codes"), self._side(payload)
+        codes = payload_field(payload, "codes")
         out = codes.new_empty((*codes.shape[:3], *self.row_shape), dtype=torch.float32)
-        return out if self._decoded(codes, side, out) else self.ends.decode(self.uniform.load(payload), side)
+        self.load_into(payload, out)
+        return out
 
     def load_into(self, payload: Payload, out: Tensor) -> None:
-        side = self._side(payload)
-        if not self._decoded(payload_field(payload, "codes"), side, out):
+        side, codes = self._side(payload), payload_field(payload, "codes")
+        check_packed(codes, self.bits, self.codes_per_row)
+        check_fits(side, out)
+        if self.loads_directly(out):
+            affine_decode(codes, self.bits, *side.values(), out)
+        else:
             self.ends.decode_into(self.uniform.load(payload), side, out)
 
     def loads_directly(self, out: Tensor) -> bool:
-        return cpu_decode.takes(self.bits, out)
+        return out.ndim == 5 and decodes(self.bits, out)
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:
-        y, side = self.ends.encode(y)
-        return self.ends.decode(self.uniform.quantize_dequantize(y), side)
+        return self.load(self.store(y))
 
     def packed(self, payload: Payload) -> Packed | None:
         side, codes = self._side(payload), payload_field(payload, "codes")
@@ -113,20 +115,5 @@ class AffineQuantizer(Quantizer):
     def apart(self) -> tuple[list[Stage], Quantizer]:
         return [self.ends], self.uniform
 
-    def _fuses(self, y: Tensor) -> bool:
-        """True where a kernel finds these ends and packs the codes between them."""
-        whole = self.bits in (2, 4, 8) and self.codes_per_row * self.bits % 8 == 0
-        on_gpu = whole and which("affine_encode", y) == "triton"
-        return self.ends.widest and (on_gpu or cpu.packs(y, self.bits))
-
     def _side(self, payload: Payload) -> Side:
         return {name: payload_field(payload, name) for name in self.side_fields}
-
-    def _decoded(self, codes: Tensor, side: Side, out: Tensor) -> bool:
-        """Fill ``out`` by a kernel; False, and nothing is done, where none serves."""
-        low, high, levels = side["low"], side["high"], self.uniform.values
-        alike = low.shape == high.shape and low.dtype == high.dtype
-        if not alike or not cpu_decode.serves_affine(codes, levels, low, out):
-            return False
-        cpu_decode.affine(codes, levels, low, high, out)
-        return True

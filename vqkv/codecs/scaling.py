@@ -11,7 +11,7 @@ from vqkv.codecs.part import Layout
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import Coded, Packed
-from vqkv.kernels.affine import cpu
+from vqkv.kernels.affine.cpu import ends
 from vqkv.runtime.checks import FP16_MAX, check_heads, check_whole
 
 FP16_MIN_NORMAL = 2.0**-14
@@ -52,11 +52,11 @@ class VectorScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
-        _check_fits(side, y)
+        check_fits(side, y)
         return y.mul_(side["scale"].float().unsqueeze(-1))
 
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
-        _check_fits(side, y)
+        check_fits(side, y)
         torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
 
     def packed(self, inner: Packed, side: Side) -> Packed | None:
@@ -102,8 +102,6 @@ class MinMax(Stage):
         """(x - low) / (high - low), and both ends."""
         side = self._side(x)
         low, span = _offset_and_span(side)
-        if cpu.takes(x):
-            return cpu.shift_and_divide(x, low, span), side
         return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
@@ -112,11 +110,8 @@ class MinMax(Stage):
         return y
 
     def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
-        _check_fits(side, y)
+        check_fits(side, y)
         low, span = _offset_and_span(side)
-        if out is y and cpu.takes(y):
-            cpu.multiply_and_shift(y, low, span)
-            return
         y.mul_(span.unsqueeze(-1))
         torch.add(y, low.unsqueeze(-1), out=out)
 
@@ -125,12 +120,7 @@ class MinMax(Stage):
         return {"low": low, "high": high}
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if cpu.takes(x) and (ends := cpu.ends(x)):
-            return ends
-        low, high = x.amin(dim=-1), x.amax(dim=-1)
-        if (low * high).all():
-            return low, high
-        return torch.aminmax(x, dim=-1)  # several times slower, but of 0 and -0 always the first
+        return ends(x)
 
 
 @dataclass(eq=False)
@@ -181,7 +171,7 @@ def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
     return dataclasses.replace(inner, scale=scale) if fits else None
 
 
-def _check_fits(side: Side, y: Tensor) -> None:
+def check_fits(side: Side, y: Tensor) -> None:
     """Raise ``FormatError`` unless every field has a number for each last axis of y."""
     for name, field in side.items():
         if field.shape != y.shape[:-1] or field.dtype != torch.float16:

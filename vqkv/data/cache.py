@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ VERSION = 2
 ITEM = 8  # bytes of a token id
 
 
-def cached(description: dict, pieces: Iterable[list[list[int]]], seq_len: int, num_seqs: int | None) -> torch.Tensor:
+def cached(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs: int | None) -> torch.Tensor:
     """Token ids (at most num_seqs, seq_len), int64, mapped from the file of this ``description`` (plain JSON); made
-    first, from lists of rows, where there is none. Of several processes one makes it, and the others wait. Raises
+    first, from ``rows``, where there is none. Of several processes one makes it, and the others wait. Raises
     ``DataError`` if the folder cannot be written.
     """
     text = json.dumps(description | {"version": VERSION}, sort_keys=True)
@@ -36,7 +37,7 @@ def cached(description: dict, pieces: Iterable[list[list[int]]], seq_len: int, n
         with FileLock(folder / "lock"):
             if not file.exists():
                 (folder / "description.json").write_text(text)
-                _write(file, pieces, num_seqs)
+                _write(file, rows, num_seqs)
     except OSError as error:
         raise DataError(
             f"cannot keep tokens in {folder}: {error}. Make room there, or name another folder (VQKV_CACHE=...)"
@@ -46,12 +47,7 @@ def cached(description: dict, pieces: Iterable[list[list[int]]], seq_len: int, n
     return flat.view(-1, seq_len)
 
 
-def _write(path: Path, pieces: Iterable[list[list[int]]], num_seqs: int | None) -> None:
-    left = num_seqs
-    with replacing(path) as file, tqdm(desc="tokenise", unit="window", total=num_seqs, disable=None) as bar:
-        for rows in pieces:
-            rows = rows[:left]
-            file.write(np.array(rows, dtype=np.int64).tobytes())
-            bar.update(len(rows))
-            if left is not None and (left := left - len(rows)) == 0:
-                return
+def _write(path: Path, rows: Iterable[list[int]], num_seqs: int | None) -> None:
+    with replacing(path) as file:
+        for row in tqdm(islice(rows, num_seqs), "tokenise", num_seqs, unit="window", disable=None):
+            file.write(np.array(row, dtype=np.int64).tobytes())

@@ -9,16 +9,15 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from vqkv.data.cache import cached
-from vqkv.data.hub import HUB_CORPORA, HubCorpus, find
+from vqkv.data.hub import HUB_CORPORA, HubCorpus, find, texts
 from vqkv.data.local import LOCAL_CORPORA, held_out, local_documents, text_files
-from vqkv.data.stream import first_text, stream
-from vqkv.data.windows import PACKINGS, cutter, tokenizer_hash
+from vqkv.data.windows import PACKINGS, tokenizer_hash
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.files import raw_bytes
 
@@ -66,11 +65,15 @@ def load_corpus(
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
-        num_seqs, num_docs = corpus.size(num_seqs, num_docs)
+        if num_seqs is None and num_docs is None:
+            num_seqs, num_docs = corpus.num_seqs, corpus.num_docs
         tokens = _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing or corpus.packing, num_docs)
     else:
-        texts = islice(local_documents(name, corpus, split, seed), num_docs)
-        rows = _local_rows(texts, tokenizer, seq_len, packing, f"{name}/{split}/{seed}")
+        if packing == "joined":
+            raise DataError("packing 'joined' is for data sets of rows in order, such as wikitext@FOLDER: use 'packed'")
+        found = islice(local_documents(name, corpus, split, seed), num_docs)
+        cut = PACKINGS[packing or "windows"]
+        rows = cut(found, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
         tokens = torch.tensor([*islice(rows, num_seqs)], dtype=torch.long)
     if not len(tokens) or len(tokens) < (num_seqs or 0):
         raise DataError(
@@ -81,22 +84,17 @@ def load_corpus(
 
 
 def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
-    """Yield the texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
+    """Texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
-        yield from chain.from_iterable(stream(corpus, split, seed, corpus.packing != "joined"))
-    else:
-        yield from local_documents(name, corpus, split, seed)
+        return texts(corpus, split, seed, corpus.packing == "joined")
+    return local_documents(name, corpus, split, seed)
 
 
 def check_corpus(name: str, split: str) -> str:
     """The first text of a corpus, which shows that it can be reached. Raises what ``load_corpus`` would."""
-    name = of_split(name, split)
-    corpus = _find(name)
-    if isinstance(corpus, HubCorpus):
-        return first_text(corpus, split)
-    text = next(local_documents(name, corpus, split, 0), None)
+    text = next((text for text in documents(name, split) if text.strip()), None)
     if text is None:
         raise DataError(f"corpus {name!r} has no text in its {split} split: name a larger one")
     return text
@@ -132,28 +130,17 @@ def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:
         raise UnknownNameError("packing", packing, PACKINGS)
 
 
-def _local_rows(texts, tokenizer, seq_len: int, packing: str | None, key: str) -> Iterator[list[int]]:
-    if packing == "joined":
-        raise DataError("packing 'joined' is for data sets of rows in order, such as wikitext@FOLDER: use 'packed'")
-    cut = cutter(packing or "windows", tokenizer, seq_len, random.Random(key))
-    return chain.from_iterable(cut.add([text]) for text in texts)
-
-
 def _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing, num_docs) -> torch.Tensor:
-    seed = 0 if packing == "joined" else seed  # nothing is drawn
-    description = corpus.describe() | {
+    in_order = packing == "joined"
+    about = {
         "split": split,
         "seq_len": seq_len,
         "num_seqs": num_seqs,
-        "seed": seed,
+        "seed": 0 if in_order else seed,  # nothing is drawn
         "packing": packing,
         "num_docs": num_docs,
         "tokenizer": tokenizer_hash(tokenizer),
     }
-
-    def pieces() -> Iterator[list[list[int]]]:
-        cut = cutter(packing, tokenizer, seq_len, random.Random(f"{corpus.name}/{split}/{seed}"))
-        yield from map(cut.add, stream(corpus, split, seed, packing != "joined", num_docs))
-        yield cut.finish()
-
-    return cached(description, pieces(), seq_len, num_seqs)
+    found = islice(texts(corpus, split, seed, in_order), num_docs)
+    rows = PACKINGS[packing](found, tokenizer, seq_len, random.Random(f"{corpus.name}/{split}/{seed}"))
+    return cached(corpus.describe() | about, rows, seq_len, num_seqs)

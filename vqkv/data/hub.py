@@ -1,55 +1,45 @@
-"""Data sets that the ``datasets`` library streams: their layouts, and how they are opened."""
+"""Data sets that the ``datasets`` library streams: their layouts, and their documents in an order that a seed fixes."""
 
 import dataclasses
 import json
 import sys
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vqkv.data.local import LOCAL_CORPORA, held_out
 from vqkv.errors import DataError, UnknownNameError
 
+BUFFER = 256  # documents of several files, of which the next one is drawn
+REMEDY = (
+    "Check the spelling and the network; a private or gated data set needs access and `hf auth login`. A process that "
+    "is offline (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE) can use a local copy, NAME@FOLDER: parquet or jsonl files, named "
+    "by split (train-..., test-...)"
+)
+
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """Where a data set lies (``path``, ``config``; or ``folder``, with files in the same layout), the ``column`` with
-    the text, its ``packing``, and how much of it its source used: ``num_docs`` or ``num_seqs``.
+    """Where a data set lies (``path``, ``config``; or ``folder``, with files in the same layout), the ``packing`` of
+    its column ``text``, and how much of it its source used: ``num_docs`` or ``num_seqs``.
 
     ``files``: JSON lines to be read one by one, where a data set's own loader is a script, which ``datasets`` no longer
-    runs. ``open_shards``: files read from in turn, so that a block has documents of all of them.
+    runs.
     """
 
     name: str
     path: str
     config: str | None = None
-    column: str = "text"
     packing: str = "packed"
     num_docs: int | None = None
     num_seqs: int | None = None
     files: str | None = None
-    open_shards: int = 4
     folder: str | None = None
-
-    def size(self, num_seqs: int | None, num_docs: int | None) -> tuple[int | None, int | None]:
-        """Sequences and documents that the source used, where nothing is asked for."""
-        if num_seqs is None and num_docs is None:
-            return self.num_seqs, self.num_docs
-        return num_seqs, num_docs
 
     @property
     def where(self) -> str:
         """The folder, or the name on the hub."""
         return repr(self.folder or self.path)
-
-    @property
-    def line_by_line(self) -> bool:
-        """True if ``files`` are read, and not what the data set's own layout says."""
-        return self.files is not None and (self.folder is None or bool(self.own_files()))
-
-    def own_files(self) -> list[Path]:
-        """Of a folder, those that ``files`` describes."""
-        return [path for path in _visible_files(Path(self.folder)) if path.match(self.files)]
 
     def describe(self) -> dict:
         """Plain JSON that names the text: of a folder also its files, their sizes and times."""
@@ -66,9 +56,7 @@ HUB_CORPORA = {
         HubCorpus("wikitext", "Salesforce/wikitext", "wikitext-2-raw-v1", packing="joined"),
         HubCorpus("pg19", "emozilla/pg19"),
         HubCorpus("slimpajama", "DKYoon/SlimPajama-6B", num_docs=10_000),
-        HubCorpus(
-            "redpajama", "togethercomputer/RedPajama-Data-1T-Sample", num_seqs=256, files="*.jsonl", open_shards=16
-        ),
+        HubCorpus("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", num_seqs=256, files="*.jsonl"),
     )
 }
 
@@ -82,35 +70,45 @@ def find(name: str) -> HubCorpus:
     if layout not in HUB_CORPORA:
         raise UnknownNameError("data set layout", layout, HUB_CORPORA, f"Write {name!r} as LAYOUT@FOLDER.")
     path = Path(folder).expanduser().resolve()
-    if not path.is_dir():
-        raise DataError(f"corpus {name!r}: there is no folder {path}")
-    if not _visible_files(path):
-        raise DataError(f"corpus {name!r}: folder {path} is empty; it needs parquet or jsonl files")
+    if not path.is_dir() or not _visible_files(path):
+        raise DataError(f"corpus {name!r}: there is no folder {path} with parquet or jsonl files")
     return dataclasses.replace(HUB_CORPORA[layout], folder=str(path))
 
 
-def open_split(corpus: HubCorpus, split: str, shuffled: bool):
-    """The streamed split, and which of its texts belong to it: a data set without a test split holds out, where order
-    does not matter, the documents whose text has such a hash. Raises ``DataError`` or, for a data set that is no known
-    corpus, ``UnknownNameError``, with the remedy."""
+def texts(corpus: HubCorpus, split: str, seed: int, in_order: bool = False) -> Iterator[str]:
+    """Documents of one split, shuffled by ``seed``, or ``in_order`` all rows, also empty ones. A data set without a
+    test split holds out, where order does not matter, the documents whose text has such a hash. Raises ``DataError``
+    or, for a data set that is no known corpus, ``UnknownNameError``, with the remedy."""
     found = _loaded(corpus)
-    blank = (lambda text: bool(text.strip())) if shuffled else (lambda text: True)
-    if "test" in found and split in found:
-        return _checked(found[split], corpus), blank
-    if "train" not in found:
-        raise DataError(f"data set {corpus.where} has no split {split!r}; it has {', '.join(found)}")
-    if shuffled:
-        return _checked(found["train"], corpus), lambda text: blank(text) and held_out(text) == (split == "test")
-    if split == "train":
-        return _checked(found["train"], corpus), blank
-    raise DataError(f"data set {corpus.where} has no test split, and rows in order hold none out: use packing='packed'")
+    of_its_own = "test" in found and split in found
+    if not of_its_own and ("train" not in found or (in_order and split == "test")):
+        raise DataError(
+            f"data set {corpus.where} has no {split} split, only {', '.join(found)}; rows that are not in order "
+            "(packing='packed') are held out of train"
+        )
+    dataset = found[split if of_its_own else "train"]
+    rows = _rows(corpus, dataset if in_order else dataset.shuffle(seed, buffer_size=BUFFER))
+    for text in rows:
+        if in_order or (text.strip() and (of_its_own or held_out(text) == (split == "test"))):
+            yield text
 
 
-def _checked(dataset, corpus: HubCorpus):
-    columns = dataset.column_names
-    if columns is not None and not corpus.line_by_line and corpus.column not in columns:
-        raise DataError(f"data set {corpus.where} has no column {corpus.column!r}; it has {', '.join(columns)}")
-    return dataset
+def _rows(corpus: HubCorpus, dataset) -> Iterator[str]:
+    try:
+        for row in dataset:
+            yield _text(corpus, json.loads(row["text"] or '{"text": ""}') if _line_by_line(corpus) else row)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises a dozen types
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DataError(f"data set {corpus.where} broke off ({what}): run it again, or use a local copy") from error
+
+
+def _text(corpus: HubCorpus, row: dict) -> str:
+    if "text" not in row or not isinstance(row["text"], str | None):
+        found = ", ".join(f"{name} ({type(value).__name__})" for name, value in sorted(row.items()))
+        raise DataError(f"data set {corpus.where} has no column 'text' of strings; it has {found}")
+    return row["text"] or ""
 
 
 def _loaded(corpus: HubCorpus):
@@ -119,12 +117,12 @@ def _loaded(corpus: HubCorpus):
         import datasets
     except ImportError as error:
         raise DataError(f"corpus {corpus.name!r} needs the library datasets: pip install 'vqkv[study]'") from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # they would end up in a notebook's output
     try:
-        with _quiet(datasets):
-            return _load(datasets, corpus)
+        return _load(datasets, corpus)
     except Exception as error:  # the library raises a dozen types for "not there" and "no network"
-        what, remedy = f"{type(error).__name__}: {str(error)[:300]}", _remedy(datasets, corpus, error)
-        reason = f"`datasets` cannot load it ({what}). {remedy}"
+        reason = f"`datasets` cannot load it ({type(error).__name__}: {str(error)[:300]}). {REMEDY}"
         if corpus.folder is None and corpus.name not in HUB_CORPORA:
             known = [*LOCAL_CORPORA, *HUB_CORPORA]
             reason = f"It is also no local file or folder, and {reason}"
@@ -133,10 +131,9 @@ def _loaded(corpus: HubCorpus):
 
 
 def _load(datasets, corpus: HubCorpus):
-    if corpus.line_by_line:
-        own = f"hf://datasets/{corpus.path}/{corpus.files}" if corpus.folder is None else map(str, corpus.own_files())
-        files = own if isinstance(own, str) else list(own)
-        return datasets.load_dataset("text", data_files={"train": files}, streaming=True)
+    if _line_by_line(corpus):
+        own = f"hf://datasets/{corpus.path}/{corpus.files}" if corpus.folder is None else _own_files(corpus)
+        return datasets.load_dataset("text", data_files={"train": own}, streaming=True)
     if corpus.folder is None:
         return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
     configs = datasets.get_dataset_config_names(corpus.folder)  # a copy of the hub's folder names them
@@ -144,43 +141,13 @@ def _load(datasets, corpus: HubCorpus):
     return datasets.load_dataset(corpus.folder, config, streaming=True)
 
 
-def _remedy(datasets, corpus: HubCorpus, error: Exception) -> str:
-    """Remedy for an error of the library."""
-    if corpus.folder is not None:
-        return "A folder needs parquet or jsonl files, named by split (train-..., test-...)"
-    text = f"{type(error).__name__} {error}"
-    if datasets.config.HF_HUB_OFFLINE or "Offline" in text:
-        return (
-            "This process is offline: unset HF_HUB_OFFLINE and HF_DATASETS_OFFLINE, or use a local copy, NAME@FOLDER."
-        )
-    if "gated" in text.lower() or "401" in text or "403" in text:
-        return "Ask for access on its page, and log in with `hf auth login` (or set HF_TOKEN)."
-    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return "Check the spelling; a private data set needs `hf auth login`."
-    if isinstance(error, ConnectionError | TimeoutError):
-        return "Check the network, or use a local copy, NAME@FOLDER."
-    return "Load it with `datasets` alone to see more, or use a local copy, NAME@FOLDER."
+def _line_by_line(corpus: HubCorpus) -> bool:
+    """Tell whether ``files`` are read, and not what the data set's own layout says."""
+    return corpus.files is not None and (corpus.folder is None or bool(_own_files(corpus)))
 
 
-@contextmanager
-def _quiet(datasets):
-    """No progress bars where there is no terminal: they would end up in a notebook's output."""
-    quiet = not sys.stderr.isatty() and datasets.are_progress_bars_disabled() is False
-    if quiet:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if quiet:
-            datasets.enable_progress_bars()
-
-
-def parsed(line: str, corpus: HubCorpus) -> dict:
-    """A row of ``files``; an empty line is one without text. Raises ``DataError`` for what is no JSON object."""
-    try:
-        return dict(json.loads(line)) if line.strip() else {corpus.column: ""}
-    except (ValueError, TypeError) as error:
-        raise DataError(f"data set {corpus.where}: a line is no JSON object ({error}): {line[:60]!r}") from error
+def _own_files(corpus: HubCorpus) -> list[str]:
+    return [str(path) for path in _visible_files(Path(corpus.folder)) if path.match(corpus.files)]
 
 
 def _visible_files(folder: Path) -> list[Path]:

@@ -31,14 +31,12 @@ _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the in
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``naive``) runs
-    it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` for ``triton`` where it is not
-    installed, or has neither a GPU nor its interpreter."""
+    it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` where ``triton`` cannot run."""
     if name not in NAMES:
         raise UnknownNameError("kernels", name, NAMES)
-    if name == "triton" and not has_triton():
-        raise DataError("Triton kernels were asked for, but triton is not installed: pip install triton")
-    if name == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise DataError("Triton kernels were asked for, but there is no GPU: set TRITON_INTERPRET=1 before they load")
+    runs = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and not (has_triton() and runs):
+        raise DataError("no Triton kernels: pip install triton, on a machine with a GPU or with TRITON_INTERPRET=1")
     thread = threading.get_ident()
     _wanted.setdefault(thread, []).append(name)
     try:
@@ -50,10 +48,7 @@ def using(name: str) -> Iterator[None]:
 
 
 def which(operation: str, x: Tensor) -> str:
-    """The implementation that would serve ``operation`` for tensors where ``x`` is. Raises ``UnknownNameError`` for an
-    operation that there is not."""
-    if operation not in ROOMS:
-        raise UnknownNameError("operation", operation, tuple(sorted(ROOMS)))
+    """The implementation that would serve ``operation`` for tensors where ``x`` is."""
     asked = _wanted.get(threading.get_ident()) if _wanted else None
     wanted = asked[-1] if asked else "triton" if _on_gpu(x) else "cpu"
     return "cpu" if wanted == "triton" and operation in WITHOUT_TRITON else wanted

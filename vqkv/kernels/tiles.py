@@ -34,7 +34,6 @@ STATISTICS = {
 
 PACKING = {
     "lanes": 1024,  # words packed or codes unpacked by a program: eight a thread
-    "bytes": 2048,  # of 1, 2 and 4 bits: 16 a thread, one load of 128 bits
     "num_warps": 4,
 }
 

@@ -1,7 +1,8 @@
 """The keys and values of a forward pass, per layer, before RoPE (or after)."""
 
 import inspect
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import DynamicCache
@@ -9,7 +10,6 @@ from transformers import DynamicCache
 from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate
 from vqkv.models.load import KVSource, kv_sources, position_rotary, rotary_embedding
-from vqkv.runtime.checks import check_whole
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
@@ -19,11 +19,11 @@ def recording(model):
     """Within the context, every forward pass appends each layer's pre-RoPE keys and values to the yielded dict:
     ``{layer_idx: ([keys, ...], [values, ...])}``, each (batch, num_kv_heads, seq_len, head_dim)."""
     record = {source.layer_idx: ([], []) for source in kv_sources(model)}
-    handles = []
-    for source in kv_sources(model):
-        keys, values = record[source.layer_idx]
-        handles.append(source.key_module.register_forward_hook(_hook(source, source.key_part, keys)))
-        handles.append(source.value_module.register_forward_hook(_hook(source, source.value_part, values)))
+    handles = [
+        module.register_forward_hook(partial(_keep, source, part, record[source.layer_idx][role]))
+        for source in kv_sources(model)
+        for role, (module, part) in enumerate(source.sides)
+    ]
     try:
         yield record
     finally:
@@ -32,24 +32,19 @@ def recording(model):
 
 
 @torch.inference_mode()
-def capture(
-    model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False, layers: int | None = None
-):
+def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
     """Keys and values of ``tokens`` (num_seqs, seq_len): two lists over layers of (num_seqs, num_kv_heads, seq_len,
     head_dim), in the model's dtype; the sequences are independent. ``batch_size``: how many go through the model at a
     time, by default as many as make ``PASS_TOKENS`` tokens.
 
-    ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. ``layers``: of the first so many
-    layers; what comes after them is not computed. Raises ``DataError`` for an empty input, if the model made NaN or
-    infinity, or does not have so many layers.
+    ``post_rope``: keys as attention (and transformers' caches) see them, after RoPE. Raises ``DataError`` for an empty
+    input, and if the model made NaN or infinity.
     """
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)
-    if layers is not None:
-        check_whole("layers", layers, 1, len(kv_sources(model)))
     one_pass = _post_rope_pass if post_rope else _pre_rope_pass
-    passes = [one_pass(model, batch.to(model.device), layers) for batch in tokens.split(batch_size)]
+    passes = [one_pass(model, batch.to(model.device)) for batch in tokens.split(batch_size)]
     keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
     for index, layer in enumerate(zip(keys, values, strict=True)):
         if not all(x.isfinite().all() for x in layer):
@@ -97,37 +92,16 @@ def check_rope(model, tokens: torch.Tensor) -> None:
             )
 
 
-class _Enough(Exception):
-    """Ends a forward pass."""
-
-
-@contextmanager
-def _ending_after(model, layers: int | None):
-    """A forward pass within the context ends it after the attention of the last of so many layers (None: of none)."""
-
-    def end(module, args, output):
-        raise _Enough
-
-    handles = [] if layers is None else [kv_sources(model)[layers - 1].attention.register_forward_hook(end)]
-    try:
-        with suppress(_Enough):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _pre_rope_pass(model, tokens, layers: int | None):
-    with recording(model) as record, _ending_after(model, layers):
+def _pre_rope_pass(model, tokens):
+    with recording(model) as record:
         model(tokens, use_cache=False, **_few_logits(model))
-    made = [record[i] for i in sorted(record)[:layers]]
+    made = [record[i] for i in sorted(record)]
     return [keys[0] for keys, _ in made], [values[0] for _, values in made]
 
 
-def _post_rope_pass(model, tokens, layers: int | None):
+def _post_rope_pass(model, tokens):
     cache = DynamicCache()
-    with _ending_after(model, layers):
-        model(tokens, past_key_values=cache, use_cache=True, **_few_logits(model))
+    model(tokens, past_key_values=cache, use_cache=True, **_few_logits(model))
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
 
@@ -136,8 +110,5 @@ def _few_logits(model) -> dict:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def _hook(source: KVSource, part: int, into: list):
-    def keep(module, args, output):
-        into.append(source.heads(output.detach(), part))
-
-    return keep
+def _keep(source: KVSource, part: int, into: list, module, args, output) -> None:
+    into.append(source.heads(output.detach(), part))

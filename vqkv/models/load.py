@@ -4,7 +4,7 @@ import copy
 import hashlib
 import inspect
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class KVSource:
     value_part: int = 0
     num_parts: int = 1
 
+    @property
+    def sides(self) -> tuple[tuple[nn.Module, int], tuple[nn.Module, int]]:
+        """Module and part of the keys, and of the values."""
+        return (self.key_module, self.key_part), (self.value_module, self.value_part)
+
     def heads(self, output: torch.Tensor, part: int) -> torch.Tensor:
         """A projection's output -> (batch, num_kv_heads, seq_len, head_dim)."""
         batch, seq_len = output.shape[:2]
@@ -73,12 +78,11 @@ def load_model(
     if dtype is None:
         on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
         dtype = torch.float32 if on_cpu else "auto"
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = _dtype(dtype)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # which would end up in a notebook's output
     try:
-        with _quiet():
-            model, tokenizer = _load(path, dtype, trust_remote_code, device_map, offload_folder)
-            model = model.to(device) if device_map is None else model
+        model, tokenizer = _load(path, dtype, trust_remote_code, device_map, offload_folder)
+        model = model.to(device) if device_map is None else model
     except LOADING_ERRORS as error:
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         if Path(path).is_dir():
@@ -88,19 +92,6 @@ def load_model(
         ) from error
     model.vqkv_name = str(name)
     return model.eval(), tokenizer
-
-
-@contextmanager
-def _quiet():
-    """No "loading weights" bar where there is no terminal: it would end up in a notebook's output."""
-    quiet = not sys.stderr.isatty() and logging.is_progress_bar_enabled()
-    if quiet:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if quiet:
-            logging.enable_progress_bar()
 
 
 def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
@@ -279,10 +270,3 @@ def _kv_source(module: nn.Module) -> KVSource | None:
     if isinstance(fused, nn.Module) and not getattr(module, "is_cross_attention", False):
         return KVSource(module.layer_idx, module, fused, fused, module.num_heads, module.head_dim, 1, 2, 3)
     return None
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise UnknownNameError("dtype", name, known)
-    return known[name]

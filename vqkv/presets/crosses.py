@@ -14,7 +14,7 @@ from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import VectorScale
-from vqkv.codecs.stage import Quantizer, Stage
+from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard, MeanRemoval
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
@@ -67,9 +67,6 @@ def crossed(
             raise UnknownNameError(what, name, known)
     if type(bits) not in (int, float) or not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    for name in ("mean", "merged", "entropy", "predicted", "mixed"):
-        if type(arguments[name]) is not bool:
-            raise DataError(f"{name} {arguments[name]!r} must be True or False")
     if mixed and (quantizer not in ("steps", "rvq") or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
     if entropy and quantizer == "steps":
@@ -85,41 +82,31 @@ def crossed(
     return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
 
 
-def _before(arguments: dict) -> list[Stage]:
-    return [MeanRemoval()] * arguments["mean"]
-
-
 def _steps(arguments: dict, head_dim: int | None) -> Codec:
-    merge, block = [MergeHeads()] * arguments["merged"], TokenBlock(arguments["block"])
-    return Chain(
-        [*_before(arguments), *merge, *_turned(arguments), block], EntropyCodedScalar(arguments["bits"]), head_dim
-    )
+    stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _turned(arguments)
+    return Chain([*stages, TokenBlock(arguments["block"])], EntropyCodedScalar(arguments["bits"]), head_dim)
 
 
 def _grid(arguments: dict, head_dim: int | None) -> Codec:
     bits = arguments["bits"]
     if bits not in (2, 3, 4):
         raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
-    stages = [*_before(arguments), MergeHeads(), *_turned(arguments), VectorScale("rms")]
+    stages = [*[MeanRemoval()] * arguments["mean"], MergeHeads(), *_turned(arguments), VectorScale("rms")]
     return Chain(stages, Grid(4 ** int(bits)), head_dim)
 
 
 def _affine(arguments: dict, head_dim: int | None) -> Codec:
-    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]]()]
-    return Chain([*stages, Grouping(group_size=64, shrink="divisor")], _uniform(arguments), head_dim)
-
-
-def _uniform(arguments: dict) -> Quantizer:
+    stages = [*[MeanRemoval()] * arguments["mean"], *ROTATIONS[arguments["rotation"]]()]
     bits = arguments["bits"]
     if bits != int(bits):
         raise DataError(f"affine codes of {bits!r} bits: use a whole number")
-    return AffineQuantizer(int(bits))
+    return Chain([*stages, Grouping(group_size=64, shrink="divisor")], AffineQuantizer(int(bits)), head_dim)
 
 
 def _rvq(arguments: dict, head_dim: int | None) -> Codec:
     names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
     quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
-    stages = [*_before(arguments), *ROTATIONS[arguments["rotation"]](), VectorScale("std")]
+    stages = [*[MeanRemoval()] * arguments["mean"], *ROTATIONS[arguments["rotation"]](), VectorScale("std")]
     return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
 
 
@@ -165,8 +152,6 @@ def long_pays(bits: float) -> float:
 def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
     """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
     preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
-    if not isinstance(preset, Preset):
-        raise DataError(f"{preset!r} is no preset: use one such as presets.vqllm()")
 
     def coded(make: Callable, head_dim: int | None) -> Codec:
         chain = make(head_dim)

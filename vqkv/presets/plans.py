@@ -1,12 +1,11 @@
-"""Plans of who is predicted from whom: what a preset with predictors arranges for each layer of a model."""
+"""Plans of who is predicted from whom: what a preset with predictors arranges for each layer of a model, of which it
+may ask a ``trial`` (``calibration.sharing.ModelTrial``)."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from vqkv.codecs.predictive import Place
 from vqkv.codecs.predictor_kinds import Copy, Predictor, check_kind, make_predictor
 from vqkv.errors import DataError
 from vqkv.presets.allocation import allocate
+from vqkv.runtime.checks import check_whole
 
 SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
 SYMBOLS = {"K": "key", "V": "value"}
@@ -30,22 +30,6 @@ class RolePlan:
     make_codec: Callable[[int | None], Codec]
     predictor: Predictor | None = None
     sources: tuple[Place, ...] = ()
-
-
-class Trial(Protocol):
-    """Questions that a plan may ask about the model that it is made for."""
-
-    num_layers: int
-    metrics: dict[Place, Tensor]  # what errors cost, (num_kv_heads, head_dim, head_dim)
-
-    def distances(self) -> Tensor:
-        """(num_layers, num_layers): Euclidean distances between the layers' mean keys and values."""
-
-    def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
-        """Cosine similarity of the last hidden states with and without ``plan``."""
-
-    def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
-        """For each place, (n, 2): bits a value, and the KL that its error alone is expected to cost."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class FromPrevious:
         for role, sources in self._sources():
             _parse(sources, role)
 
-    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+    def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and of its values. Raises ``DataError`` for sources that none has."""
         for role, sources in self._sources():
             _check_reach(sources, role, trial.num_layers)
@@ -79,9 +63,6 @@ class FromPrevious:
              "value": self._role(preset.value_codec, "value", self.value_from, layer)}
             for layer in range(1, trial.num_layers)
         ]  # fmt: skip
-
-    def describe(self, head_dim: int) -> list:
-        return [self.kind, self.key_from, self.value_from, self.arguments, self.first.describe(head_dim)]
 
     def _sources(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return ("key", self.key_from), ("value", self.value_from)
@@ -98,12 +79,9 @@ class FromPrevious:
 class Unpredicted:
     """Every layer as the preset stores it, none predicted from another."""
 
-    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+    def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and of its values."""
         return [{"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}] * trial.num_layers
-
-    def describe(self, head_dim: int) -> list:
-        return []
 
 
 @dataclass(frozen=True)
@@ -115,11 +93,7 @@ class Budgeted:
     plan: FromPrevious | Unpredicted
     bits: float
 
-    def __post_init__(self):
-        if type(self.bits) not in (int, float) or not 0 < self.bits < math.inf:
-            raise DataError(f"a budget of {self.bits!r} bits a value: use a number above 0")
-
-    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+    def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and values. Raises ``DataError`` if they cannot be had for the bits."""
         bits = allocate(trial.cost_curves(preset, self.plan.arrange(preset, trial)), self.bits)
         return [
@@ -127,9 +101,6 @@ class Budgeted:
              for role, plan in roles.items()}
             for layer, roles in enumerate(self.plan.arrange(preset, trial))
         ]  # fmt: skip
-
-    def describe(self, head_dim: int) -> list:
-        return [type(self.plan).__name__, self.plan.describe(head_dim), self.bits]
 
 
 def _with_bits(make_codec, bits: float, head_dim: int | None) -> Codec:
@@ -148,14 +119,13 @@ class Shared:
     threshold: float = 0.5
 
     def __post_init__(self):
-        if type(self.pairs) is not int or self.pairs < 1:
-            raise DataError(f"pairs {self.pairs!r} must be a whole number from 1 on")
+        check_whole("pairs", self.pairs, 1, 4096)
         if type(self.threshold) not in (int, float) or not -1 <= self.threshold < 1:
             raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
 
-    def arrange(self, preset, trial: Trial) -> list[dict[str, RolePlan]]:
+    def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs exist or pass the
-        threshold, and for a model that makes NaN."""
+        threshold."""
         if self.pairs >= trial.num_layers:
             raise DataError(  # every layer but the first could read another
                 f"{self.pairs} pairs of layers to share, but a model of {trial.num_layers} layers has at most "
@@ -168,9 +138,7 @@ class Shared:
             if later in source or earlier in source or later in source.values():
                 continue
             wider = source | {later: earlier}
-            similarity = trial.similarity(self._plan(preset, trial.num_layers, wider))
-            _check_number(similarity)
-            if similarity > self.threshold:
+            if trial.similarity(self._plan(preset, trial.num_layers, wider)) > self.threshold:
                 source = wider
         if len(source) < self.pairs:
             raise DataError(
@@ -178,9 +146,6 @@ class Shared:
                 "share fewer, or lower the threshold"
             )
         return self._plan(preset, trial.num_layers, source)
-
-    def describe(self, head_dim: int) -> list:
-        return [self.pairs, self.threshold]
 
     def _plan(self, preset, num_layers: int, source: dict[int, int]) -> list[dict[str, RolePlan]]:
         own = {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
@@ -192,15 +157,9 @@ class Shared:
 
 def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
     """Pairs (earlier, later) of layers, the most distant first."""
-    _check_number(distances.sum().item())
     earlier, later = torch.triu_indices(*distances.shape, offset=1)
     order = distances[earlier, later].argsort(descending=True)
     return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
-
-
-def _check_number(found: float) -> None:
-    if not math.isfinite(found):
-        raise DataError("the model made NaN or infinity of the calibration tokens: check its weights and dtype")
 
 
 def _check_reach(sources: str, role: str, num_layers: int) -> None:

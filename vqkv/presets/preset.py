@@ -42,10 +42,3 @@ class Preset:
     def value_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's values."""
         return self.make_value_codec(head_dim)
-
-    def describe(self, head_dim: int) -> dict:
-        """All that decides how a cache is stored, as plain literals."""
-        codecs = [self.key_codec(head_dim).config(), self.value_codec(head_dim).config()]
-        settings = [self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope]
-        plan = None if self.plan is None else self.plan.describe(head_dim)
-        return {"name": self.name, "codecs": codecs, "settings": settings, "plan": plan}

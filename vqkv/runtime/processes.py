@@ -91,15 +91,9 @@ def current() -> Processes:
 def launched() -> Iterator[Processes]:
     """Inside, this process shares its work with those that ``accelerate launch`` or ``torchrun`` started with it, if
     there are any. All of them must go through the same calls."""
-    with _entered(_launched()) as processes:
-        yield processes
-
-
-@contextmanager
-def _entered(processes: Processes) -> Iterator[Processes]:
-    token = _current.set(processes)
+    token = _current.set(_launched())
     try:
-        yield processes
+        yield _current.get()
     finally:
         _current.reset(token)
 

@@ -1,7 +1,6 @@
 """n-bit codes <-> bytes on a GPU: one pass, nothing but codes and bytes in memory.
 
-1, 2 and 4 bits: a byte's codes lie side by side, so that whole vectors of codes are loaded and stored. Other widths:
-a lane makes one word of the string from the codes in it, or one code from the words that it lies in. Kernels that have
+A lane makes one word of the string from the codes in it, or one code from the words that it lies in. Kernels that have
 codes in registers pack them there: ``as_string``, ``store_rows``.
 """
 
@@ -28,11 +27,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return packed
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     codes = codes.contiguous()
-    if 8 % bits == 0:
-        grid, tile = _tile(rows, size, PACKING["bytes"])
-        with torch.cuda.device_of(codes):
-            _pack_bytes[grid](codes, packed, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
-        return packed
     out, word = words_of(packed.view(rows, size))
     length = out.shape[-1]
     grid, tile = _tile(rows, length, PACKING["lanes"])
@@ -56,11 +50,6 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
         return codes
     size = packed.shape[-1]
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
-    if 8 % bits == 0:
-        grid, tile = _tile(rows, size, PACKING["bytes"])
-        with torch.cuda.device_of(codes):
-            _unpack_bytes[grid](packed, codes, rows, count, size, bits, *tile, num_warps=PACKING["num_warps"])
-        return codes
     words, word = words_of(packed.view(rows, size))
     grid, tile = _tile(rows, count, PACKING["lanes"])
     with torch.cuda.device_of(codes):
@@ -165,35 +154,12 @@ def _unpack(
 
 
 @triton.jit
-def _pack_bytes(codes, packed, rows, count, size, BITS: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    EACH: tl.constexpr = 8 // BITS
-    row, start = _place(size, R, W)
-    lane = start * EACH + tl.arange(0, W * EACH)[None, :]
-    code = tl.load(codes + row * count + lane, mask=(row < rows) & (lane < count), other=0).to(tl.int32)
-    byte = join(code, BITS, EACH)
-    lane = start + tl.arange(0, W)[None, :]
-    tl.store(packed + row * size + lane, byte.to(tl.uint8), mask=(row < rows) & (lane < size))
-
-
-@triton.jit
 def join(codes, BITS: tl.constexpr, EACH: tl.constexpr):
     """Codes (R, W * EACH), int32 -> words (R, W) of EACH codes."""
     R: tl.constexpr = codes.shape[0]
     W: tl.constexpr = codes.shape[1] // EACH
     shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
     return tl.sum(codes.reshape(R, W, EACH) << shifts, axis=2)
-
-
-@triton.jit
-def _unpack_bytes(packed, codes, rows, count, size, BITS: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    EACH: tl.constexpr = 8 // BITS
-    row, start = _place(size, R, W)
-    lane = start + tl.arange(0, W)[None, :]
-    byte = tl.load(packed + row * size + lane, mask=(row < rows) & (lane < size), other=0).to(tl.int32)
-    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
-    code = ((byte[:, :, None] >> shifts) & ((1 << BITS) - 1)).reshape(R, W * EACH)
-    lane = start * EACH + tl.arange(0, W * EACH)[None, :]
-    tl.store(codes + row * count + lane, code.to(tl.uint8), mask=(row < rows) & (lane < count))
 
 
 @triton.jit

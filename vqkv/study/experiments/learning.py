@@ -68,5 +68,5 @@ def _layer_vectors(who: dict, corpus: str, split: str, role: str, layer: int, gr
     num_seqs = -(-count // (per_token * seq_len))
     tokens = draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
     which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
-    x = torch.cat([capture(model, batch, layers=layer + 1)[which][layer].float() for batch in tokens.split(8)])
+    x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
     return x.flatten(0, 2)[: count * group_size // source.head_dim][None, None], sources  # (1, 1, vectors, head_dim)
