@@ -1,7 +1,6 @@
 """The kernels' bench: what it counts and compares, and page 09's tables and figures. Times are not tested."""
 
 import builtins
-import csv
 
 import pandas as pd
 import pytest
@@ -10,13 +9,14 @@ import torch
 from vqkv.errors import DataError
 from vqkv.kernels import naive as reference
 from vqkv.kernels.packed import Affine
-from vqkv.study import bench, experiments, figures
+from vqkv.study import experiments, figures
 from vqkv.study.bench import attention, case, formats, peers, plain, roofline, timing
 from vqkv.study.bench import rows as rows_bench
 from vqkv.study.bench import speed as speed_bench
 
-TINY = ["--geometry", "tiny", "--rows", "40", "--tokens", "24", "--run", "1x16", "--run", "2x8", "--run", "1x8"]
-TINY += ["--codebook-sizes", "16", "32", "--depths", "1", "2", "--repetitions", "2"]
+SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 16], [2, 8], [1, 8]],
+            "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
+            "seed": 0}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,12 @@ def small_probes(monkeypatch):
     monkeypatch.setattr(case, "_said", set())
 
 
-def run(tmp_path, *arguments) -> pd.DataFrame:
-    bench.main([*TINY, "--out", str(tmp_path / "new" / "bench.csv"), *arguments])
-    return pd.read_csv(tmp_path / "new" / "bench.csv")
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(roofline, "COPIED", {"cpu": 2**12})
         patched.setattr(roofline, "SIDE", {"cpu": 8})
-        yield run(tmp_path_factory.mktemp("bench"))
+        yield experiments.kernel_speed(operations=[], **SETTINGS)
 
 
 def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
@@ -48,6 +43,9 @@ def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
     assert (whole["unit"] == "ms").all() and (whole["threads"] == 1).all() and (timed["repetitions"] == 2).all()
     assert whole["versions"].str.contains("torch").all() and whole["device"].notna().all()
     assert (timed["bound_ms"] > 0).all() and set(timed["limited_by"]) <= {"copy", "matmul"}
+    assert set(whole["shape"][whole["operation"] == "rvq_encode"]) == {
+        "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
+    }  # fmt: skip
 
 
 def test_ratios_are_those_of_the_row_s_own_numbers(whole):
@@ -84,12 +82,19 @@ def test_peers_solve_the_same_problem(whole):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_remedy_is_named(tmp_path):
-    with pytest.raises(DataError, match="finds no GPU; leave --device out"):
-        run(tmp_path, "--device", "cuda")
+def test_without_a_gpu_the_remedy_is_named():
+    with pytest.raises(DataError, match="finds no GPU; leave it out"):
+        experiments.kernel_speed(operations=[], **SETTINGS | {"device": "cuda"})
 
 
-def test_what_is_not_installed_is_skipped_by_name(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    speed_bench.main(["--only", "pack", "--out", str(tmp_path / "new" / "bench.csv")])
+    table = pd.read_csv(tmp_path / "new" / "bench.csv")
+    assert list(table["operation"]) == ["roofline"] * 4 + ["pack"] * 6 and tuple(table.columns) == rows_bench.COLUMNS
+    assert capsys.readouterr().out.count("plain torch") == 3
+
+
+def test_what_is_not_installed_is_skipped_by_name(capsys, monkeypatch):
     missing, found = ("faiss", "hqq", "optimum", "vector_quantize_pytorch"), builtins.__import__
 
     def without(name, *arguments, **others):
@@ -98,24 +103,11 @@ def test_what_is_not_installed_is_skipped_by_name(tmp_path, capsys, monkeypatch)
         return found(name, *arguments, **others)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    table = run(tmp_path, "--only", "rvq_decode", "affine_decode", "rvq_encode")
+    table = experiments.kernel_speed(operations=["rvq_decode", "affine_decode", "rvq_encode"], **SETTINGS)
     assert set(table[table["operation"] == "affine_decode"]["implementation"].str[:5]) == {"vqkv ", "plain"}
     printed = capsys.readouterr().out
     for name in (peers.FAISS, peers.HQQ, peers.QUANTO, peers.VECTOR_QUANTIZE):
         assert printed.count(f"skipped {name}: no module") == 1
-
-
-def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
-    def interrupted(sizes):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(speed_bench.OPERATIONS, "unpack", interrupted)
-    with pytest.raises(SystemExit, match="interrupted: .* rows are in"):
-        run(tmp_path, "--only", "pack", "unpack")
-    with open(tmp_path / "new" / "bench.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["operation"] for row in rows] == ["roofline"] * 4 + ["pack"] * 6
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["bench.csv"]
 
 
 def test_calls_take_turns_and_slow_ones_fewer(monkeypatch):
@@ -209,22 +201,6 @@ def test_formats_are_what_they_say(name):
     assert isinstance(packed, Affine) == name.startswith("int")
 
 
-SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 8], [1, 16], [2, 8]],
-            "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
-            "seed": 0}  # fmt: skip
-
-
-def test_the_page_s_table_is_the_bench_s():
-    table = experiments.kernel_speed(operations=["rvq_encode", "decode_attention"], **SETTINGS)
-    assert tuple(table.columns) == rows_bench.COLUMNS and table["median"].dtype == float
-    assert set(table["shape"][table["operation"] == "rvq_encode"]) == {
-        "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
-    }  # fmt: skip
-    attended = experiments.attention_times(table)
-    assert attended.loc["fp16"].to_numpy() == pytest.approx(1)
-    assert list(attended.columns) == [(1, 8), (1, 16), (2, 8)]
-
-
 def rows(*found) -> pd.DataFrame:
     """operation, format, implementation, shape, median, bound, ratio to fp16."""
     names = ["operation", "format", "implementation", "shape", "median", "bound_ms", "ratio_to_fp16"]
@@ -240,9 +216,7 @@ def test_what_others_take_over_ours():
         ("rvq_encode", "2x8", "faiss beam 1", shape, 5.0, 1.0, None),
         ("pack", "4", "vqkv (cpu)", "", 1, 1, None),
     )
-    found = experiments.against_ours(table, ["rvq_encode"])
-    assert found.to_dict("records") == [{"vqkv, ms": 2.0, "faiss": 2.5}]
-    assert len(experiments.against_ours(table)) == 2
+    assert experiments.against_ours(table).to_dict("index")["rvq_encode", "2x8"] == {"vqkv, ms": 2.0, "faiss": 2.5}
     assert experiments.against_ours(table.iloc[1:3]).columns.tolist() == ["faiss"]  # ours is not there
 
 
@@ -257,7 +231,6 @@ def test_trade_sets_time_beside_bits():
     )
     (found,) = experiments.trade(table).to_dict("records")
     assert found == {"bits": 4.5, "smaller": pytest.approx(16 / 4.5), "packed": 1.5, "decoded": 4.0, "possible": 0.3}
-    assert experiments.trade(table, batch=7).empty
 
 
 def test_every_implementation_and_format_has_one_look(whole):

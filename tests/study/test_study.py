@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.study import driver as study
-from vqkv.study.pages import reads_tables
+from vqkv.study import page_parameters
+from vqkv.study.pages import all_notebooks, read, strip, written
 
 PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"\nsteps = 3\nsay = None'
 WRITE = """import os
@@ -43,7 +44,7 @@ def write(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (parameters, *sources)])
     notebook.cells[0].metadata["tags"] = ["parameters"]
     path.parent.mkdir(exist_ok=True)
-    nbformat.write(study.strip(notebook), path)
+    path.write_bytes(written(strip(notebook)))
     return path
 
 
@@ -61,8 +62,9 @@ def test_default_profile_refreshes_the_page_in_place_and_repeats_itself(root):
     page = root / "notebooks/01_first.ipynb"
     assert study.Study(root).run() == {}
     first = page.read_bytes()
-    notebook = nbformat.read(page, as_version=4)
+    nbformat.validate(notebook := nbformat.read(page, as_version=4))
     assert notebook.cells[1].outputs[0].text == "notebooks 3\n" and notebook.cells[1].execution_count == 2
+    assert nbformat.writes(notebook).encode() + b"\n" == first
     assert b"papermill" not in first and b"injected" not in first and b"iopub" not in first
     assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,0"
     assert study.Study(root, recompute=True).run() == {}
@@ -171,34 +173,18 @@ def test_assignments_that_cannot_be_read(text):
         study.parse_assignments([text])
 
 
-def test_profiles(root, tmp_path):
+def test_profiles(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_parameters, "PROFILES", tmp_path)
     (tmp_path / "small.yaml").write_text("'*': {steps: 1, foreign: 2}\n01_first: {rate: 0.1}\n")
-    (tmp_path / "default.yaml").write_text("{}\n")
-    small = study.Study(root, profile="small", profiles=tmp_path, parameters={"steps": 9})
+    small = study.Study(root, profile="small", parameters={"steps": 9})
     assert list(small.injected.values()) == [{"steps": 9, "rate": 0.1}]
     assert small.target.name.startswith("small-")
-    with pytest.raises(UnknownNameError, match="Known: default, small"):
-        study.Study(root, profile="smal", profiles=tmp_path)
-    for text, error in (
-        ("01_first: {nothing: 1}", UnknownNameError),
-        ("07_x: {}", UnknownNameError),
-        ("[1]", FormatError),
-    ):
-        (tmp_path / "small.yaml").write_text(text)
-        with pytest.raises(error):
-            study.Study(root, profile="small", profiles=tmp_path)
-
-
-def test_bundled_profiles_can_be_read():
-    names = [path.stem for path in study.PROFILES.glob("*.yaml")]
-    assert {"default", "smoke", "llama3-8b"} <= set(names) and study.load_profile("default") == {}
-    assert all(study.load_profile(name) for name in names if name != "default")
+    with pytest.raises(UnknownNameError, match="Known: small"):
+        study.Study(root, profile="smal")
 
 
 def test_command_line(root, monkeypatch):
     monkeypatch.setattr(study, "repository_root", lambda: root)
-    run = CliRunner().invoke(study.app, ["--list"])
-    assert run.exit_code == 0 and "01_first" in run.output and "steps = 3" in run.output and "smoke" in run.output
     for arguments in (["--only", "9"], ["--profile", "x"], ["-p", "step=1"], ["-p", "steps=a"]):
         run = CliRunner().invoke(study.app, arguments)
         assert run.exit_code == 2 and "error:" in run.output
@@ -213,54 +199,40 @@ def test_strip_is_stable():
     notebook.cells[0].metadata.update(papermill={"duration": 1}, execution={"a": 1}, tags=[])
     notebook.cells.append(nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["injected-parameters"]}))
     notebook.metadata["papermill"] = {"duration": 2}
-    once = study.strip(notebook)
-    assert nbformat.writes(study.strip(once)) == nbformat.writes(once) and len(once.cells) == 2
-    assert once.cells[0].metadata == {} and once.cells[0].id != once.cells[1].id
-    nbformat.validate(once)
+    once = strip(notebook)
+    first, second = once["cells"]
+    assert strip(once) == once and first["metadata"] == {} and first["id"] != second["id"]
 
 
 def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
-    """Two wait for each other, one of which then fails; one that measures times begins when the others have ended, and
-    one that reads tables when all have."""
+    """Two wait for each other, one of which then fails; one that reads tables begins when the others have ended."""
     write(tmp_path / "notebooks/_.ipynb", BEGIN, END, parameters=PARAMETERS.replace('"a"', '"_"'))
-    notebook = nbformat.read(tmp_path / "notebooks/_.ipynb", as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
-    nbformat.write(notebook, tmp_path / "notebooks/_.ipynb")
-    for name, extra, last in (("a", "", END), ("b", "", "1 / 0"), ("c", "\nrepetitions = 3", END), ("d", "", END)):
+    notebook = read(tmp_path / "notebooks/_.ipynb")
+    notebook["cells"].insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
+    (tmp_path / "notebooks/_.ipynb").write_bytes(written(notebook))
+    for name, last in (("a", END), ("b", "1 / 0"), ("c", END)):
         meet = MEET if name in "ab" else "print(steps)"
-        parameters = PARAMETERS.replace('"a"', f'"{name}"') + extra
-        write(tmp_path / f"notebooks/{name}.ipynb", BEGIN, meet, last, parameters=parameters)
+        write(
+            tmp_path / f"notebooks/{name}.ipynb", BEGIN, meet, last, parameters=PARAMETERS.replace('"a"', f'"{name}"')
+        )
     failures = study.Study(tmp_path, jobs=2).run()
     assert list(failures) == ["b"] and "ZeroDivisionError" in failures["b"] and "failed/b.ipynb" in failures["b"]
     begun, ended = (
         {file.stem: float(file.read_text()) for file in tmp_path.glob(f"*.{end}")} for end in ("begun", "ended")
     )
-    assert begun.keys() == {"a", "b", "c", "d", "_"} and begun["b"] < ended["a"]
-    assert begun["c"] > max(ended["a"], ended["d"]) and begun["_"] > ended["c"]
-    order = [
-        ([each.stem for each in paths], at_a_time)
-        for paths, at_a_time in study.Study(tmp_path, jobs=2, together=True)._batches()
-    ]
-    assert order == [(["d", "c", "b", "a"], 2), ([], 1), (["_"], 1)]
+    assert begun.keys() == {"a", "b", "c", "_"} and begun["b"] < ended["a"]
+    assert begun["_"] > max(ended["a"], ended["c"])
     pages = contents(tmp_path, "notebooks")
     assert list(study.Study(tmp_path).run()) == ["b"] and contents(tmp_path, "notebooks") == pages
-    for wrong in (0, -1, 1.5, True):
-        with pytest.raises(DataError, match="jobs: use a whole number"):
-            study.Study(tmp_path, jobs=wrong)
 
 
-def test_kernels_find_workers_only_where_one_page_runs_at_a_time(tmp_path):
+def test_kernels_find_workers(tmp_path):
     source = "import os; print(os.environ['VQKV_WORKERS'], os.environ['VQKV_SCHEDULER'])"
-    for name, parameters in (("01_first", "steps = 1"), ("02_timed", "rounds = 1")):
-        write(tmp_path / f"notebooks/{name}.ipynb", source, parameters=parameters)
-    assert study.Study(tmp_path, workers=3, jobs=2).run() == {}
-    pages = {path.stem: nbformat.read(path, as_version=4) for path in (tmp_path / "notebooks").iterdir()}
-    printed = {name: page.cells[1].outputs[0].text.strip() for name, page in pages.items()}
-    assert printed == {"01_first": "", "02_timed": "3"}
+    page = write(tmp_path / "notebooks/01_first.ipynb", source)
+    assert study.Study(tmp_path, workers=3).run() == {}
+    assert nbformat.read(page, as_version=4).cells[1].outputs[0].text == "3 \n"
 
 
-def test_pages_that_measure_times_are_known():
-    pages = study.all_notebooks(study.repository_root() / "notebooks")
-    timed = {page.name[:2] for page in pages if study.TIMES.intersection(study.notebook_parameters(page))}
-    assert timed == {"08", "09"}
-    assert [page.name[:2] for page in pages if reads_tables(page)] == ["12"]
+def test_one_page_reads_the_others_tables():
+    pages = all_notebooks(study.repository_root() / "notebooks")
+    assert [page.name[:2] for page in pages if study.reads_tables(page)] == ["12"]

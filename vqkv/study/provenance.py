@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from vqkv.runtime.machine import processor
 
 RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
@@ -33,9 +35,18 @@ def version(package: str) -> str | None:
         return None
 
 
-def _device() -> str:
-    import torch
+def versions(*packages: str) -> str:
+    """Python and those of the ``packages`` that are installed, as ``name version; ...``."""
+    found = {name: version(name) for name in packages}
+    return "; ".join([f"python {platform.python_version()}", *(f"{name} {v}" for name, v in found.items() if v)])
 
+
+def device_name(device: torch.device | str) -> str:
+    """The GPU's or the processor's."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
+
+
+def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{processor()}, {torch.get_num_threads()} threads"

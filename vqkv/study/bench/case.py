@@ -19,9 +19,9 @@ class Sizes:
     reads them, ``runs`` [batch size, context] for attention. A row of ``sweep`` is timed for each of
     ``codebook_sizes`` (largest depth) and ``depths`` (largest codebooks)."""
 
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
+    heads: int
+    kv_heads: int
+    head_dim: int
     rows: int = 8192
     sweep_rows: int = 2048
     tokens: int = 1024
