@@ -20,11 +20,6 @@ from vqkv.reference.data import TOKENIZER_DIR
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-
-
-@pytest.fixture(scope="module")
 def metaspace():
     """A tokenizer of Llama 2's kind: no pre-tokenizer, a space put before the text, bytes for what is unknown."""
     inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))

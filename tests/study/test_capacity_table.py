@@ -1,24 +1,12 @@
 """The capacity table: models of published sizes, the blog's figures beside ours, and the figure."""
 
-import pandas as pd
 import pytest
 
 from vqkv.evaluation.capacity import architecture, capacity
 from vqkv.study.experiments.capacity import BASELINE, MODELS, PRESETS, capacity_table
 
-# What the hub counts in each model's safetensors.
-PARAMETERS = {
-    "Llama-2-7B": 6_738_415_616,
-    "Mistral-7B": 7_248_023_552,
-    "Llama-3.1-8B": 8_030_261_248,
-    "Qwen2.5-7B": 7_615_616_512,
-}
 ARGUMENTS = {"batch_size": 1, "context": 8192, "dtype": "float16"}
 SOME_MODELS, SOME = ["Mistral-7B", "Qwen2.5-7B"], ["quanto 4", "vqllm 8x2048", "kivi 2", "higgs 2"]
-
-
-def laid_out(name):
-    return architecture({key: value for key, value in MODELS[name].items() if key != "source"}, "float16")
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +14,14 @@ def table():
     return capacity_table(SOME_MODELS, SOME, [24, 80], **ARGUMENTS)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_have_their_published_number_of_weights(name):
-    assert sum(parameter.numel() for parameter in laid_out(name).parameters()) == PARAMETERS[name]
-
-
 def test_rows_say_what_capacity_says(table):
     assert len(table) == len(SOME_MODELS) * 2 * (1 + len(SOME))
     assert list(table.attrs["sources"]) == [f"config {MODELS[name]['source']}" for name in SOME_MODELS]
     row = table.set_index(["model", "memory_gb", "label"]).loc[("Qwen2.5-7B", 80, "kivi 2")]
-    found = capacity(laid_out("Qwen2.5-7B"), PRESETS["kivi 2"], 80)
+    config = {key: value for key, value in MODELS["Qwen2.5-7B"].items() if key != "source"}
+    found = capacity(architecture(config, "float16"), PRESETS["kivi 2"], 80)
     assert (row["context"], row["batch_size"], row["ratio"]) == (found.context, found.batch_size, found.ratio)
     assert row["weights_bytes"] + row["side_bytes"] + row["cache_bytes"] + row["working_bytes"] <= 80e9
-    again = capacity_table(["Qwen2.5-7B"], ["kivi 2", "vqllm 8x2048"], [80], **ARGUMENTS)
-    mine = table[(table["model"] == "Qwen2.5-7B") & (table["memory_gb"] == 80)]
-    mine = mine[mine["label"].isin([BASELINE, "kivi 2", "vqllm 8x2048"])].sort_values("label", ignore_index=True)
-    pd.testing.assert_frame_equal(again.sort_values("label", ignore_index=True), mine)
 
 
 def test_every_preset_holds_more_than_fp16_at_its_bits(table):

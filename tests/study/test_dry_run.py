@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vqkv.errors import DataError
 from vqkv.evaluation import configs
 from vqkv.study import driver as study
-from vqkv.study.dry_run import DryRun
+from vqkv.study.dry_run import dry_run
 
 
 def test_the_network_is_tried_once_and_not_for_each_model_and_text(monkeypatch):
@@ -27,14 +27,16 @@ def test_the_network_is_tried_once_and_not_for_each_model_and_text(monkeypatch):
     for name in ("getaddrinfo", "create_connection"):
         monkeypatch.setattr(socket, name, nowhere)
     models = {"a": "nobody/a", "b": "meta-llama/Meta-Llama-3-8B"}
-    run = DryRun({page: {"model": models[page], "second_model": "nobody/else", "corpus": "pg19"} for page in "ab"})
+    lines, missing = dry_run(
+        {page: {"model": models[page], "second_model": "nobody/else", "corpus": "pg19"} for page in "ab"}
+    )
     assert len(tried) <= 1
-    assert run.missing[0].startswith("https://huggingface.co does not answer")
-    assert [line.partition(":")[0] for line in run.missing[1:]] == [
+    assert missing[0].startswith("https://huggingface.co does not answer")
+    assert [line.partition(":")[0] for line in missing[1:]] == [
         "model nobody/a", "model nobody/else", "model meta-llama/Meta-Llama-3-8B",
         "corpus pg19 (train)", "corpus pg19 (test)",
     ]  # fmt: skip
-    assert "  model meta-llama/Meta-Llama-3-8B: weights of 16.1 GB in float16" in run.lines  # known without a network
+    assert "  model meta-llama/Meta-Llama-3-8B: weights of 16.1 GB in float16" in lines  # known without a network
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
 

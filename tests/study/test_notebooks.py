@@ -12,7 +12,7 @@ import papermill
 import pytest
 
 from vqkv.study import figures
-from vqkv.study.pages import notebook_parameters, strip, written
+from vqkv.study.pages import notebook_parameters, reads_tables, strip, written
 from vqkv.study.pages import read as read_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -29,12 +29,8 @@ def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 @page
-def test_no_trace_of_how_it_was_run(path):
+def test_executed_from_top_to_bottom_without_a_trace_of_how(path):
     assert path.read_bytes() == written(strip(read_json(path))), "run `python -m vqkv.study`, commit what it writes"
-
-
-@page
-def test_executed_from_top_to_bottom(path):
     cells = code(read(path))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
@@ -49,6 +45,10 @@ def test_one_cell_of_literal_parameters(path):
     # papermill reads the cell line by line: what it finds must be what Python finds
     read_by_papermill = {k: ast.literal_eval(v["default"]) for k, v in papermill.inspect_notebook(str(path)).items()}
     assert notebook_parameters(path) == read_by_papermill
+
+
+def test_one_page_reads_the_others_tables():
+    assert [path.name[:2] for path in PAGES if reads_tables(path)] == ["12"]
 
 
 @page

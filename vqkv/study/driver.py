@@ -115,7 +115,6 @@ class Study:
 
     def _run_one(self, path: Path) -> None:
         """Execute one notebook in a temporary file and move it to its place; what was there stays if it fails."""
-        destination = self.target / "notebooks" / path.name
         scratch = self.target / "runs" if self.in_place else self.target
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix=".study-") as folder:
@@ -128,7 +127,7 @@ class Study:
                 if not self.broken_claims.get(path.stem):
                     raise RuntimeError(_failure(error, executed, scratch / "failed" / path.name)) from error
             notebook = strip(read(executed), keep_injected=not self.in_place)
-        write_atomically(destination, written(notebook))
+        write_atomically(self.target / "notebooks" / path.name, written(notebook))
 
     def _execute(self, path: Path, executed: Path) -> None:
         import papermill  # two seconds, which a dry run need not spend
@@ -155,13 +154,13 @@ def _failure(error: Exception, executed: Path, keep: Path) -> str:
 
 def _show(study: Study) -> None:
     """Show a study page by page, run nothing; ends with 1 where something cannot be reached."""
-    from vqkv.study.dry_run import DryRun  # loads torch, which else only the kernels do
+    from vqkv.study.dry_run import dry_run  # loads datasets, which else only the kernels do
 
-    found = DryRun({path.stem: study.defaults[path] | study.injected[path] for path in study.notebooks})
-    typer.echo("\n".join(found.lines))
-    for reason in found.missing:
+    lines, missing = dry_run({path.stem: study.defaults[path] | study.injected[path] for path in study.notebooks})
+    typer.echo("\n".join(lines))
+    for reason in missing:
         typer.echo(f"cannot be reached: {reason}", err=True)
-    raise typer.Exit(1 if found.missing else 0)
+    raise typer.Exit(1 if missing else 0)
 
 
 app = typer.Typer(add_completion=False)

@@ -1,6 +1,5 @@
 """Provenance of a table: function and parameters, versions of packages, processor or GPU, commit."""
 
-import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -16,7 +15,6 @@ RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matp
 
 def describe(name: str, function: Callable, parameters: dict) -> dict:
     """Everything about the run of a table's ``function`` that is known before it starts."""
-    function = function.func if isinstance(function, functools.partial) else function
     return {
         "name": name,
         "function": f"{function.__module__}.{function.__qualname__}",

@@ -20,13 +20,9 @@ import pandas as pd
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.study.provenance import describe
 
-_unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
-
-
-def unfinished() -> Path | None:
-    """Folder in which the function of the table that is being computed keeps what it has finished, for later runs until
-    the table is stored; None outside ``table``."""
-    return _unfinished.get()
+# Folder in which the function of the table that is being computed keeps what it has finished, for later runs until the
+# table is stored; None outside ``table``.
+unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
 
 
 def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
@@ -52,10 +48,10 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
 
 def published(name: str) -> pd.DataFrame:
     """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
-    folder = repository_root() / "results" / "published"
-    if not (folder / f"{name}.csv").is_file():
-        raise UnknownNameError("published table", name, [path.stem for path in folder.glob("*.csv")])
-    return _read_csv((folder / f"{name}.csv").read_bytes())
+    if found := stored(f"published/{name}"):
+        return found[0]
+    known = (repository_root() / "results/published").glob("*.csv")
+    raise UnknownNameError("published table", name, [path.stem for path in known])
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
@@ -136,14 +132,14 @@ def _root_for(name: str, parameters: dict) -> Path:
 
 @contextmanager
 def _working(root: Path, record: dict, recompute: bool) -> Iterator[Path]:
-    """The folder that ``unfinished()`` gives meanwhile: of this table, these parameters, computed in this way."""
+    """The folder that is ``unfinished`` meanwhile: of this table, these parameters, computed in this way."""
     same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
     folder = root / "results" / ".rows" / record["name"] / digest(same)
-    token = _unfinished.set(folder)
+    token = unfinished.set(folder)
     try:
         yield folder
     finally:
-        _unfinished.reset(token)
+        unfinished.reset(token)
 
 
 def _clear(folder: Path) -> None:

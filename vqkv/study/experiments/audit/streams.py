@@ -1,6 +1,8 @@
 """Snapshot streams of the VQ framework's tiers, written here: 512 steps of one token, keyframes every 64."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -29,9 +31,16 @@ def stream(tier: str) -> dict:
     if not isinstance(keyframes, str):
         codec = keyframes.key_codec(HEAD_DIM).fit(x[0, 0])
         keyframes = [(codec, codec)] * LAYERS
+    with written(list(map(list, x)), keyframes, deltas, INTERVAL) as found:
+        return found.report()
+
+
+@contextmanager
+def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) -> Iterator[SnapshotReader]:
+    """A file of a cache (keys and values, each layer's) that grows by one token a step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream"
-        with SnapshotWriter(path, keyframes, deltas, INTERVAL) as writer:
-            for step in range(STEPS):
-                writer.append(*(list(role[:, :, :, step : step + 1]) for role in x))
-        return SnapshotReader(path).report()
+        with SnapshotWriter(path, keyframes, deltas, interval) as writer:
+            for step in range(live[0][0].shape[2]):
+                writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
+        yield SnapshotReader(path)
