@@ -8,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import make
 
+from vqkv.evaluation.capacity import architecture, capacity
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.study.bench import caches
 from vqkv.study.experiments import generation
+from vqkv.study.experiments.capacity import BASELINE, MODELS, PRESETS, capacity_table
 from vqkv.study.experiments.common import draw, load
 from vqkv.study.figures import generation as figures
 
+SHAPES, SOME = ["Mistral-7B", "Qwen2.5-7B"], ["quanto 4", "vqllm 8x2048", "kivi 2", "higgs 2"]
 FITTED = {"corpus": "python-stdlib", "train_seqs": 2, "seq_len": 256, "codebook_sizes": [16], "kmeans_iterations": 1,
           "seed": 0, "device": "cpu"}  # fmt: skip
 
@@ -30,7 +33,6 @@ def test_memory_growth(llama):
     assert len(table) == 2 * 3 * 4 and len(table.attrs["sources"]) == 3
     at = table.set_index(["system", "batch", "generated"]).sort_index()
     assert (at["stored_bytes"] == at["expected_bytes"]).all()
-    assert at.loc[("quanto 4", 1, 128), "bits_per_value"] == 4 + 2 * 16 / 64
     assert (at.loc["DynamicCache", "ratio"] == 1).all() and (at.loc["DynamicCache", "bits_total"] == 16).all()
     for system in ("DynamicCache", "quanto 4", "kivi 2"):
         one, two = (at.loc[system, batch]["stored_bytes"] for batch in (1, 2))
@@ -75,3 +77,29 @@ def test_names_stand_apart_and_move_no_further_than_needed(places, step):
     assert sum(spread) == pytest.approx(sum(places), abs=1e-6)
     if all(b - a >= step for a, b in itertools.pairwise(places)):
         assert spread == pytest.approx(places, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return capacity_table(SHAPES, SOME, [24, 80], batch_size=1, context=8192, dtype="float16")
+
+
+def test_rows_say_what_capacity_says(table):
+    assert len(table) == len(SHAPES) * 2 * (1 + len(SOME))
+    assert list(table.attrs["sources"]) == [f"config {MODELS[name]['source']}" for name in SHAPES]
+    row = table.set_index(["model", "memory_gb", "label"]).loc[("Qwen2.5-7B", 80, "kivi 2")]
+    config = {key: value for key, value in MODELS["Qwen2.5-7B"].items() if key != "source"}
+    found = capacity(architecture(config, "float16"), PRESETS["kivi 2"], 80)
+    assert (row["context"], row["batch_size"], row["ratio"]) == (found.context, found.batch_size, found.ratio)
+    assert row["weights_bytes"] + row["side_bytes"] + row["cache_bytes"] + row["working_bytes"] <= 80e9
+
+
+def test_every_preset_holds_more_than_fp16_at_its_bits(table):
+    values = {"Mistral-7B": 64 * 8 * 128, "Qwen2.5-7B": 56 * 4 * 128}
+    for _, row in table.iterrows():
+        assert row["ratio"] == 1 if row["label"] == BASELINE else row["ratio"] > 1.5
+        if row["memory_gb"] == 80:  # the window is small beside so many tokens
+            bits = 8 * row["cache_bytes"] / (row["context"] * values[row["model"]])
+            assert bits == pytest.approx(row["bits_per_value"], rel=0.01)
+    bits = table.set_index(["model", "label"])["bits_per_value"].to_dict()
+    assert bits["Mistral-7B", "vqllm 8x2048"] == 2.875 and bits["Qwen2.5-7B", "quanto 4"] == 4.5

@@ -45,10 +45,7 @@ def test_one_cell_of_literal_parameters(path):
     # papermill reads the cell line by line: what it finds must be what Python finds
     read_by_papermill = {k: ast.literal_eval(v["default"]) for k, v in papermill.inspect_notebook(str(path)).items()}
     assert notebook_parameters(path) == read_by_papermill
-
-
-def test_one_page_reads_the_others_tables():
-    assert [path.name[:2] for path in PAGES if reads_tables(path)] == ["12"]
+    assert reads_tables(path) == path.name.startswith("12")
 
 
 @page

@@ -1,15 +1,19 @@
 """Notebook 05: the VQ quality framework's tiers as files, and eviction beside them."""
 
 import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, compare_scores, heavy_hitters, random_tokens
+from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
-from vqkv.study.experiments.audit.streams import written
 from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
 from vqkv.study.sweep import per_process, sweep
 
@@ -79,6 +83,17 @@ def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
     with written(live, keyframes, deltas, interval) as stream:
         report = stream.report()
         return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
+
+
+@contextmanager
+def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) -> Iterator[SnapshotReader]:
+    """A file of a cache (keys and values, each layer's) that grows by one token a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream"
+        with SnapshotWriter(path, keyframes, deltas, interval) as writer:
+            for step in range(live[0][0].shape[2]):
+                writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
+        yield SnapshotReader(path)
 
 
 def _evicted(found: Subject, live, interval: int, retain: float, recent: float) -> dict:

@@ -1,15 +1,11 @@
 """Snapshot streams of the VQ framework's tiers, written here: 512 steps of one token, keyframes every 64."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from vqkv import presets
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.study.experiments.ladder import written
 
 STEPS, INTERVAL = 512, 64
 LAYERS, HEADS, HEAD_DIM = 2, 4, 64  # on which ratios hardly depend
@@ -33,14 +29,3 @@ def stream(tier: str) -> dict:
         keyframes = [(codec, codec)] * LAYERS
     with written(list(map(list, x)), keyframes, deltas, INTERVAL) as found:
         return found.report()
-
-
-@contextmanager
-def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) -> Iterator[SnapshotReader]:
-    """A file of a cache (keys and values, each layer's) that grows by one token a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stream"
-        with SnapshotWriter(path, keyframes, deltas, interval) as writer:
-            for step in range(live[0][0].shape[2]):
-                writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
-        yield SnapshotReader(path)
