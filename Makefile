@@ -14,11 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2 --together --workers 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --together --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .

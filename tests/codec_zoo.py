@@ -5,6 +5,7 @@ import json
 import sys
 
 import torch
+from strategies import gaussian
 
 from vqkv import presets
 from vqkv.codecs import (
@@ -32,10 +33,6 @@ from vqkv.codecs import (
 )
 
 HEADS, HEAD_DIM = 3, 16
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def chain(head_dim=16, kind="strided", stages=(), **settings):

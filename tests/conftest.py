@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 for steering in ("VQKV_OUT", "VQKV_RECOMPUTE", "VQKV_SCHEDULER", "VQKV_WORKERS"):
     os.environ.pop(steering, None)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():  # kernels then run on CPU tensors; real compiles happen in processes of their own
@@ -19,3 +20,29 @@ from vqkv.runtime.allocator import keep_freed_memory  # noqa: E402
 
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A random Llama with 3 layers of 2 KV heads of 32 channels, loaded from a folder."""
+    import small_models
+
+    return small_models.load("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    """One of every kind, fitted."""
+    import codec_zoo
+
+    return codec_zoo.fitted_codecs()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of the bundled models."""
+    from transformers import PreTrainedTokenizerFast
+
+    from vqkv.reference.data import TOKENIZER_DIR
+
+    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)

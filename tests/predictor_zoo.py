@@ -1,6 +1,7 @@
 """Small predictors of every kind and samples for them."""
 
 import torch
+from strategies import gaussian
 
 from vqkv.codecs.predictor_kinds import make_predictor
 
@@ -10,10 +11,6 @@ SMALL = {
     "mlp": {"epochs": 2, "minibatch": 64},
     "gptq": {"group_size": 4},
 }
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def correlated(rows, features, seed=0, mean=3.0):

@@ -3,8 +3,8 @@
 import pytest
 import small_models
 import torch
-from feeding import TOKENS as ALL
-from feeding import run
+from strategies import TOKENS as ALL
+from strategies import run
 from transformers import DynamicCache
 
 from vqkv import DataError, FormatError, calibrate, presets
@@ -19,11 +19,6 @@ TOKENS = ALL[:, :48]
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
     return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-cache"))
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import gc
 import pytest
 import small_models
 import torch
-from exact_codec import Fp32, exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import PREDICTED, SMALL
+from strategies import Fp32, exact
 from transformers import DynamicCache
 
 import vqkv
@@ -31,11 +31,6 @@ PIECES = (20, 7, 1, 1, 11)
 @pytest.fixture(scope="module", params=["gpt2", "llama-yarn", "qwen2"])
 def model(request, tmp_path_factory):
     return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-eviction"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import small_models
 import torch
-from exact_codec import exact
+from strategies import exact
 from transformers import DynamicCache
 
 from vqkv import DataError, calibrate, presets
@@ -26,11 +26,6 @@ PRESETS = {
 @pytest.fixture(scope="module", params=["gpt2", "qwen3"])
 def model(request, tmp_path_factory):
     return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-to-generate"))
 
 
 @pytest.fixture(scope="module", params=sorted(PRESETS))

@@ -30,11 +30,6 @@ def model(request, tmp_path_factory):
     return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-packed"))
-
-
 def fitted(model, preset, **settings):
     defaults = {"flush_block": 8, "sink_tokens": 2, "recent_window": 4}
     return calibrate(model, TOKENS, dataclasses.replace(preset, **defaults | settings), progress=False)

@@ -24,11 +24,6 @@ PREDICTING = {f"aqua-{kind}": presets.aqua(presets.quanto(), kind, recent_window
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return made("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def kivi(llama):
     """Blocks of 16 tokens, 8 recent ones."""
     return calibrate(llama, TOKENS, EVERY["kivi"], progress=False)

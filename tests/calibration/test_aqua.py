@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import small_models
 import torch
-from feeding import TOKENS, feed, run
 from forged import signed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import TOKENS, feed, run
 
 from vqkv import Compressor, DataError, FormatError, UnknownNameError, calibrate, evaluate, load_model, presets
 from vqkv.cache.snapshots import SnapshotWriter
@@ -26,11 +26,6 @@ HIGGS_ERROR = 0.1076  # of a Gaussian, 16 points for pairs
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
 def model(request, tmp_path_factory):
     return load_model(str(small_models.make(request.param, tmp_path_factory.mktemp(request.param))))[0]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_model(str(small_models.make("llama", tmp_path_factory.mktemp("llama-for-aqua"))))[0]
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,6 @@ def model(request, tmp_path_factory):
     return make(name, tmp_path_factory.mktemp(name))
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-costs"))
-
-
 @contextmanager
 def changed(model, place, change):
     """Let ``change`` make other keys (before RoPE) or values (batch, num_kv_heads, seq_len, head_dim) at one place."""

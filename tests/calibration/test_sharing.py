@@ -1,17 +1,11 @@
 """Whole layers that read an earlier layer's cache (KVSharer)."""
 
 import pytest
-import small_models
 import torch
-from feeding import TOKENS, feed, run
+from strategies import TOKENS, feed, run
 
-from vqkv import DataError, calibrate, evaluate, load_model, presets
+from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.models.capture import capture
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_model(str(small_models.make("llama", tmp_path_factory.mktemp("llama-for-aqua"))))[0]
 
 
 def test_whole_layers_are_shared(llama):

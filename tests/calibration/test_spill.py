@@ -5,7 +5,6 @@ import resource
 
 import forked
 import pytest
-import small_models
 import torch
 from safetensors import SafetensorError
 
@@ -13,11 +12,6 @@ from vqkv import DataError, calibrate, load_model, presets
 from vqkv.calibration.spill import CapturedTokens
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_model(str(small_models.make("llama", tmp_path_factory.mktemp("llama-for-aqua"))))[0]
 
 
 def test_captured_tokens_serve_several_presets_and_are_checked(llama, tmp_path):

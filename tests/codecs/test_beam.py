@@ -6,14 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import gaussian
 
 from vqkv.codecs import Chain, Grouping, ResidualVQ, VectorScale, codec_from_config
 from vqkv.kernels import cpu, dispatch
 from vqkv.kernels import naive as reference
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def whole_numbers(*shape, seed=0, size=3):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from codec_zoo import chain, fitted_codecs, gaussian
+from codec_zoo import chain, gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,11 +20,6 @@ from vqkv.codecs import (
     codec_from_config,
 )
 from vqkv.errors import DataError, FormatError, UnknownNameError
-
-
-@pytest.fixture(scope="module")
-def codecs():
-    return fitted_codecs()
 
 
 @pytest.mark.parametrize(("head_dim", "codes", "bits"), [(128, 44, 2.875), (64, 22, 3.0)])

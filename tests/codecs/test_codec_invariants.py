@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, KINDS, fitted_codecs, gaussian, same, unfitted_codecs
+from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian, same, unfitted_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,11 +14,6 @@ from vqkv.errors import FormatError
 
 WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "uniform prior")
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random", "two scales")  # a zero vector stores the scale 0
-
-
-@pytest.fixture(scope="module")
-def codecs():
-    return fitted_codecs()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, KINDS, fitted_codecs, gaussian
+from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv import presets
 from vqkv.codecs import AffineQuantizer, Chain, Grouping, Payload, TokenBlock
 from vqkv.errors import DataError, FormatError
-
-
-@pytest.fixture(scope="module")
-def codecs():
-    return fitted_codecs()
 
 
 def into(codec, payload, like, dtype=torch.float32):

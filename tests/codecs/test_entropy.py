@@ -6,6 +6,7 @@ import torch
 from codec_zoo import check_streams, hide_constriction
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import gaussian
 
 from vqkv.codecs import (
     Chain,
@@ -27,10 +28,6 @@ KINDS = {
     "adaptive": {"tables": "adaptive", "step": 1, "strength": 20},
     "uniform prior": {"tables": "adaptive", "context": "stage", "prior": "uniform", "step": 5, "strength": 30},
 }
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rvq(**settings):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, SMALL, fitted_codecs, gaussian
+from codec_zoo import HEAD_DIM, HEADS, SMALL, gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,11 +30,6 @@ from vqkv.codecs import (
 from vqkv.codecs.grid import gaussian_grids
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
-
-
-@pytest.fixture(scope="module")
-def codecs():
-    return fitted_codecs()
 
 
 def bits(codec, length=None, head_dim=64, heads=2):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import gaussian
 
 from vqkv.codecs import ResidualVQ
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -11,10 +12,6 @@ from vqkv.evaluation.metrics import code_perplexity
 from vqkv.kernels import cpu, dispatch
 from vqkv.kernels import naive as reference
 from vqkv.kernels.rvq import loops
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fitted(x, **settings):

@@ -7,14 +7,6 @@ import torch
 
 from vqkv import DataError, UnknownNameError, load_corpus
 from vqkv.data.corpus import documents, fingerprint
-from vqkv.reference.data import TOKENIZER_DIR
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
 
 
 def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):

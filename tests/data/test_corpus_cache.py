@@ -17,11 +17,6 @@ from vqkv.reference.data import TOKENIZER_DIR
 SEQ_LEN = 24
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-
-
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))

@@ -7,17 +7,12 @@ import corpus_folders as folders
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from vqkv import DataError, UnknownNameError, load_corpus
 from vqkv.data.corpus import HUB_CORPORA, check_corpus, documents
 from vqkv.data.windows import tokenizer_hash
 from vqkv.reference.data import TOKENIZER_DIR
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
 
 
 @pytest.fixture(autouse=True)

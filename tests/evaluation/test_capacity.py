@@ -37,11 +37,6 @@ def load(name, folder, **settings):
     return load_model(str(small_models.make(name, folder)), **settings)[0]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load("llama", tmp_path_factory.mktemp("llama-for-capacity"))
-
-
 def feed(model, cache, tokens, pieces):
     """Yields the tokens in the cache after each piece."""
     for part in tokens[:, : sum(pieces)].split(list(pieces), dim=1):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import gaussian
 
 from vqkv.kernels import Coded, by_byte, cpu, lookup, machine, naive, pack_codes, unpack_codes
 from vqkv.kernels.affine import cpu as affine
@@ -18,10 +19,6 @@ def one_thread():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def bits_of(x):

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-import small_models
 import torch
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
@@ -25,11 +24,6 @@ EXISTING = [
                                ("affine", False), ("affine", True))
     for rotation in ("none", "hadamard", "principal", "weighted")
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return small_models.load("llama", tmp_path_factory.mktemp("llama-for-crosses"))
 
 
 def made(model, **arguments):

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 import vqkv
 from vqkv.models.load import BUNDLED, describe
 from vqkv.reference import measure, rows, train
-from vqkv.reference.data import TOKENIZER_DIR, token_bytes
+from vqkv.reference.data import token_bytes
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
@@ -42,11 +41,6 @@ def test_bundled_models_learned_their_text(name):
     bits = nll / np.log(2) / token_bytes(tokenizer)[tokens[:, 1:]].sum()
     log = json.loads((BUNDLED[name] / "training.json").read_text())
     assert bits < 1.35 * log["held_out"][-1][1] < 3.3
-
-
-@pytest.fixture
-def tokenizer():
-    return PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The claims audit: the committed rows again, verdicts, and figures that are known from elsewhere."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from vqkv import presets
 from vqkv.errors import DataError
 from vqkv.study import tables
 from vqkv.study.experiments import audit, audited_tables, claims_audit
-from vqkv.study.experiments.audit import aqua, framework, residual_vq, shapes, streams
-from vqkv.study.experiments.audit.rows import MEASURED, UNTESTED, YES, furthest, holds, row
+from vqkv.study.experiments.audit import aqua, framework, residual_vq, shapes
+from vqkv.study.experiments.audit.rows import MEASURED, UNTESTED, YES, furthest, row
 
 FACTORS = st.floats(0.01, 100)
 CLAIM = audit.listed().iloc[0].to_dict() | {"published": "2", "table": "03_grouping", "reason": "mean {n}."}
@@ -23,26 +24,12 @@ def claims():
     return claims_audit(audited_tables())
 
 
-@pytest.fixture(scope="module")
-def numbers(claims):
-    return claims.set_index(["source", "claim"])["recomputed"]
-
-
 def test_the_committed_rows_come_out_again(claims):
     """All columns; the committed table was made when the claims were code."""
     committed = (tables.repository_root() / "results/12_claims.csv").read_text()
     assert claims.to_csv(index=False, float_format="%.6g", lineterminator="\n") == committed
     assert list(claims["source"].unique()) == list(audit.SOURCES)
     assert (claims.loc[claims["how"] == MEASURED, "recomputed"] > 0).all()  # the committed tables have what it needs
-
-
-@given(FACTORS, FACTORS)
-def test_verdicts(published, recomputed):
-    assert holds("", published, recomputed) == (abs(recomputed / published - 1) <= 0.02)
-    assert holds("close: 0.5", published, recomputed) == (abs(recomputed / published - 1) <= 0.5)
-    assert holds("at least", published, recomputed) == (recomputed >= published)
-    assert holds("at most", published, recomputed) == (recomputed <= published)
-    assert holds("above: 1", published, recomputed) == (recomputed > 1)
 
 
 @given(st.lists(st.tuples(FACTORS, FACTORS), min_size=1, max_size=6))
@@ -87,31 +74,15 @@ def test_published_ratios_of_two_figures_are_those_of_the_sources_tables():
         assert float(said[claim]) == pytest.approx(ratio, rel=1e-5), claim
 
 
-def test_sizes_of_residual_vq(numbers):
-    found = numbers["residual VQ"]
-    assert found["smaller than fp16, 8 codebooks of 2,048"] == pytest.approx(16 / 2.875)
-    for name, tokens in (("8K", 2**13), ("32K", 2**15), ("128K", 2**17)):
-        bits = 2.875 + 8 * 64 * 2**20 / (tokens * 2 * 32 * 8 * 128)  # 64 codebooks of 8 x 2,048 x 32 in fp16
-        assert found[f"... codebooks counted, one sequence of {name}"] == pytest.approx(16 / bits)
-
-
-def test_bits_of_aqua(numbers):
-    found = numbers["AQUA-KV"]
-    norm = 16 / 1024
-    assert found["AQUA-KV, HIGGS 2 bits, detailed table"] == pytest.approx((27 * (2 + norm) + 4 + norm) / 28)
-    weights = 8 * found["linear predictors of a 3B model"] * 2**20 / (2 * 28 * 1024)
-    for name, tokens in (("8K", 2**13), ("128K", 2**17)):
-        bits = found["AQUA-KV, HIGGS 2 bits, detailed table"] + weights / tokens
-        assert found[f"... predictors counted, one sequence of {name}"] == pytest.approx(bits)
-    assert weights / 2**13 == pytest.approx(2.9, abs=0.01) and weights / 2**17 == pytest.approx(0.18, abs=0.002)
-
-
-def test_a_stream_is_what_arithmetic_says():
-    report = streams.stream("4-bit deltas")
-    assert (report["token_states"], report["keyframe_token_states"], report["delta_tokens"]) == (131328, 2304, 504)
-    by_hand = 131328 / (2304 + 504 * 4.5 / 32)
-    assert report["ratio_every_fp32"] == pytest.approx(by_hand, rel=0.005)
-    assert report["ratio_live_fp16"] == pytest.approx(by_hand * 512 / 2 / 131328, rel=0.005)
+def test_sizes_are_those_of_arithmetic(claims):
+    numbers = claims.set_index("claim")["recomputed"]
+    assert numbers["smaller than fp16, 8 codebooks of 2,048"] == pytest.approx(16 / 2.875)
+    codebooks = 2.875 + 8 * 64 * 2**20 / (2**13 * 2 * 32 * 8 * 128)  # 64 of 8 x 2,048 x 32 in fp16, 8K tokens
+    assert numbers["... codebooks counted, one sequence of 8K"] == pytest.approx(16 / codebooks)
+    bits = (27 * (2 + 16 / 1024) + 4 + 16 / 1024) / 28  # the first layer has 4
+    assert numbers["AQUA-KV, HIGGS 2 bits, detailed table"] == pytest.approx(bits)
+    predictors = 8 * numbers["linear predictors of a 3B model"] * 2**20 / (2 * 28 * 1024)
+    assert numbers["... predictors counted, one sequence of 8K"] == pytest.approx(bits + predictors / 2**13)
 
 
 @pytest.mark.parametrize(("threshold", "share"), [(0.0, 1), (framework.ALL_CODES, 0)])
@@ -123,7 +94,9 @@ def test_bits_with_fallback_are_those_of_the_codec(threshold, share):
 def test_other_contents_are_another_audit(tmp_path, monkeypatch):
     """Tables of the run at hand come before the repository's; one that changes in between is refused."""
     before = audited_tables()
-    assert set(before) == {*audit.STORED, *(f"published/{name}" for name in audit.PUBLISHED)}
+    assert (
+        before == json.loads((tables.repository_root() / "results/12_claims.json").read_text())["parameters"]["tables"]
+    )
     (tmp_path / "results").mkdir()
     (tmp_path / "results/06_depth.csv").write_text("model\nx\n")
     monkeypatch.setenv("VQKV_OUT", str(tmp_path))

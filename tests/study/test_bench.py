@@ -1,6 +1,5 @@
 """The benches at a small size. What they print is timed; what is tested is what they compare and how they count."""
 
-import csv
 import math
 import os
 from multiprocessing import forkserver
@@ -9,37 +8,13 @@ import pytest
 import torch
 
 from vqkv.cache.meter import tensor_bytes
-from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import bench
-from vqkv.study.bench import generation, speed
+from vqkv.errors import UnknownNameError
+from vqkv.study.bench import caches, generation
 from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, stored_bytes
 from vqkv.study.bench.generation import latency
 from vqkv.study.bench.peak import peak_memory
 
 TINY = {"geometry": "tiny", "codebook_sizes": [16], "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
-
-
-def read(path) -> list[dict]:
-    with open(path) as file:
-        return list(csv.DictReader(file))
-
-
-def test_every_system_generates_and_what_it_adds_is_counted_from_dynamic_cache(tmp_path, capsys):
-    runs = ["--run", "1x140x7", "--run", "2x20x3"]
-    arguments = ["--geometry", "tiny", "--codebook-sizes", "16", "--rounds", "1", "--out", str(tmp_path / "new" / "t")]
-    bench.main(["generate", *runs, *arguments])
-    rows = read(tmp_path / "new" / "t")
-    systems = list(dict.fromkeys(row["system"] for row in rows))
-    printed = capsys.readouterr().out
-    assert len(rows) == 2 * len(systems) == 32 and all(name in printed for name in systems)
-    for row in rows:
-        assert float(row["decode_q1"]) <= float(row["decode_ms"]) <= float(row["decode_q3"])
-        assert float(row["prefill_ms"]) > 0 and row["threads"] == "1" and "torch" in row["versions"]
-    stored = {row["system"]: int(row["stored_bytes"]) for row in rows if row["batch"] == "2"}
-    assert (
-        stored[REFERENCE] == 2 * 23 * 2 * 2 * 2 * 32 * 4
-    )  # sequences, tokens, layers, K and V, heads, head_dim, bytes
-    assert stored["vqllm 8x16"] < stored["quanto 4"] < stored[REFERENCE]
 
 
 class Scripted:
@@ -65,14 +40,15 @@ def test_what_is_added_is_the_median_difference_of_the_same_tokens(monkeypatch):
     assert rows["ours"]["decode_ms"] == 12 < rows["ours"]["mean_ms"] and rows["ours"]["decode_q3"] == 60
 
 
-def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with():
-    rows = latency([[1, 10, 2]], 1, ["kivi 2"], **TINY)
-    assert [row["system"] for row in rows] == [REFERENCE, PEER, "kivi 2"]
+def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monkeypatch, capsys):
+    rows = latency([[2, 140, 3]], 1, ["vqllm 8x16"], **TINY)
+    assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x16"]
     assert rows[1]["added_vs_quanto"] == pytest.approx(1) and rows[0]["added_ms"] == 0
-
-
-def test_without_the_peer_s_package_the_others_are_measured(monkeypatch, capsys):
-    from vqkv.study.bench import caches
+    for row in rows:
+        assert row["decode_q1"] <= row["decode_ms"] <= row["decode_q3"]
+        assert row["prefill_ms"] > 0 and row["threads"] == 1 and "torch" in row["versions"]
+    exact = 2 * 143 * 2 * 2 * 2 * 32 * 4  # sequences, tokens, layers, K and V, heads, head_dim, bytes
+    assert rows[2]["stored_bytes"] < rows[1]["stored_bytes"] < rows[0]["stored_bytes"] == exact
 
     def missing():
         raise ImportError("no such package")
@@ -83,14 +59,10 @@ def test_without_the_peer_s_package_the_others_are_measured(monkeypatch, capsys)
     assert "skipped transformers quanto 4: no such package" in capsys.readouterr().out
 
 
-def test_unknown_names_are_refused():
-    for wrong in ({"geometry": "huge"}, {"dtype": "int8"}):
-        with pytest.raises(UnknownNameError, match=next(iter(wrong))):
-            latency([[1, 10, 2]], 1, [], **TINY | wrong)
-    with pytest.raises(UnknownNameError, match="system 'kivi'.*Did you mean 'kivi 2'"):
-        latency([[1, 10, 2]], 1, ["kivi"], **TINY)
-    with pytest.raises(DataError, match="whole numbers"):
-        peak_memory([1, 10], 1, [], **TINY)
+@pytest.mark.parametrize("wrong", [{"geometry": "huge"}, {"dtype": "int8"}, {"systems": ["kivi"]}], ids=str)
+def test_unknown_names_are_refused(wrong):
+    with pytest.raises(UnknownNameError, match=f"{next(iter(wrong))[:6]}.*Known"):
+        latency([[1, 10, 2]], 1, **{"systems": []} | TINY | wrong)
 
 
 def test_peak_memory_of_fresh_processes(monkeypatch):
@@ -114,14 +86,3 @@ def test_what_a_system_shares_between_its_caches_is_not_stored_in_one():
     for system in systems.values():
         assert stored_bytes(system.new_cache(model), system) == 0
         assert system.side_bytes == 0 or tensor_bytes(system) > 0
-
-
-def test_where_rows_go_is_checked_before_anything_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "speed", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(OSError, match="[Ii]s a directory"):
-        speed.main(["--out", str(tmp_path)])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        speed.main(["--out", str(tmp_path / "file" / "x.csv")])
-    with pytest.raises(DataError, match="give cpu or cuda"):
-        speed.main(["--device", "mps"])

@@ -1,4 +1,4 @@
-"""Page 11's search, its readings of a table, and the designs that it compares."""
+"""Page 11's search and designs, and what it and page 07 make of their rows."""
 
 import itertools
 import math
@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 
 from vqkv import presets
-from vqkv.errors import DataError, UnknownNameError
-from vqkv.study.experiments import designs, finalists, halving_search
-from vqkv.study.experiments.frontier import CONTEXTS, against_published, proxy_correlations, total_bits, what_to_use
+from vqkv.study import tables
+from vqkv.study.experiments import beside_published, designs, finalists, halving_search, predictors, within_budget
+from vqkv.study.experiments.common import all_told
+from vqkv.study.experiments.frontier import CONTEXTS, total_bits, what_to_use
 
 SEARCH = {
     "corpus": "python-stdlib", "contexts": ["1k", "32k"], "seq_len": 264, "chunk_size": 132, "codebook_size": 16,
@@ -70,17 +71,13 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
     assert len(set(listed)) == len(ALL) > 70
     assert not designs.exists("grid", 2.5) and designs.exists("steps", 2.5) and not designs.exists("affine", 0.5)
     assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
-
-
-def test_published_systems_keep_the_sinks_that_are_asked_for_and_no_window():
-    found = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
-    assert {"vqllm 2x16", "kivi 2", "kvquant 2", "aqua higgs 2", "vqq product"} <= set(found)
-    assert {(preset.sink_tokens, preset.recent_window) for preset in found.values()} == {(3, 0)}
+    published = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
+    assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}
 
 
 def test_bits_all_told():
     about = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5}
-    bits = total_bits(2.0, side_bytes=30 * 1024, about=about, sink_tokens=4)  # of 60 values a token
+    bits = total_bits({"bits_per_value": 2.0, "side_bytes": 30 * 1024}, about, sink_tokens=4)  # of 60 values a token
     assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)
     assert bits["bits_8k_x16"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 128)
     assert len(bits) == 8
@@ -95,10 +92,7 @@ def table():
         side = {"a": 0.1, "b": 1.5, "p": 0.0}[system]
         row = {"system": system, "nominal_bits": nominal, "model": model, "seed": seed, "bits_per_value": bits}
         row |= {f"bits_{name}_x1": bits + side * 1024 / n for name, n in CONTEXTS.items()}
-        row |= {"kl_mean": kl * (4 if model == "n" else 1), "evr": 1 - kl, "top1": 1 - kl, "ppl": 20 + kl}
-        rows.append(
-            row | {"recall": 0.0, "recall_exact": 0.0, "cloze": 0.3 - seed / 10 - kl, "cloze_exact": 0.3 - seed / 10}
-        )
+        rows.append(row | {"kl_mean": kl * (4 if model == "n" else 1)})
     return pd.DataFrame(rows)
 
 
@@ -119,34 +113,45 @@ def test_what_broke_on_one_model_is_not_to_be_used():
     assert what_to_use(table().assign(kl_mean=0.0), [9]).loc[9, "1k"].endswith(": 1e-09")
 
 
+ABOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 64}
+
+
+def row(label, bits, kl, side_bytes=0, predicted=False):
+    found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
+    found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0}
+    return found | {name: all_told(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
+
+
+PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("bits", "kl", "plain_bits", "saved"),
     [
-        ({"contexts": ["2k"]}, UnknownNameError, "context '2k'"),
-        ({"rungs": [rung(1, designs=["stepz"])]}, UnknownNameError, "design 'stepz'"),
-        ({"rungs": [rung(1, bits=(2.5,), designs=["grid"])]}, DataError, "none of .*'grid'.* exists at"),
+        (2.0, math.sqrt(1e-2 * 1e-3), 3.5, 1.5),
+        (2.0, 1e-5, 4.0, 2.0),  # better than HIGGS of 4 bits: cut off there
+        (2.0, 0.5, math.nan, math.nan),  # worse than HIGGS of 2 bits
+        (3.2, 1e-2, 3.0, math.nan),  # nothing saved
     ],
-    ids=str,
 )
-def test_what_no_search_can_be_made_of(guessed, changes, error, message):
-    with pytest.raises(error, match=message):
-        halving_search(["a"], **{"rungs": [rung(1)]} | SEARCH | changes)
+def test_predictors_pay_where_their_bytes_equal_the_bits_they_save(bits, kl, plain_bits, saved):
+    aqua = row("aqua", bits, kl, side_bytes=1000, predicted=True)
+    found = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
+    assert found["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
+    assert 8 * 1000 / (found["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
 
 
-def test_published_systems_are_compared_at_no_more_bits():
-    found = against_published(table(), ["p"], ["a", "b"]).set_index(["model", "seed"])
-    assert len(found) == 4
-    assert found.loc[("m", 0), "our_bits"] == 2.0 and found.loc[("m", 0), "ratio"] == pytest.approx(0.001 / 0.02)
-    assert found.loc[("n", 1), "our_bits"] == 1.05 and found.loc[("n", 1), "ratio"] == pytest.approx(0.004 / 0.02)
+def test_the_winner_within_a_budget_changes_with_the_context():
+    aqua = row("aqua", 2.0, 1e-3, side_bytes=4096 * 2 * 64, predicted=True)
+    found = within_budget(pd.DataFrame([*PLAIN, aqua]), 3.0)
+    assert found.loc["m"].tolist() == [*2 * predictors.WITHOUT[1:2], "aqua", "aqua"]
+    assert within_budget(pd.DataFrame(PLAIN), 1.0).loc["m"].tolist() == ["none"] * 4
 
 
-def test_nothing_at_so_few_bits_is_no_comparison():
-    cheapest = table().assign(bits_per_value=lambda t: t["bits_per_value"].where(t["system"] != "p", 0.5))
-    assert against_published(cheapest, ["p"], ["a"])["ratio"].isna().all()
-
-
-def test_proxies_that_rank_systems_as_the_task_does_correlate_with_it():
-    """Whatever the seed's text scores with an exact cache."""
-    found = proxy_correlations(table(), ["kl_mean", "top1", "unexplained", "ppl"], ["cloze", "recall"])
-    assert (found.loc[found["task"] == "cloze", "correlation"].round(9) == 1).all() and set(found["systems"]) == {10}
-    assert found.loc[found["task"] == "recall", "correlation"].isna().all() and len(found) == 16
+def test_every_published_row_is_one_of_ours_and_the_sources():
+    ours = {label for block in predictors._table(16, [2], 4, 8, 0.5, 4, 0).values() for label in block}
+    published = tables.published("aqua_detailed")
+    assert set(predictors.PUBLISHED) <= ours and set(predictors.PUBLISHED.values()) <= set(published["config"])
+    joined = beside_published(pd.DataFrame([row("higgs 2", 2.0, 0.1)]), published)
+    assert joined.loc["higgs 2", "m kl_mean"] == 0.1
+    assert joined.loc["aqua higgs 2", "published ppl_increase"] == pytest.approx(100 * (7.03 / 6.98 - 1))

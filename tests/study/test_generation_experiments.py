@@ -2,64 +2,23 @@
 
 import itertools
 import math
-import re
 
-import pandas as pd
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import make
 
-from vqkv.errors import DataError
+from vqkv.evaluation.capacity import architecture, capacity
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.study.bench import caches
 from vqkv.study.experiments import generation
+from vqkv.study.experiments.capacity import BASELINE, MODELS, PRESETS, capacity_table
 from vqkv.study.experiments.common import draw, load
 from vqkv.study.figures import generation as figures
 
+SHAPES, SOME = ["Mistral-7B", "Qwen2.5-7B"], ["quanto 4", "vqllm 8x2048", "kivi 2", "higgs 2"]
 FITTED = {"corpus": "python-stdlib", "train_seqs": 2, "seq_len": 256, "codebook_sizes": [16], "kmeans_iterations": 1,
           "seed": 0, "device": "cpu"}  # fmt: skip
-WIDE = caches.GEOMETRIES["tiny"] | {"head_dim": 128}
-# Bits per value at 2 layers of 2 KV heads of 128: codes, then what scales and offsets of 16 bits (rvq2: 32) add.
-NOMINAL = {
-    "DynamicCache": 16,
-    "transformers quanto 4": 4 + 2 * 16 / 64,
-    "transformers quanto 2": 2 + 2 * 16 / 64,
-    "transformers hqq 4": 4 + 2 * 16 / 64,
-    "quanto 4": 4 + 2 * 16 / 64,
-    "quanto 2": 2 + 2 * 16 / 64,
-    "hqq 4": 4 + 2 * 16 / 64,
-    "kivi 2": 2 + 2 * 16 / 128,
-    "higgs 4": 4 + 16 / 256,
-    "higgs 2": 2 + 16 / 256,
-    "vqllm 8x16": 8 * 4 / 32 + 16 / 128,
-    "rvq2": 2 * 8 / 8 + 32 / (64 * 128),
-    "aqua higgs 2": (4 + 2) / 2 + 16 / 256,
-}
-
-
-@pytest.fixture(scope="module")
-def wide():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(caches.GEOMETRIES, "wide", WIDE)
-        model = caches.random_llama("wide", "bfloat16")
-    return model, caches.prepared(model, [], [16])
-
-
-@pytest.mark.parametrize("label", NOMINAL)
-@torch.inference_mode()
-def test_stored_bytes_at_2000_tokens_are_bits_times_values_and_what_is_exact(wide, label):
-    model, systems = wide
-    cache, tokens = systems[label].new_cache(model), caches.random_tokens(model, 1, 2000)
-    for piece in tokens.split([1200, 799, 1], dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
-    per_token, report = 2 * 2 * 2 * 128, cache.report()
-    assert report.values == 2000 * per_token
-    exact = sum(report.kinds.get(kind, 0) for kind in ("window", "sinks"))
-    expected = NOMINAL[label] / 8 * (report.values - exact // 2) + exact
-    assert caches.stored_bytes(cache, systems[label]) == pytest.approx(expected, rel=0.02)
-    assert label == "DynamicCache" or exact < 300 * 2 * per_token
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +42,6 @@ def test_memory_growth(llama):
     assert packs["largest_bytes"].tolist()[1:] == [n * per_token * bits / 8 + 127 * per_token * 2 for n in (128, 256)]
     decoded = at.loc["quanto 4, decoded kept", 1, 256]["stored_bytes"] - packs.loc[256, "stored_bytes"]
     assert decoded == 256 * per_token * 2  # in 16 bits, what was packed when the last step read it
-
-
-def test_only_whole_blocks_are_compared(llama):
-    for wrong in ([], [64], [128.0]):
-        with pytest.raises(DataError, match="multiples of 128"):
-            generation.memory_growth(llama, systems=[], generated=wrong, batches=[1], dtype="", **FITTED)
 
 
 def test_loss_by_position_adds_up_to_what_evaluate_finds(llama, tmp_path):
@@ -116,18 +69,6 @@ def test_loss_by_position_adds_up_to_what_evaluate_finds(llama, tmp_path):
         assert row["ppl_exact"] * added == pytest.approx(row["ppl"], rel=1e-4)
 
 
-def test_choices_weigh_positions_and_look_at_one_sequence():
-    times = pd.DataFrame({"system": ["a", "a", "b"], "batch": [1, 4, 1], "context": 1500, "added_prefill_ms": 1.0,
-                          "added_ms": [2.0, 9.0, 3.0], "added_vs_quanto": 0.5})  # fmt: skip
-    memory = pd.DataFrame({"system": ["a", "a", "b"], "batch": 1, "generated": [0, 128, 128],
-                           "bits_total": [16.0, 4.0, 2.0], "side_bytes": 0})  # fmt: skip
-    losses = pd.DataFrame({"model": ["m", "m", "n"], "system": "a", "start": [0, 100, 0], "end": [100, 150, 9],
-                           "kl": [3.0, 6.0, 0.0]})  # fmt: skip
-    found = generation.choices(times, memory, losses, "m", 1500)
-    assert list(found.index) == ["a"]  # b has no loss
-    assert found.loc["a", ["bits_total", "added_ms", "kl"]].tolist() == [4, 2, pytest.approx(4)]
-
-
 @given(st.lists(st.floats(-1, 2), min_size=1, max_size=20), st.floats(0.01, 0.2))
 def test_names_stand_apart_and_move_no_further_than_needed(places, step):
     places = sorted(places)
@@ -138,9 +79,27 @@ def test_names_stand_apart_and_move_no_further_than_needed(places, step):
         assert spread == pytest.approx(places, abs=1e-9)
 
 
-def test_a_system_looks_the_same_everywhere_and_like_no_other():
-    labels = [*caches.THEIRS, *caches.ours([256]), caches.KEPT]
-    looks = {label: (*figures.style_of(label), label.startswith("transformers")) for label in labels}
-    family = {label: re.split(r" [\d.]", label)[0] for label in labels}
-    for a, b in itertools.combinations(labels, 2):
-        assert (looks[a] == looks[b]) == (family[a] == family[b]), (a, b)
+@pytest.fixture(scope="module")
+def table():
+    return capacity_table(SHAPES, SOME, [24, 80], batch_size=1, context=8192, dtype="float16")
+
+
+def test_rows_say_what_capacity_says(table):
+    assert len(table) == len(SHAPES) * 2 * (1 + len(SOME))
+    assert list(table.attrs["sources"]) == [f"config {MODELS[name]['source']}" for name in SHAPES]
+    row = table.set_index(["model", "memory_gb", "label"]).loc[("Qwen2.5-7B", 80, "kivi 2")]
+    config = {key: value for key, value in MODELS["Qwen2.5-7B"].items() if key != "source"}
+    found = capacity(architecture(config, "float16"), PRESETS["kivi 2"], 80)
+    assert (row["context"], row["batch_size"], row["ratio"]) == (found.context, found.batch_size, found.ratio)
+    assert row["weights_bytes"] + row["side_bytes"] + row["cache_bytes"] + row["working_bytes"] <= 80e9
+
+
+def test_every_preset_holds_more_than_fp16_at_its_bits(table):
+    values = {"Mistral-7B": 64 * 8 * 128, "Qwen2.5-7B": 56 * 4 * 128}
+    for _, row in table.iterrows():
+        assert row["ratio"] == 1 if row["label"] == BASELINE else row["ratio"] > 1.5
+        if row["memory_gb"] == 80:  # the window is small beside so many tokens
+            bits = 8 * row["cache_bytes"] / (row["context"] * values[row["model"]])
+            assert bits == pytest.approx(row["bits_per_value"], rel=0.01)
+    bits = table.set_index(["model", "label"])["bits_per_value"].to_dict()
+    assert bits["Mistral-7B", "vqllm 8x2048"] == 2.875 and bits["Qwen2.5-7B", "quanto 4"] == 4.5

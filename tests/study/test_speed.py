@@ -1,7 +1,6 @@
 """The kernels' bench: what it counts and compares, and page 09's tables and figures. Times are not tested."""
 
-import builtins
-import csv
+import sys
 
 import pandas as pd
 import pytest
@@ -10,33 +9,27 @@ import torch
 from vqkv.errors import DataError
 from vqkv.kernels import naive as reference
 from vqkv.kernels.packed import Affine
-from vqkv.study import bench, experiments, figures
+from vqkv.study import experiments
 from vqkv.study.bench import attention, case, formats, peers, plain, roofline, timing
 from vqkv.study.bench import rows as rows_bench
 from vqkv.study.bench import speed as speed_bench
 
-TINY = ["--geometry", "tiny", "--rows", "40", "--tokens", "24", "--run", "1x16", "--run", "2x8", "--run", "1x8"]
-TINY += ["--codebook-sizes", "16", "32", "--depths", "1", "2", "--repetitions", "2"]
+SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 16], [2, 8], [1, 8]],
+            "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
+            "seed": 0}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small_probes(monkeypatch):
-    monkeypatch.setattr(roofline, "COPIED", {"cpu": 2**12})
-    monkeypatch.setattr(roofline, "SIDE", {"cpu": 8})
-    monkeypatch.setattr(case, "_said", set())
-
-
-def run(tmp_path, *arguments) -> pd.DataFrame:
-    bench.main([*TINY, "--out", str(tmp_path / "new" / "bench.csv"), *arguments])
-    return pd.read_csv(tmp_path / "new" / "bench.csv")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def small_probes():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(roofline, "COPIED", {"cpu": 2**12})
         patched.setattr(roofline, "SIDE", {"cpu": 8})
-        yield run(tmp_path_factory.mktemp("bench"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(small_probes):
+    return experiments.kernel_speed(operations=[], **SETTINGS)
 
 
 def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
@@ -48,6 +41,9 @@ def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
     assert (whole["unit"] == "ms").all() and (whole["threads"] == 1).all() and (timed["repetitions"] == 2).all()
     assert whole["versions"].str.contains("torch").all() and whole["device"].notna().all()
     assert (timed["bound_ms"] > 0).all() and set(timed["limited_by"]) <= {"copy", "matmul"}
+    assert set(whole["shape"][whole["operation"] == "rvq_encode"]) == {
+        "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
+    }  # fmt: skip
 
 
 def test_ratios_are_those_of_the_row_s_own_numbers(whole):
@@ -84,38 +80,27 @@ def test_peers_solve_the_same_problem(whole):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_remedy_is_named(tmp_path):
-    with pytest.raises(DataError, match="finds no GPU; leave --device out"):
-        run(tmp_path, "--device", "cuda")
+def test_without_a_gpu_the_remedy_is_named():
+    with pytest.raises(DataError, match="finds no GPU; leave it out"):
+        experiments.kernel_speed(operations=[], **SETTINGS | {"device": "cuda"})
 
 
-def test_what_is_not_installed_is_skipped_by_name(tmp_path, capsys, monkeypatch):
-    missing, found = ("faiss", "hqq", "optimum", "vector_quantize_pytorch"), builtins.__import__
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    speed_bench.main(["--only", "pack", "--out", str(tmp_path / "new" / "bench.csv")])
+    table = pd.read_csv(tmp_path / "new" / "bench.csv")
+    assert list(table["operation"]) == ["roofline"] * 4 + ["pack"] * 6 and tuple(table.columns) == rows_bench.COLUMNS
+    assert capsys.readouterr().out.count("plain torch") == 3
 
-    def without(name, *arguments, **others):
-        if name.split(".")[0] in missing:
-            raise ImportError(f"no module {name}")
-        return found(name, *arguments, **others)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    table = run(tmp_path, "--only", "rvq_decode", "affine_decode", "rvq_encode")
+def test_what_is_not_installed_is_skipped_by_name(capsys, monkeypatch):
+    for package in ("faiss", "hqq.core.quantize", "optimum.quanto", "vector_quantize_pytorch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    case.skip.cache_clear()
+    table = experiments.kernel_speed(operations=["rvq_decode", "affine_decode", "rvq_encode"], **SETTINGS)
     assert set(table[table["operation"] == "affine_decode"]["implementation"].str[:5]) == {"vqkv ", "plain"}
     printed = capsys.readouterr().out
     for name in (peers.FAISS, peers.HQQ, peers.QUANTO, peers.VECTOR_QUANTIZE):
-        assert printed.count(f"skipped {name}: no module") == 1
-
-
-def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
-    def interrupted(sizes):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(speed_bench.OPERATIONS, "unpack", interrupted)
-    with pytest.raises(SystemExit, match="interrupted: .* rows are in"):
-        run(tmp_path, "--only", "pack", "unpack")
-    with open(tmp_path / "new" / "bench.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["operation"] for row in rows] == ["roofline"] * 4 + ["pack"] * 6
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["bench.csv"]
+        assert printed.count(f"skipped {name}: ModuleNotFoundError") == 1
 
 
 def test_calls_take_turns_and_slow_ones_fewer(monkeypatch):
@@ -130,71 +115,53 @@ def test_calls_take_turns_and_slow_ones_fewer(monkeypatch):
 
 
 def test_work_counted_by_hand():
-    x, codebooks = torch.zeros(10, 4), torch.zeros(3, 8, 4)
-    work = roofline.encode(x, codebooks)
-    assert work.flops == 3 * 10 * 8 * 4 * 2 and work.values == 40 and work.exact
-    assert work.bytes == 10 * 4 * 4 + 3 * 8 * 4 * 4 + 10 * 3 * 8
-    assert roofline.encode(x, codebooks, beam=4).flops == (1 + 2 * 4) * 10 * 8 * 4 * 2
-    assert roofline.encode(x, codebooks, code_bytes=3 / 8).bytes == 160 + 384 + 10 * 3 * 3 / 8
-    codes = torch.zeros(10, 3, dtype=torch.int64)
-    work = roofline.sum_of_codes(codes, codebooks)
-    assert (work.flops, work.bytes, work.values) == (120, 240 + 384 + 160, 40)
-    work = roofline.statistics(x, codes, codebooks)
-    assert (work.flops, work.bytes) == (2 * 3 * 40, 160 + 240 + 384 + 4 * (96 + 24))
-    assert roofline.pack(torch.zeros(16, dtype=torch.uint8), 4) == roofline.Demand(0, 16 + 8, 16)
-
-
-def test_work_of_packed_tensors_counted_by_hand():
+    x, codebooks, codes = torch.zeros(10, 4), torch.zeros(3, 8, 4), torch.zeros(10, 3, dtype=torch.int64)
     keys = formats.affine(4, (1, 2, 5, 128), "cpu")
     stored = 2 * 5 * (64 + 2 * 2 * 2)  # codes, and two ends of two groups in fp16
-    work = roofline.decode(keys)
-    assert (work.flops, work.bytes, work.values) == (2 * 1280, stored + 4 * 1280, 1280)
+    query, exact = torch.zeros(1, 8, 1, 128, dtype=torch.float16), torch.zeros(1, 2, 5, 128, dtype=torch.float16)
     turned = roofline.decode(keys, itemsize=2, base=torch.zeros(1, 2, 5, 128), turned=True)
-    assert (turned.flops, turned.bytes) == (7 * 1280, stored + 2 * 1280 + 4 * 1280 + 2 * 5 * 128 * 4)
-    query = torch.zeros(1, 8, 1, 128, dtype=torch.float16)
-    work = roofline.attention(query, keys, formats.affine(4, (1, 2, 5, 128), "cpu"))
-    assert work.flops == 8 * 5 * 128 * 2 * 2 + 2 * 2 * 1280
-    assert work.bytes == 2 * stored + 2 * 8 * 128 * 2 and work.values == 2 * 1280
-    exact = torch.zeros(1, 2, 5, 128, dtype=torch.float16)
-    assert roofline.attention(query, exact, exact.clone()).bytes == 2 * 2 * 1280 + 2 * 2048
-    assert roofline.affine_encode(torch.zeros(1, 2, 5, 128), keys).bytes == 4 * 1280 + stored
+    for work, flops, moved, values in (
+        (roofline.encode(x, codebooks), 3 * 10 * 8 * 4 * 2, 160 + 384 + 10 * 3 * 8, 40),
+        (roofline.encode(x, codebooks, beam=4), (1 + 2 * 4) * 10 * 8 * 4 * 2, 160 + 384 + 10 * 3 * 8, 40),
+        (roofline.encode(x, codebooks, code_bytes=3 / 8), 3 * 10 * 8 * 4 * 2, 160 + 384 + 10 * 3 * 3 / 8, 40),
+        (roofline.sum_of_codes(codes, codebooks), 120, 240 + 384 + 160, 40),
+        (roofline.statistics(x, codes, codebooks), 2 * 3 * 40, 160 + 240 + 384 + 4 * (96 + 24), 40),
+        (roofline.pack(torch.zeros(16, dtype=torch.uint8), 4), 0, 16 + 8, 16),
+        (roofline.affine_encode(exact.float(), keys), 4 * 1280, 4 * 1280 + stored, 1280),
+        (roofline.decode(keys), 2 * 1280, stored + 4 * 1280, 1280),
+        (turned, 7 * 1280, stored + 2 * 1280 + 4 * 1280 + 2 * 5 * 128 * 4, 1280),
+        (roofline.attention(query, keys, formats.affine(4, (1, 2, 5, 128), "cpu")), 4 * 8 * 5 * 128 + 4 * 1280,
+         2 * stored + 2 * 2048, 2 * 1280),
+        (roofline.attention(query, exact, exact.clone()), 4 * 8 * 5 * 128, 2 * 2 * 1280 + 2 * 2048, 2 * 1280),
+    ):  # fmt: skip
+        assert (work.flops, work.bytes, work.values) == (flops, moved, values)
 
 
 def test_the_bound_is_what_takes_longer():
+    assert roofline.encode(torch.zeros(10, 4), torch.zeros(3, 8, 4)).exact
     line = roofline.Roofline(1e9, {"float32": 1e10, "float16": 1e11})
     assert line.bound(roofline.Demand(1e6, 1e6, 1)) == (pytest.approx(1), "copy")
     assert line.bound(roofline.Demand(1e9, 1e6, 1)) == (pytest.approx(10), "matmul")
     assert line.bound(roofline.Demand(1e9, 1e6, 1, exact=True)) == (pytest.approx(100), "matmul")
 
 
-def test_a_dtype_that_the_processor_has_no_instructions_for_is_probed_once(monkeypatch):
-    asked, real = [], roofline.probe
+def test_probes_tighten_earlier_bounds_and_leave_out_hopeless_dtypes(monkeypatch):
+    """A machine less busy later is the machine; fp32 bounds what is exact, however slow."""
+    asked, times = [], iter([{"copy": 10.0, "matmul float32": 1e9, "matmul float16": 1e9}, {"copy": 5.0}])
 
     def probe(device, repetitions, leave_out):
         asked.append(set(leave_out))
-        return real(device, repetitions, 2**-6, leave_out)
+        return {name: (1e6, [taken]) for name, taken in ({"matmul bfloat16": 1.0} | next(times)).items()}
 
     monkeypatch.setattr(rows_bench, "probe", probe)
-    found = rows_bench.Rows("cpu", 1)
-    found.probe()
-    found.probed |= {"matmul float16": (1.0, [1e9]), "matmul float32": (1.0, [1e9])}
-    before = {label: len(taken) for label, (_, taken) in found.probed.items()}
-    found.probe()
-    assert asked == [set(), {"matmul float16"}]  # fp32 bounds what is exact, however slow
-    after = {label: len(taken) - before[label] for label, (_, taken) in found.probed.items()}
-    assert after == {"copy": 3, "matmul float32": 3, "matmul float16": 0, "matmul bfloat16": 3}
-
-
-def test_a_machine_less_busy_later_tightens_earlier_bounds(monkeypatch):
-    rates = iter([10.0, 5.0])
-    monkeypatch.setattr(rows_bench, "probe", lambda device, repetitions, leave_out: {
-        name: (1e6, [next(rates) if name == "copy" else 1.0]) for name in ("copy", "matmul float32")})  # fmt: skip
     found = rows_bench.Rows("cpu", 1)
     found.probe()
     found.time([case.Contender("pack", "4 bits", "ours", "", roofline.Demand(0, 1e6, 1), lambda: None)], 1)
     assert found.table()[-1]["bound_ms"] == 10
     found.probe()
     assert found.table()[-1]["bound_ms"] == 5 and found.table()[0]["repetitions"] == 2
+    assert asked == [set(), {"matmul float16"}]
+    assert list(roofline.probe("cpu", 3, asked[1])) == ["copy", "matmul float32", "matmul bfloat16"]
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
@@ -207,61 +174,3 @@ def test_formats_are_what_they_say(name):
     assert packed.shape == (2, 2, 70, 128)
     torch.testing.assert_close(plain.decode(packed), reference.decode(packed), rtol=1e-4, atol=1e-4)
     assert isinstance(packed, Affine) == name.startswith("int")
-
-
-SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 8], [1, 16], [2, 8]],
-            "codebook_sizes": [16, 32], "depths": [1, 2], "threads": 1, "repetitions": 2, "device": "cpu",
-            "seed": 0}  # fmt: skip
-
-
-def test_the_page_s_table_is_the_bench_s():
-    table = experiments.kernel_speed(operations=["rvq_encode", "decode_attention"], **SETTINGS)
-    assert tuple(table.columns) == rows_bench.COLUMNS and table["median"].dtype == float
-    assert set(table["shape"][table["operation"] == "rvq_encode"]) == {
-        "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
-    }  # fmt: skip
-    attended = experiments.attention_times(table)
-    assert attended.loc["fp16"].to_numpy() == pytest.approx(1)
-    assert list(attended.columns) == [(1, 8), (1, 16), (2, 8)]
-
-
-def rows(*found) -> pd.DataFrame:
-    """operation, format, implementation, shape, median, bound, ratio to fp16."""
-    names = ["operation", "format", "implementation", "shape", "median", "bound_ms", "ratio_to_fp16"]
-    table = pd.DataFrame(found, columns=names)
-    return table.assign(min=table["median"] / 2, max=table["median"] * 2)
-
-
-def test_what_others_take_over_ours():
-    shape = "N=10 d=4 K=2 C=8"
-    table = rows(
-        ("rvq_encode", "2x8", "vqkv (cpu)", shape, 2.0, 1.0, None),
-        ("roofline", "copy", "torch", "", 1, 1, None),
-        ("rvq_encode", "2x8", "faiss beam 1", shape, 5.0, 1.0, None),
-        ("pack", "4", "vqkv (cpu)", "", 1, 1, None),
-    )
-    found = experiments.against_ours(table, ["rvq_encode"])
-    assert found.to_dict("records") == [{"vqkv, ms": 2.0, "faiss": 2.5}]
-    assert len(experiments.against_ours(table)) == 2
-    assert experiments.against_ours(table.iloc[1:3]).columns.tolist() == ["faiss"]  # ours is not there
-
-
-def test_trade_sets_time_beside_bits():
-    where = "batch=1 context=64 heads=2/2 head_dim=128"
-    other = where.replace("64", "32")
-    table = rows(
-        ("decode_attention", "fp16", "torch SDPA", where, 2.0, 1.0, 1.0),
-        ("decode_attention", "int4", "vqkv (cpu)", where, 3.0, 0.3, 1.5),
-        ("decode_attention", "int4", "decode, then SDPA", where, 8.0, 0.3, 4.0),
-        ("decode_attention", "int4", "vqkv (cpu)", other, 30.0, 0.3, 15.0),
-    )
-    (found,) = experiments.trade(table).to_dict("records")
-    assert found == {"bits": 4.5, "smaller": pytest.approx(16 / 4.5), "packed": 1.5, "decoded": 4.0, "possible": 0.3}
-    assert experiments.trade(table, batch=7).empty
-
-
-def test_every_implementation_and_format_has_one_look(whole):
-    timed = whole[~whole["operation"].isin(["roofline", "decode_attention"])]
-    looks = {figures.look_of(name)[:2] for name in timed["implementation"]}
-    assert len(looks) == len({figures.look_of(name)[2] for name in timed["implementation"]})
-    assert len({figures.format_look(name) for name in attention.ATTENDED}) == len(attention.ATTENDED)

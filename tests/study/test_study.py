@@ -1,4 +1,4 @@
-"""The driver, on toy notebooks in a temporary folder; most do without vqkv, whose import would take the longest."""
+"""The driver, on toy notebooks in a temporary folder, which do without vqkv: its import would take the longest."""
 
 from pathlib import Path
 
@@ -8,42 +8,31 @@ from typer.testing import CliRunner
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.study import driver as study
-from vqkv.study.pages import reads_tables
+from vqkv.study import page_parameters
+from vqkv.study.pages import read, strip, written
 
 PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"\nsteps = 3\nsay = None'
 WRITE = """import os
 from pathlib import Path
 out = Path(os.environ["VQKV_OUT"], "results"); out.mkdir(exist_ok=True)
-out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{os.environ.get('VQKV_RECOMPUTE')}")
+said = [os.environ[f"VQKV_{steering}"] for steering in ("RECOMPUTE", "WORKERS", "SCHEDULER")]
+out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{','.join(said)}")
 print(Path.cwd().name, steps)"""
-TABLE = f"""import sys, types
-sys.modules["vqkv"] = package = types.ModuleType("vqkv")  # without what it imports: torch, which neither part needs
-package.__path__ = [{str(Path(study.__file__).parents[1])!r}]
-import pandas as pd
-import matplotlib.pyplot as plt
-from vqkv.study import figures, tables
-table = tables.table("toy", pd.DataFrame, {{"data": {{"x": sizes}}}})
-figures.use_style()
-fig, ax = plt.subplots()
-ax.plot(table["x"])
-figures.save(fig, "toy", table)
-plt.show()"""
-
-BEGIN = """import os, time
+MEET = """import os, time
 from pathlib import Path
-out = Path(os.environ["VQKV_OUT"])
-_ = out.joinpath(f"{name}.begun").write_text(str(time.monotonic()))"""
-MEET = """deadline = time.monotonic() + 60
+out, deadline = Path(os.environ["VQKV_OUT"]), time.monotonic() + 60
+_ = out.joinpath(f"{name}.begun").write_text("")
 while not all(out.joinpath(f"{each}.begun").exists() for each in "ab") and time.monotonic() < deadline:
-    time.sleep(0.01)"""
-END = """_ = out.joinpath(f"{name}.ended").write_text(str(time.monotonic()))"""
+    time.sleep(0.01)
+assert time.monotonic() < deadline
+_ = out.joinpath(f"{name}.ended").write_text("")"""
 
 
 def write(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (parameters, *sources)])
     notebook.cells[0].metadata["tags"] = ["parameters"]
     path.parent.mkdir(exist_ok=True)
-    nbformat.write(study.strip(notebook), path)
+    path.write_bytes(written(strip(notebook)))
     return path
 
 
@@ -61,25 +50,14 @@ def test_default_profile_refreshes_the_page_in_place_and_repeats_itself(root):
     page = root / "notebooks/01_first.ipynb"
     assert study.Study(root).run() == {}
     first = page.read_bytes()
-    notebook = nbformat.read(page, as_version=4)
+    nbformat.validate(notebook := nbformat.read(page, as_version=4))
     assert notebook.cells[1].outputs[0].text == "notebooks 3\n" and notebook.cells[1].execution_count == 2
+    assert nbformat.writes(notebook).encode() + b"\n" == first
     assert b"papermill" not in first and b"injected" not in first and b"iopub" not in first
-    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,0"
-    assert study.Study(root, recompute=True).run() == {}
-    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",1")
+    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,0,,"
+    assert study.Study(root, recompute=True, workers=3).run() == {}
+    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",1,3,")
     assert [path for path in (root / "runs").iterdir()] == []
-
-
-def test_tables_and_figures_are_byte_identical_from_run_to_run(tmp_path):
-    write(tmp_path / "notebooks/02_table.ipynb", TABLE)
-    assert study.Study(tmp_path).run() == {}
-    first = contents(tmp_path, "notebooks", "results", "figures")
-    assert len(first) == 5 and b"image/png" in (tmp_path / "notebooks/02_table.ipynb").read_bytes()
-    assert study.Study(tmp_path).run() == {}
-    assert contents(tmp_path, "notebooks", "results", "figures") == first
-    (tmp_path / "results/toy.csv").write_text("x\n7\n")
-    (error,) = study.Study(tmp_path).run().values()
-    assert "altered or truncated" in error and "--recompute" in error
 
 
 def test_other_parameters_go_to_their_own_folder(root):
@@ -88,7 +66,7 @@ def test_other_parameters_go_to_their_own_folder(root):
     assert run.run() == {}
     assert contents(root, "notebooks") == before and not (root / "results").exists()
     assert run.target.parent == root / "runs" and run.target.name.startswith("custom-")
-    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,0"
+    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,0,,"
     executed = (run.target / "notebooks/01_first.ipynb").read_text()
     assert "injected-parameters" in executed and "notebooks 7" in executed
 
@@ -107,35 +85,17 @@ def test_a_failing_notebook_keeps_its_page_and_does_not_stop_the_next(root, fail
 def test_elsewhere_a_broken_claim_is_a_finding_and_an_error_still_an_error(root):
     write(root / "notebooks/01_first.ipynb", "assert steps == 3, 'three'", "print('to the end')")
     write(root / "notebooks/02_second.ipynb", "assert steps == 3", "steps / 0")
-    run = study.Study(root, parameters={"steps": 4})
-    assert list(run.run()) == ["02_second"] and (run.target / "failed/02_second.ipynb").is_file()
+    run = study.Study(root, parameters={"steps": 4}, out=root / "out")
+    assert list(run.run()) == ["02_second"] and (root / "out/failed/02_second.ipynb").is_file()
     assert run.broken_claims["01_first"] == ["assert steps == 3, 'three'"]
-    page = (run.target / "notebooks/01_first.ipynb").read_text()
+    page = (root / "out/notebooks/01_first.ipynb").read_text()
     assert "AssertionError" in page and "to the end" in page and "papermill-error" not in page
-
-
-def test_out_folder(root, tmp_path):
-    out = tmp_path / "out"
-    assert study.Study(root, out=out).run() == {}
-    assert (out / "results/toy.csv").is_file() and (out / "notebooks/01_first.ipynb").is_file()
-    assert not (root / "results").exists()
-    with pytest.raises(DataError, match="repository itself"):
-        study.Study(root, out=root, parameters={"steps": 4})
 
 
 def test_selection(root):
     write(root / "notebooks/03_third.ipynb")
-    for only, expected in (
-        ([], ["01_first", "03_third"]),
-        (["03"], ["03_third"]),
-        (["01,03"], ["01_first", "03_third"]),
-        (["01", "03_th"], ["01_first", "03_third"]),
-    ):
-        assert [path.stem for path in study.Study(root, only=only).notebooks] == expected
-    with pytest.raises(UnknownNameError, match="'07'.*01_first, 03_third"):
-        study.Study(root, only=["01,07"])
-    with pytest.raises(DataError, match="no notebooks"):
-        study.Study(root / "nowhere")
+    for only, expected in {"": "13", "03": "3", "01,03": "13", "01, 03_th": "13"}.items():
+        assert [path.name[1] for path in study.Study(root, only=[only]).notebooks] == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -148,119 +108,59 @@ def test_parameters_are_literals_of_the_default_s_type(root, given, taken):
 
 
 @pytest.mark.parametrize(
-    "given", ["rate=fast", "rate=true", "sizes=3", "sizes=[a]", "name=1", "steps=1.5", "steps=true"]
-)
-def test_parameters_of_another_type_are_rejected(root, given):
-    with pytest.raises(DataError, match=given.partition("=")[0]):
+    ("given", "error", "message"),
+    [(given, DataError, given.partition("=")[0]) for given in
+     ("rate=fast", "rate=true", "sizes=3", "sizes=[a]", "name=1", "steps=1.5", "steps=true")]
+    + [(given, FormatError, "-p") for given in ("steps", "=3", "sizes=[1", "a={")]
+    + [("say=2024-01-01", DataError, "JSON"), ("step=4", UnknownNameError, "'step'.*Did you mean 'steps'")],
+)  # fmt: skip
+def test_parameters_of_another_kind_or_name_are_rejected(root, given, error, message):
+    with pytest.raises(error, match=message):
         study.Study(root, parameters=study.parse_assignments([given]))
 
 
-def test_parameters_that_no_table_could_record_are_rejected(root):
-    with pytest.raises(DataError, match="JSON"):
-        study.Study(root, parameters=study.parse_assignments(["say=2024-01-01"]))
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"only": ["01,07"]}, UnknownNameError, "'07'.*01_first"),
+        ({"profile": "smok"}, UnknownNameError, "Did you mean 'smoke'"),
+        ({"out": ".", "parameters": {"steps": 4}}, DataError, "repository itself"),
+        ({"root": "nowhere"}, DataError, "no notebooks"),
+    ],
+    ids=str,
+)
+def test_a_study_that_cannot_be_run_is_refused(root, arguments, error, message, monkeypatch):
+    monkeypatch.chdir(root)
+    with pytest.raises(error, match=message):
+        study.Study(**{"root": root} | arguments)
 
 
-def test_unknown_parameters_are_rejected(root):
-    with pytest.raises(UnknownNameError, match="'step'.*Did you mean 'steps'"):
-        study.Study(root, parameters={"step": 4})
-
-
-@pytest.mark.parametrize("text", ["steps", "=3", "sizes=[1", "a={"])
-def test_assignments_that_cannot_be_read(text):
-    with pytest.raises(FormatError, match="-p"):
-        study.parse_assignments([text])
-
-
-def test_profiles(root, tmp_path):
+def test_profiles(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_parameters, "PROFILES", tmp_path)
     (tmp_path / "small.yaml").write_text("'*': {steps: 1, foreign: 2}\n01_first: {rate: 0.1}\n")
-    (tmp_path / "default.yaml").write_text("{}\n")
-    small = study.Study(root, profile="small", profiles=tmp_path, parameters={"steps": 9})
-    assert list(small.injected.values()) == [{"steps": 9, "rate": 0.1}]
-    assert small.target.name.startswith("small-")
-    with pytest.raises(UnknownNameError, match="Known: default, small"):
-        study.Study(root, profile="smal", profiles=tmp_path)
-    for text, error in (
-        ("01_first: {nothing: 1}", UnknownNameError),
-        ("07_x: {}", UnknownNameError),
-        ("[1]", FormatError),
-    ):
-        (tmp_path / "small.yaml").write_text(text)
-        with pytest.raises(error):
-            study.Study(root, profile="small", profiles=tmp_path)
-
-
-def test_bundled_profiles_can_be_read():
-    names = [path.stem for path in study.PROFILES.glob("*.yaml")]
-    assert {"default", "smoke", "llama3-8b"} <= set(names) and study.load_profile("default") == {}
-    assert all(study.load_profile(name) for name in names if name != "default")
+    small = study.Study(root, profile="small", parameters={"steps": 9})
+    assert list(small.injected.values()) == [{"steps": 9, "rate": 0.1}] and small.target.name.startswith("small-")
 
 
 def test_command_line(root, monkeypatch):
     monkeypatch.setattr(study, "repository_root", lambda: root)
-    run = CliRunner().invoke(study.app, ["--list"])
-    assert run.exit_code == 0 and "01_first" in run.output and "steps = 3" in run.output and "smoke" in run.output
-    for arguments in (["--only", "9"], ["--profile", "x"], ["-p", "step=1"], ["-p", "steps=a"]):
-        run = CliRunner().invoke(study.app, arguments)
-        assert run.exit_code == 2 and "error:" in run.output
+    run = CliRunner().invoke(study.app, ["--only", "9"])
+    assert run.exit_code == 2 and "error:" in run.output
     write(root / "notebooks/01_first.ipynb", "assert steps == 2")
     run = CliRunner().invoke(study.app, ["-p", "steps=2"])
     assert run.exit_code == 0 and "1 of 1 notebooks done" in run.output
     assert CliRunner().invoke(study.app, []).exit_code == 1
 
 
-def test_strip_is_stable():
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1"), nbformat.v4.new_code_cell("1")])
-    notebook.cells[0].metadata.update(papermill={"duration": 1}, execution={"a": 1}, tags=[])
-    notebook.cells.append(nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["injected-parameters"]}))
-    notebook.metadata["papermill"] = {"duration": 2}
-    once = study.strip(notebook)
-    assert nbformat.writes(study.strip(once)) == nbformat.writes(once) and len(once.cells) == 2
-    assert once.cells[0].metadata == {} and once.cells[0].id != once.cells[1].id
-    nbformat.validate(once)
-
-
 def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
-    """Two wait for each other, one of which then fails; one that measures times begins when the others have ended, and
-    one that reads tables when all have."""
-    write(tmp_path / "notebooks/_.ipynb", BEGIN, END, parameters=PARAMETERS.replace('"a"', '"_"'))
-    notebook = nbformat.read(tmp_path / "notebooks/_.ipynb", as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
-    nbformat.write(notebook, tmp_path / "notebooks/_.ipynb")
-    for name, extra, last in (("a", "", END), ("b", "", "1 / 0"), ("c", "\nrepetitions = 3", END), ("d", "", END)):
-        meet = MEET if name in "ab" else "print(steps)"
-        parameters = PARAMETERS.replace('"a"', f'"{name}"') + extra
-        write(tmp_path / f"notebooks/{name}.ipynb", BEGIN, meet, last, parameters=parameters)
-    failures = study.Study(tmp_path, jobs=2).run()
-    assert list(failures) == ["b"] and "ZeroDivisionError" in failures["b"] and "failed/b.ipynb" in failures["b"]
-    begun, ended = (
-        {file.stem: float(file.read_text()) for file in tmp_path.glob(f"*.{end}")} for end in ("begun", "ended")
-    )
-    assert begun.keys() == {"a", "b", "c", "d", "_"} and begun["b"] < ended["a"]
-    assert begun["c"] > max(ended["a"], ended["d"]) and begun["_"] > ended["c"]
-    order = [
-        ([each.stem for each in paths], at_a_time)
-        for paths, at_a_time in study.Study(tmp_path, jobs=2, together=True)._batches()
-    ]
-    assert order == [(["d", "c", "b", "a"], 2), ([], 1), (["_"], 1)]
+    """Two wait for each other; one that reads tables begins when they have ended."""
+    for name in "ab":
+        write(tmp_path / f"notebooks/{name}.ipynb", MEET, parameters=PARAMETERS.replace('"a"', f'"{name}"'))
+    last = write(tmp_path / "notebooks/_.ipynb", "import os; sorted(os.listdir('..'))")
+    notebook = read(last)
+    notebook["cells"].insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
+    last.write_bytes(written(notebook))
+    assert study.Study(tmp_path, jobs=2).run() == {}
     pages = contents(tmp_path, "notebooks")
-    assert list(study.Study(tmp_path).run()) == ["b"] and contents(tmp_path, "notebooks") == pages
-    for wrong in (0, -1, 1.5, True):
-        with pytest.raises(DataError, match="jobs: use a whole number"):
-            study.Study(tmp_path, jobs=wrong)
-
-
-def test_kernels_find_workers_only_where_one_page_runs_at_a_time(tmp_path):
-    source = "import os; print(os.environ['VQKV_WORKERS'], os.environ['VQKV_SCHEDULER'])"
-    for name, parameters in (("01_first", "steps = 1"), ("02_timed", "rounds = 1")):
-        write(tmp_path / f"notebooks/{name}.ipynb", source, parameters=parameters)
-    assert study.Study(tmp_path, workers=3, jobs=2).run() == {}
-    pages = {path.stem: nbformat.read(path, as_version=4) for path in (tmp_path / "notebooks").iterdir()}
-    printed = {name: page.cells[1].outputs[0].text.strip() for name, page in pages.items()}
-    assert printed == {"01_first": "", "02_timed": "3"}
-
-
-def test_pages_that_measure_times_are_known():
-    pages = study.all_notebooks(study.repository_root() / "notebooks")
-    timed = {page.name[:2] for page in pages if study.TIMES.intersection(study.notebook_parameters(page))}
-    assert timed == {"08", "09"}
-    assert [page.name[:2] for page in pages if reads_tables(page)] == ["12"]
+    assert b"a.ended" in last.read_bytes() and b"b.ended" in last.read_bytes()
+    assert study.Study(tmp_path).run() == {} and contents(tmp_path, "notebooks") == pages

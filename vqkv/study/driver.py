@@ -4,11 +4,10 @@ The default profile refreshes the repository in place, page by page, each only w
 or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
 ``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
 
-Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that measure
-times run alone, after the others, or beside them (``together``), and pages that read the others' tables last.
+Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that read the
+others' tables come last.
 """
 
-import ast
 import contextlib
 import os
 import tempfile
@@ -17,18 +16,14 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
-import nbformat
-import papermill
 import typer
 from tqdm import tqdm
 
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.study.page_parameters import PROFILES, fit, load_profile, parse_assignments
-from vqkv.study.pages import all_notebooks, broken_claims, reads_tables, select, strip
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.study.page_parameters import fit, load_profile, parse_assignments
+from vqkv.study.pages import broken_claims, notebook_parameters, read, reads_tables, select, strip, written
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
-
-TIMES = {"rounds", "repetitions"}  # parameters of pages that measure times
 
 
 @dataclass
@@ -38,8 +33,7 @@ class Study:
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
     parameters, else ``runs/<profile>-<hash of the parameters>``. ``scheduler`` (the address of a Dask scheduler) or
     ``workers`` (processes on this machine) compute the tables' rows, but for timings. ``jobs``: pages at a time; give
-    each page's kernel its share of the cores by ``OMP_NUM_THREADS``; workers then serve the pages that run alone. All
-    bad input is found here, before anything runs.
+    each page's kernel its share of the cores by ``OMP_NUM_THREADS``. All bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -48,20 +42,20 @@ class Study:
     parameters: dict = field(default_factory=dict)
     out: Path | None = None
     recompute: bool = False
-    profiles: Path = PROFILES
     scheduler: str = ""
     workers: int = 0
     jobs: int = 1
-    together: bool = False
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
         self.notebooks = select(self.root / "notebooks", self.only)
-        settings = load_profile(
-            self.profile, self.profiles, [path.stem for path in all_notebooks(self.root / "notebooks")]
-        )
-        assigned = self._assigned()
-        self.injected = {path: parameters_for(path, settings, assigned[path]) for path in self.notebooks}
+        settings = load_profile(self.profile)
+        self.defaults = {path: notebook_parameters(path) for path in self.notebooks}
+        known = set().union(*self.defaults.values())
+        for name in self.parameters:
+            if name not in known:
+                raise UnknownNameError("parameter", name, known, "Choose notebooks by --only.")
+        self.injected = {path: self._injected(path, settings) for path in self.notebooks}
         self.in_place = self.out is None and not settings and not self.parameters
         label = "custom" if self.profile == "default" else self.profile
         other = self.out or self.root / "runs" / f"{label}-{digest([settings, self.parameters])}"
@@ -69,68 +63,58 @@ class Study:
         self.target = self.root if self.in_place else Path(other).resolve()
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
-        if type(self.jobs) is not int or self.jobs < 1:
-            raise DataError(f"{self.jobs!r} jobs: use a whole number from 1 on")
         check(self.scheduler, self.workers)
 
-    def _assigned(self) -> dict[Path, dict]:
-        """For each notebook, the parameters given that it has, and those that none of the chosen has: to be refused."""
-        if not self.parameters:
-            return {path: {} for path in self.notebooks}
-        known = {path: set(notebook_parameters(path)) for path in self.notebooks}
-        some = set().union(*known.values())
-        return {
-            path: {name: value for name, value in self.parameters.items() if name in mine or name not in some}
-            for path, mine in known.items()
-        }
+    def _injected(self, path: Path, settings: dict[str, dict]) -> dict:
+        """Those that the notebook has of the profile's '*' entries, its own, and the further parameters."""
+        given = settings.get("*", {}) | settings.get(path.stem, {}) | self.parameters
+        defaults = self.defaults[path]
+        return {k: fit(value, defaults[k], f"{path.stem}: {k}") for k, value in given.items() if k in defaults}
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures, running = {}, set()
+        failures = {}
         with self._surroundings(), tqdm(total=len(self.notebooks), unit="notebook") as bar:
 
             def attempt(path: Path) -> None:
-                running.add(path.stem)
-                bar.set_description(", ".join(sorted(running)))
+                bar.set_description(path.stem)
                 try:
                     self._run_one(path)
                 except Exception as error:  # a failing page, or a dead kernel, must not stop the others
                     failures[path.stem] = str(error)
-                running.remove(path.stem)
 
-            for paths, jobs in self._batches():
-                workers = self.workers if jobs == 1 else 0  # several pages at a time use the cores already
-                steering = environment(VQKV_SCHEDULER=self.scheduler, VQKV_WORKERS=str(workers or ""))
-                with steering, ThreadPool(jobs) as pool:  # the work is done in kernels, which die with this process
+            for paths in self._batches():
+                with ThreadPool(self.jobs) as pool:  # the work is done in kernels, which die with this process
                     for _ in pool.imap_unordered(attempt, paths):
                         bar.update()
         return dict(sorted(failures.items()))
 
-    def _batches(self) -> list[tuple[list[Path], int]]:
-        """Notebooks, and how many at a time. With several, the later ones begin, as they compute more; those
-        that measure times follow alone, and then those that read the others' tables."""
-        if self.jobs == 1:
-            return [(self.notebooks, 1)]
+    def _batches(self) -> list[list[Path]]:
+        """The later notebooks first, as they compute more; then those that read the others' tables."""
         reading = [path for path in self.notebooks if reads_tables(path)]
-        timed = [path for path in self.notebooks if not self.together and TIMES.intersection(notebook_parameters(path))]
-        rest = [path for path in reversed(self.notebooks) if path not in [*timed, *reading]]
-        return [(rest, self.jobs), (timed, 1), (reading, 1)]
+        return [[path for path in reversed(self.notebooks) if path not in reading], reading]
 
     @contextlib.contextmanager
     def _surroundings(self):
         """Environment and folder that kernels inherit, set once: they belong to the process, not to a thread of it."""
-        variables = {
+        before = dict(os.environ)
+        os.environ |= {
             "VQKV_OUT": str(self.target),
             "VQKV_RECOMPUTE": "1" if self.recompute else "0",
+            "VQKV_SCHEDULER": self.scheduler,
+            "VQKV_WORKERS": str(self.workers or ""),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's python3 kernel, not one in the user's home
         }
-        with environment(**variables), contextlib.chdir(self.root / "notebooks"):
-            yield
+        try:
+            with contextlib.chdir(self.root / "notebooks"):
+                yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
-    def _run_one(self, path: Path) -> Path:
+    def _run_one(self, path: Path) -> None:
         """Execute one notebook in a temporary file and move it to its place; what was there stays if it fails."""
-        destination = self.target / "notebooks" / path.name
         scratch = self.target / "runs" if self.in_place else self.target
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix=".study-") as folder:
@@ -142,13 +126,12 @@ class Study:
                     self.broken_claims[path.stem] = broken_claims(executed)
                 if not self.broken_claims.get(path.stem):
                     raise RuntimeError(_failure(error, executed, scratch / "failed" / path.name)) from error
-            notebook = nbformat.read(executed, as_version=4)
-        write_atomically(
-            destination, nbformat.writes(strip(notebook, keep_injected=not self.in_place)).encode() + b"\n"
-        )
-        return destination
+            notebook = strip(read(executed), keep_injected=not self.in_place)
+        write_atomically(self.target / "notebooks" / path.name, written(notebook))
 
     def _execute(self, path: Path, executed: Path) -> None:
+        import papermill  # two seconds, which a dry run need not spend
+
         papermill.execute_notebook(
             str(path),
             str(executed),
@@ -161,49 +144,6 @@ class Study:
         )
 
 
-def parameters_for(notebook: Path, settings: dict[str, dict], assigned: dict) -> dict:
-    """Parameters to inject into a notebook: the profile's '*' entries that it has, its own entries, then ``assigned``.
-
-    Raises ``UnknownNameError`` for a parameter that the notebook does not have, ``DataError`` for one of another type.
-    """
-    defaults = notebook_parameters(notebook)
-    shared = {name: value for name, value in settings.get("*", {}).items() if name in defaults}
-    parameters = shared | settings.get(notebook.stem, {}) | assigned
-    for name in parameters:
-        if name not in defaults:
-            raise UnknownNameError(
-                f"parameter of notebook {notebook.stem}", name, defaults, "Choose notebooks by --only."
-            )
-    return {name: fit(value, defaults[name], f"{notebook.stem}: {name}") for name, value in parameters.items()}
-
-
-def notebook_parameters(notebook: Path) -> dict:
-    """{parameter: default} of a notebook's ``parameters`` cell; a default that is not a literal becomes None."""
-    with environment(JUPYTER_PREFER_ENV_PATH="1"):
-        try:
-            inspected = papermill.inspect_notebook(str(notebook))
-        except ValueError as error:
-            raise FormatError(f"notebook {notebook}: {error} Save it with a Python 3 kernel") from error
-    return {name: _literal(entry["default"]) for name, entry in inspected.items()}
-
-
-def _literal(text: str):
-    with contextlib.suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
-
-
-@contextlib.contextmanager
-def environment(**variables: str):
-    """Environment variables for the kernels started inside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _failure(error: Exception, executed: Path, keep: Path) -> str:
     if not executed.is_file():
         return str(error)
@@ -212,23 +152,15 @@ def _failure(error: Exception, executed: Path, keep: Path) -> str:
     return f"{str(error).strip()}\nThe partly executed notebook is {keep}"
 
 
-def describe(root: Path) -> str:
-    """The notebooks with their parameters, and the profiles."""
-    lines = []
-    for path in all_notebooks(root / "notebooks"):
-        lines += [path.stem, *(f"    {name} = {value!r}" for name, value in notebook_parameters(path).items())]
-    return "\n".join([*lines, "profiles: " + ", ".join(sorted(path.stem for path in PROFILES.glob("*.yaml")))])
-
-
 def _show(study: Study) -> None:
     """Show a study page by page, run nothing; ends with 1 where something cannot be reached."""
-    from vqkv.study.dry_run import DryRun  # loads torch, which else only the kernels do
+    from vqkv.study.dry_run import dry_run  # loads datasets, which else only the kernels do
 
-    found = DryRun({path.stem: notebook_parameters(path) | study.injected[path] for path in study.notebooks})
-    typer.echo("\n".join(found.lines))
-    for reason in found.missing:
+    lines, missing = dry_run({path.stem: study.defaults[path] | study.injected[path] for path in study.notebooks})
+    typer.echo("\n".join(lines))
+    for reason in missing:
         typer.echo(f"cannot be reached: {reason}", err=True)
-    raise typer.Exit(1 if found.missing else 0)
+    raise typer.Exit(1 if missing else 0)
 
 
 app = typer.Typer(add_completion=False)
@@ -244,19 +176,13 @@ def main(
     scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
-    together: Annotated[
-        bool, typer.Option("--together", help="With several jobs, let pages that measure times run beside others.")
-    ] = False,
-    show: Annotated[bool, typer.Option("--list", help="Show notebooks, parameters and profiles.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; reach for it.")] = False,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
-        if show:
-            return typer.echo(describe(repository_root()))
         study = Study(
             only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute,
-            scheduler=scheduler, workers=workers, jobs=jobs, together=together,
+            scheduler=scheduler, workers=workers, jobs=jobs,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)

@@ -1,8 +1,9 @@
 """``python -m vqkv.study --dry-run``: pages, models and texts that would be needed, and those out of reach."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 
 import datasets
 from huggingface_hub import constants
@@ -18,41 +19,32 @@ MODELS = ("model", "second_model")
 HUB_SECONDS = 3  # that the hub has to answer once; else only copies on this machine are looked for
 
 
-@dataclass
-class DryRun:
-    """Lines to be shown (``lines``) of ``pages``, {name: all its parameters}, and models and texts that cannot be
-    reached, with the remedy (``missing``). Neither weights nor whole texts are loaded."""
+def dry_run(pages: dict[str, dict]) -> tuple[list[str], list[str]]:
+    """Lines to be shown of ``pages``, {name: all its parameters}, and models and texts that cannot be reached, with the
+    remedy. Neither weights nor whole texts are loaded."""
+    lines, missing = [], []
+    for page, parameters in pages.items():
+        shown = (f"{name} = {value!r}" for name, value in parameters.items() if value != "")
+        lines += [page, f"  {', '.join(shown)}"]
+    online = constants.HF_HUB_OFFLINE or hub_answers()
+    with quiet_hub(), _from_here(not online):
+        needed = {f"model {name}{_weights(name)}": partial(check_model, name) for name in _named(pages, *MODELS)}
+        for name, split in itertools.product(_named(pages, "corpus"), SPLITS):
+            needed[f"corpus {name} ({split})"] = partial(check_corpus, name, split)
+        for what, reach in needed.items():
+            try:
+                reach()
+            except ValueError as error:
+                missing.append(f"{what}: {error}")
+    if missing and not online:
+        missing.insert(0, f"{constants.ENDPOINT} does not answer, so only this machine was searched")
+    return [*lines, "needed:", *(f"  {what}" for what in needed)], missing
 
-    pages: dict[str, dict]
-    lines: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
-        for page, parameters in self.pages.items():
-            shown = (f"{name} = {value!r}" for name, value in parameters.items() if value != "")
-            self.lines += [page, f"  {', '.join(shown)}"]
-        online = constants.HF_HUB_OFFLINE or hub_answers()
-        self.lines.append("needed:")
-        with quiet_hub(), _from_here(not online):
-            for name in self._named(*MODELS):
-                self._need(f"model {name}", lambda name=name: check_model(name), _weights(name))
-            for name in self._named("corpus"):
-                for split in SPLITS:
-                    self._need(f"corpus {name} ({split})", lambda name=name, split=split: check_corpus(name, split))
-        if self.missing and not online:
-            self.missing.insert(0, f"{constants.ENDPOINT} does not answer, so only this machine was searched")
-
-    def _named(self, *kinds: str) -> list[str]:
-        """Values of the pages' parameters of these names, each once."""
-        found = (parameters.get(kind) for parameters in self.pages.values() for kind in kinds)
-        return list(dict.fromkeys(name for name in found if name))
-
-    def _need(self, what: str, reach: Callable[[], object], about: str = "") -> None:
-        self.lines.append(f"  {what}{about}")
-        try:
-            reach()
-        except ValueError as error:
-            self.missing.append(f"{what}: {error}")
+def _named(pages: dict[str, dict], *kinds: str) -> list[str]:
+    """Values of the pages' parameters of these names, each once."""
+    found = (parameters.get(kind) for parameters in pages.values() for kind in kinds)
+    return list(dict.fromkeys(name for name in found if name))
 
 
 def hub_answers() -> bool:

@@ -10,22 +10,12 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 PROFILES = Path(__file__).parent / "profiles"
 
 
-def load_profile(name: str, folder: Path = PROFILES, stems: list[str] | None = None) -> dict[str, dict]:
-    """{notebook or "*": {parameter: value}}. Raises ``UnknownNameError`` for an unknown profile or notebook name."""
-    known = [path.stem for path in Path(folder).glob("*.yaml")]
+def load_profile(name: str) -> dict[str, dict]:
+    """{notebook or "*": {parameter: value}}. Raises ``UnknownNameError`` for an unknown profile."""
+    known = [path.stem for path in PROFILES.glob("*.yaml")]
     if name not in known:
         raise UnknownNameError("profile", name, known)
-    path = Path(folder) / f"{name}.yaml"
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise FormatError(f"profile {path} is not YAML: {error}") from error
-    if not isinstance(settings, dict) or not all(isinstance(entry, dict) for entry in settings.values()):
-        raise FormatError(f"profile {path} must map notebook names, or '*', to mappings of parameters")
-    for entry in settings:
-        if stems is not None and entry != "*" and entry not in stems:
-            raise UnknownNameError(f"notebook in profile {name!r}", entry, ["*", *stems])
-    return settings
+    return yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
 def parse_assignments(assignments: list[str]) -> dict:
@@ -47,7 +37,7 @@ def fit(value, default, what: str):
     if isinstance(default, float) and not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
             return float(value)
-    if isinstance(default, list | tuple) and isinstance(value, list):
+    if isinstance(default, list) and isinstance(value, list):
         return [fit(entry, default[0], f"{what}[{i}]") if default else entry for i, entry in enumerate(value)]
     if default is None or type(value) is type(default):
         return value

@@ -1,11 +1,13 @@
-"""Pages as files: which there are, and what of an executed one is kept."""
+"""Pages as files: which there are, their parameters, and what of an executed one is kept.
+
+They are read as JSON: nbformat takes two seconds to import, which a dry run need not spend.
+"""
 
 import ast
 import contextlib
 import hashlib
+import json
 from pathlib import Path
-
-import nbformat
 
 from vqkv.errors import DataError, UnknownNameError
 
@@ -30,39 +32,64 @@ def select(folder: Path, only: list[str]) -> list[Path]:
     return [path for path in notebooks if not prefixes or path.name.startswith(tuple(prefixes))]
 
 
+def notebook_parameters(path: Path) -> dict:
+    """{parameter: default} of a notebook's ``parameters`` cell, which assigns literals."""
+    sources = [source_of(cell) for cell in read(path)["cells"] if "parameters" in tags_of(cell)]
+    assigned = (node for source in sources for node in ast.parse(source).body)
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in assigned}
+
+
 def reads_tables(path: Path) -> bool:
     """True for a page that reads other pages' tables: its first cell has the tag ``reads-tables``."""
-    cells = nbformat.read(path, as_version=4).cells
-    return "reads-tables" in cells[0].metadata.get("tags", []) if cells else False
+    return any("reads-tables" in tags_of(cell) for cell in read(path)["cells"][:1])
 
 
-def strip(notebook: nbformat.NotebookNode, keep_injected: bool = False) -> nbformat.NotebookNode:
+def read(path: Path) -> dict:
+    """A notebook's JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def written(notebook: dict) -> bytes:
+    """The bytes that nbformat would write."""
+    return json.dumps(notebook, ensure_ascii=False, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def source_of(cell: dict) -> str:
+    """A cell's text, which a file holds as lines."""
+    return "".join(cell["source"])
+
+
+def tags_of(cell: dict) -> list[str]:
+    """A cell's tags."""
+    return cell["metadata"].get("tags", [])
+
+
+def strip(notebook: dict, keep_injected: bool = False) -> dict:
     """Remove what differs between equal runs: times, injected parameters, interpreter versions, random cell ids."""
-    notebook.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
     unwanted = {"papermill-error-cell-tag"} if keep_injected else {"papermill-error-cell-tag", "injected-parameters"}
-    notebook.cells = [cell for cell in notebook.cells if not unwanted.intersection(cell.metadata.get("tags", []))]
+    cells = [cell for cell in notebook["cells"] if not unwanted.intersection(tags_of(cell))]
     seen: dict[str, int] = {}
-    for cell in notebook.cells:
+    for cell in cells:
         for key in ("papermill", "execution", "ExecuteTime"):
-            cell.metadata.pop(key, None)
-        if not cell.metadata.get("tags", True):
-            del cell.metadata["tags"]
-        identity = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:8]
+            cell["metadata"].pop(key, None)
+        if not cell["metadata"].get("tags", True):
+            del cell["metadata"]["tags"]
+        identity = hashlib.sha256(f"{cell['cell_type']}:{source_of(cell)}".encode()).hexdigest()[:8]
         seen[identity] = seen.get(identity, 0) + 1
         cell["id"] = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
-    return notebook
+    metadata = {"kernelspec": KERNELSPEC, "language_info": {"name": "python"}}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
 def broken_claims(executed: Path) -> list[str]:
     """The cells whose ``assert`` failed in a notebook that else ran to its end; [] when anything else went wrong."""
     if not executed.is_file():
         return []
-    cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
-    errors = [(cell, output) for cell in cells for output in cell.outputs if output.output_type == "error"]
-    finished = all(cell.execution_count for cell in cells)
-    if finished and all(output.ename == "AssertionError" and _asserts(cell.source) for cell, output in errors):
-        return [cell.source for cell, _ in errors]
+    cells = [cell for cell in read(executed)["cells"] if cell["cell_type"] == "code"]
+    errors = [(cell, output) for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+    finished = all(cell["execution_count"] for cell in cells)
+    if finished and all(output["ename"] == "AssertionError" and _asserts(source_of(cell)) for cell, output in errors):
+        return [source_of(cell) for cell, _ in errors]
     return []
 
 

@@ -1,11 +1,12 @@
 """Provenance of a table: function and parameters, versions of packages, processor or GPU, commit."""
 
-import functools
 import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from vqkv.runtime.machine import processor
 
@@ -14,7 +15,6 @@ RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matp
 
 def describe(name: str, function: Callable, parameters: dict) -> dict:
     """Everything about the run of a table's ``function`` that is known before it starts."""
-    function = function.func if isinstance(function, functools.partial) else function
     return {
         "name": name,
         "function": f"{function.__module__}.{function.__qualname__}",
@@ -33,9 +33,18 @@ def version(package: str) -> str | None:
         return None
 
 
-def _device() -> str:
-    import torch
+def versions(*packages: str) -> str:
+    """Python and those of the ``packages`` that are installed, as ``name version; ...``."""
+    found = {name: version(name) for name in packages}
+    return "; ".join([f"python {platform.python_version()}", *(f"{name} {v}" for name, v in found.items() if v)])
 
+
+def device_name(device: torch.device | str) -> str:
+    """The GPU's or the processor's."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
+
+
+def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{processor()}, {torch.get_num_threads()} threads"

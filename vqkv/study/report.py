@@ -10,13 +10,12 @@ from typing import Annotated
 
 import nbformat
 import typer
+from nbconvert import HTMLExporter
 
-from vqkv.errors import DataError, FormatError
 from vqkv.study.pages import all_notebooks
 from vqkv.study.tables import repository_root, write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
-MARK = 'content="vqkv.study.report"'  # of every page's head; a folder without it is not overwritten
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
 ABOUT = """# vqkv: the study's pages
 
@@ -25,37 +24,30 @@ were computed by the code folded away beside them."""
 
 
 def report(out: Path, notebooks: Path | None = None) -> list[Path]:
-    """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files.
-
-    An older report there is replaced once all pages are rendered. Raises ``DataError`` if ``out`` holds something else,
-    there are no notebooks or one has not been run, ``FormatError`` for a file that is no notebook, ``ImportError``
-    without nbconvert.
-    """
-    _check_place(out := Path(out).resolve())
+    """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files. Raises
+    ``DataError`` if there are no notebooks."""
     pages = {path.stem: _page(path) for path in all_notebooks(Path(notebooks or repository_root() / "notebooks"))}
-    exporter = _exporter()
-    texts = {name: exporter.from_notebook_node(page)[0] for name, page in ({"index": _index(pages)} | pages).items()}
-    for path in out.glob("*.html"):
-        path.unlink()
-    for name, text in texts.items():
-        write_atomically(out / f"{name}.html", text.encode())
-    return [out / f"{name}.html" for name in texts]
+    exporter = HTMLExporter(
+        template_name="basic",
+        template_file="page.html.j2",
+        extra_template_paths=[str(TEMPLATES)],
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+    )
+    files = []
+    for name, page in ({"index": _index(pages)} | pages).items():
+        files.append(Path(out) / f"{name}.html")
+        write_atomically(files[-1], exporter.from_notebook_node(page)[0].encode())
+    return files
 
 
 def _page(path: Path) -> nbformat.NotebookNode:
     """An executed notebook, its links to others turned to their pages."""
-    try:
-        notebook = nbformat.read(path, as_version=4)
-        nbformat.validate(notebook)
-    except Exception as error:  # whatever nbformat stumbles over
-        raise FormatError(f"{path} is not a notebook: {str(error)[:200]}. Restore or remove it") from error
-    for number, cell in enumerate(notebook.cells, 1):
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = PAGE_LINK.sub(r"](\1.html\2)", cell.source)
-        if cell.cell_type == "code" and cell.source.strip() and not cell.execution_count:
-            raise DataError(
-                f"{path}: cell {number} has not been run. Run the page first: python -m vqkv.study --only {path.stem}"
-            )
     notebook.metadata["title"] = _title(notebook) or path.stem
     return notebook
 
@@ -75,41 +67,18 @@ def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
     return nbformat.v4.new_notebook(cells=cells, metadata={"title": "vqkv: the study's pages"})
 
 
-def _check_place(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise DataError(f"{out} is a file: name a folder for the report")
-    index = out / "index.html"
-    if out.is_dir() and any(out.iterdir()) and not (index.is_file() and MARK in index.read_text(errors="replace")):
-        raise DataError(f"{out} holds something other than a report: name another folder, or empty it")
-
-
-def _exporter():
-    try:
-        from nbconvert import HTMLExporter
-    except ImportError as error:
-        raise ImportError("the report needs nbconvert: pip install 'vqkv[study]'") from error
-    return HTMLExporter(
-        template_name="basic",
-        template_file="page.html.j2",
-        extra_template_paths=[str(TEMPLATES)],
-        exclude_input_prompt=True,
-        exclude_output_prompt=True,
-        exclude_anchor_links=True,
-    )
-
-
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for the report; an older report is replaced.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     notebooks: Annotated[Path | None, typer.Option(help="Folder of executed notebooks, as of another study.")] = None,
 ):
     """Render the study's pages as HTML that needs neither Jupyter nor, but for formulas, a network."""
     try:
         files = report(out, notebooks)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     typer.echo(f"{len(files) - 1} pages: open {files[0]}")

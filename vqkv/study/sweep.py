@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.allocator import give_back, keep_freed_memory
-from vqkv.study.cases import CODE, PACKAGE, Kept, SweepCase
-from vqkv.study.tables import plain
+from vqkv.study.cases import CODE, PACKAGE, SweepCase
+from vqkv.study.tables import plain, unfinished, write_atomically
 from vqkv.study.workers import in_processes, on_cluster
 
 _one_at_a_time = threading.Lock()
@@ -36,21 +36,23 @@ def sweep(compute: Callable, cases: list[dict], settings: dict, desc: str) -> tu
     ``compute``, a function of a module, is called as ``compute(**settings, **case)`` and returns (rows, sources): dicts
     of numbers, booleans and words, and the hashes of the models and texts behind them. All arguments are plain
     literals. Within ``tables.table`` a finished case is kept beside the table until that is stored: a run that was
-    killed goes on from there, unless code, arguments or local files have changed. ``desc`` is the bar's.
+    killed goes on from there, unless code or arguments have changed. ``desc`` is the bar's.
 
-    What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments or rows that are no
-    plain literals, or sources that are not the same for all cases, ``RuntimeError`` naming the cases of a process that
-    died.
+    What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
+    literals, or sources that are not the same for all cases, ``RuntimeError`` where a process died.
     """
-    names = [f"{desc}, case {i} of {len(cases)} ({_listed(case)})" for i, case in enumerate(cases, 1)]
+    listed = [", ".join(f"{name}={value!r}" for name, value in case.items()) for case in cases]
+    names = [f"{desc}, case {i} of {len(cases)} ({about})" for i, about in enumerate(listed, 1)]
     arguments = [plain(settings | case, f"{desc}: {case}") for case in cases]
     cases = [SweepCase(compute, *about) for about in zip(arguments, names)]
-    kept = Kept(torch.get_num_threads())
-    found = {case.name: result for case in cases if (result := kept.get(case)) is not None}
+    folder, threads = unfinished.get(), torch.get_num_threads()
+    kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
+    found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
     missing = {case.name: case for case in cases if case.name not in found}
     with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
         for name, result in _computed(missing):
-            kept.put(missing[name], result)
+            if kept:
+                write_atomically(kept[name], json.dumps(result).encode())
             found[name] = result
             bar.update()
     return [row for case in cases for row in found[case.name]["rows"]], _sources(found)
@@ -139,7 +141,3 @@ def _sources(results: dict[str, dict]) -> dict:
                 )
             first.setdefault(name, case)
     return known
-
-
-def _listed(case: dict) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in case.items())

@@ -20,13 +20,9 @@ import pandas as pd
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.study.provenance import describe
 
-_unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
-
-
-def unfinished() -> Path | None:
-    """Folder in which the function of the table that is being computed keeps what it has finished, for later runs until
-    the table is stored; None outside ``table``."""
-    return _unfinished.get()
+# Folder in which the function of the table that is being computed keeps what it has finished, for later runs until the
+# table is stored; None outside ``table``.
+unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
 
 
 def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
@@ -35,11 +31,11 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
     unless ``VQKV_OUT`` names a folder. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
     Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
-    parameters are not plain literals or the function returns something that a CSV cannot hold.
+    parameters are not plain literals or a column holds what a CSV cannot.
     """
     wanted = plain(parameters, f"parameters of table {name!r}")
     recompute = recompute or os.environ.get("VQKV_RECOMPUTE") == "1"
-    root = _root_for(name, wanted, forgive=recompute)
+    root = _root_for(name, wanted)
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
     record, start = describe(name, function, wanted), time.perf_counter()
@@ -52,10 +48,10 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
 
 def published(name: str) -> pd.DataFrame:
     """A table of published numbers, ``results/published/NAME.csv``. Raises ``UnknownNameError`` for other names."""
-    folder = repository_root() / "results" / "published"
-    if not (folder / f"{name}.csv").is_file():
-        raise UnknownNameError("published table", name, [path.stem for path in folder.glob("*.csv")])
-    return _read_csv((folder / f"{name}.csv").read_bytes())
+    if found := stored(f"published/{name}"):
+        return found[0]
+    known = (repository_root() / "results/published").glob("*.csv")
+    raise UnknownNameError("published table", name, [path.stem for path in known])
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
@@ -64,6 +60,11 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
     data = next((path.read_bytes() for path in paths if path.is_file()), None)
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
+
+
+def with_numbers(table: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """The table with these numbers of its shapes (``context=4096``, ``K=8``) as columns."""
+    return table.assign(**{name: table["shape"].str.extract(rf"\b{name}=(\d+)")[0].astype(int) for name in names})
 
 
 def repository_root() -> Path:
@@ -101,12 +102,8 @@ def write_atomically(path: Path, data: bytes) -> str:
 def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
     """Add the sha256 of figures to the provenance of the table they were drawn from."""
     provenance = _provenance(root, name)
-    if provenance is None:
-        raise FormatError(
-            f"table {name!r} has no provenance under {root}: compute it with vqkv.study.tables.table first"
-        )
-    figures = provenance.get("figures", {}) | hashes
-    if figures != provenance.get("figures"):
+    figures = provenance["figures"] | hashes
+    if figures != provenance["figures"]:
         _write_provenance(root, name, provenance | {"figures": figures})
 
 
@@ -125,36 +122,24 @@ def _paths(root: Path, name: str) -> tuple[Path, Path]:
     return root / "results" / f"{name}.csv", root / "results" / f"{name}.json"
 
 
-def _root_for(name: str, parameters: dict, forgive: bool) -> Path:
+def _root_for(name: str, parameters: dict) -> Path:
     root = output_root()
-    try:
-        stored = _provenance(root, name)
-    except FormatError:
-        if not forgive:
-            raise
-        stored = None
+    stored = _provenance(root, name)
     if stored is None or stored["parameters"] == parameters or os.environ.get("VQKV_OUT"):
         return root
     return root / "runs" / f"{name}-{digest(parameters)}"
 
 
-def _remedy(name: str) -> str:
-    return (
-        f"Restore it with `git checkout -- results/{name}.csv results/{name}.json`, "
-        "or recompute it with `python -m vqkv.study --recompute`."
-    )
-
-
 @contextmanager
 def _working(root: Path, record: dict, recompute: bool) -> Iterator[Path]:
-    """The folder that ``unfinished()`` gives meanwhile: of this table, these parameters, computed in this way."""
+    """The folder that is ``unfinished`` meanwhile: of this table, these parameters, computed in this way."""
     same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
     folder = root / "results" / ".rows" / record["name"] / digest(same)
-    token = _unfinished.set(folder)
+    token = unfinished.set(folder)
     try:
         yield folder
     finally:
-        _unfinished.reset(token)
+        unfinished.reset(token)
 
 
 def _clear(folder: Path) -> None:
@@ -169,17 +154,19 @@ def _provenance(root: Path, name: str) -> dict | None:
     if not (csv.is_file() and path.is_file()):
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record | {key: record[key] for key in ("parameters", "columns", "sha256")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{path} is not a table's provenance ({error!r}). {_remedy(name)}") from error
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path} is not a table's provenance ({error}): restore it with git, or remove it") from error
 
 
 def _load(root: Path, name: str, provenance: dict, fresh: bool) -> pd.DataFrame:
     path, _ = _paths(root, name)
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != provenance["sha256"]:
-        raise FormatError(f"{path} was altered or truncated: its sha256 is not the recorded one. {_remedy(name)}")
+        raise FormatError(
+            f"{path} was altered or truncated: its sha256 is not the recorded one. Restore it with `git checkout -- "
+            f"results/{name}.csv results/{name}.json`, or recompute it with `python -m vqkv.study --recompute`."
+        )
     frame = _read_csv(data, provenance["columns"])
     frame.attrs["vqkv"] = {"root": str(root), "name": name, "fresh": fresh}
     return frame
@@ -191,46 +178,21 @@ def _read_csv(data: bytes, columns: dict[str, str] | None = None) -> pd.DataFram
 
 
 def _store(root: Path, name: str, frame: pd.DataFrame, record: dict) -> None:
-    if not isinstance(frame, pd.DataFrame):
-        raise DataError(f"{record['function']} returned {type(frame).__name__}; table {name!r} needs a DataFrame")
+    """As a CSV that keeps six digits, and each column's type beside it: a CSV alone does not tell 1 from 1.0."""
     sources = plain(frame.attrs.get("sources", {}), f"attrs['sources'] of table {name!r}")
-    frame, columns = _typed(frame)
-    csv, _ = _paths(root, name)
+    if any(level is not None for level in frame.index.names):
+        frame = frame.reset_index()
+    columns = {column: _kind(frame[column].infer_objects()) for column in frame.columns}
+    frame = frame.astype({column: kind for column, kind in columns.items() if kind != "str"})
     data = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode()
-    _check_readable(name, frame, _read_csv(data, columns))
-    sha256 = write_atomically(csv, data)
+    sha256 = write_atomically(_paths(root, name)[0], data)
     contents = {"rows": len(frame), "columns": columns, "sha256": sha256, "sources": sources, "figures": {}}
     _write_provenance(root, name, record | contents)
-
-
-def _check_readable(name: str, frame: pd.DataFrame, back: pd.DataFrame) -> None:
-    """Raise ``DataError`` if a CSV cannot hold the frame: it must come back with the same shape, integers and words."""
-    same = back.shape == frame.shape and list(back.columns) == list(frame.columns)
-    exact = [c for c in frame if not pd.api.types.is_float_dtype(frame[c])] if same else []
-    bad = [
-        c
-        for c in exact
-        if not (frame[c].isna() == back[c].isna()).all() or (frame[c] != back[c])[frame[c].notna()].any()
-    ]
-    if not same or bad:
-        raise DataError(
-            f"table {name!r} does not survive a CSV (columns {bad or list(frame.columns)}): use plain words"
-        )
 
 
 def _write_provenance(root: Path, name: str, record: dict) -> None:
     text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     write_atomically(_paths(root, name)[1], text.encode())
-
-
-def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The frame with one of four types per column, and their names: a CSV alone does not tell 1 from 1.0."""
-    if any(name is not None for name in frame.index.names):
-        frame = frame.reset_index()
-    if not all(isinstance(column, str) for column in frame.columns) or not frame.columns.is_unique:
-        raise DataError(f"column names of a table are distinct strings, not {list(frame.columns)}")
-    columns = {column: _kind(frame[column].infer_objects()) for column in frame.columns}
-    return frame.astype({column: kind for column, kind in columns.items() if kind != "str"}), columns
 
 
 def _kind(column: pd.Series) -> str:
@@ -240,9 +202,6 @@ def _kind(column: pd.Series) -> str:
         return "int64"
     if pd.api.types.is_numeric_dtype(column):
         return "float64"
-    other = {type(value).__name__ for value in column.dropna() if not isinstance(value, str)}
-    if other:
-        raise DataError(
-            f"column {column.name!r} holds {', '.join(sorted(other))}: use numbers, booleans or strings only"
-        )
+    if any(not isinstance(value, str) for value in column.dropna()):
+        raise DataError(f"column {column.name!r} of a table holds more than numbers, booleans or strings")
     return "str"

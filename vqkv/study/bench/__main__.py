@@ -2,9 +2,9 @@
 
 import sys
 
-from vqkv.study.bench import main
+from vqkv.study.bench.speed import main
 
-if __name__ == "__main__":  # the processes that ``peak`` starts import this module, too
+if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:

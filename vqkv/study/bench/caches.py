@@ -15,6 +15,7 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
 from vqkv.evaluation.peers import TransformersQuantized
+from vqkv.study.bench.roofline import DTYPES
 
 GEOMETRIES = {
     "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -24,8 +25,6 @@ GEOMETRIES = {
     "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,10 @@ class MeteredDynamicCache(DynamicCache):
 
 @dataclass(frozen=True)
 class KeepingDecoded:
-    """A compressor whose caches keep what they have decoded from one step to the next, as far as ``decoded_bytes``
-    reach: the bytes come back, and the time goes."""
+    """A compressor whose caches keep all that they have decoded from one step to the next: the bytes come back, and the
+    time goes."""
 
     compressor: Compressor
-    decoded_bytes: int = 2**40
 
     @property
     def side_bytes(self) -> int:
@@ -66,7 +64,7 @@ class KeepingDecoded:
 
     def new_cache(self, model):
         """An empty cache."""
-        return self.compressor.new_cache(model, decoded_cache_bytes=self.decoded_bytes)
+        return self.compressor.new_cache(model, decoded_cache_bytes=2**40)
 
 
 REFERENCE, PEER, KEPT = "DynamicCache", "transformers quanto 4", "quanto 4, decoded kept"

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from vqkv import kernels
+from vqkv.study.bench import plain
 from vqkv.study.bench.roofline import Demand
 
 SLOW = 0.3  # seconds
@@ -19,9 +21,9 @@ class Sizes:
     reads them, ``runs`` [batch size, context] for attention. A row of ``sweep`` is timed for each of
     ``codebook_sizes`` (largest depth) and ``depths`` (largest codebooks)."""
 
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
+    heads: int
+    kv_heads: int
+    head_dim: int
     rows: int = 8192
     sweep_rows: int = 2048
     tokens: int = 1024
@@ -71,16 +73,21 @@ class BenchCase:
 
     def add(
         self, implementation: str, call: Callable[[], object], expected: Tensor | None = None,
-        found: Callable[[], Tensor] | None = None,
+        read: Callable = lambda found: found,
     ) -> None:  # fmt: skip
-        """Time ``call`` under this name; what it returns (or ``found()``) is compared with ``expected``, whose rows may
-        be the first ones only."""
+        """Time ``call`` under this name; what ``read`` makes of its result is compared with ``expected``, which may
+        have the first rows only."""
         entry = Contender(self.operation, self.format, implementation, self.shape, self.work, call, self.dtype)
         if expected is not None:
             start = time.perf_counter()
-            _compare(entry, (found or call)(), expected)
+            _compare(entry, read(call()), expected)
             entry.ready = time.perf_counter() - start > SLOW
         self.entries.append(entry)
+
+    def add_both(self, operation: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
+        """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch's."""
+        self.add(ours(operation, like), partial(getattr(kernels, operation), *arguments), expected, **more)
+        self.add("plain torch", partial(getattr(plain, operation), *arguments), expected, **more)
 
 
 def _compare(entry: Contender, found: Tensor, expected: Tensor) -> None:
@@ -101,11 +108,7 @@ def gaussian(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-_said: set[str] = set()
-
-
-def skip(name: str, error: Exception | str) -> None:
+@cache
+def skip(name: str, reason: str) -> None:
     """Say once a process that something is not timed, and why."""
-    if name not in _said:
-        _said.add(name)
-        print(f"skipped {name}: {error}")
+    print(f"skipped {name}: {reason}")

@@ -1,35 +1,21 @@
-"""Time that a cache adds to generation: ``python -m vqkv.study.bench generate [--out FILE.csv]``.
+"""Time that a cache adds to generation.
 
 A random Llama generates greedily, prefill and decoding timed apart, all systems in one process: prefills in turn, then
 ``TURN`` tokens of each system in turn, so that a busy machine slows all of them alike. Milliseconds of wall time.
 """
 
-import argparse
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from vqkv.errors import DataError
-from vqkv.study.bench.caches import (
-    DTYPES,
-    GEOMETRIES,
-    PEER,
-    REFERENCE,
-    prepared,
-    random_llama,
-    random_tokens,
-    stored_bytes,
-)
-from vqkv.study.bench.record import device_name, versions, write
+from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens, stored_bytes
 from vqkv.study.bench.timing import num_threads
+from vqkv.study.provenance import device_name, versions
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
-RUNS = [[1, 200, 150], [1, 1500, 150], [1, 400, 30], [2, 400, 30], [4, 400, 30]]
-SHOWN = ("batch", "context", "system", "prefill_ms", "decode_ms", "mean_ms", "added_ms", "added_vs_quanto")
 
 
 def latency(
@@ -47,9 +33,8 @@ def latency(
     transformers' quanto cache adds in the same run (NaN without it).
     ``stored_bytes``: what the cache holds in the end. Presets that learn are fitted on random text, which changes no
     time but that of ``vqq_product``: how many of its blocks stay in fp16 depends on the data.
-    Raises ``DataError`` for runs that are not three whole numbers from 1 on, ``UnknownNameError`` for other systems.
+    Raises ``UnknownNameError`` for other systems.
     """
-    _check(runs, rounds)
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
         compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
@@ -141,48 +126,3 @@ def _added(prefills: dict, steps: dict, label: str) -> dict[str, float]:
 def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:
     of = {"added_vs_quanto": "added_ms", "added_mean_vs_quanto": "added_mean_ms"}
     return {name: added[which] / peer[which] if peer else float("nan") for name, which in of.items()}
-
-
-def _check(runs, rounds) -> None:
-    wanted = [rounds, *(number for run in runs for number in run)]
-    if not runs or any(len(run) != 3 for run in runs) or any(type(x) is not int or x < 1 for x in wanted):
-        raise DataError(
-            f"runs {runs!r}, rounds {rounds!r}: give each run as [batch size, tokens of context, generated tokens], "
-            "and all as whole numbers from 1 on"
-        )
-
-
-def _run(text: str) -> list[int]:
-    return [int(number) for number in text.split("x")]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and, with ``--out``, write."""
-    parser = argparse.ArgumentParser(prog="python -m vqkv.study.bench generate", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=_run, action="append", help="batch x context x generated, such as 1x1500x150")
-    parser.add_argument("--rounds", type=int, default=2, help="prefills of each system")
-    add_shared(parser, "float32")
-    options = vars(parser.parse_args(arguments))
-    out, runs = options.pop("out"), options.pop("run") or RUNS
-    report(latency(runs, **options), SHOWN, out)
-
-
-def add_shared(parser: argparse.ArgumentParser, dtype: str) -> None:
-    """The options of every bench that generates."""
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    parser.add_argument("--systems", nargs="*", default=[], help="labels of the systems to measure (default: all)")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="small", help="shape of the random Llama")
-    parser.add_argument("--codebook-sizes", type=int, nargs="+", default=[256, 2048], help="of residual VQ")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, default=dtype)
-    parser.add_argument("--device", default="cpu")
-
-
-def report(rows: list[dict], shown: tuple[str, ...], out: Path | None) -> None:
-    """Print the columns ``shown`` and, if ``out`` is given, write everything."""
-    print("  ".join(shown))
-    for row in rows:
-        print("  ".join(f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in shown))
-    if out:
-        write(rows, out)

@@ -1,11 +1,10 @@
-"""Memory that generation takes at its peak: ``python -m vqkv.study.bench peak [--out FILE.csv]``.
+"""Memory that generation takes at its peak.
 
 Every system generates in a process of its own, which has loaded the model (random weights) and the codebooks before
 the measuring starts. On a CPU: resident memory, and glibc is told to keep nothing that was freed; on a GPU: allocated
 memory.
 """
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -19,15 +18,12 @@ import torch
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
-from vqkv.errors import DataError
 from vqkv.runtime.allocator import give_back
 from vqkv.study.bench.caches import THEIRS, KeepingDecoded, prepared, random_llama, random_tokens
-from vqkv.study.bench.generation import PACKAGES, Generation, add_shared, report
-from vqkv.study.bench.record import device_name, versions
+from vqkv.study.bench.generation import PACKAGES, Generation
 from vqkv.study.bench.timing import num_threads
+from vqkv.study.provenance import device_name, versions
 
-SHOWN = ("system", "stored_mb", "prefill_mb", "decode_mb", "beyond_stored_mb")
-SIZES = [1, 8192, 8]
 FIRST_CHUNKS = 4  # before measuring: torch sets up and compiles what packs and reads, once a process
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # Linux: writing 5 forgets the peak so far
 
@@ -42,11 +38,8 @@ def peak_memory(
     ``prefill_mb`` and ``decode_mb``: the largest memory in each phase, less what the process took with model and
     codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end.
     ``beyond_stored_mb``: ``decode_mb`` less that, which comes and goes in every step: activations, and the history
-    that a layer has decoded to read it. Raises ``DataError`` for sizes that are no whole numbers from 1 on,
-    ``UnknownNameError`` for other systems.
+    that a layer has decoded to read it. Raises ``UnknownNameError`` for other systems.
     """
-    if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in (*sizes, chunk_size)):
-        raise DataError(f"sizes {sizes!r}, chunk_size {chunk_size!r}: give 3 + 1 whole numbers from 1 on")
     how = {"random": [geometry, dtype, device, seed], "sizes": sizes, "chunk_size": chunk_size, "threads": threads}
     with num_threads(threads), tempfile.TemporaryDirectory() as folder:
         model = random_llama(*how["random"])
@@ -143,14 +136,3 @@ def _peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and, with ``--out``, write."""
-    parser = argparse.ArgumentParser(prog="python -m vqkv.study.bench peak", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, help="batch size, context, generated tokens")
-    parser.add_argument("--chunk-size", type=int, default=128, help="tokens prefilled at a time")
-    add_shared(parser, "bfloat16")
-    options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
-    report(peak_memory(**options), SHOWN, out)

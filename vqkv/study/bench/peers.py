@@ -18,8 +18,6 @@ def add(name: str, peer: Callable, *arguments) -> None:
     """``peer(*arguments)``; without its package, or where it fails, everything else is timed all the same."""
     try:
         peer(*arguments)
-    except ImportError as error:
-        skip(name, error)
     except Exception as error:  # of code that is not ours, on a device that it may not know
         skip(name, f"{type(error).__name__}: {error}")
 
@@ -66,15 +64,15 @@ def faiss_residual(x: Tensor, codebooks: Tensor, beam: int = 1):
 def faiss_encode(case: BenchCase, x: Tensor, codebooks: Tensor, expected: Tensor, beam: int = 1) -> None:
     """Packed codes of the rows of x."""
     peer, rows = faiss_residual(x, codebooks, beam), x.numpy()
-    call = partial(peer.compute_codes, rows)
-    case.add(f"{FAISS} beam {beam}", call, expected, lambda: _unpacked(call(), codebooks))
+    read = partial(_unpacked, codebooks=codebooks)
+    case.add(f"{FAISS} beam {beam}", partial(peer.compute_codes, rows), expected, read)
 
 
 def faiss_decode(case: BenchCase, codes: Tensor, codebooks: Tensor, expected: Tensor) -> None:
     """Sums of packed codes."""
     bits = (codebooks.shape[1] - 1).bit_length()
     peer, packed = faiss_residual(codes, codebooks), reference.pack_codes(codes, bits).numpy()
-    case.add(FAISS, partial(peer.decode, packed), expected, lambda: torch.from_numpy(peer.decode(packed)))
+    case.add(FAISS, partial(peer.decode, packed), expected, torch.from_numpy)
 
 
 def _unpacked(packed, codebooks: Tensor) -> Tensor:
@@ -97,14 +95,13 @@ def faiss_product(x: Tensor, codebooks: Tensor):
 def faiss_product_encode(case: BenchCase, x: Tensor, codebooks: Tensor, expected: Tensor) -> None:
     """x (rows, pieces * dim) -> a byte a piece."""
     peer, rows = faiss_product(x, codebooks), x.numpy()
-    call = partial(peer.compute_codes, rows)
-    case.add(FAISS, call, expected, lambda: torch.from_numpy(call()))
+    case.add(FAISS, partial(peer.compute_codes, rows), expected, torch.from_numpy)
 
 
 def faiss_product_decode(case: BenchCase, codes: Tensor, codebooks: Tensor, expected: Tensor) -> None:
     """A byte a piece -> (rows, pieces * dim)."""
     peer, packed = faiss_product(codes, codebooks), codes.to(torch.uint8).numpy()
-    case.add(FAISS, partial(peer.decode, packed), expected, lambda: torch.from_numpy(peer.decode(packed)))
+    case.add(FAISS, partial(peer.decode, packed), expected, torch.from_numpy)
 
 
 def quanto(x: Tensor, bits: int, group_size: int):
@@ -123,13 +120,13 @@ def quanto(x: Tensor, bits: int, group_size: int):
 def quanto_encode(case: BenchCase, x: Tensor, bits: int, group_size: int) -> None:
     """x (batch, num_kv_heads, seq_len, head_dim) -> their tensor; the error is that of what it stores."""
     call = torch.no_grad()(partial(quanto, x, bits, group_size))
-    case.add(QUANTO, call, x, lambda: call().dequantize().view(x.shape))
+    case.add(QUANTO, call, x, lambda stored: stored.dequantize().view(x.shape))
 
 
 def quanto_decode(case: BenchCase, x: Tensor, bits: int, group_size: int) -> None:
     """Their tensor -> values."""
     stored = quanto(x, bits, group_size)
-    case.add(QUANTO, torch.no_grad()(stored.dequantize), x, lambda: stored.dequantize().view(x.shape))
+    case.add(QUANTO, torch.no_grad()(stored.dequantize), x, lambda values: values.view(x.shape))
 
 
 def hqq(x: Tensor, bits: int, group_size: int):
@@ -141,8 +138,7 @@ def hqq(x: Tensor, bits: int, group_size: int):
 
 def hqq_encode(case: BenchCase, x: Tensor, bits: int, group_size: int) -> None:
     """Encode like ``quanto_encode``."""
-    call = partial(hqq, x, bits, group_size)
-    case.add(HQQ, call, x, lambda: hqq_values(*call(), x))
+    case.add(HQQ, partial(hqq, x, bits, group_size), x, lambda stored: hqq_values(*stored, x))
 
 
 def hqq_decode(case: BenchCase, x: Tensor, bits: int, group_size: int) -> None:

@@ -39,7 +39,13 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
     return torch.stack(counts), torch.stack(sums)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def grid_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
+    """vectors (..., dim), points (1, codes, dim) -> packed codes of the nearest."""
+    codes = nearest(vectors.reshape(-1, vectors.shape[-1]), points[0].float()).view(vectors.shape[:-1])
+    return pack_codes(codes.to(torch.uint8), bits)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes of 2, 4 or 8 bits: one strided slice a place of a byte; others bit by bit."""
     if 8 % bits:
         return reference.pack_codes(codes, bits)
@@ -50,8 +56,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of ``pack``."""
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of ``pack_codes``."""
     if 8 % bits:
         return reference.unpack_codes(packed, bits, count)
     places = [packed >> place * bits & 2**bits - 1 for place in range(8 // bits)]
@@ -64,7 +70,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     low, high = groups.amin(dim=-1).half(), groups.amax(dim=-1).half()
     start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
     codes = ((groups - start) / span * (2**bits - 1)).round().clamp(0, 2**bits - 1)
-    return Affine(pack(codes.to(torch.uint8).flatten(-2), bits), low, high, bits)
+    return Affine(pack_codes(codes.to(torch.uint8).flatten(-2), bits), low, high, bits)
 
 
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
@@ -75,14 +81,14 @@ def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None,
 
 
 def _affine(packed: Affine) -> Tensor:
-    codes = unpack(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
+    codes = unpack_codes(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
     low, high = packed.low.float().unsqueeze(-1), packed.high.float().unsqueeze(-1)
     return (codes * ((high - low) / (2**packed.bits - 1)) + low).flatten(-2)
 
 
 def _coded(packed: Coded) -> Tensor:
     tables, num_quantizers, _, _ = packed.codebooks.shape
-    codes = unpack(packed.codes, packed.bits, packed.groups * num_quantizers).long()
+    codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers).long()
     codes = codes.unflatten(-1, (packed.groups // tables, tables, num_quantizers))
     stages = range(num_quantizers)
     pieces = [sum(book[k][codes[..., t, k]] for k in stages) for t, book in enumerate(packed.codebooks.float())]

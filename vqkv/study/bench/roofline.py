@@ -51,11 +51,10 @@ class Roofline:
         return times[limit], limit
 
 
-def probes(device: str, scale: float = 1.0) -> dict[str, tuple]:
-    """Calls that measure the rates: label -> (call, what it moves in bytes or does in flops). ``scale`` below 1:
-    smaller ones, for tests."""
-    source = torch.ones(int(COPIED[device] * scale) // 4, device=device)
-    target, side = torch.empty_like(source), max(8, int(SIDE[device] * scale))
+def probes(device: str) -> dict[str, tuple]:
+    """Calls that measure the rates: label -> (call, what it moves in bytes or does in flops)."""
+    source = torch.ones(COPIED[device] // 4, device=device)
+    target, side = torch.empty_like(source), SIDE[device]
     made = {"copy": (lambda: target.copy_(source), 2 * source.nbytes)}
     for name, dtype in DTYPES.items():
         a, out = torch.ones(2, side, side, dtype=dtype, device=device)
@@ -63,11 +62,9 @@ def probes(device: str, scale: float = 1.0) -> dict[str, tuple]:
     return made
 
 
-def probe(
-    device: str, repetitions: int = 3, scale: float = 1.0, leave_out: Collection[str] = ()
-) -> dict[str, tuple[float, list[float]]]:
+def probe(device: str, repetitions: int, leave_out: Collection[str]) -> dict[str, tuple[float, list[float]]]:
     """On as many threads as torch has now, by label: what was counted, and the milliseconds of every repetition."""
-    made = {label: each for label, each in probes(device, scale).items() if label not in leave_out}
+    made = {label: each for label, each in probes(device).items() if label not in leave_out}
     times = measure([call for call, _ in made.values()], repetitions, device)
     return {label: (count, taken) for (label, (_, count)), taken in zip(made.items(), times, strict=True)}
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from vqkv.study.bench.case import Contender
 from vqkv.study.bench.peers import PACKAGES
-from vqkv.study.bench.record import device_name, versions
 from vqkv.study.bench.roofline import Roofline, hopeless, probe
 from vqkv.study.bench.timing import measure
+from vqkv.study.provenance import device_name, versions
 
 COLUMNS = (
     "operation", "format", "implementation", "shape", "dtype", "device", "threads", "repetitions", "median", "min",

@@ -30,8 +30,7 @@ def pack(sizes: Sizes) -> Iterator[BenchCase]:
     for bits, codes in _codes(sizes):
         case = BenchCase("pack", f"{bits} bits", label(codes.shape), roofline.pack(codes, bits), str(codes.dtype)[6:])
         expected = reference.pack_codes(codes, bits)
-        case.add(ours("pack_codes", codes), partial(kernels.pack_codes, codes, bits), expected)
-        case.add("plain torch", partial(plain.pack, codes, bits), expected)
+        case.add_both("pack_codes", codes, codes, bits, expected=expected)
         yield case
 
 
@@ -40,8 +39,7 @@ def unpack(sizes: Sizes) -> Iterator[BenchCase]:
     for bits, codes in _codes(sizes):
         packed, count = reference.pack_codes(codes, bits), codes.shape[-1]
         case = BenchCase("unpack", f"{bits} bits", label(codes.shape), roofline.pack(codes, bits), str(codes.dtype)[6:])
-        case.add(ours("unpack_codes", packed), partial(kernels.unpack_codes, packed, bits, count), codes)
-        case.add("plain torch", partial(plain.unpack, packed, bits, count), codes)
+        case.add_both("unpack_codes", packed, packed, bits, count, expected=codes)
         yield case
 
 
@@ -56,11 +54,9 @@ def affine_encode(sizes: Sizes) -> Iterator[BenchCase]:
     """Values to int2, int4, int8. The error is that of what is stored."""
     x, group = gaussian(*sizes.stored, seed=sizes.seed, device=sizes.device), min(GROUP, sizes.head_dim)
     for bits in BITS:
-        run, obvious = partial(kernels.affine_encode, x, bits, group), partial(plain.affine_encode, x, bits, group)
         work = roofline.affine_encode(x, reference.affine_encode(x, bits, group))
         case = BenchCase("affine_encode", f"int{bits}", label(x.shape), work)
-        case.add(ours("affine_encode", x), run, x, lambda run=run: reference.decode(run()))
-        case.add("plain torch", obvious, x, lambda obvious=obvious: reference.decode(obvious()))
+        case.add_both("affine_encode", x, x, bits, group, expected=x, read=reference.decode)
         peers.add(peers.QUANTO, peers.quanto_encode, case, x, bits, group)
         peers.add(peers.HQQ, peers.hqq_encode, case, x, bits, group)
         yield case
@@ -72,8 +68,7 @@ def affine_decode(sizes: Sizes) -> Iterator[BenchCase]:
     for bits in BITS:
         packed = reference.affine_encode(x, bits, group)
         case = BenchCase("affine_decode", f"int{bits}", label(x.shape), roofline.decode(packed))
-        case.add(ours("decode", packed.codes), partial(kernels.decode, packed), x)
-        case.add("plain torch", partial(plain.decode, packed), x)
+        case.add_both("decode", packed.codes, packed, expected=x)
         peers.add(peers.QUANTO, peers.quanto_decode, case, x, bits, group)
         peers.add(peers.HQQ, peers.hqq_decode, case, x, bits, group)
         yield case
@@ -86,17 +81,10 @@ def grid_encode(sizes: Sizes) -> Iterator[BenchCase]:
         points, bits = grid(size, sizes.device), (size - 1).bit_length()
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         case = BenchCase("grid_encode", f"grid {size}", label(sizes.stored), work)
-        run = partial(kernels.grid_encode_packed, pairs, points, bits)
         expected = reference.rvq_encode_packed(pairs[:, :1, :CHECKED], points, bits)
-        case.add(ours("grid_encode_packed", pairs), run, expected, lambda run=run: run()[:, :1, :CHECKED])
-        obvious = partial(_nearest_packed, pairs, points[0].float(), bits)
-        case.add("plain torch", obvious, expected, lambda obvious=obvious: obvious()[:, :1, :CHECKED])
+        arguments = (pairs, points, bits)
+        case.add_both("grid_encode_packed", pairs, *arguments, expected=expected, read=lambda x: x[:, :1, :CHECKED])
         yield case
-
-
-def _nearest_packed(vectors: Tensor, codebook: Tensor, bits: int) -> Tensor:
-    codes = plain.nearest(vectors.reshape(-1, vectors.shape[-1]), codebook).view(vectors.shape[:-1])
-    return plain.pack(codes.to(torch.uint8), bits)
 
 
 def product_encode(sizes: Sizes) -> Iterator[BenchCase]:
@@ -140,11 +128,10 @@ def decode_and(what: str, sizes: Sizes) -> Iterator[BenchCase]:
         yield _decode(f"decode_{what}", name, FORMATS[name](sizes.stored, sizes.device), **others)
 
 
-def _decode(operation: str, name: str, packed: Packed, **others) -> BenchCase:
-    work = roofline.decode(packed, base=others.get("base"), turned="turn" in others)
-    case, expected = BenchCase(operation, name, label(packed.shape), work), reference.decode(packed, **others)
-    case.add(ours("decode", packed.codes), partial(kernels.decode, packed, **others), expected)
-    case.add("plain torch", partial(plain.decode, packed, **others), expected)
+def _decode(operation: str, name: str, packed: Packed, base: Tensor | None = None, turn=None) -> BenchCase:
+    work = roofline.decode(packed, base=base, turned=turn is not None)
+    case = BenchCase(operation, name, label(packed.shape), work)
+    case.add_both("decode", packed.codes, packed, base, turn, expected=reference.decode(packed, base, turn))
     return case
 
 

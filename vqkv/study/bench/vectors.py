@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from vqkv import kernels
 from vqkv.kernels import cpu
 from vqkv.kernels import naive as reference
-from vqkv.study.bench import peers, plain, roofline
+from vqkv.study.bench import peers, roofline
 from vqkv.study.bench.case import BenchCase, Sizes, ours
 
 CHECKED = 512  # rows whose codes are compared with brute force's
@@ -61,8 +62,7 @@ def encode(sizes: Sizes) -> Iterator[BenchCase]:
 def _encode(x: Tensor, codebooks: Tensor) -> BenchCase:
     case = BenchCase("rvq_encode", *name(x, codebooks), roofline.encode(x, codebooks))
     expected = reference.rvq_encode(x[:CHECKED], codebooks)
-    case.add(ours("rvq_encode", x), partial(kernels.rvq_encode, x, codebooks), expected)
-    case.add("plain torch", partial(plain.rvq_encode, x, codebooks), expected)
+    case.add_both("rvq_encode", x, x, codebooks, expected=expected)
     peers.add(peers.VECTOR_QUANTIZE, peers.vector_quantize_encode, case, x, codebooks, expected)
     peers.add(peers.FAISS, peers.faiss_encode, case, x, codebooks, expected)
     return case
@@ -107,8 +107,7 @@ def decode(sizes: Sizes) -> Iterator[BenchCase]:
     codes = kernels.rvq_encode(x, codebooks)
     expected = reference.rvq_decode(codes, codebooks)
     case = BenchCase("rvq_decode", *name(x, codebooks), roofline.sum_of_codes(codes, codebooks))
-    case.add(ours("rvq_decode", x), partial(kernels.rvq_decode, codes, codebooks), expected)
-    case.add("plain torch", partial(plain.rvq_decode, codes, codebooks), expected)
+    case.add_both("rvq_decode", x, codes, codebooks, expected=expected)
     peers.add(peers.VECTOR_QUANTIZE, peers.vector_quantize_decode, case, codes, codebooks, expected)
     peers.add(peers.FAISS, peers.faiss_decode, case, codes, codebooks, expected)
     yield case
@@ -120,10 +119,7 @@ def statistics(sizes: Sizes) -> Iterator[BenchCase]:
     codes = kernels.rvq_encode(x, codebooks)
     case = BenchCase("rvq_statistics", *name(x, codebooks), roofline.statistics(x, codes, codebooks))
     expected = reference.rvq_statistics(x, codes, codebooks)[1]
-    run = partial(kernels.rvq_statistics, x, codes, codebooks)
-    case.add(ours("rvq_statistics", x), run, expected, lambda: run()[1])
-    obvious = partial(plain.rvq_statistics, x, codes, codebooks)
-    case.add("plain torch", obvious, expected, lambda: obvious()[1])
+    case.add_both("rvq_statistics", x, x, codes, codebooks, expected=expected, read=itemgetter(1))
     case.add("one-hot products", partial(one_hot_statistics, x, codes, codebooks))
     yield case
 

@@ -6,7 +6,7 @@
 # ruff: noqa: F401
 from vqkv.study.experiments import tasks
 from vqkv.study.experiments.audit import audited_tables, claims_audit
-from vqkv.study.experiments.capacity import blog_claims, capacity_table
+from vqkv.study.experiments.capacity import capacity_table
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.frontier import (
@@ -30,7 +30,7 @@ from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.phenomena import magnitudes, phenomena
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
-from vqkv.study.experiments.speed import against_ours, attention_times, kernel_speed, trade
+from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.systems import systems
 from vqkv.study.experiments.tasks import leaderboard
 from vqkv.study.experiments.thresholds import threshold_sweep

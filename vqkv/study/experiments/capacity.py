@@ -6,8 +6,8 @@ import json
 import pandas as pd
 
 from vqkv import presets
-from vqkv.evaluation.capacity import GB, Capacity, architecture, capacity
-from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
+from vqkv.evaluation.capacity import Capacity, architecture, capacity
+from vqkv.evaluation.footprint import Footprint, dynamic_footprint
 from vqkv.study.experiments.common import frame
 
 # What sizes depend on, out of the config.json that each model's hub page has under the name given as source.
@@ -60,7 +60,9 @@ def capacity_table(
     """
     rows, sources = [], {}
     for name in models:
-        model = _laid_out(name, dtype, sources)
+        config = dict(MODELS[name])
+        sources[f"config {config.pop('source')}"] = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
+        model = architecture(config, dtype)
         for size in memory_gb:
             found = {label: capacity(model, PRESETS[label], size, batch_size, context) for label in labels}
             first = found[labels[0]]
@@ -70,70 +72,16 @@ def capacity_table(
     return frame(rows, sources)
 
 
-def blog_claims(memory_gb: float, worked_tokens: int, fp16_tokens: int, int4_tokens: int, dtype: str) -> pd.DataFrame:
-    """Statements of the blog on Llama-2-7B's cache beside what is counted here: its worked size of ``worked_tokens``,
-    and the longest contexts that it gives for a GPU of ``memory_gb``, ``fp16_tokens`` and ``int4_tokens``.
-
-    GB of 10^9 bytes: ``cache_gb`` at the claim's ``tokens``, ``counted_gb`` with weights and what a layer needs, and
-    ``left_gb``, what of the GPU that leaves. ``context`` would leave nothing; ``context_beside_rest`` is what fits if
-    all but what fp16's claim needs were taken up by something else.
-    """
-    sources = {}
-    model = _laid_out("Llama-2-7B", dtype, sources)
-    fp16, int4 = dynamic_footprint(model), footprint(model, PRESETS["quanto 4"])
-    rest = memory_gb - sum(fp16.kinds(fp16_tokens).values()) / GB
-    whole, beside = (capacity(model, PRESETS["quanto 4"], memory_gb, reserve_gb=kept) for kept in (0, rest))
-    contexts = {BASELINE: (whole.fp16_context, beside.fp16_context), "quanto 4": (whole.context, beside.context)}
-    claims = [
-        ("worked size", BASELINE, fp16, worked_tokens),
-        ("longest context", BASELINE, fp16, fp16_tokens),
-        ("longest context", "quanto 4", int4, int4_tokens),
-    ]
-    rows = [
-        {"claim": claim, "cache": cache, "tokens": tokens, "cache_gb": needed.cache_bytes(tokens) / GB}
-        | _against(sum(needed.kinds(tokens).values()) / GB, memory_gb)
-        | dict(zip(("context", "context_beside_rest"), contexts[cache], strict=True))
-        for claim, cache, needed, tokens in claims
-    ]
-    return frame(rows, sources)
-
-
-def _against(counted: float, memory: float) -> dict:
-    return {"counted_gb": counted, "left_gb": memory - counted}
-
-
-def _laid_out(name: str, dtype: str, sources: dict):
-    """A model without weights; ``sources`` takes the hash of what it was made from."""
-    settings = dict(MODELS[name])
-    sources[f"config {settings.pop('source')}"] = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return architecture(settings, dtype)
-
-
-def _baseline(needed: Footprint, found: Capacity) -> dict:
-    kinds = needed.kinds(found.fp16_context, found.at_batch_size)
-    return {
-        "label": BASELINE,
-        "system": "fp16",
-        "context": found.fp16_context,
-        "batch_size": found.fp16_batch_size,
-        "ratio": 1.0,
-        "bits_per_value": needed.bits_per_value,
-        "side_bytes": 0,
-        **_bytes(kinds),
-    }
-
-
 def _row(label: str, found: Capacity) -> dict:
-    return {
-        "label": label,
-        "system": found.preset,
-        "context": found.context,
-        "batch_size": found.batch_size,
-        "ratio": found.ratio,
-        "bits_per_value": found.bits_per_value,
-        "side_bytes": found.side_bytes,
-        **_bytes(found.kinds),
-    }
+    numbers = ("context", "batch_size", "ratio", "bits_per_value", "side_bytes")
+    about = {"label": label, "system": found.preset} | {name: getattr(found, name) for name in numbers}
+    return about | _bytes(found.kinds)
+
+
+def _baseline(exact: Footprint, found: Capacity) -> dict:
+    limits = {"context": found.fp16_context, "batch_size": found.fp16_batch_size, "ratio": 1.0}
+    about = {"label": BASELINE, "system": "fp16"} | limits | {"bits_per_value": exact.bits_per_value, "side_bytes": 0}
+    return about | _bytes(exact.kinds(found.fp16_context, found.at_batch_size))
 
 
 def _bytes(kinds: dict[str, int]) -> dict:

@@ -5,11 +5,14 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
+from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
+from vqkv.data.recall import RecallTask
+from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.load import fingerprint as model_fingerprint
 from vqkv.models.load import load_model
@@ -91,6 +94,19 @@ def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
     return Compressor(like.name, pairs, like.settings, like.model)
 
 
+def exact_compressor(found: Subject, model=None) -> Compressor:
+    """What stores everything in 16 bits, for a case's model or another one."""
+    return calibrate(model or found.model, found.train[:1], presets.fp16(), progress=False)
+
+
+def recalled(found: Subject, compressor, num_seqs: int, seq_len: int, seed: int, chunk_size: int) -> dict:
+    """``recall`` and ``recall_exact``: accuracy on key-value recall sequences drawn by ``seed``."""
+    task = RecallTask(found.tokenizer).batch(seq_len, num_seqs, seed)
+    settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
+    row = evaluate(found.model, compressor, task.tokens, answers=task.answers, **settings)
+    return {name: row[name] for name in ("recall", "recall_exact")}
+
+
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
     """A table whose ``attrs`` carry the sources."""
     table = pd.DataFrame(rows)
@@ -98,7 +114,8 @@ def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
     return table
 
 
-def with_side_information(row: dict, about: dict, contexts: dict[str, int]) -> dict:
-    """Bits per value of an ``evaluate`` row with its side information shared out among the values of so many tokens."""
-    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
-    return {name: row["bits_per_value"] + 8 * row["side_bytes"] / (n * values) for name, n in contexts.items()}
+def all_told(row: dict, about: dict, tokens: int, batch: int = 1, sink_tokens: int = 0) -> float:
+    """Bits per value of an ``evaluate`` row in a cache of so many tokens, with sinks in 16 bits and side information,
+    which ``batch`` such caches share."""
+    bits, values = row["bits_per_value"], 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    return bits + (16 - bits) * sink_tokens / tokens + 8 * row["side_bytes"] / (tokens * batch * values)

@@ -9,10 +9,9 @@ from vqkv.cache.compressor import Compressor
 from vqkv.codecs.base import Codec, codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.data.recall import RecallTask
 from vqkv.evaluation.evaluate import evaluate, reconstruction_error
 from vqkv.evaluation.metrics import relative_mse
-from vqkv.study.experiments.common import calibrated, frame, subject
+from vqkv.study.experiments.common import calibrated, frame, recalled, subject
 from vqkv.study.sweep import per_process, sweep
 
 
@@ -71,13 +70,10 @@ def _depth_row(
     codebook_size: int, beam: int, num_quantizers: int, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int
 ):
     found = subject(**who)
-    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
     deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
     compressor = shallower(deepest, num_quantizers, beam)
-    settings = {"chunk_size": chunk_size, "reconstruction": False}
-    row = evaluate(found.model, compressor, found.test, **settings, exact=found.exact)
-    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, **settings, exact=found.exact)
-    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
+    row |= recalled(found, compressor, recall_seqs, who["test"][1], 0, chunk_size)
     row |= reconstruction_error(found.exact, compressor, found.test[:1])
     label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}
     return [label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}], found.sources

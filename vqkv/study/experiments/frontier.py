@@ -11,12 +11,10 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O
 from vqkv.codecs.predictive import side_by_side
-from vqkv.data.recall import RecallTask
-from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import Subject, calibrated, frame, subject
+from vqkv.study.experiments.common import Subject, all_told, calibrated, frame, recalled, subject
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.experiments.designs import exists, factorial, published
 from vqkv.study.sweep import per_process, sweep
@@ -41,7 +39,6 @@ def halving_search(
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
     went on.
     """
-    _check_search(rungs, contexts)
     designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
     for number, rung in enumerate(rungs, 1):
         text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
@@ -55,8 +52,6 @@ def halving_search(
             for name, design, bits in itertools.product(models[: rung["models"]], designs, rung["bits"])
             if exists(design, bits)
         ]
-        if not cases:
-            raise DataError(f"rung {number}: none of {designs} exists at {rung['bits']} bits: name others")
         found, drawn = sweep(_tried, cases, settings, f"rung {number}")
         ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
         designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
@@ -65,17 +60,6 @@ def halving_search(
             rows.append({"rung": number, "kept": row["design"] in designs} | places | row)
         sources |= drawn
     return frame(rows, sources)
-
-
-def _check_search(rungs: list[dict], contexts: list[str]) -> None:
-    """Raise for names that are none, before anything is computed."""
-    for kind, names, known in (
-        ("context", contexts, CONTEXTS),
-        ("design", [name for rung in rungs for name in rung.get("designs") or ()], factorial()),
-    ):
-        for name in names:
-            if name not in known:
-                raise UnknownNameError(kind, name, known)
 
 
 def _ranks(rows: list[dict], column: str) -> dict[str, int]:
@@ -90,7 +74,7 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
     compressor = _fit(preset, who)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    totals = total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), preset.sink_tokens)
+    totals = total_bits(row, describe(found.model), preset.sink_tokens)
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     label = {"model": model, "design": design, "bits": bits}
     label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
@@ -139,14 +123,12 @@ def _row(
     found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, recall_seqs: int, chunk_size: int
 ) -> dict:
     compressor, share = _compressor(found, system, bits, who, vqllm, learning)
-    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, who["seed"])
-    every, settings = torch.ones_like(found.test, dtype=torch.bool), {"chunk_size": chunk_size, "exact": found.exact}
-    row = evaluate(found.model, compressor, found.test, answers=every, **settings)
+    every = torch.ones_like(found.test, dtype=torch.bool)
+    row = evaluate(found.model, compressor, found.test, answers=every, chunk_size=chunk_size, exact=found.exact)
     row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
-    hits = evaluate(found.model, compressor, recall.tokens, answers=recall.answers, reconstruction=False, **settings)
-    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row |= recalled(found, compressor, recall_seqs, who["test"][1], who["seed"], chunk_size)
     row["bits_per_value"] *= share
-    row |= total_bits(row["bits_per_value"], row["side_bytes"], describe(found.model), learning["sink_tokens"])
+    row |= total_bits(row, describe(found.model), learning["sink_tokens"])
     row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
     return {"system": system, "nominal_bits": bits} | row
 
@@ -181,14 +163,10 @@ def _fit(preset: presets.Preset, who: dict) -> Compressor:
     return calibrated(preset, who, min(BATCH, who["train"][0]))
 
 
-def total_bits(bits_per_value: float, side_bytes: float, about: dict, sink_tokens: int) -> dict[str, float]:
-    """Stored bits of a value with side information, shared by all sequences, and sinks in 16 bits: by context length
-    and number of sequences."""
-    values = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+def total_bits(row: dict, about: dict, sink_tokens: int) -> dict[str, float]:
+    """Stored bits of a value all told: by context length and number of sequences, which share the side information."""
     return {
-        f"bits_{name}_x{batch}": bits_per_value
-        + (16 - bits_per_value) * sink_tokens / tokens
-        + 8 * side_bytes / (tokens * batch * values)
+        f"bits_{name}_x{batch}": all_told(row, about, tokens, batch, sink_tokens)
         for name, tokens in CONTEXTS.items()
         for batch in BATCHES
     }
@@ -210,16 +188,16 @@ def finalists(search: pd.DataFrame) -> list[str]:
     return list(last["design"].unique())
 
 
-def what_to_use(table: pd.DataFrame, budgets: list[float], batch: int = 1) -> pd.DataFrame:
-    """For each budget of bits, all told, and context length: the system whose mean KL over models and seeds (geometric)
-    is lowest of those that stay within the budget on every model and have a KL in every row, and that KL. Rows: budget;
-    columns: context."""
+def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
+    """For each budget of bits, all told, and length of a single context: the system whose mean KL over models and seeds
+    (geometric) is lowest of those that stay within the budget on every model and have a KL in every row, and that KL.
+    Rows: budget; columns: context."""
     everywhere = table.groupby(["model", "seed"], sort=False).ngroups
     groups = table.assign(log_kl=np.log(table["kl_mean"].clip(LEAST))).groupby(["system", "nominal_bits"], sort=False)
     mean = np.exp(groups["log_kl"].mean()).where(groups["log_kl"].count() == everywhere)
     found = {}
     for name in CONTEXTS:
-        bits = groups[f"bits_{name}_x{batch}"].max()
+        bits = groups[f"bits_{name}_x1"].max()
         found[name] = [_within(bits, mean, budget) for budget in budgets]
     return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
 

@@ -6,7 +6,6 @@ from functools import partial
 import pandas as pd
 import torch
 
-from vqkv.errors import DataError
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl, token_nll
 from vqkv.models.load import rotary_embedding
@@ -41,10 +40,8 @@ def memory_growth(
     times packed values, and what is exact or kept decoded (``exact_bytes``). ``largest_bytes``: one token before, when
     a cache that packs 128 tokens at a time holds most. ``ratio``: of ``DynamicCache``'s bytes to these (NaN without
     it). ``side_bytes``: codebooks and predictors, stored once whatever the number of tokens and sequences. Presets are
-    fitted on ``train_seqs`` sequences of ``seq_len`` tokens. Raises ``DataError`` for lengths that are no multiples.
+    fitted on ``train_seqs`` sequences of ``seq_len`` tokens.
     """
-    if not generated or any(type(n) is not int or n < 0 or n % BLOCK for n in generated):
-        raise DataError(f"generated {generated!r}: give multiples of {BLOCK} tokens")
     texts = {"train": [train_seqs, seq_len], "test": [max(batches), BLOCK + max(generated)], "seed": seed}
     settings = {
         "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},

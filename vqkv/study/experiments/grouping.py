@@ -2,10 +2,8 @@
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration.calibrate import calibrate
-from vqkv.data.recall import RecallTask
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.study.experiments.common import calibrated, frame, paired, subject
+from vqkv.study.experiments.common import calibrated, exact_compressor, frame, paired, recalled, subject
 from vqkv.study.sweep import per_process, sweep
 
 TABLE_1 = {  # the residual VQ paper's rows: how key channels are grouped, if keys are quantised, and whether values are
@@ -39,11 +37,8 @@ def grouping(
 def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int):
     who = who | {"name": model, "seed": seed}
     found, compressor = subject(**who), _compressor(*TABLE_1[label], who, quantizer)
-    recall = RecallTask(found.tokenizer).batch(who["test"][1], recall_seqs, 0)
     row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size, exact=found.exact)
-    answers = {"answers": recall.answers, "chunk_size": chunk_size, "reconstruction": False}
-    hits = evaluate(found.model, compressor, recall.tokens, "chunked", **answers, exact=found.exact)
-    row |= {"recall": hits["recall"], "recall_exact": hits["recall_exact"]}
+    row |= recalled(found, compressor, recall_seqs, who["test"][1], 0, chunk_size)
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])
     return [{"model": model, "quantised": label, "seed": seed} | row], found.sources
@@ -51,8 +46,9 @@ def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_s
 
 def _compressor(key_grouping: str | None, values: bool, who: dict, quantizer: dict) -> Compressor:
     """Compressor of one role; the other is exact."""
-    key = _fitted(who=who, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else _exact(who=who)
-    value = _fitted(who=who, quantizer=quantizer, key_grouping=None) if values else _exact(who=who)
+    exact = exact_compressor(subject(**who))
+    key = _fitted(who=who, quantizer=quantizer, key_grouping=key_grouping) if key_grouping else exact
+    value = _fitted(who=who, quantizer=quantizer, key_grouping=None) if values else exact
     return paired(key, value, like=key if key_grouping else value)
 
 
@@ -61,9 +57,3 @@ def _fitted(who: dict, quantizer: dict, key_grouping: str | None) -> Compressor:
     """Quantises keys in groups of this kind, or (None) values: a codec that two rows share is fitted once."""
     what = {"key_grouping": key_grouping, "quantize": "key"} if key_grouping else {"quantize": "value"}
     return calibrated(presets.vqllm(**what, **quantizer, seed=who["seed"]), who)
-
-
-@per_process(maxsize=1)
-def _exact(who: dict) -> Compressor:
-    found = subject(**who)
-    return calibrate(found.model, found.train[:1], presets.fp16(), progress=False)

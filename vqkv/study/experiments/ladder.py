@@ -2,6 +2,8 @@
 
 import dataclasses
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,10 +12,9 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, compare_scores, heavy_hitters, random_tokens
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
-from vqkv.calibration.calibrate import calibrate
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import Subject, calibrated, frame, subject
+from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
 from vqkv.study.sweep import per_process, sweep
 
 KEPT = (
@@ -79,14 +80,20 @@ def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Pr
 
 def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
     """Write the growing cache to a file; its sizes, and its last snapshot but one (if there are two) read back."""
+    with written(live, keyframes, deltas, interval) as stream:
+        report = stream.report()
+        return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
+
+
+@contextmanager
+def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) -> Iterator[SnapshotReader]:
+    """A file of a cache (keys and values, each layer's) that grows by one token a step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream"
         with SnapshotWriter(path, keyframes, deltas, interval) as writer:
             for step in range(live[0][0].shape[2]):
                 writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
-        stream = SnapshotReader(path)
-        report = stream.report()
-        return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
+        yield SnapshotReader(path)
 
 
 def _evicted(found: Subject, live, interval: int, retain: float, recent: float) -> dict:
@@ -96,9 +103,8 @@ def _evicted(found: Subject, live, interval: int, retain: float, recent: float) 
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(found.model, found.test[:, :last])]
     whole, evicted = (_stream(_one_keyframe(live, last, index), "fp32", "exact", 1)[0] for index in (None, kept))
-    exact = calibrate(found.model, found.train[:1], presets.fp16(), progress=False)
-    settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False}
-    row = evaluate(found.model, H2O(exact, retain, recent), found.test, "snapshot", **settings, exact=found.exact)
+    settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False, "exact": found.exact}
+    row = evaluate(found.model, H2O(exact_compressor(found), retain, recent), found.test, "snapshot", **settings)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
     return saved | {name: row[name] for name in ("kl_mean", "kl_std", "kl_worst", "top1")}
 

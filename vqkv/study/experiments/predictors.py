@@ -12,7 +12,7 @@ from vqkv.evaluation.evaluate import evaluate, reconstruction_error
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, rotary_embedding
-from vqkv.study.experiments.common import calibrated, frame, subject, with_side_information
+from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import per_process, sweep
 
@@ -66,7 +66,7 @@ def _ablation_row(
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
     row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}
-    return [row | with_side_information(row, about, CONTEXTS)], found.sources
+    return [row | {name: all_told(row, about, n) for name, n in CONTEXTS.items()}], found.sources
 
 
 def error_propagation(
@@ -238,18 +238,17 @@ def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str,
 
 def _beside_plain(rows: list[dict]) -> list[dict]:
     """A model's rows with ``_against_plain``'s columns, without the number of layers that these need."""
-    found = [row | _against_plain(row, rows, {"num_layers": row["num_layers"]}) for row in rows]
-    return [{name: value for name, value in row.items() if name != "num_layers"} for row in found]
+    return [row | _against_plain(row, rows, row.pop("num_layers")) for row in rows]
 
 
-def _against_plain(row: dict, rows: list[dict], about: dict) -> dict:
+def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
     saved."""
     plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
     needed = np.interp(
         math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
     )
-    saved, values = needed - row["bits_per_value"], 2 * about["num_layers"] * row["width"]
+    saved, values = needed - row["bits_per_value"], 2 * num_layers * row["width"]
     worse = row["kl_mean"] > plain[-1]["kl_mean"]
     pays = row["predicted"] and saved > 0 and not worse
     return {

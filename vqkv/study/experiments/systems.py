@@ -8,7 +8,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import describe, load_model
-from vqkv.study.experiments.common import calibrated, frame, subject, with_side_information
+from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.sweep import per_process, sweep
 
@@ -51,7 +51,8 @@ def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
         short = _in_bfloat16(name=model, device=who["device"])
         metered = evaluate(short, compressor, found.test[:1], chunk_size=chunk_size, reconstruction=False)
         row["bits_per_value"] = metered["bits_per_value"]
-    row |= with_side_information(row, describe(found.model), {"bits_8k": 8192, "bits_128k": 131072})
+    contexts = {"bits_8k": 8192, "bits_128k": 131072}
+    row |= {name: all_told(row, describe(found.model), n) for name, n in contexts.items()}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     return [{"model": model, "system": compressor.name, "label": label, "peer": peer} | row], found.sources
 

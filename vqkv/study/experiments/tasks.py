@@ -11,7 +11,7 @@ from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import Subject, calibrated, frame, paired, subject
+from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, paired, subject
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.sweep import per_process, sweep
 
@@ -84,12 +84,9 @@ def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: 
     about |= {name: quantizer[name] for name in ("num_quantizers", "codebook_size")}
     about["bits_per_value"] = score["bits_per_value"]
     columns = ("task", "metric", "value", "stderr", "n", "num_fewshot")
-    rows = [text | {"stderr": float("nan")}, *_first_metrics(tasks)]
+    first_metrics = {row["task"]: row for row in reversed(tasks)}  # the last word is the first row's
+    rows = [text | {"stderr": float("nan")}, *reversed(first_metrics.values())]
     return [about | {name: row[name] for name in columns} for row in rows], found.sources
-
-
-def _first_metrics(rows: list[dict]) -> list[dict]:
-    return [row for i, row in enumerate(rows) if row["task"] not in {earlier["task"] for earlier in rows[:i]}]
 
 
 def _system(label: str, quantizer: dict, depth: int, who: dict, tuning: dict):
@@ -99,21 +96,17 @@ def _system(label: str, quantizer: dict, depth: int, who: dict, tuning: dict):
         with_codes, reads_codes = TRAINED[label]
         if not reads_codes:
             model = _tuned_without(who=who, tuning=tuning)
-            return model, _exact(model, found)
+            return model, exact_compressor(found, model)
         return _tuned(quantizer, with_codes, who=who, tuning=tuning)
     if label == EXACT:
-        return found.model, _exact(found.model, found)
+        return found.model, exact_compressor(found)
     return found.model, _quantised(*ROLES[label], quantizer, depth, who)
-
-
-def _exact(model, found: Subject) -> Compressor:
-    return calibrate(model, found.train[:1], presets.fp16(), progress=False)
 
 
 def _quantised(key_grouping: str | None, values: bool, quantizer: dict, depth: int, who: dict) -> Compressor:
     """Keys, values or both as residual VQ stores them; what is not quantised is exact."""
     found, deepest = subject(**who), quantizer | {"num_quantizers": depth}
-    exact = _exact(found.model, found)
+    exact = exact_compressor(found)
     fitted = _fitted(who=who, quantizer=deepest, key_grouping=key_grouping or "strided")
     cut = shallower(fitted, quantizer["num_quantizers"])
     return paired(cut if key_grouping else exact, cut if values else exact, like=cut)

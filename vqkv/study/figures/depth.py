@@ -65,8 +65,9 @@ def systems_plane(table):
     cache. One panel per model."""
     fig, axes, panels = by_model(table, (11, 4.8))
     for ax, model, mine in panels:
+        systems = mine["system"].where(~mine["label"].str.contains("beam"), "vqllm beam")
         for name, (colour, marker) in SYSTEMS.items():
-            rows = mine[_is(mine, name)].sort_values("bits_per_value")
+            rows = mine[systems == name].sort_values("bits_per_value")
             line = "" if name.startswith("transformers") else "-"
             size = 10 if marker in "*+x" else 5
             style = {"fmt": marker + line, "ms": size, "color": PALETTE[colour], "label": name}
@@ -75,10 +76,3 @@ def systems_plane(table):
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=8, ncols=2)
     return fig
-
-
-def _is(table, name: str):
-    beam = table["label"].str.contains("beam")
-    if name == "vqllm beam":
-        return beam
-    return (table["system"] == name) & ~beam

@@ -34,7 +34,7 @@ PROXIES = {
 TASKS = {"cloze": "next-token cloze on held-out text", "recall": "key-value recall"}
 
 
-def frontier(table, designs, names=(), bits: str = "bits_per_value", bound: bool = True):
+def frontier(table, designs, names=()):
     """KL against stored bits, every system in one panel per model. Points: mean over seeds; bars: least to largest.
     ``names``: short ones of the designs, for the legend. Dotted: what would be left if the best design's uniform steps
     were perfect quantizers (0.25 bit a value)."""
@@ -43,44 +43,43 @@ def frontier(table, designs, names=(), bits: str = "bits_per_value", bound: bool
     for ax, model, mine in panels:
         evicted = mine["system"].str.contains("h2o")
         for name, (colour, marker) in PUBLISHED.items():
-            rows = _over_seeds(mine[mine["system"].str.startswith(name) & ~evicted], bits)
+            rows = _over_seeds(mine[mine["system"].str.startswith(name) & ~evicted])
             line = "-" if name in ("higgs", "vqllm", "quanto") else ""
-            _points(ax, rows, bits, name, PALETTE[colour], marker + line)
+            _points(ax, rows, name, PALETTE[colour], marker + line)
             if name == "aqua":
-                _named(ax, rows, bits)
-        rows = _over_seeds(mine[evicted], bits)
-        _points(ax, rows, bits, "vqllm, half of the tokens evicted", PALETTE["vqllm"], "s", mfc="white")
+                _named(ax, rows)
+        rows = _over_seeds(mine[evicted])
+        _points(ax, rows, "vqllm, half of the tokens evicted", PALETTE["vqllm"], "s", mfc="white")
         for design, name, (colour, marker, line) in zip(designs, labels, OURS):
-            rows = _over_seeds(mine[mine["system"] == design], bits)
-            _points(ax, rows, bits, name, PALETTE[colour], marker + line, ms=9)
-        if bound:
-            best = mine[mine["system"].isin(designs)].groupby("system")["kl_mean"].mean().idxmin()
-            rows = _over_seeds(mine[mine["system"] == best], bits)
-            ax.plot(rows[bits] - STEP_LOSS, rows["kl_mean"], ":", color=PALETTE["bound"], label=BOUND)
+            rows = _over_seeds(mine[mine["system"] == design])
+            _points(ax, rows, name, PALETTE[colour], marker + line, ms=9)
+        best = mine[mine["system"].isin(designs)].groupby("system")["kl_mean"].mean().idxmin()
+        rows = _over_seeds(mine[mine["system"] == best])
+        ax.plot(rows["bits_per_value"] - STEP_LOSS, rows["kl_mean"], ":", color=PALETTE["bound"], label=BOUND)
         ax.set(title=model, xlabel="stored bits per value", yscale="log", xlim=(0, 5))
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return fig
 
 
-def _over_seeds(rows, bits: str):
+def _over_seeds(rows):
     """Means by system and nominal bits, and how far the least and the largest KL are from them; fewest bits first."""
     groups = rows.groupby(["system", "nominal_bits"], sort=False)
-    found = groups[[bits, "kl_mean"]].mean()
+    found = groups[["bits_per_value", "kl_mean"]].mean()
     found["below"] = found["kl_mean"] - groups["kl_mean"].min()
     found["above"] = groups["kl_mean"].max() - found["kl_mean"]
-    return found.sort_values(bits)
+    return found.sort_values("bits_per_value")
 
 
-def _points(ax, rows, bits: str, label: str, colour: str, style: str, **more) -> None:
+def _points(ax, rows, label: str, colour: str, style: str, **more) -> None:
     error = rows[["below", "above"]].clip(0).to_numpy().T
-    ax.errorbar(rows[bits], rows["kl_mean"], error, fmt=style, color=colour, label=label, capsize=2, **more)
+    ax.errorbar(rows["bits_per_value"], rows["kl_mean"], error, fmt=style, color=colour, label=label, capsize=2, **more)
 
 
-def _named(ax, rows, bits: str) -> None:
+def _named(ax, rows) -> None:
     """Write the rest of each system's name, after its first word, beside its point."""
     for (system, _), row in rows.iterrows():
-        label, place = system.split(" ", 1)[1], (row[bits], row["kl_mean"])
+        label, place = system.split(" ", 1)[1], (row["bits_per_value"], row["kl_mean"])
         ax.annotate(label, place, xytext=(4, -9), textcoords="offset points", fontsize=6.5)
 
 

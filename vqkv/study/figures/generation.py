@@ -66,10 +66,11 @@ def plain_numbers(axis) -> None:
         axis_format(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
 
 
-def memory_lines(table, systems: list[str], batch: int = 1):
-    """Storage of ``systems`` against generated tokens: megabytes, and how many times less than ``DynamicCache``."""
+def memory_lines(table, systems: list[str]):
+    """Storage of ``systems`` for one sequence against generated tokens: megabytes, and how many times less than
+    ``DynamicCache``."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.4))
-    rows = table[(table["batch"] == batch) & table["system"].isin(systems)]
+    rows = table[(table["batch"] == 1) & table["system"].isin(systems)]
     rows = rows.assign(megabytes=rows["stored_bytes"] / 1e6)
     for ax, column in zip(axes, ("megabytes", "ratio"), strict=True):
         for system, line in rows.groupby("system", sort=False):
@@ -77,8 +78,7 @@ def memory_lines(table, systems: list[str], batch: int = 1):
             ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5)
         ax.set(xlabel="generated tokens, after a prompt of 128", ylim=(0, None))
         _name_ends(ax, rows[rows["generated"] == rows["generated"].max()], "generated", column)
-    sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    axes[0].set(ylabel=f"stored for {sequences} (MB)")
+    axes[0].set(ylabel="stored for one sequence (MB)")
     axes[1].set(ylabel="times smaller than DynamicCache")
     return fig
 
@@ -126,6 +126,7 @@ def loss_by_position(table, systems: list[str]):
     """Above: the model's loss by position, exact (black) and reading each cache. Below: KL from the exact model, with
     its standard error over sequences. A column per model; dotted: where the positions that it was trained on end."""
     models = list(dict.fromkeys(table["model"]))
+    floor = min(table["kl"].max(), table[table["kl"] > 1e-5]["kl"].min()) / 2  # what reads only exact tokens leaves it
     shape = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": (1, 2)}
     fig, axes = plt.subplots(2, len(models), figsize=(11, 6.4), **shape)
     for column, model in zip(axes.T, models, strict=True):
@@ -142,17 +143,12 @@ def loss_by_position(table, systems: list[str]):
             for ax in column:
                 ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
         column[0].set(title=model)
-        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(_floor(table), None))
+        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(floor, None))
         last = mine[(mine["end"] == mine["end"].max()) & mine["system"].isin(shown)]
         _name_ends(column[1], last, "middle", "kl")
     axes[0, 0].set_ylabel("loss (nats)")
     axes[1, 0].set_ylabel("KL from the exact model (nats)")
     return fig
-
-
-def _floor(table) -> float:
-    """Below the smallest KL that is more than rounding: what reads only exact tokens leaves the figure."""
-    return min(table["kl"].max(), table[table["kl"] > 1e-5]["kl"].min()) / 2
 
 
 LEAST_MS = 0.5

@@ -51,15 +51,16 @@ def channel_ratios(table):
     return fig
 
 
-def recall_bars(table, chance: float, prefix: str = "recall accuracy, ", suffix: str = " tokens back"):
+def recall_bars(table, chance: float):
     """Key-value recall accuracy of each model by distance, and what guessing (``chance``) would give."""
-    rows = table[table["quantity"].str.startswith(prefix)]
-    distances = [q.removeprefix(prefix).removesuffix(suffix) for q in dict.fromkeys(rows["quantity"])]
+    rows = table[table["quantity"].str.startswith("recall accuracy")]
+    quantities = list(dict.fromkeys(rows["quantity"]))
+    distances = [quantity.split()[2] for quantity in quantities]
     models = list(dict.fromkeys(rows["model"]))
     fig, ax = plt.subplots(figsize=(7, 3))
     for i, model in enumerate(models):
         mine = rows[rows["model"] == model].set_index("quantity")["value"]
-        heights = [100 * mine.get(f"{prefix}{d}{suffix}", float("nan")) for d in distances]
+        heights = [100 * mine.get(quantity, float("nan")) for quantity in quantities]
         positions = [x + (i - (len(models) - 1) / 2) * 0.4 for x in range(len(distances))]
         ax.bar(positions, heights, 0.38, color=PALETTE[short(model)], label=model)
     ax.axhline(

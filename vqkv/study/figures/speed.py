@@ -6,6 +6,7 @@ from matplotlib.ticker import FuncFormatter
 
 from vqkv.study.figures.generation import name_beside, plain_numbers, spread
 from vqkv.study.figures.style import PALETTE
+from vqkv.study.tables import with_numbers
 
 LOOKS = {  # start of an implementation's name -> palette key, marker, label
     "vqkv": ("vqkv", "o", "vqkv"),
@@ -86,11 +87,6 @@ def _dot(ax, place: int, row) -> None:
 
 def _doing(operation: str, stored: str) -> str:
     return DOING.get(operation, f"{operation.split('_')[-1]} {{}}").format(stored)
-
-
-def with_numbers(table, *names: str):
-    """The table with these numbers of its shapes (``context=4096``, ``K=8``) as columns."""
-    return table.assign(**{name: table["shape"].str.extract(rf"\b{name}=(\d+)")[0].astype(int) for name in names})
 
 
 def look_of(implementation: str) -> tuple[str, str, str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from vqkv.errors import DataError
 from vqkv.study.tables import record_figures, write_atomically
 
 PALETTE = {
@@ -85,14 +84,13 @@ def save(fig, name: str, table) -> None:
     """Write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results and record their sha256 in its provenance.
 
     ``table`` comes from ``study.tables.table``. Existing files are left alone when the table was merely loaded from the
-    repository, so that reading a page never rewrites what is committed. Raises ``DataError`` for any other DataFrame.
+    repository, so that reading a page never rewrites what is committed.
     """
-    origin = table.attrs.get("vqkv")
-    if not origin:
-        raise DataError(f"figure {name!r}: only a table from vqkv.tables.table says where to save it")
+    origin = table.attrs["vqkv"]
     root = Path(origin["root"])
     paths = [root / "figures" / f"{name}.{kind}" for kind in METADATA]
-    if _may_write(origin, root, paths):
+    asked = bool(os.environ.get("VQKV_OUT")) or origin["fresh"] or root.parent.name == "runs"
+    if asked or not all(path.is_file() for path in paths):
         hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
         record_figures(root, origin["name"], hashes)
 
@@ -103,11 +101,6 @@ def render(fig, kind: str) -> bytes:
     with plt.rc_context({key: STYLE[key] for key in ("svg.fonttype", "svg.hashsalt")}):
         fig.savefig(buffer, format=kind, metadata=METADATA[kind])
     return buffer.getvalue()
-
-
-def _may_write(origin: dict, root: Path, paths: list[Path]) -> bool:
-    asked = bool(os.environ.get("VQKV_OUT")) or origin["fresh"] or root.parent.name == "runs"
-    return asked or not all(path.is_file() for path in paths)
 
 
 def by_model(table, size: tuple[float, float]):

@@ -15,18 +15,9 @@ from vqkv.errors import DataError
 from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq
 from vqkv.study.experiments.audit.rows import model_names, row
 from vqkv.study.experiments.common import frame
-from vqkv.study.tables import stored
+from vqkv.study.tables import repository_root, stored
 
 SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "transformers blog": blog, "VQ framework": framework}
-STORED = (
-    "02_learning", "03_grouping", "04_algebra", "04_evr", "05_entropy", "05_ladder", "05_thresholds", "06_depth",
-    "07_ablation", "08_peak", "08_position",
-)  # fmt: skip
-PUBLISHED = (
-    "aqua_detailed", "aqua_large_scale", "aqua_quantizer_evr", "hf_longbench", "kv_size_by_context",
-    "rvq_table1_key_value", "rvq_table2_codebook_size", "rvq_table3_models", "stated_figures", "vqq_magnitudes",
-    "vqq_threshold_sweep_gpt2", "vqq_tinyllama",
-)  # fmt: skip
 
 
 def audited_tables() -> dict[str, str]:
@@ -35,7 +26,8 @@ def audited_tables() -> dict[str, str]:
     This study's own are those of the run at hand or, where that has none, of the repository; one that neither has is
     left out. ``published/NAME`` are the sources'.
     """
-    names = [*STORED, *(f"published/{name}" for name in PUBLISHED)]
+    names = sorted({*listed()["table"]} - {""})
+    names += sorted(f"published/{path.stem}" for path in (repository_root() / "results/published").glob("*.csv"))
     return {name: found[1] for name in names if (found := stored(name))}
 
 
@@ -48,7 +40,7 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     ``figures`` (how many it stands for; of several the one furthest off is shown), and the ``reason``.
     Raises ``DataError`` for a table that has changed since ``audited_tables``.
     """
-    own = {name: _read(name, tables[name]) for name in STORED if name in tables}
+    own = {name: _read(name, contents) for name, contents in tables.items() if not name.startswith("published/")}
     rows = [row(claim, _found(claim, own)) for claim in listed().to_dict("records")]
     return frame(rows, {f"table {name}": found for name, found in tables.items()})
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from vqkv import presets
 from vqkv.codecs.grid import gaussian_grids
+from vqkv.evaluation.footprint import Footprint
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.experiments.audit.rows import furthest, holds
 from vqkv.study.tables import published
@@ -147,17 +148,15 @@ def kl_ratio(table: pd.DataFrame, worse: str, better: str, equal: str = "") -> d
 
 def llama_weights() -> dict:
     """GiB of LLaMA's weights in KVQuant's table."""
-    sizes = published("kv_size_by_context").to_dict("records")
-    return furthest([(size["weights_gb_16bit"], _llama(size).weights / 2**30) for size in sizes])
+    return furthest([(size["weights_gb_16bit"], exact.weights / 2**30) for size, exact in _llamas()])
 
 
 def llama_caches() -> dict:
     """GiB of its caches in 16 bits, at every length."""
-    sizes = published("kv_size_by_context").to_dict("records")
     return furthest(
         [
-            (size[column], _llama(size).cache_bytes(tokens, size["batch"]) / 2**30)
-            for size in sizes
+            (size[column], exact.cache_bytes(tokens, size["batch"]) / 2**30)
+            for size, exact in _llamas()
             for column, tokens in LENGTHS.items()
         ]
     )
@@ -166,11 +165,13 @@ def llama_caches() -> dict:
 def llama_packed() -> dict:
     """GiB of its caches of 10M tokens in 2 bits."""
     pairs = []
-    for size in published("kv_size_by_context").to_dict("records"):
+    for size, _ in _llamas():
         codes = shapes.stored(f"LLaMA-{size['model']}", presets.kvquant(2, block=8))
         pairs.append((size["kv_gb_10m_2bit"], codes.cache_bytes(10**7, size["batch"]) / 2**30))
     return furthest(pairs) | {"bits": codes.bits_per_value}
 
 
-def _llama(size: dict):
-    return shapes.exact(f"LLaMA-{size['model']}")
+def _llamas() -> list[tuple[dict, Footprint]]:
+    """Rows of the table, and what is counted of a model in 16 bits."""
+    sizes = published("kv_size_by_context").to_dict("records")
+    return [(size, shapes.exact(f"LLaMA-{size['model']}")) for size in sizes]

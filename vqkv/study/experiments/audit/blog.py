@@ -2,16 +2,16 @@
 function for each kind of claim."""
 
 import math
-from functools import cache
 
 import numpy as np
 import pandas as pd
 import torch
 
 from vqkv import presets
+from vqkv.evaluation.capacity import GB, capacity
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.experiments.audit.rows import stated
-from vqkv.study.experiments.capacity import BASELINE, blog_claims
+from vqkv.study.experiments.capacity import BASELINE
 from vqkv.study.tables import published
 
 MODEL = "Llama-2-7B"
@@ -32,19 +32,12 @@ def beside_weights() -> dict:
 def longest_context(cache: str, key: str, column: str) -> dict:
     """Thousands of tokens: counted alone (``context``), and beside what the fp16 claim leaves of the card for something
     else (``context_beside_rest``)."""
-    counted = _counted()
-    return {
-        "published": int(stated(key)) / 1000,
-        "recomputed": counted.loc[cache, column] / 1000,
-        "left": counted.loc[BASELINE, "left_gb"],
-    }
-
-
-@cache
-def _counted() -> pd.DataFrame:
-    tokens = (int(stated(f"blog_{key}")) for key in ("worked_tokens", "fp16_context", "int4_context"))
-    counted = blog_claims(float(stated("blog_memory")), *tokens, "float16")
-    return counted[counted["claim"] == "longest context"].set_index("cache")
+    memory, fp16_tokens = float(stated("blog_memory")), int(stated("blog_fp16_context"))
+    left = memory - sum(shapes.exact(MODEL).kinds(fp16_tokens).values()) / GB
+    reserve = left if column == "context_beside_rest" else 0
+    found = capacity(shapes.model_of(MODEL), presets.quanto(BITS, GROUP), memory, reserve_gb=float(reserve))
+    tokens = found.fp16_context if cache == BASELINE else found.context
+    return {"published": int(stated(key)) / 1000, "recomputed": tokens / 1000, "left": left}
 
 
 def saved_by_int4() -> dict:

@@ -49,14 +49,10 @@ def holds(rule: str, published: float, recomputed: float) -> bool:
     return RULES[name](published, recomputed, float(number or 0))
 
 
+@cache
 def stated(key: str) -> float:
     """A figure in the sources' text."""
-    return _stated()[key]
-
-
-@cache
-def _stated() -> pd.Series:
-    return published("stated_figures").set_index("key")["value"]
+    return published("stated_figures").set_index("key")["value"][key]
 
 
 def _number(text: str) -> float:

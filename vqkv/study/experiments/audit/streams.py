@@ -1,13 +1,11 @@
 """Snapshot streams of the VQ framework's tiers, written here: 512 steps of one token, keyframes every 64."""
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from vqkv import presets
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.study.experiments.ladder import written
 
 STEPS, INTERVAL = 512, 64
 LAYERS, HEADS, HEAD_DIM = 2, 4, 64  # on which ratios hardly depend
@@ -29,9 +27,5 @@ def stream(tier: str) -> dict:
     if not isinstance(keyframes, str):
         codec = keyframes.key_codec(HEAD_DIM).fit(x[0, 0])
         keyframes = [(codec, codec)] * LAYERS
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stream"
-        with SnapshotWriter(path, keyframes, deltas, INTERVAL) as writer:
-            for step in range(STEPS):
-                writer.append(*(list(role[:, :, :, step : step + 1]) for role in x))
-        return SnapshotReader(path).report()
+    with written(list(map(list, x)), keyframes, deltas, INTERVAL) as found:
+        return found.report()
