@@ -106,14 +106,10 @@ class PredictiveCodec:
         payload = self.codec.encode(x.float() - predicted)
         return payload, lambda: self.codec.decode(payload) + predicted
 
-    def decode(self, payload: Payload, known: Known, out: Tensor | None = None) -> Tensor:
-        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32, or ``out``
-        if that is where it is written."""
-        if self.prediction is not None:
-            x = self.codec.decode(payload)
-            x = x + self.prediction(known, x)
-        else:
-            x = self.codec.decode(payload, out=out)
+    def decode(self, payload: Payload, known: Known) -> Tensor:
+        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32."""
+        x = self.codec.decode(payload)
+        x = x if self.prediction is None else x + self.prediction(known, x)
         known.learn(self.place, lambda: x)
         return x
 

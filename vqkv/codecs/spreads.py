@@ -2,14 +2,12 @@
 a table, wide ones keep their low bits apart, and what no table reaches is written out."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vqkv.codecs.streams import ans, ans_coder, frequencies, stored
-from vqkv.errors import FormatError
 
 LARGEST_CODE = (1 << 23) - 1
 REACH = 511  # of the widest table
@@ -71,18 +69,6 @@ def frequencies_of(counts: Tensor, spreads: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def frequencies_length(spreads: Tensor) -> int:
-    """Entries of ``frequencies_of``."""
-    return sum(2 * reach_of(spread) + 1 for spread in spreads.unique().tolist())
-
-
-class _Group(NamedTuple):
-    """Channels of one head, whose symbols have one model."""
-
-    model: object
-    channels: np.ndarray
-
-
 class HeadStreams:
     """Writes and reads the streams of one head: codes of a row, 0 to twice ``LARGEST_CODE``, are (channels, tokens)."""
 
@@ -109,7 +95,7 @@ class HeadStreams:
         return stored(coder)
 
     def read(self, stream: bytes, tokens: int) -> np.ndarray:
-        """The inverse, int64 (channels, tokens). Raises ``FormatError`` if the stream does not end with the row."""
+        """The inverse, int64 (channels, tokens)."""
         coder = ans_coder(stream)
         high = np.zeros((len(self._shifts), tokens), np.int64)
         low = np.zeros_like(high)
@@ -121,10 +107,7 @@ class HeadStreams:
         if count := int(escaped.sum()):
             beyond = coder.decode(self._half, count).astype(np.int64) << HALF
             high[escaped] += np.sign(high[escaped]) * (beyond + coder.decode(self._half, count))
-        row = (high << self._shifts) | low
-        if not coder.is_empty() or np.abs(row).max(initial=0) > LARGEST_CODE:
-            raise FormatError("a stream is longer than its codes, or has codes that are none: altered payload")
-        return row + LARGEST_CODE
+        return ((high << self._shifts) | low) + LARGEST_CODE
 
 
 def head_streams(frequencies: Tensor, spreads: Tensor, shifts: Tensor) -> list[HeadStreams]:
@@ -138,10 +121,10 @@ def head_streams(frequencies: Tensor, spreads: Tensor, shifts: Tensor) -> list[H
     return [HeadStreams(models, *head) for head in zip(spreads, shifts, strict=True)]
 
 
-def _groups(kinds: np.ndarray, model) -> list[_Group]:
-    """Channels by kind, but for those whose kind has no model."""
+def _groups(kinds: np.ndarray, model) -> list[tuple[object, np.ndarray]]:
+    """The model and the channels of each kind, but for kinds that have no model."""
     made = {kind: model(kind) for kind in np.unique(kinds).tolist()}
-    return [_Group(found, np.flatnonzero(kinds == kind)) for kind, found in made.items() if found is not None]
+    return [(found, np.flatnonzero(kinds == kind)) for kind, found in made.items() if found is not None]
 
 
 def _integers(x: np.ndarray) -> np.ndarray:
