@@ -78,7 +78,6 @@ EXTRA |= {
     "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
     "fp16": Fp16(),
     "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
-    "absmax": Chain([VectorScale("absmax"), Grouping(group_size=8)], ResidualVQ(2, 20, 8)),
 }
 KINDS = [*(f"{name} {role}" for name in SMALL for role in ("key", "value")), *EXTRA]
 

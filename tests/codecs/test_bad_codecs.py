@@ -125,16 +125,6 @@ def test_no_preset_spends_more_on_scales_than_asked():
     assert codec.encode(gaussian(1, 1, 8, 20)).nbytes == 8 * (10 + 4)  # all 20 channels share two ends
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_a_mask_selects_the_sequences_that_it_marks(name):
-    codec = fitted(name)
-    payload = codec.encode(gaussian(3, 2, 2 * codec.tokens_per_row, 32, seed=4))
-    for mask in (torch.tensor([False, False, True]), [False, True, True], torch.zeros(3, dtype=torch.bool)):
-        index = torch.as_tensor(mask).nonzero().flatten()
-        assert same(payload.batch_select(mask), payload.batch_select(index))
-        assert payload.batch_select(mask).shape[0] == len(index)
-
-
 @pytest.mark.parametrize("head_dim", [1, 20])
 @pytest.mark.parametrize("name", EVERY)
 def test_any_head_dim_is_stored_or_named(name, head_dim):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from predictor_zoo import SMALL, gaussian, small, stream
 
-from vqkv.codecs.predictor_kinds import KINDS, Copy, make_predictor, predictor_from_config
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.predictor_kinds import KINDS, Copy, make_predictor
 from vqkv.errors import DataError, UnknownNameError
 
 
@@ -38,7 +39,7 @@ def test_sizes_are_those_published_for_a_3b_model(kind, mebibytes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_predictor_comes_back_bit_for_bit(kind):
     predictor, x, _ = small(kind)
-    again = predictor_from_config(predictor.config(), predictor.state_dict())
+    again = codec_from_config(predictor.config(), predictor.state_dict())
     assert type(again) is type(predictor) and again.config() == predictor.config()
     expected = predictor(x)
     assert torch.equal(again(x), expected) and expected.dtype == torch.float32
@@ -52,7 +53,7 @@ def test_copy_is_the_layer_itself():
     predictor = Copy().fit(stream(x, x))
     assert torch.equal(predictor(x.half()), x.half().float())
     assert predictor.state_dict() == {} and predictor.side_bytes == 0
-    again = predictor_from_config(predictor.config(), {})
+    again = codec_from_config(predictor.config(), {})
     assert torch.equal(again(x), x)
     with pytest.raises(DataError, match="as wide as y, not 5 and 4"):
         Copy().fit(stream(x, x[:, :4]))
@@ -82,5 +83,5 @@ def test_weights_beyond_fp16_are_refused(kind):
 def test_unknown_kinds_and_settings_are_named():
     with pytest.raises(UnknownNameError, match="unknown predictor 'liner'. Did you mean 'linear'"):
         make_predictor("liner")
-    with pytest.raises(UnknownNameError, match="setting of the gptq predictor 'bit'. Did you mean 'bits'"):
+    with pytest.raises(UnknownNameError, match="argument of predictor 'gptq' 'bit'. Did you mean 'bits'"):
         make_predictor("gptq", bit=4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from codec_zoo import gaussian, same
 
-from vqkv.codecs import PCA, Chain, EntropyCodedScalar, Grouping, MergeHeads, TokenBlock, codec_from_config
+from vqkv.codecs import PCA, Chain, EntropyCodedScalar, MergeHeads, TokenBlock, codec_from_config
 from vqkv.errors import DataError
 
 HEADS, WIDTH = 3, 8
@@ -102,24 +102,6 @@ def test_several_tokens_of_several_sequences_are_one_batch():
 def test_what_errors_cost_has_to_be_told():
     with pytest.raises(DataError, match="not told what errors cost: fit it with vqkv.calibrate"):
         Chain([PCA(weighted=True)], EntropyCodedScalar()).fit(mixed(40))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [metric()[:2], metric()[:, :4, :4], metric()[0], metric() * float("nan"), metric() * float("inf")],
-)
-def test_costs_that_are_none_are_refused(wrong):
-    codec = chain(weighted=True)
-    with pytest.raises(DataError, match="what errors cost"):
-        codec.weigh(wrong)
-        codec.fit(mixed(40))
-
-
-def test_costs_of_channels_that_were_grouped_are_refused():
-    codec = Chain([Grouping(group_size=4), PCA(weighted=True)], EntropyCodedScalar())
-    codec.weigh(metric())
-    with pytest.raises(DataError, match="what errors cost"):
-        codec.fit(mixed(40))
 
 
 def test_where_nothing_costs_anything_all_errors_count_alike():

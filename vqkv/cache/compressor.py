@@ -12,7 +12,7 @@ from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.compressor_folder import read, write
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, check_order, last_readers
+from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, last_readers
 from vqkv.errors import FormatError
 from vqkv.models.load import difference
 from vqkv.runtime.checks import whole_blocks
@@ -21,8 +21,7 @@ from vqkv.runtime.files import tensors_sha256
 
 class Compressor:
     """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to;
-    ``predictions``: what is predicted from other layers, by place. Raises ``DataError`` for predictions that read what
-    is decoded after them."""
+    ``predictions``: what is predicted from other layers, by place, always from what is decoded before."""
 
     def __init__(
         self,
@@ -35,7 +34,6 @@ class Compressor:
     ):
         self.name, self.codecs, self.settings, self.model = name, codecs, settings, model
         self.notes, self.predictions = notes or {}, predictions or {}
-        check_order(self.predictions)
         self.last_readers = last_readers(self.predictions)
         self.coders = [
             tuple(

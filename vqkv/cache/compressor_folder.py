@@ -6,9 +6,8 @@ from pathlib import Path
 from torch import Tensor
 
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import codec_from_config
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES, Prediction
-from vqkv.codecs.predictor_kinds import predictor_from_config
 from vqkv.errors import FormatError
 from vqkv.runtime.files import claim, load_checked, save_checked
 
@@ -36,7 +35,7 @@ def read(folder, make: Callable):
     predictions = {}
     for entry in about["predictions"]:
         role, layer = place = tuple(entry["place"])
-        predictor = predictor_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
+        predictor = codec_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
         predictions[place] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
     codecs = [
         tuple(codec_from_config(config, claim(tensors, f"{layer}.{role}.")) for role, config in zip(ROLES, pair))

@@ -1,7 +1,7 @@
 """A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec, codec_from_config
+from vqkv.codecs.base import Codec
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.exact import Fp16, Nothing
@@ -9,6 +9,7 @@ from vqkv.codecs.fallback import Fallback, MaskedPayload
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.payload import Payload, payload_from
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain

@@ -6,7 +6,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from vqkv.codecs.part import Part, load_learned, part_from_config
+from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
 from vqkv.errors import DataError
 from vqkv.kernels import Packed
@@ -25,16 +25,8 @@ class Codec(Part):
     tokens_per_row: int = 1  # encoded together; ``seq_len`` must be a multiple of it
     ready: bool = False
     by_head: bool = False  # whether it serves just as many KV heads as it was fitted on
-
-    @property
-    def learns(self) -> bool:
-        """True if more than the first batch has anything to teach it."""
-        return False
-
-    @property
-    def weighted(self) -> bool:
-        """True if it wants to be told what errors cost, by ``weigh``, before it learns."""
-        return False
+    learns: bool = False  # whether more than the first batch has anything to teach it
+    weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``, before it learns
 
     def weigh(self, metric: Tensor) -> None:
         """``metric`` (num_kv_heads, head_dim, head_dim): an error e of a head's vector costs e' metric e."""
@@ -127,13 +119,3 @@ class Codec(Part):
 
     @abstractmethod
     def _decode(self, payload: Payload) -> Tensor: ...
-
-
-def codec_from_config(config: dict, state: dict[str, Tensor]) -> "Codec":
-    """A ready codec from ``codec.config()`` and ``codec.state_dict()``. Raises ``FormatError`` for an unknown part."""
-    codec = part_from_config(config)
-    load_learned(codec, state)
-    for part in codec.modules():
-        if isinstance(part, Codec):
-            part.ready = True
-    return codec

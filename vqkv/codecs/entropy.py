@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.stage import Quantizer, Side
-from vqkv.codecs.streams import StreamQuantizer, ans, ans_coder, frequencies, stored
+from vqkv.codecs.streams import StreamQuantizer, ans, frequencies, reader, written
 from vqkv.errors import DataError, UnknownNameError
 
 CONTEXTS = ("position", "stage")
@@ -52,19 +52,10 @@ class Entropy(StreamQuantizer):
         self.by_head, self.side_fields, self._counts = self.context == "position", self.quantizer.side_fields, 0
         self.register_buffer("frequencies", None)
 
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code that is not entropy-coded."""
-        return self.quantizer.code_bits
-
-    @property
-    def codes_per_row(self) -> int:
-        """Codes in each stream."""
-        return self.quantizer.codes_per_row
-
     def build(self, shape: tuple[int, ...]) -> None:
         """As the quantizer does. Raises ``DataError`` if ``position`` has no meaning in such rows."""
         self.quantizer.build(shape)
+        self.codes_per_row = self.quantizer.codes_per_row
         codes = getattr(self.quantizer, "codebook_size", 1 << self.quantizer.code_bits)
         heads, tables = 1, getattr(self.quantizer, "num_tables", 1)
         if self.context == "position":
@@ -117,14 +108,11 @@ class TableCoder:
             models = self._models(weights) if part.start else self.first
             parts += zip(codes[:, part], models, strict=True)
             self._learn(weights, codes[:, part])
-        coder = ans_coder()
-        for symbols, model in reversed(parts):
-            coder.encode_reverse(np.ascontiguousarray(symbols), model)
-        return stored(coder)
+        return written(parts)
 
     def read(self, stream: bytes, count: int) -> np.ndarray:
         """The inverse."""
-        coder, codes, weights = ans_coder(stream), np.empty((len(self.start), count), np.int32), self.start.copy()
+        coder, codes, weights = reader(stream), np.empty((len(self.start), count), np.int32), self.start.copy()
         for part in self._parts(count):
             models = self._models(weights) if part.start else self.first
             for symbols, model in zip(codes[:, part], models, strict=True):

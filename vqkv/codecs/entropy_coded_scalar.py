@@ -37,7 +37,6 @@ class EntropyCodedScalar(StreamQuantizer):
 
     bits: float = 2.0
     by_head = True
-    code_bits = 24
     most_code_bytes = 8  # 24 bits for a table's rarest code, 16 low ones, 24 beyond the table
 
     def __post_init__(self):

@@ -63,6 +63,15 @@ def part_from_config(config):
     return Part.registry[name](**settings)
 
 
+def codec_from_config(config: dict, state: dict[str, Tensor]) -> Part:
+    """A codec or a predictor, ready, from ``config()`` and ``state_dict()``."""
+    root = part_from_config(config)
+    load_learned(root, state)
+    for part in root.modules():
+        part.ready = True
+    return root
+
+
 def load_learned(root: Part, state: dict[str, Tensor]) -> None:
     """Hand every inner part its tensors of the ``state_dict`` of a part with the same settings, also amid learning."""
     for name, tensor in state.items():

@@ -84,19 +84,9 @@ class Payload:
         return self._part(lambda tensor: tensor[:, :, rows])
 
     def batch_select(self, index) -> "Payload":
-        """The sequences of the batch that ``index`` names, in its order: 1-D integers, or a mask of booleans."""
-        index = torch.as_tensor(index)
-        index = (index.nonzero().flatten() if index.dtype is torch.bool else index.long()).to(self._device)
+        """The sequences of the batch that ``index`` (1-D integers) names, in its order."""
+        index = torch.as_tensor(index, device=next(iter(self.fields.values())).device).long()
         return self._part(lambda tensor: tensor[index])
-
-    def to(self, device) -> "Payload":
-        """The same payload on another device."""
-        fields, ragged = ({name: x.to(device) for name, x in part.items()} for part in (self.fields, self.ragged))
-        return dataclasses.replace(self, fields=fields, ragged=ragged)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.fields.values())).device
 
     def _part(self, choose) -> "Payload":
         """The rows that ``choose`` makes of a tensor (batch, num_kv_heads, rows, ...), and the pieces that they own."""

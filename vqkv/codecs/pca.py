@@ -79,11 +79,6 @@ class PCA(Stage):
         metric = self._metric.to(device).double()
         if metric.shape[1] != channels:  # heads were merged
             metric = torch.block_diag(*metric)[None]
-        if metric.shape != self._shape or not metric.isfinite().all():
-            raise DataError(
-                f"what errors cost is said of {tuple(self._metric.shape)}, and has to be finite and of "
-                f"{self._shape[0]} KV heads of {channels} channels: leave these as they are made, or merge all"
-            )
         values, vectors = torch.linalg.eigh(metric)
         if not values.mean() > 0:
             return plain

@@ -1,8 +1,8 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from torch import Tensor
 from vqkv.codecs.learning.gptq import dequantize, gptq
 from vqkv.codecs.learning.mlp import mlp, train_mlp
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.part import Part, load_learned, part_from_config
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.codecs.part import Part
+from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
 from vqkv.kernels.precision import full_precision
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
+from vqkv.runtime.registry import call
 
 Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
@@ -88,7 +89,7 @@ class _Regression(Predictor):
         check_real("strength", self.strength, 1e6)
 
     def layout(self) -> Layout:
-        return self._weight_layout() | {"bias": ((self.out_features,), torch.float16)}
+        return {"bias": ((self.out_features,), torch.float16)}
 
     def _fit(self, samples: Samples) -> None:
         ridge = Ridge(self.strength)
@@ -101,9 +102,6 @@ class _Regression(Predictor):
 
     def _predict(self, x: Tensor) -> Tensor:
         return x @ self._weights() + self.bias.float()
-
-    @abstractmethod
-    def _weight_layout(self) -> Layout: ...
 
     @abstractmethod
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
@@ -122,8 +120,8 @@ class Linear(_Regression):
     of y.
     """
 
-    def _weight_layout(self) -> Layout:
-        return {"weight": ((self.in_features, self.out_features), torch.float16)}
+    def layout(self) -> Layout:
+        return {"weight": ((self.in_features, self.out_features), torch.float16)} | super().layout()
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         self.keep(weight=half("weight", weights))
@@ -133,7 +131,7 @@ class Linear(_Regression):
 
 
 @dataclass(eq=False)
-class ReducedRank(_Regression):
+class ReducedRank(Linear):
     """The best ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
     (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors.
 
@@ -149,11 +147,11 @@ class ReducedRank(_Regression):
         """True where two factors are stored, as they take fewer bytes than their product."""
         return self.rank * (self.in_features + self.out_features) < self.in_features * self.out_features
 
-    def _weight_layout(self) -> Layout:
+    def layout(self) -> Layout:
         if not self.factored:
-            return {"weight": ((self.in_features, self.out_features), torch.float16)}
-        left, right = (self.in_features, self.rank), (self.rank, self.out_features)
-        return {"left": (left, torch.float16), "right": (right, torch.float16)}
+            return super().layout()
+        shapes = {"left": (self.in_features, self.rank), "right": (self.rank, self.out_features)}
+        return {name: (shape, torch.float16) for name, shape in shapes.items()} | _Regression.layout(self)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
@@ -161,10 +159,10 @@ class ReducedRank(_Regression):
         if self.factored:
             self.keep(left=half("left factor", weights @ directions), right=half("right factor", directions.T))
         else:
-            self.keep(weight=half("weight", weights @ directions @ directions.T))
+            super()._store(ridge, weights @ directions @ directions.T)
 
     def _weights(self) -> Tensor:
-        return self.left.float() @ self.right.float() if self.factored else self.weight.float()
+        return self.left.float() @ self.right.float() if self.factored else super()._weights()
 
     def _predict(self, x: Tensor) -> Tensor:
         return x @ self.left.float() @ self.right.float() + self.bias.float() if self.factored else super()._predict(x)
@@ -181,10 +179,10 @@ class LinearGPTQ(_Regression):
     group_size: int = 128
     limits = {"bits": (1, 8), "group_size": (1, MANY)}
 
-    def _weight_layout(self) -> Layout:
+    def layout(self) -> Layout:
         grid = ((-(-self.in_features // self.group_size), self.out_features), torch.float16)
         codes = ((self.out_features, -(-self.in_features * self.bits // 8)), torch.uint8)
-        return {"codes": codes, "scales": grid, "zeros": grid}
+        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout()
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
@@ -249,29 +247,6 @@ class Copy(Predictor):
 KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
 
 
-def make_predictor(
-    kind: str, /, in_features: int | None = None, out_features: int | None = None, **settings
-) -> Predictor:
-    """A predictor of ``KINDS`` with its settings; the widths are set by ``fit`` unless given. Raises
-    ``UnknownNameError`` for another kind or setting."""
-    check_kind(kind, settings)
-    return KINDS[kind](in_features=in_features, out_features=out_features, **settings)
-
-
-def check_kind(kind: str, settings: Iterable[str]) -> None:
-    """Raise ``UnknownNameError`` unless ``kind`` is one of ``KINDS`` and ``settings`` are names of its settings."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise UnknownNameError("predictor", kind, KINDS)
-    widths = [field.name for field in fields(Predictor)]
-    known = [field.name for field in fields(KINDS[kind]) if field.init and field.name not in widths]
-    for name in settings:
-        if name not in known:
-            raise UnknownNameError(f"setting of the {kind} predictor", name, known)
-
-
-def predictor_from_config(config: dict, state: dict[str, Tensor]) -> Predictor:
-    """A ready predictor from ``config()`` and ``state_dict()``. Raises ``FormatError`` for an unknown one."""
-    predictor = part_from_config(config)
-    load_learned(predictor, state)
-    predictor.ready = True
-    return predictor
+def make_predictor(kind: str, /, **settings) -> Predictor:
+    """A predictor of ``KINDS`` with its settings. Raises ``UnknownNameError`` for another kind or setting."""
+    return call("predictor", KINDS, kind, settings)

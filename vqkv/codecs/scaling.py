@@ -16,7 +16,6 @@ NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the
 STATISTICS = {
     "std": lambda x: x.std(dim=-1, correction=0),
     "rms": lambda x: x.square().mean(dim=-1).sqrt(),
-    "absmax": lambda x: x.abs().amax(dim=-1),
 }
 
 
@@ -24,11 +23,10 @@ STATISTICS = {
 class VectorScale(Stage):
     """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
 
-    ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2), ``rms`` or ``absmax``. After a
-    ``Grouping`` it acts per group. A (nearly)
-    constant vector is divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but
-    stores the scale 0, and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal
-    range, so that decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
+    ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2) or ``rms``. A (nearly) constant vector is
+    divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the scale 0,
+    and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal range, so that
+    decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
     """
 
     kind: str = "std"

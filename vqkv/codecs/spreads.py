@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.streams import ans, ans_coder, frequencies, stored
+from vqkv.codecs.streams import ans, frequencies, reader, written
 
 LARGEST_CODE = (1 << 23) - 1
 REACH = 511  # of the widest table
@@ -86,17 +86,13 @@ class HeadStreams:
         high, low = row >> self._shifts, row & ((1 << self._shifts) - 1)
         beyond = (np.abs(high) - self._reaches)[np.abs(high) >= self._reaches]
         symbols = np.clip(high, -self._reaches, self._reaches) + self._reaches
-        coder = ans_coder()  # a stack: what is read last is written first
-        for part in (beyond & ((1 << HALF) - 1), beyond >> HALF):
-            coder.encode_reverse(_integers(part), self._half)
-        for group, values in ((self._tables, symbols), (self._low, low)):
-            for model, channels in reversed(group):
-                coder.encode_reverse(_integers(values[channels]), model)
-        return stored(coder)
+        both = ((self._low, low), (self._tables, symbols))
+        parts = [(values[channels], model) for group, values in both for model, channels in group]
+        return written([*parts, (beyond >> HALF, self._half), (beyond & ((1 << HALF) - 1), self._half)])
 
     def read(self, stream: bytes, tokens: int) -> np.ndarray:
         """The inverse, int64 (channels, tokens)."""
-        coder = ans_coder(stream)
+        coder = reader(stream)
         high = np.zeros((len(self._shifts), tokens), np.int64)
         low = np.zeros_like(high)
         for group, values in ((self._low, low), (self._tables, high)):
@@ -125,7 +121,3 @@ def _groups(kinds: np.ndarray, model) -> list[tuple[object, np.ndarray]]:
     """The model and the channels of each kind, but for kinds that have no model."""
     made = {kind: model(kind) for kind in np.unique(kinds).tolist()}
     return [(found, np.flatnonzero(kinds == kind)) for kind, found in made.items() if found is not None]
-
-
-def _integers(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x, np.int32).reshape(-1)

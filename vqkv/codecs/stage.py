@@ -106,12 +106,9 @@ class Quantizer(Stage):
 
     def rates(self, y: Tensor) -> Tensor:
         """Trade-off of more or fewer bits, for a quantizer that was fitted: float64 (n, 2), bits a value and mean
-        squared error of rows y, fewest bits first. Raises ``DataError`` for one whose bits cannot be chosen."""
+        squared error of rows y, fewest bits first; ``with_bits`` of one of these makes an unfitted one like this, with
+        so many bits. Raises ``DataError`` for one whose bits cannot be chosen."""
         raise DataError(f"{type(self).__name__} cannot trade bits for error: use EntropyCodedScalar or ResidualVQ")
-
-    def with_bits(self, bits: float) -> "Quantizer":
-        """An unfitted one like this, with one of the bits that ``rates`` names."""
-        raise NotImplementedError
 
 
 @remembered

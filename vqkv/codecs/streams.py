@@ -70,15 +70,18 @@ def frequencies(counts: Tensor) -> Tensor:
     return ((counts * (LARGEST / counts.amax(dim=-1, keepdim=True))).round().clamp(1, LARGEST) - 1).to(torch.uint16)
 
 
-def stored(coder) -> bytes:
-    """A coder's stream, without the zero bytes at its end."""
+def written(parts: list[tuple[np.ndarray, object]]) -> bytes:
+    """The stream from which symbols and their models are read in this order, without the zero bytes at its end. A
+    stack: what is read last is written first."""
+    coder = ans().stack.AnsCoder()
+    for symbols, model in reversed(parts):
+        coder.encode_reverse(np.ascontiguousarray(symbols, np.int32).reshape(-1), model)
     return coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
 
 
-def ans_coder(stream: bytes = b""):
-    """A coder that reads ``stream``, or is empty."""
-    words = np.frombuffer(stream + bytes(-len(stream) % 4), "<u4").astype(np.uint32)
-    return ans().stack.AnsCoder(words) if stream else ans().stack.AnsCoder()
+def reader(stream: bytes):
+    """A coder that ``decode``s what was ``written``."""
+    return ans().stack.AnsCoder(np.frombuffer(stream + bytes(-len(stream) % 4), "<u4").astype(np.uint32))
 
 
 def ans():

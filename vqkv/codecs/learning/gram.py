@@ -47,13 +47,6 @@ class Gram:
             raise DataError(f"block {bad[0]} holds NaN or infinity: check the model's weights and dtype")
         self.count += len(x)
 
-    def merge(self, other: "Gram") -> None:
-        """Add the sums of ``other`` (another process, other samples)."""
-        self.count += other.count
-        for mine, theirs in ((self.sums, other.sums), (self.products, other.products)):
-            for key, total in theirs.items():
-                self._add(mine, key, total)
-
     def knows(self, sources: Sequence[Name], target: Name) -> bool:
         """True if this regression's products were summed."""
         needed = [(a, b) for a in sources for b in (*sources, target)] + [(target, target)]
