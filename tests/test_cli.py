@@ -79,7 +79,7 @@ def test_evaluate_prints_one_json_row(saved):
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebooksize=2"], "codebook_size"),
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebook_size"], "write name=value"),
         (["inspect", "nowhere"], "nowhere is not there"),
-        (["inspect", "."], "no config.json"),
+        (["inspect", "."], "compressor.safetensors is missing"),
     ],
 )
 def test_bad_input_ends_with_its_message(arguments, message, tmp_path, monkeypatch):

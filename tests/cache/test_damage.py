@@ -1,4 +1,4 @@
-"""Saved caches and snapshot streams that were altered, cut, grown or mixed up: refused, or what was written."""
+"""Saved caches, compressors and snapshot streams that were altered, cut, grown or mixed up: refused, or as written."""
 
 import random
 import tracemalloc
@@ -10,36 +10,54 @@ from preset_zoo import EVERY, PREDICTED
 from saved_states import TOKENS, feed, half_way, made, same_state
 from snapshot_zoo import SMALL, cache, same, small, write
 
-from vqkv import CompressedCache, FormatError, calibrate
-from vqkv.cache.saving import inspect
+from vqkv import CompressedCache, Compressor, FormatError, calibrate
+from vqkv.cache.compressor_folder import FILE, FORMAT, VERSION
 from vqkv.cache.snapshots import MAGIC, SnapshotReader
+from vqkv.runtime.files import save_checked
+
+PRESETS = EVERY | PREDICTED
 
 
-@pytest.mark.parametrize("name", ["kivi", "vqllm+ans", "aqua-kivi"])
-def test_a_damaged_cache_is_refused_or_loads_as_it_was(tmp_path, name):
-    model, path, rng = made("llama", tmp_path / "model"), tmp_path / "cache", random.Random(0)
-    compressor = calibrate(model, TOKENS, (EVERY | PREDICTED)[name], progress=False)
-    caches = [compressor.new_cache(model) for _ in range(2)]
+@pytest.mark.parametrize("name", ["kivi", "aqua-vqllm"])
+def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
+    """A cache, then its compressor: bytes that change nothing (a part grafted onto itself) are no damage."""
+    model, rng, path = made("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
+    compressors = [calibrate(model, tokens, PRESETS[name], progress=False) for tokens in (TOKENS, TOKENS + 1)]
+    caches = [compressor.new_cache(model) for compressor in compressors[:1] * 2]
     half_way(model, caches[0])
     feed(model, caches[1], TOKENS)
-    files = []
-    for saved in caches:
-        saved.save(path)
-        files.append(path.read_bytes())
-    outcomes = Counter()
-    for _ in range(120):
-        path.write_bytes(mutated(rng, *files))
-        try:
-            loaded = CompressedCache.load(path, compressor, model)
-        except FormatError:
-            outcomes["refused"] += 1
-        else:  # white space in a header, a part grafted onto itself
-            assert any(same_state(loaded, saved) for saved in caches)
-            outcomes["whole"] += 1
-    assert outcomes["refused"] > 100
-    path.write_bytes(files[0][:-1])
-    with pytest.raises(FormatError, match="cut or altered"):
-        inspect(path)
+    kinds = [
+        (caches, lambda x, to: x.save(to), lambda: CompressedCache.load(path, compressors[0], model), same_state),
+        (compressors, lambda x, to: x.save_pretrained(to.parent), lambda: Compressor.from_pretrained(path.parent),
+         lambda a, b: a.fingerprint == b.fingerprint),
+    ]  # fmt: skip
+    path.parent.mkdir()
+    for wholes, save, load, alike in kinds:
+        files = []
+        for whole in wholes:
+            save(whole, path)
+            files.append(path.read_bytes())
+        refused = 0
+        for data in [*(mutated(rng, *files) for _ in range(120)), files[0][:-1]]:
+            path.write_bytes(data)
+            try:
+                loaded = load()
+            except FormatError as error:
+                refused += f"{path} is missing, cut or altered, or no vqkv-c" in str(error) and ": save a" in str(error)
+            else:
+                assert any(alike(loaded, whole) for whole in wholes)
+        assert refused > 100
+
+
+def test_other_versions_and_unknown_parts_are_named(tmp_path):
+    about = {"format": FORMAT, "version": 99}
+    save_checked(tmp_path / FILE, about, {})
+    with pytest.raises(FormatError, match="is vqkv-compressor 99; this vqkv reads vqkv-compressor"):
+        Compressor.from_pretrained(tmp_path)
+    about |= {"version": VERSION, "predictions": [], "codecs": [[{"part": "Newer"}, {"part": "Newer"}]]}
+    save_checked(tmp_path / FILE, about, {})
+    with pytest.raises(FormatError, match="unknown codec part 'Newer'"):
+        Compressor.from_pretrained(tmp_path)
 
 
 def opened(path, data, states):

@@ -100,7 +100,7 @@ def test_a_failure_between_layers_is_noticed(model, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kivi", "-p", "bits=16"], "16 bits a value"),
+        (["kivi", "-p", "bits=16"], "bits 16 must be"),
         (["kivi"], "block of 128 tokens"),
         (["vqq", "-p", "threshold=.nan"], "threshold nan"),
         (["vqq", "-p", "threshold="], "must be float"),

@@ -18,6 +18,7 @@ from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.cache.eviction import H2O
 from vqkv.cache.saving import inspect
+from vqkv.models.load import describe, difference
 
 PREDICTING = {f"aqua-{kind}": presets.aqua(presets.quanto(), kind, recent_window=8, **arguments)
               for kind, arguments in PREDICTORS.items()}  # fmt: skip
@@ -72,13 +73,25 @@ def test_decoded_tokens_are_not_saved_and_may_be_kept_anew(llama, kivi, tmp_path
         assert torch.equal(rest(llama, other), expected) and other.report().kinds["decoded"]
 
 
-def test_a_loaded_cache_does_not_change_with_its_file(llama, kivi, tmp_path):
+def test_what_was_loaded_does_not_change_with_its_file(llama, kivi, tmp_path):
     cache = kivi.new_cache(llama)
     half_way(llama, cache)
     again = through_file(cache, tmp_path / "cache")
-    with open(tmp_path / "cache", "r+b") as file:
-        file.write(bytes((tmp_path / "cache").stat().st_size))
-    assert same_state(again, cache)
+    kivi.save_pretrained(tmp_path)
+    compressor = Compressor.from_pretrained(tmp_path)
+    for path in (tmp_path / "cache", tmp_path / "compressor.safetensors"):
+        with open(path, "r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    assert same_state(again, cache) and compressor.fingerprint == kivi.fingerprint
+
+
+@pytest.mark.parametrize("other", [float("nan"), float("inf"), -float("inf"), 3e38, -3e38])
+def test_no_weights_match_every_model(llama, other):
+    about = describe(llama)
+    filled = [[other for _ in row] for row in about["weights"]]
+    assert difference(about, llama) is None
+    for weights in (filled, filled[:1], [*about["weights"], [1.0]], [row[:-1] for row in about["weights"]]):
+        assert difference(about | {"weights": weights}, llama) == "other key or value weights"
 
 
 def generate_on(model_folder: str, folder: Path, arguments: dict) -> list:
@@ -194,11 +207,11 @@ def test_other_files_are_refused(llama, kivi, tmp_path):
     (tmp_path / "text").write_text("not a cache")
     (tmp_path / "empty").write_bytes(b"")
     for path, message in (
-        (tmp_path / "none", "is no file"),
-        (tmp_path, "is no file"),
-        (tmp_path / "text", "no saved cache"),
-        (tmp_path / "empty", "no saved cache"),
-        (next((tmp_path / "c").glob("codecs-*")), "a safetensors file, but no saved cache"),
+        (tmp_path / "none", "missing, cut or altered, or no vqkv-cache: save a cache with"),
+        (tmp_path, "missing"),
+        (tmp_path / "text", "no vqkv-cache"),
+        (tmp_path / "empty", "no vqkv-cache"),
+        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 3: save a cache"),
     ):
         for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
             with pytest.raises(FormatError, match=message):

@@ -15,7 +15,7 @@ from vqkv.calibration.finetune import finetune
 from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import attention_weights
 from vqkv.cli import app
-from vqkv.codecs.base import codec_from_config
+from vqkv.codecs.part import codec_from_config
 from vqkv.models.load import kv_sources
 
 TOKENS = torch.randint(0, 400, (24, 40), generator=torch.Generator().manual_seed(0))

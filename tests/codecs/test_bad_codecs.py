@@ -1,7 +1,6 @@
-"""Odd shapes, extreme values and altered settings of every codec: an answer, or an error saying why."""
+"""Odd shapes, extreme values and bad settings of every codec: an answer, or an error saying why."""
 
 import copy
-import resource
 from functools import cache, partial
 
 import pytest
@@ -9,19 +8,17 @@ import torch
 from codec_zoo import gaussian, same
 from preset_zoo import EVERY
 
-from vqkv import DataError, FormatError, presets
+from vqkv import DataError, presets
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.codecs import (
+    AffineQuantizer,
     Chain,
-    ChannelScale,
     Fallback,
     Grouping,
     HalfQuadratic,
     NonUniform,
     ProductVQ,
     ResidualVQ,
-    TokenBlock,
-    Uniform,
     codec_from_config,
 )
 
@@ -128,19 +125,6 @@ def test_no_preset_spends_more_on_scales_than_asked():
     assert codec.encode(gaussian(1, 1, 8, 20)).nbytes == 8 * (10 + 4)  # all 20 channels share two ends
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_a_mask_selects_the_sequences_that_it_marks(name):
-    codec = fitted(name)
-    payload = codec.encode(gaussian(3, 2, 2 * codec.tokens_per_row, 32, seed=4))
-    for mask in (torch.tensor([False, False, True]), [False, True, True], torch.zeros(3, dtype=torch.bool)):
-        index = torch.as_tensor(mask).nonzero().flatten()
-        assert same(payload.batch_select(mask), payload.batch_select(index))
-        assert payload.batch_select(mask).shape[0] == len(index)
-    for wrong in ([True, False], torch.ones(4, dtype=torch.bool), torch.ones(3, 1, dtype=torch.bool)):
-        with pytest.raises(DataError, match="for a batch of 3 sequences"):
-            payload.batch_select(wrong)
-
-
 @pytest.mark.parametrize("head_dim", [1, 20])
 @pytest.mark.parametrize("name", EVERY)
 def test_any_head_dim_is_stored_or_named(name, head_dim):
@@ -184,117 +168,6 @@ def test_too_little_to_learn_from_is_named(name, tokens):
         assert "distinct" in str(error) or "shorter than the codec's block" in str(error)
 
 
-def test_no_codec_reads_what_another_wrote():
-    payloads = {name: fitted(name).encode(gaussian(1, 2, 16, 32)) for name in EVERY}
-    alike = [{"vqllm", "beam"}, {"quanto", "hqq"}, {"vqq", "vqq_product"}]  # the same fields of the same sizes
-    for writer, payload in payloads.items():
-        for reader in EVERY:
-            if writer != reader and {writer, reader} not in alike:
-                with pytest.raises(FormatError):
-                    fitted(reader).decode(payload)
-
-
-UNIFORM = {"part": "Uniform", "bits": 4}
-
-
-def chain_of(*stages, quantizer=UNIFORM, head_dim=32, num_kv_heads=1):
-    stages = [{"part": stage} if isinstance(stage, str) else stage for stage in stages]
-    shape = {"head_dim": head_dim, "num_kv_heads": num_kv_heads}
-    return {"part": "Chain", "stages": stages, "quantizer": quantizer, **shape}
-
-
-def fallback(**settings):
-    return chain_of(quantizer={"part": "Fallback", "inner": chain_of(head_dim=8)} | settings)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *[chain_of(quantizer={"part": "Uniform", "bits": bits}) for bits in (16, -1, 0, float("nan"), "4", None)],
-        *[chain_of({"part": "TokenBlock", "tokens": tokens}) for tokens in (10**9, 0, -1, 2.0)],
-        *[fallback(threshold=threshold) for threshold in (float("nan"), -1, "x", None, [1])],
-        *[fallback(block_size=size) for size in (16, "8", None, 10**30, 0, -8, 8.0, True)],
-        *[fallback(inner=chain_of(head_dim=None), block_size=size) for size in (0, -8, True)],
-        *[chain_of({"part": "SparseOutliers", "share": share}) for share in (0, 1, float("nan"), "x")],
-        *[chain_of(quantizer={"part": "Grid", "size": size}) for size in (15, "16", None, [16], 16.0)],
-        *[chain_of(quantizer={"part": "NonUniform", "bits": bits}) for bits in (16, "4")],
-        *[chain_of(quantizer={"part": "ProductVQ", "num_subvectors": n}) for n in (0, 4097, None)],
-        *[chain_of({"part": "Grouping", "kind": "random", "seed": seed}) for seed in ("a", -1, 2**63, None)],
-        *[
-            chain_of({"part": "Grouping"} | bad)
-            for bad in ({"shrink": True}, {"kind": ["strided"]}, {"group_size": 8.0})
-        ],
-        chain_of({"part": "VectorScale", "kind": ["std"]}),
-        chain_of(quantizer={"part": "ResidualVQ", "codebook_size": 10**9, "group_size": 32}),
-        chain_of(quantizer={"part": "ResidualVQ", "beam": 10**4, "group_size": 32}),
-        chain_of({"part": "TokenBlock"}, quantizer={"part": "Entropy", "quantizer": UNIFORM, "strength": 10**9}),
-        chain_of({"part": "TokenBlock"}, quantizer={"part": "Entropy", "quantizer": {"part": "Entropy"}}),
-        chain_of("MeanRemoval", head_dim=10**9),
-        chain_of("MeanRemoval", head_dim=32768, num_kv_heads=4096),
-        chain_of("MergeHeads", "Hadamard", head_dim=32768, num_kv_heads=512),
-        chain_of("Hadamard", head_dim=16384),
-        chain_of({"part": "TokenBlock", "tokens": 65536}, "ChannelScale", head_dim=512),
-        *[
-            chain_of("MergeHeads", {"part": "Grouping", "group_size": 7}, head_dim=32768, num_kv_heads=n)
-            for n in (2, 4096)
-        ],
-        chain_of(*["Hadamard"] * 17),
-        chain_of(
-            {"part": "TokenBlock"},
-            quantizer={"part": "Entropy", "quantizer": {"part": "Uniform", "bits": 8}, "tables": "adaptive"}
-            | {"prior": "uniform"},
-            head_dim=32768,
-            num_kv_heads=4,
-        ),
-        chain_of(UNIFORM),
-        chain_of(quantizer=None),
-        chain_of(quantizer={"part": "Quantizer"}),
-        {"part": "Fp16", 5: 3},
-        {"part": "Fp16", "ready": True},
-    ],
-    ids=str,
-)
-def test_altered_settings_are_refused(config):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(FormatError):
-        codec_from_config(config, {})
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # kB: nothing made by claim
-
-
-@pytest.mark.parametrize("depth", [40, 400, 4000])
-def test_settings_nested_without_end_are_refused(depth):
-    deep_parts, deep_lists = chain_of(), []
-    for _ in range(depth):
-        deep_parts, deep_lists = fallback(inner=deep_parts), [deep_lists]
-    for config in (
-        deep_parts,
-        deep_lists,
-        chain_of(deep_lists),
-        {"part": deep_lists},
-        {"part": "Fp16", "x": deep_lists},
-    ):
-        with pytest.raises(FormatError):
-            codec_from_config(config, {})
-
-
-def test_altered_tensors_raise_nothing_else():
-    codec = fitted("kvquant")
-    state = codec.state_dict()
-    for scale in (0 * state["stages.0.scale"], -state["stages.0.scale"]):
-        with pytest.raises(FormatError, match="'scale' is not positive"):
-            codec_from_config(codec.config(), state | {"stages.0.scale": scale})
-    for wrong in (5, [1], {5: 3}, {5: torch.zeros(1)}, {name: None for name in state}, state | {"stages.0.mean": "x"}):
-        with pytest.raises(FormatError):
-            codec_from_config(codec.config(), wrong)
-
-
-def test_a_fallback_inside_a_fallback_is_refused():
-    inner = Chain([], Fallback(Chain([], Uniform(4), 8, 1), 0.1, 8), 8, 1)
-    codec = codec_from_config(Chain([], Fallback(inner, 0.1, 8), 32, 1).config(), {})
-    with pytest.raises(DataError, match="same number of bytes"):
-        codec.encode(gaussian(1, 1, 4, 32))
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_every_codec_can_write_a_snapshot_stream(name, tmp_path):
     codec, steps = fitted(name), [gaussian(2, 2, 20, 32, seed=seed) for seed in range(4)]
@@ -316,17 +189,16 @@ SEEDS, DECAYS = (-1, 2**63, "a", 1.0, None, True), (1, -0.1, float("nan"), "x", 
     ("make", "name", "values"),
     [
         *[(make, "seed", SEEDS) for make in (ResidualVQ, NonUniform, ProductVQ, Grouping)],
-        *[(make, "decay", DECAYS) for make in (ResidualVQ, NonUniform)],
+        (ResidualVQ, "decay", DECAYS),
         (ResidualVQ, "kmeans_iterations", (-1, 10**9, "x", 2.0)),
-        (ResidualVQ, "samples_per_code", (0, 10**9, 2.5)),
         (ResidualVQ, "num_quantizers", (0, 65, True)),
         (ResidualVQ, "beam", (0, 257)),
         (HalfQuadratic, "bits", (0, 9, 1000, 2.0, "4", True)),
         (HalfQuadratic, "iterations", (0, -1, 10**9, 2.0, None)),
         (HalfQuadratic, "norm", (0, -1, 1.1, float("nan"), "x")),
         (HalfQuadratic, "beta", (0, -1, float("nan"), None)),
-        (partial(Fallback, Chain([], Uniform(4))), "block_size", (0, -8, 8.0, True, "8", 1 << 30)),
-        (partial(Fallback, Chain([], Uniform(4))), "threshold", (-1, float("nan"), "x", None)),
+        (partial(Fallback, Chain([], AffineQuantizer(4))), "block_size", (0, -8, 8.0, True, "8", 1 << 30)),
+        (partial(Fallback, Chain([], AffineQuantizer(4))), "threshold", (-1, float("nan"), "x", None)),
     ],
 )
 def test_settings_beyond_reason_are_named(make, name, values):
@@ -334,9 +206,3 @@ def test_settings_beyond_reason_are_named(make, name, values):
         with pytest.raises(DataError, match=name):
             make(**{name: value})
     assert make()
-
-
-def test_a_row_is_bounded_at_the_first_fit_too():
-    codec = Chain([TokenBlock(65536), ChannelScale()], Uniform(4))
-    with pytest.raises(DataError, match="use smaller blocks of tokens"):
-        codec.fit(torch.zeros(1, 1, 1, 512).expand(1, 1, 65536, 512))

@@ -1,7 +1,5 @@
 """Payloads, chains and their stages: bytes, invariants, bad input, saving."""
 
-import json
-
 import pytest
 import torch
 from codec_zoo import chain, gaussian
@@ -17,9 +15,8 @@ from vqkv.codecs import (
     Payload,
     ResidualVQ,
     VectorScale,
-    codec_from_config,
 )
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 
 
 @pytest.mark.parametrize(("head_dim", "codes", "bits"), [(128, 44, 2.875), (64, 22, 3.0)])
@@ -98,8 +95,6 @@ def test_mean_removal_learns_the_mean_of_a_stream():
         stage.partial_fit(part)
     stage.finalize()
     torch.testing.assert_close(stage.state_dict()["mean"].float(), x.mean(dim=(0, 2)), rtol=1e-3, atol=1e-3)
-    with pytest.raises(DataError, match="2 KV heads, but the mean was learned for 3"):
-        stage.encode(x[:, :2])
 
 
 def test_streaming_learns_and_fp16_rounding_is_all_that_finalize_does():
@@ -150,6 +145,8 @@ def test_settings_that_do_not_fit_are_named():
         chain(head_dim=None).fit(gaussian(1, 1, 200, 20))
     with pytest.raises(DataError, match="power of two, not 12"):
         Chain([Hadamard()], ResidualVQ(group_size=12), head_dim=12)
+    with pytest.raises(DataError, match=r"store \['scale', 'codes', 'scale'\]|store \['scale', 'scale'\]"):
+        Chain([VectorScale(), VectorScale("rms")], ResidualVQ())
     with pytest.raises(UnknownNameError, match="strided"):
         Grouping("stridded")
     with pytest.raises(UnknownNameError, match="std"):
@@ -167,20 +164,6 @@ def test_use_before_fit_says_what_to_do():
         chain(head_dim=None).finalize()
 
 
-def test_payloads_that_do_not_belong_are_refused(codecs):
-    x = gaussian(1, 3, 4, 16)
-    with pytest.raises(FormatError, match="not 'codes'"):
-        codecs["strided"].decode(codecs["fp16"].encode(x))
-    with pytest.raises(FormatError, match="not 'scale1'"):
-        codecs["two scales"].decode(codecs["strided"].encode(x))
-    with pytest.raises(DataError, match="different codecs"):
-        Payload.concat([codecs["fp16"].encode(x), codecs["strided"].encode(x)])
-    with pytest.raises(DataError, match="at least one payload"):
-        Payload.concat([])
-    with pytest.raises(FormatError, match="must agree"):
-        Payload({"a": torch.zeros(1, 1, 2), "b": torch.zeros(1, 1, 3)})
-
-
 def test_blocks_of_tokens_are_cut_only_between_blocks():
     payload = Payload({"codes": torch.arange(6.0).view(1, 1, 3, 2)}, tokens_per_row=4)
     assert payload.seq_len == 12 and payload.tokens(4, 12).seq_len == 8
@@ -192,55 +175,3 @@ def test_blocks_of_tokens_are_cut_only_between_blocks():
 def test_views_do_not_keep_their_base_alive():
     payload = Payload({"values": gaussian(1, 1, 100, 16)[:, :, :1]})
     assert payload.nbytes == 64 and payload.tokens(0, 0).nbytes == 0
-
-
-def altered(config, *path, value):
-    """A deep copy of ``config`` with one entry changed."""
-    config = json.loads(json.dumps(config))
-    inner = config
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return config
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("part",), "Chian", "unknown codec part 'Chian'"),
-        (("part",), ["Chain"], "unknown codec part"),
-        (("part",), "VectorScale", "settings of VectorScale"),
-        (("quantizer", "part"), "os.system", "unknown codec part 'os.system'"),
-        (("quantizer", "part"), "Codec", "unknown codec part 'Codec'"),
-        (("quantizer", "colour"), 1, "settings of ResidualVQ do not fit"),
-        (("quantizer", "codebook_size"), "many", "settings of ResidualVQ do not fit"),
-        (("quantizer", "codebook_size"), 21, r"codebooks' is \(2, 20, 8\)"),
-        (("stages", 1, "group_size"), 0, "settings of Grouping do not fit"),
-        (("head_dim",), 10**12, "settings of Chain do not fit"),
-        (("head_dim",), None, "no head_dim"),
-    ],
-)
-def test_altered_settings_are_refused(codecs, path, value, message):
-    codec = codecs["strided"]
-    with pytest.raises(FormatError, match=message):
-        codec_from_config(altered(codec.config(), *path, value=value), codec.state_dict())
-
-
-def test_altered_tensors_are_refused(codecs):
-    codec = codecs["random"]
-    state = codec.state_dict()
-    name, order = "quantizer.codebooks", "stages.1.order"
-    cases = [
-        ({k: v for k, v in state.items() if k != name}, "codebooks' is missing"),
-        (state | {name: state[name].float()}, "float32"),
-        (state | {name: state[name][:, :-1]}, r"\(2, 19, 8\)"),
-        (state | {name: state[name] * float("nan")}, "NaN"),
-        (state | {order: state[order] * 0}, "no permutation"),
-        (state | {"extra": torch.zeros(1)}, "unexpected tensors"),
-        (state | {"stages.0.extra": torch.zeros(1)}, "unexpected tensors"),
-    ]
-    for broken, message in cases:
-        with pytest.raises(FormatError, match=message):
-            codec_from_config(codec.config(), broken)
-    with pytest.raises(FormatError, match="not a codec"):
-        codec_from_config(Grouping().config(), {})

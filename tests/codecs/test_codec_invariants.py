@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv.codecs import Payload, codec_from_config, payload_from
-from vqkv.codecs.part import take_over
-from vqkv.errors import FormatError
+from vqkv.codecs.part import load_learned
 
-WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "uniform prior")
-EXACT_ZEROS = ("fp16", "contiguous", "strided", "random", "two scales")  # a zero vector stores the scale 0
+WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "adaptive")
+EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,7 +34,6 @@ def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut
     assert torch.equal(codec.decode(payload.tokens(-rows)), whole[:, :, -rows:])
     index = torch.tensor([batch - 1, 0])
     assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
-    assert torch.equal(codec.decode(payload.batch_repeat(2)), whole.repeat_interleave(2, dim=0))
     copied = payload_from(json.loads(json.dumps(payload.header())), dict(payload.tensors))
     assert same(copied, payload) and torch.equal(codec.decode(copied), whole)
 
@@ -50,10 +48,6 @@ def test_saved_and_reloaded_codecs_agree_bit_for_bit(codecs, kind):
     assert same(again.encode(x), payload)
     assert torch.equal(again.decode(payload), codec.decode(payload))
     assert again.side_bytes == codec.side_bytes
-    missing = dict(list(codec.state_dict().items())[1:])
-    if codec.state_dict():
-        with pytest.raises(FormatError):
-            codec_from_config(config, missing)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,24 +64,6 @@ def test_zeros_stay_small_and_extremes_finite(codecs, kind):
             assert decoded.abs().max() == 0
 
 
-def test_altered_payloads_never_crash(codecs):
-    """Any bytes of the right sizes decode to something finite or are refused."""
-    for kind in KINDS:
-        codec = codecs[kind]
-        payload = codec.encode(gaussian(1, HEADS, 2 * codec.tokens_per_row, HEAD_DIM))
-        for name, tensor in payload.tensors.items():
-            if tensor.dtype == torch.uint8:
-                broken = payload_tensors(payload) | {name: torch.full_like(tensor, 255)}
-                try:
-                    codec.decode(payload_from(payload.header(), broken))
-                except FormatError as error:
-                    assert "altered" in str(error) or "pieces" in str(error)
-
-
-def payload_tensors(payload):
-    return {name: tensor.clone() for name, tensor in payload.tensors.items()}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_back_while_learning_is_what_a_cache_gives_later_and_another_process_can_take_it_over(kind):
     codec, twin = (unfitted_codecs()[kind] for _ in range(2))
@@ -98,7 +74,7 @@ def test_what_is_read_back_while_learning_is_what_a_cache_gives_later_and_anothe
             codec.quantize_dequantize(x)
         before = codec.partial_fit(x).partial_fit(x * 2 + 1).quantize_dequantize(x)
         twin.prepare(HEADS, HEAD_DIM)
-        take_over(twin, codec.state_dict())
+        load_learned(twin, codec.state_dict())
         assert torch.equal(twin.quantize_dequantize(x), before)
         error = (before - codec.finalize().quantize_dequantize(x)).square().mean() / x.square().mean()
         assert error < 1e-3  # a few vectors are as near to one code as to another

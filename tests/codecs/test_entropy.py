@@ -1,4 +1,4 @@
-"""Entropy-coded codes: lossless, as short as their tables allow, and harmless when altered."""
+"""Entropy-coded codes: lossless, as short as their tables allow."""
 
 import numpy as np
 import pytest
@@ -12,21 +12,21 @@ from vqkv.codecs import (
     Chain,
     Fallback,
     Grouping,
+    NonUniform,
     ResidualVQ,
     TokenBlock,
-    Uniform,
     VectorScale,
-    codec_from_config,
 )
-from vqkv.codecs.entropy import LARGEST, Entropy, TableCoder
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.codecs.entropy import Entropy, TableCoder
+from vqkv.codecs.streams import LARGEST
+from vqkv.errors import DataError, UnknownNameError
 
 pytest.importorskip("constriction")
 KINDS = {
     "static": {},
     "stage": {"context": "stage"},
-    "adaptive": {"tables": "adaptive", "step": 1, "strength": 20},
-    "uniform prior": {"tables": "adaptive", "context": "stage", "prior": "uniform", "step": 5, "strength": 30},
+    "adaptive": {"tables": "adaptive"},
+    "adaptive stage": {"tables": "adaptive", "context": "stage"},
 }
 
 
@@ -77,9 +77,9 @@ class Given(ResidualVQ):
     """A quantizer whose values are its codes."""
 
     def encode(self, x):
-        return x.long().flatten(3)
+        return x.long().flatten(3), {}
 
-    def decode(self, codes):
+    def decode(self, codes, side):
         return codes.float().unflatten(-1, (*self._groups, self.num_quantizers))
 
     def partial_fit(self, x):
@@ -92,7 +92,9 @@ class Given(ResidualVQ):
 def coded(codes, calibration, **settings):
     """The payload of codes (batch, heads, rows, vectors, stages), and the quantizer that made it."""
     stages, size = codes.shape[-1], settings.pop("size")
+    strength = settings.pop("strength", Entropy.strength)
     codec = Entropy(Given(stages, size, stages), **settings)
+    codec.strength = strength
     codec.build((1, *codes.shape[3:]))
     codec.partial_fit(calibration)
     codec.finalize()
@@ -138,10 +140,9 @@ def test_adaptive_tables_learn_what_calibration_did_not_see():
     calibration, codes = drawn(skewed, 1, 1, 20, 500), drawn(skewed.flip(1), 1, 1, 4, 2000, seed=1)
     static, _ = coded(codes, calibration, size=64)
     adaptive, codec = coded(codes, calibration, size=64, tables="adaptive", strength=64)
-    uniform, blank = coded(codes, calibration, size=64, tables="adaptive", prior="uniform", strength=64)
     own = cross_entropy(codes, codes, 64) / 8
-    assert own < uniform.nbytes < 1.05 * own and adaptive.nbytes < 1.1 * own < 2 * own < static.nbytes
-    assert torch.equal(codec.load(adaptive), blank.load(uniform))
+    assert adaptive.nbytes < 1.1 * own < 2 * own < static.nbytes
+    assert torch.equal(codec.load(adaptive), codes.float())
 
 
 def test_what_differs_between_heads_and_groups_is_where_bytes_are_saved():
@@ -151,10 +152,8 @@ def test_what_differs_between_heads_and_groups_is_where_bytes_are_saved():
     fresh = gaussian(1, 3, 1000, 16, seed=2) + 2 * gaussian(1, 3, 1, 16, seed=1)
     sizes = [len(codec.encode(fresh).ragged["stream"]) for codec in (position, stage)]
     assert sizes[0] < 0.85 * sizes[1]
-    with pytest.raises(DataError, match="2 KV heads, but there are tables for 3"):
+    with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3"):
         position.encode(fresh[:, :2])
-    with pytest.raises(FormatError, match="no stream of this codec"):
-        position.decode(stage.encode(fresh[:, :2]))
 
 
 def test_tables_are_counted_as_side_information(codecs):
@@ -162,7 +161,6 @@ def test_tables_are_counted_as_side_information(codecs):
     assert packed == 3 * 20 * 8 * 2
     assert codecs["stage"].side_bytes == packed + 3 * 20 * 2
     assert codecs["static"].side_bytes == codecs["adaptive"].side_bytes == packed + 3 * 2 * 3 * 20 * 2  # heads, groups
-    assert codecs["uniform prior"].side_bytes == packed
 
 
 def test_tables_count_all_batches_and_no_code_is_impossible():
@@ -174,85 +172,7 @@ def test_tables_count_all_batches_and_no_code_is_impossible():
     assert frequencies.amin() >= 1 and (frequencies.amax(dim=-1) == LARGEST).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_altered_streams_give_values_or_a_format_error(codecs, kind, data):
-    codec = codecs[kind]
-    payload = codec.encode(gaussian(1, 3, 8, 16))
-    stream, lengths = payload.ragged["stream"].clone(), payload.fields["lengths"].clone()
-    how = data.draw(st.sampled_from(["flip", "noise", "move", "drop", "empty"]))
-    place = data.draw(st.integers(0, len(stream) - 1))
-    if how == "flip":
-        stream[place] ^= data.draw(st.integers(1, 255))
-    elif how == "noise":
-        noise = data.draw(st.binary(min_size=len(stream), max_size=len(stream)))
-        stream = torch.tensor(list(noise), dtype=torch.uint8)
-    elif how == "move":  # bytes of one row to its neighbour
-        shift = data.draw(st.integers(1, 5))
-        lengths[0, 0, 0] -= shift
-        lengths[0, 1, 0] += shift
-    else:
-        kept = 0 if how == "empty" else int(lengths[0, 0, 0]) - 1
-        lengths[:] = 0
-        lengths[0, 0, 0], stream = kept, stream[:kept]
-    fields = payload.fields | {"lengths": lengths}
-    altered = type(payload)(fields, payload.tokens_per_row, ragged={"stream": stream})
-    try:
-        values = codec.decode(altered)
-    except FormatError:
-        return
-    assert values.shape == (1, 3, 8, 16) and torch.isfinite(values).all()
-
-
-def test_most_altered_streams_are_noticed(codecs):
-    """A stream that does not end with its row is refused, whatever values it would give."""
-    codec = codecs["static"]
-    payload = codec.encode(gaussian(1, 3, 40, 16))
-    noticed, size = 0, len(payload.ragged["stream"])
-    for place in range(0, size, 5):
-        stream = payload.ragged["stream"].clone()
-        stream[place] ^= 1
-        try:
-            codec.decode(type(payload)(payload.fields, payload.tokens_per_row, ragged={"stream": stream}))
-        except FormatError:
-            noticed += 1
-    assert noticed > 0.8 * len(range(0, size, 5))
-
-
-def test_payloads_that_do_not_belong_are_refused(codecs):
-    x = gaussian(1, 3, 8, 16)
-    packed, coded = codecs["packed"].encode(x), codecs["static"].encode(x)
-    with pytest.raises(FormatError, match="not streams"):
-        codecs["static"].decode(packed)
-    with pytest.raises(FormatError, match="not 'codes'"):
-        codecs["packed"].decode(coded)
-    with pytest.raises(FormatError, match="rows own"):
-        type(coded)(coded.fields, 4, ragged={"stream": coded.ragged["stream"][:-1]})
-    words = type(coded)(coded.fields, 4, ragged={"stream": coded.ragged["stream"].int()})
-    with pytest.raises(FormatError, match="int32 is no stream"):
-        codecs["static"].decode(words)
-    with pytest.raises(FormatError, match="longer than its codes"):
-        lengths = coded.fields["lengths"].clone()
-        lengths[0, 0, 0] += 4
-        stream = torch.cat([torch.full((4,), 7, dtype=torch.uint8), coded.ragged["stream"]])
-        codecs["static"].decode(type(coded)(coded.fields | {"lengths": lengths}, 4, ragged={"stream": stream}))
-
-
-def test_altered_tables_are_refused(codecs):
-    codec = codecs["static"]
-    state, name = codec.state_dict(), "quantizer.frequencies"  # (3 heads, 2 groups * 3 stages, 20)
-    for broken, message in (
-        ({k: v for k, v in state.items() if k != name}, "frequencies' is missing"),
-        (state | {name: state[name][:2]}, r"\(2, 6, 20\)"),
-        (state | {name: state[name].int()}, "int32"),
-        (state | {"quantizer.extra": torch.zeros(1)}, "unexpected tensors"),
-    ):
-        with pytest.raises(FormatError, match=message):
-            codec_from_config(codec.config(), broken)
-
-
-@pytest.mark.parametrize("quantizer", [Uniform(3), rvq(codebook_size=1), rvq(num_quantizers=1, beam=2)])
+@pytest.mark.parametrize("quantizer", [NonUniform(3), rvq(codebook_size=1), rvq(num_quantizers=1, beam=2)])
 def test_other_quantizers_and_a_codebook_of_one_code(quantizer):
     x = gaussian(1, 2, 16, 16)
     codec = chain(Entropy(quantizer)).fit(x)
@@ -270,12 +190,8 @@ def test_bad_settings_are_named():
         Entropy(rvq(), "adaptiv")
     with pytest.raises(UnknownNameError, match="unknown context 'head'"):
         Entropy(rvq(), context="head")
-    with pytest.raises(UnknownNameError, match="prior of static tables 'uniform'"):
-        Entropy(rvq(), prior="uniform")
     with pytest.raises(DataError, match=r"rows of \(16,\) do not begin with an axis of tokens"):
         Chain([VectorScale()], Entropy(rvq(group_size=16)), 16)
-    with pytest.raises(DataError, match="step 0 must be"):
-        Entropy(rvq(), step=0)
 
 
 def test_a_missing_package_is_named_with_the_remedy(codecs, monkeypatch):

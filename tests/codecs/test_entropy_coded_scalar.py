@@ -9,10 +9,9 @@ from codec_zoo import check_streams, gaussian, hide_constriction, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs import Chain, EntropyCodedScalar, MergeHeads, Payload, TokenBlock, codec_from_config
-from vqkv.codecs.part import load_learned
+from vqkv.codecs import Chain, EntropyCodedScalar, TokenBlock, codec_from_config
 from vqkv.codecs.spreads import LARGEST_CODE
-from vqkv.errors import DataError, FormatError
+from vqkv.errors import DataError
 
 pytest.importorskip("constriction")
 CHANNELS = 16
@@ -95,7 +94,7 @@ def test_values_farther_out_than_any_seen_are_kept_at_some_bytes_more(fitted, va
 def test_what_no_code_reaches_is_cut_off(fitted):
     quantizer, rows = fitted.quantizer, torch.full((1, 3, 1, 4, CHANNELS), -1e30)
     largest = LARGEST_CODE * quantizer.state_dict()["step"]
-    assert torch.equal(quantizer.decode(quantizer.encode(rows)), -largest.expand(rows.shape))
+    assert torch.equal(quantizer.decode(*quantizer.encode(rows)), -largest.expand(rows.shape))
 
 
 @pytest.mark.parametrize("bits", [4.0, 6.0, 8.0, 10.0])
@@ -188,98 +187,15 @@ def test_saved_and_reloaded_steps_write_the_same_bits(fitted):
     assert again.side_bytes == fitted.side_bytes == 4 + 2 * 3 * CHANNELS + tables
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("frequencies", lambda x: x[:-1], "'frequencies' does not fit"),
-        ("frequencies", lambda x: x.int(), "int32"),
-        ("frequencies", None, "frequencies' is missing"),
-        ("step", lambda x: x * 0, "out of range"),
-        ("step", lambda x: -x, "out of range"),
-        ("step", lambda x: x * math.inf, "NaN or infinity"),
-        ("step", lambda x: x * 0 + 1e37, "out of range"),
-        ("spreads", lambda x: x[:2], "spreads' is"),
-        ("spreads", lambda x: x * 0 + 17, "out of range"),
-        ("spreads", lambda x: x * 0 - 128, "out of range"),
-        ("shifts", lambda x: x[:2], "shifts' is"),
-        ("shifts", lambda x: x * 0 + 17, "does not fit"),
-    ],
-)
-def test_altered_tables_are_refused(fitted, name, change, message):
-    state, key = dict(fitted.state_dict()), f"quantizer.{name}"
-    tensor = state.pop(key)
-    if change is not None:
-        state[key] = change(tensor)
-    with pytest.raises(FormatError, match=message):
-        codec_from_config(fitted.config(), state)
-
-
-@settings(deadline=None, max_examples=80)
-@given(data=st.data())
-def test_altered_streams_give_values_or_a_format_error(fitted, data):
-    payload = fitted.encode(unlike_heads(1, 8))
-    stream, lengths = payload.ragged["stream"].clone(), payload.fields["lengths"].clone()
-    how = data.draw(st.sampled_from(["flip", "noise", "move", "drop", "empty"]))
-    if how == "flip":
-        stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
-    elif how == "noise":
-        noise = data.draw(st.binary(min_size=len(stream), max_size=len(stream)))
-        stream = torch.tensor(list(noise), dtype=torch.uint8)
-    elif how == "move":  # bytes of one row to its neighbour
-        shift = data.draw(st.integers(1, min(5, int(lengths[0, 0, 0]))))
-        lengths[0, 0, 0] -= shift
-        lengths[0, 1, 0] += shift
-    else:
-        kept = 0 if how == "empty" else int(lengths[0, 0, 0]) - 1
-        lengths[:] = 0
-        lengths[0, 0, 0], stream = kept, stream[:kept]
-    altered = type(payload)(payload.fields | {"lengths": lengths}, payload.tokens_per_row, ragged={"stream": stream})
-    try:
-        values = fitted.decode(altered)
-    except FormatError:
-        return
-    assert values.shape == (1, 3, 8, CHANNELS) and values.isfinite().all()
-
-
-def test_most_altered_streams_are_noticed(fitted):
-    payload = fitted.encode(unlike_heads(1, 40))
-    noticed, places = 0, range(0, len(payload.ragged["stream"]), 3)
-    for place in places:
-        stream = payload.ragged["stream"].clone()
-        stream[place] ^= 1
-        try:
-            fitted.decode(type(payload)(payload.fields, payload.tokens_per_row, ragged={"stream": stream}))
-        except FormatError:
-            noticed += 1
-    assert noticed > 0.8 * len(places)
-
-
-def test_what_does_not_belong_is_refused(fitted):
-    payload = fitted.encode(unlike_heads(1, 8))
-    with pytest.raises(FormatError, match="not streams"):
-        fitted.decode(Payload({"codes": torch.zeros(1, 3, 2, 8, dtype=torch.uint8)}, 4))
-    with pytest.raises(FormatError, match="no stream of this codec"):
-        chain().fit(gaussian(1, 2, 40, CHANNELS)).decode(payload)
-    with pytest.raises(FormatError, match="int32 is no stream"):
-        fitted.decode(type(payload)(payload.fields, 4, ragged={"stream": payload.ragged["stream"].int()}))
-    for heads in (1, 2, 4):
-        with pytest.raises(DataError, match=f"{heads} KV heads, but there are tables for 3: fit again"):
-            fitted.encode(gaussian(1, heads, 8, CHANNELS))
-    with pytest.raises(FormatError, match="is not below"):
-        fitted.quantizer.decode(torch.full((1, 3, 1, 4 * CHANNELS), 2 * LARGEST_CODE + 1))
+def test_other_numbers_of_heads_are_refused(fitted):
+    with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
+        fitted.encode(gaussian(1, 2, 8, CHANNELS))
 
 
 @pytest.mark.parametrize("bits", [0, 0.001, 10.5, -1.0, math.nan, math.inf, "2", None, True])
 def test_bits_out_of_range_are_named(bits):
     with pytest.raises(DataError, match="bits a value: use 0.01 to 10"):
         EntropyCodedScalar(bits)
-
-
-def test_an_altered_config_allocates_nothing_large():
-    """A row of 2^23 channels, of which each would have 1,023 counts."""
-    codec = Chain([MergeHeads(), TokenBlock(1)], EntropyCodedScalar(), 32768, 256)
-    with pytest.raises(FormatError, match="step' is missing"):
-        load_learned(codec, {})
 
 
 def test_a_missing_package_is_named_with_the_remedy(fitted, monkeypatch):

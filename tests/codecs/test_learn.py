@@ -75,8 +75,9 @@ def test_the_seed_decides():
     assert torch.equal(*same) and not torch.equal(same[0], KMeans(16, seed=6).fit(x))
 
 
-def test_ema_is_the_moving_average_written_out():
-    ema = Ema(decay=0.9, eps=0.0)
+def test_ema_is_the_moving_average_written_out(monkeypatch):
+    monkeypatch.setattr("vqkv.codecs.learning.ema.EPS", 0.0)
+    ema = Ema(decay=0.9)
     ema.start(torch.tensor([[1.0], [5.0]]), torch.tensor([10.0, 10.0]))
     ema.update(Statistics(torch.tensor([20.0, 0.0]).double(), torch.tensor([[60.0], [0.0]]).double()))
     expected = [[(0.9 * 10 + 0.1 * 60) / (0.9 * 10 + 0.1 * 20)], [5.0]]

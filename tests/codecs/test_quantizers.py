@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from vqkv import presets
 from vqkv.codecs import (
+    AffineQuantizer,
     Chain,
     ChannelScale,
-    Fallback,
     Fp16,
     Grid,
     Hadamard,
@@ -23,12 +23,10 @@ from vqkv.codecs import (
     ResidualVQ,
     SparseOutliers,
     TokenBlock,
-    Uniform,
     VectorScale,
-    payload_from,
 )  # fmt: skip
 from vqkv.codecs.grid import gaussian_grids
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
 
 
@@ -95,20 +93,16 @@ def test_every_preset_is_pinned():
 
 def test_uniform_levels_are_exact_and_ends_are_kept():
     x = torch.tensor([-1.5, -0.5, 0.5, 1.5]).view(1, 1, 1, 4)
-    codec = Chain([MinMax()], Uniform(2)).fit(x)
+    codec = Chain([], AffineQuantizer(2)).fit(x)
     assert torch.equal(codec.decode(codec.encode(x)), x)
     assert codec.encode(x).fields["codes"].flatten().tolist() == [0b11100100]
-    signed = Chain([VectorScale("absmax")], Uniform(2, signed=True)).fit(x)
-    assert torch.equal(
-        signed.decode(signed.encode(x)), torch.tensor([-1.5, -0.0, 0.0, 1.5]).view(1, 1, 1, 4).round(decimals=1)
-    )
 
 
 @settings(deadline=None, max_examples=25)
 @given(width=st.integers(1, 8), seed=st.integers(0, 1000), offset=st.floats(-50, 50))
 def test_affine_error_is_at_most_half_a_step(width, seed, offset):
     x = gaussian(1, 2, 3, 16, seed=seed) + offset
-    codec = Chain([MinMax()], Uniform(width)).fit(x)
+    codec = Chain([], AffineQuantizer(width)).fit(x)
     step = (x.amax(-1) - x.amin(-1)) / (2**width - 1)
     error = (x - codec.decode(codec.encode(x))).abs().amax(-1)
     assert (error <= step / 2 * 1.001 + 0.002 * (abs(offset) + 5)).all()  # and the ends' rounding to fp16
@@ -139,7 +133,7 @@ def test_half_quadratic_lowers_the_norm_it_is_made_for():
     x = gaussian(1, 4, 200, 64).pow(3)  # heavy tails
     norm = {}
     for stage in (MinMax(), HalfQuadratic(bits=2)):
-        codec = Chain([stage], Uniform(2)).fit(x)
+        codec = Chain([], AffineQuantizer(2, stage)).fit(x)
         norm[type(stage).__name__] = (x - codec.decode(codec.encode(x))).abs().mean()
     assert norm["HalfQuadratic"] < 0.97 * norm["MinMax"]
 
@@ -153,17 +147,8 @@ def test_outliers_are_kept_exactly_and_the_rest_is_quantised_finer():
     assert (x - decoded).abs().max() < 0.5
 
 
-def test_learned_levels_beat_equal_ones_on_a_gaussian():
-    x = gaussian(1, 2, 512, 64)
-    learned = Chain([VectorScale("absmax")], NonUniform(3)).fit(x)
-    uniform = Chain([VectorScale("absmax")], Uniform(3, signed=True)).fit(x)
-    errors = [relative_mse(x, codec.decode(codec.encode(x))) for codec in (learned, uniform)]
-    assert errors[0] < 0.7 * errors[1]
-
-
 def test_levels_follow_a_stream():
-    quantizer = NonUniform(2, decay=0.5)
-    codec = Chain([], quantizer, 16)
+    codec = Chain([], NonUniform(2), 16)
     for part in range(12):
         codec.partial_fit(gaussian(1, 1, 200, 16, seed=part) + 3)
     levels = codec.finalize().quantizer.state_dict()["levels"]
@@ -187,7 +172,7 @@ def test_stored_grids_are_what_lloyd_leaves_and_explain_what_they_claim():
     x = gaussian(1, 1, 100_000, 2, seed=3)
     for size, (grid, mse) in gaussian_grids().items():
         codec = Chain([], Grid(size), 2).fit(x[:, :, :10])
-        codes = codec.quantizer.encode(x)[0, 0, :, 0]
+        codes = codec.quantizer.encode(x)[0][0, 0, :, 0]
         decoded = codec.decode(codec.encode(x))
         assert abs(1 - explained_variance_ratio(x[0], decoded[0]) - mse) < 0.03 * mse
         if size == 16:
@@ -258,10 +243,8 @@ def test_fitting_leaves_out_a_partial_block_and_encoding_refuses_it(codecs):
 
 
 def test_settings_that_do_not_fit_are_named():
-    with pytest.raises(DataError, match="9 bits a value: use 1 to 8"):
-        Uniform(9)
-    with pytest.raises(DataError, match="1 bits a value: use 2 to 8"):
-        Uniform(1, signed=True)
+    with pytest.raises(DataError, match="bits 9 must be an integer from 1 to 8"):
+        AffineQuantizer(9)
     with pytest.raises(UnknownNameError, match="16"):
         Grid(17)
     with pytest.raises(DataError, match="2, 3 and 4 have a grid"):
@@ -274,9 +257,7 @@ def test_settings_that_do_not_fit_are_named():
         presets.vqq().key_codec(12)
     with pytest.raises(DataError, match="not divisible by group_size 8"):
         presets.vq().key_codec(12)
-    with pytest.raises(DataError, match="one by one"):
-        Fallback(Chain([TokenBlock(4)], Uniform(4)))
-    with pytest.raises(DataError, match="block of 0 tokens"):
+    with pytest.raises(DataError, match="tokens 0 must be"):
         TokenBlock(0)
     with pytest.raises(DataError, match="share of 1.5"):
         SparseOutliers(1.5)
@@ -292,22 +273,6 @@ def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
         with pytest.raises(DataError, match="2 KV heads"):
             codecs[kind].encode(x[:, :, : codecs[kind].tokens_per_row])
     assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it
-
-
-def test_payloads_of_other_codecs_are_refused(codecs):
-    x = gaussian(1, HEADS, 30, HEAD_DIM)
-    with pytest.raises(FormatError, match="payload of blocks of 6 tokens"):
-        codecs["vqq key"].decode(codecs["vq key"].encode(x))
-    with pytest.raises(FormatError, match="not 'low'"):
-        codecs["quanto key"].decode(codecs["higgs key"].encode(x))
-    payload = codecs["vqq key"].encode(x)
-    header, tensors = payload.header(), dict(payload.tensors)
-    for change in ({"payload": "os.system"}, {"ragged": ["codes"]}, {"units": 3}, {"extra": 1}, {"fields": 3}):
-        broken = header | change
-        with pytest.raises(FormatError):
-            payload_from(broken, tensors)
-    with pytest.raises(FormatError, match="pieces"):
-        payload_from(header, tensors | {"exact": tensors["exact"][:-1]})
 
 
 @pytest.mark.parametrize("name", ["vqllm", "higgs", "kvquant", "rvq2", "quanto"])

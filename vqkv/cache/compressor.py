@@ -1,5 +1,6 @@
 """A preset fitted to a model: the codecs of every layer, what they predict from each other, and their cache."""
 
+import hashlib
 import json
 import math
 from dataclasses import asdict
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.compressed import CompressedCache
-from vqkv.cache.compressor_folder import read, sha256, write
+from vqkv.cache.compressor_folder import read, write
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, check_order, last_readers
+from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, last_readers
 from vqkv.errors import FormatError
 from vqkv.models.load import difference
 from vqkv.runtime.checks import whole_blocks
@@ -20,8 +21,7 @@ from vqkv.runtime.files import tensors_sha256
 
 class Compressor:
     """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to;
-    ``predictions``: what is predicted from other layers, by place. Raises ``DataError`` for predictions that read what
-    is decoded after them."""
+    ``predictions``: what is predicted from other layers, by place, always from what is decoded before."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Compressor:
     ):
         self.name, self.codecs, self.settings, self.model = name, codecs, settings, model
         self.notes, self.predictions = notes or {}, predictions or {}
-        check_order(self.predictions)
         self.last_readers = last_readers(self.predictions)
         self.coders = [
             tuple(
@@ -59,7 +58,7 @@ class Compressor:
         """sha256 (hex) of all that encoding and decoding depend on: codecs, predictions, cache settings and everything
         learned, not the names. Another device or a save and a load do not change it."""
         text = json.dumps(self._described(), sort_keys=True)
-        return sha256((text + tensors_sha256(sorted(self._learned().items()))).encode())
+        return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
     def to(self, device) -> "Compressor":
         """Move everything learned to ``device``, in place."""
@@ -111,8 +110,8 @@ class Compressor:
             )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``config.json`` and ``codecs-<hash>.safetensors`` into ``folder``. The header is moved into place last;
-        until then an older compressor there stays whole. Raises ``FormatError`` if ``folder`` is a file."""
+        """Write ``compressor.safetensors`` into ``folder``. It is moved into place when it is whole; until then an
+        older compressor there stays. Raises ``FormatError`` if ``folder`` is a file."""
         about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
         write(folder, about, self._learned())
 
@@ -143,7 +142,7 @@ class Compressor:
 
     @classmethod
     def from_pretrained(cls, folder) -> "Compressor":
-        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, truncated or altered."""
+        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, cut or altered."""
         return read(folder, cls)
 
     def __repr__(self) -> str:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.hooks import watch
-from vqkv.codecs.packing import pack, unpack
 from vqkv.errors import DataError
-from vqkv.kernels import Rope
+from vqkv.kernels import Rope, pack_codes, unpack_codes
 from vqkv.kernels.rope import rotate, unrotate
 
 
@@ -162,11 +161,11 @@ class KeptPositions:
     def keep(self, chosen: Tensor) -> None:
         """Of the stored tokens, forget all but ``chosen`` (batch, num_kv_heads, kept)."""
         chosen = chosen if self.bits is None else self.tokens().gather(-1, chosen)
-        self.bits, self.upto = pack(token_mask(chosen, self.whole.seq_len), 1), self.whole.seq_len
+        self.bits, self.upto = pack_codes(token_mask(chosen, self.whole.seq_len), 1), self.whole.seq_len
 
     def tokens(self) -> Tensor:
         """The numbers of the stored tokens among all seen: (batch, num_kv_heads, stored)."""
-        kept = unpack(self.bits, 1, self.upto)
+        kept = unpack_codes(self.bits, 1, self.upto)
         new = torch.ones(*kept.shape[:2], self.whole.seq_len - self.upto, dtype=kept.dtype, device=kept.device)
         return torch.cat([kept, new], dim=-1).nonzero()[:, -1].view(*kept.shape[:2], -1)
 

@@ -1,15 +1,14 @@
 """A cache on disk: what it stores of its tokens and what it was made for, in one checked safetensors file.
 
-The file's metadata has two entries. ``vqkv-cache`` is a JSON header: format and version; names and fingerprints of the
-compressor and the model; the batch; of each group its sequences and how many of their tokens are sinks, quantized (with
-holes) and window; the report. ``sha256`` is that of the header and of all tensors (names, types, shapes, bytes).
+The file's metadata (``runtime.files``) is a JSON header: format and version; names and fingerprints of the compressor
+and the model; the batch; of each group its sequences and how many of their tokens are sinks, quantized (with holes) and
+window; the report.
 
 Tensors: ``tokens``, uint8 (batch, slots), if some slots hold padding; of group 0 ``0.positions``, unless they are 0, 1,
 2, ...; of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and the payload's, such as ``0.3.key.payload.codes``. Their
 bytes are the ones that ``CompressedCache.report`` counts, decoded tokens apart.
 """
 
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,20 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from vqkv.cache.batch import Group
 from vqkv.cache.holes import tokens_read
-from vqkv.codecs.part import ALTERED
 from vqkv.codecs.payload import payload_from
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.load import describe, fingerprint
-from vqkv.runtime.files import replacing, tensors_sha256
+from vqkv.runtime.files import load_checked, save_checked
 
-FORMAT, VERSION = "vqkv-cache", 2
+FORMAT, VERSION = "vqkv-cache", 3
 DIGITS = 16  # of a fingerprint, in messages
 
 
@@ -42,7 +38,7 @@ def save(cache, path) -> None:
     cache.batch.check_whole()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
-    tensors, report = {name: x.contiguous() for name, x in sorted(_tensors(cache.batch))}, cache.report()
+    report = cache.report()
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -54,10 +50,7 @@ def save(cache, path) -> None:
         "groups": [_about_group(group) for group in cache.batch.groups],
         "report": replace(report, kinds=report.kinds | {"decoded": 0}).as_dict(),
     }
-    text = json.dumps(header)
-    data = safetensors_bytes(tensors, {FORMAT: text, "sha256": _sha256(text, tensors)})
-    with replacing(path) as file:
-        file.write(data)
+    save_checked(path, header, dict(_tensors(cache.batch)))
 
 
 def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
@@ -162,25 +155,4 @@ def _check_made_for(header: dict, path, compressor, model) -> None:
 
 
 def _read(path) -> tuple[dict, dict[str, Tensor]]:
-    """Header and tensors, copies of the file's. Raises ``FormatError`` for anything but a whole saved cache."""
-    if not Path(path).is_file():
-        raise FormatError(f"{path} is no file: save a cache with cache.save(...)")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
-    except (SafetensorError, OSError, *ALTERED) as error:
-        raise FormatError(f"{path} is no saved cache, or was cut or altered: {error}") from error
-    if FORMAT not in metadata:
-        raise FormatError(f"{path} is a safetensors file, but no saved cache: save one with cache.save(...)")
-    if metadata.get("sha256") != _sha256(metadata[FORMAT], tensors):
-        raise FormatError(f"{path} was altered, or saved by another version: its sha256 is not that of what it holds")
-    header = json.loads(metadata[FORMAT])
-    if header["version"] != VERSION:
-        raise FormatError(f"{path} has version {header['version']!r}; this vqkv reads {VERSION}: save the cache anew")
-    return header, tensors
-
-
-def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
-    """Hex digest of the header and of the tensors in the order of their names."""
-    return hashlib.sha256((text + tensors_sha256(sorted(tensors.items()))).encode()).hexdigest()
+    return load_checked(Path(path), FORMAT, VERSION, "save a cache with cache.save(...)")

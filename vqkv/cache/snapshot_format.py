@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vqkv.cache.compressor import Compressor
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec, codec_from_config
+from vqkv.codecs.base import Codec
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.payload import Payload, payload_from
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.transform import Grouping

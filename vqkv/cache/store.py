@@ -169,21 +169,16 @@ class TokenStore:
             number = self.count(last) - self.count(first)
             into = out if len(pieces) == 1 else out.narrow(2, place - start, number)
             payload = self.payload if last - first == self.quantized else self.payload.tokens(first, last)
-            direct = self.positions is None and number == last - first
-            x = self.coder.decode(payload, known, into if direct else None)
-            if x is not into:
-                x = without_holes(self.holes, x, first)
-                into.copy_(x if self.positions is None else self.positions.rotate(x, place))
+            x = without_holes(self.holes, self.coder.decode(payload, known), first)
+            into.copy_(x if self.positions is None else self.positions.rotate(x, place))
             place += number
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
         """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All
-        at once where it works with nothing, and where other layers read the tokens too."""
+        at once where other layers read the tokens too."""
         first, last, coder = self.upto, self.quantized, self.coder
         few, known_elsewhere = PIECE[out.device.type == "cpu"], coder.place in known.last_reader
         if out.numel() <= few or known_elsewhere or coder.prediction is not None:
-            return [(first, last)]
-        if self.positions is None and coder.codec.decodes_directly(out):
             return [(first, last)]
         row = coder.tokens_per_row * out.shape[0] * out.shape[1] * out.shape[3]
         step = max(1, few // row) * coder.tokens_per_row

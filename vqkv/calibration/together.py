@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vqkv.codecs.base import Codec
-from vqkv.codecs.part import Part, take_over
+from vqkv.codecs.part import Part, load_learned
 from vqkv.runtime.files import claim
 from vqkv.runtime.processes import current
 
@@ -50,7 +50,7 @@ def finish(codecs: Sequence[Codec], devices: Sequence[torch.device]) -> None:
 def agree(parts: Sequence[Part], devices: Sequence[torch.device]) -> None:
     """Let every process take over what each part's own process has learned, also amid learning."""
     for number, state in _told(parts):
-        take_over(parts[number], {name: tensor.to(devices[number]) for name, tensor in state.items()})
+        load_learned(parts[number], {name: tensor.to(devices[number]) for name, tensor in state.items()})
 
 
 def _told(parts: Sequence[Part]) -> Iterator[tuple[int, dict[str, Tensor]]]:

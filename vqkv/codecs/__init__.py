@@ -1,23 +1,24 @@
 """A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
 
-from vqkv.codecs.affine import AffineQuantizer, Uniform
-from vqkv.codecs.base import Codec, codec_from_config
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.base import Codec
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.exact import Fp16, Nothing
-from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.fallback import Fallback, MaskedPayload
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.payload import Payload, payload_from
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
-from vqkv.codecs.ragged import MaskedPayload, RaggedPayload, StreamPayload
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale
 from vqkv.codecs.stage import Quantizer, Stage
-from vqkv.codecs.transform import Grouping, Hadamard, MeanRemoval
+from vqkv.codecs.streams import StreamPayload
+from vqkv.codecs.transform import Grouping, Hadamard
 
 __all__ = [
     "PCA",
@@ -43,13 +44,11 @@ __all__ = [
     "Payload",
     "ProductVQ",
     "Quantizer",
-    "RaggedPayload",
     "ResidualVQ",
     "SparseOutliers",
     "Stage",
     "StreamPayload",
     "TokenBlock",
-    "Uniform",
     "VectorScale",
     "codec_from_config",
     "payload_from",

@@ -1,16 +1,17 @@
 """Codecs: learning, packed payloads, and reading them back."""
 
+import math
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from vqkv.codecs.part import Part, load_learned, part_from_config
+from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
-from vqkv.errors import FormatError
+from vqkv.errors import DataError
 from vqkv.kernels import Packed
 from vqkv.kernels.precision import full_precision
-from vqkv.runtime.checks import FP16_MAX, check_head_dim, check_values, whole_blocks
+from vqkv.runtime.checks import FP16_MAX, check_values, whole_blocks
 
 
 class Codec(Part):
@@ -20,19 +21,12 @@ class Codec(Part):
     """
 
     head_dim: int | None = None
-    num_kv_heads: int | None = None  # what it was fitted on; only parts that depend on it insist on it
+    num_kv_heads: int | None = None  # what it was fitted on
     tokens_per_row: int = 1  # encoded together; ``seq_len`` must be a multiple of it
     ready: bool = False
-
-    @property
-    def learns(self) -> bool:
-        """True if more than the first batch has anything to teach it."""
-        return type(self)._partial_fit is not Codec._partial_fit
-
-    @property
-    def weighted(self) -> bool:
-        """True if it wants to be told what errors cost, by ``weigh``, before it learns."""
-        return False
+    by_head: bool = False  # whether it serves just as many KV heads as it was fitted on
+    learns: bool = False  # whether more than the first batch has anything to teach it
+    weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``, before it learns
 
     def weigh(self, metric: Tensor) -> None:
         """``metric`` (num_kv_heads, head_dim, head_dim): an error e of a head's vector costs e' metric e."""
@@ -48,7 +42,7 @@ class Codec(Part):
         """
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
-        values = check_values(whole_blocks(x, self.tokens_per_row), self.head_dim, self.tokens_per_row)
+        values = self._checked(whole_blocks(x, self.tokens_per_row), math.inf)
         self.prepare(values.shape[1], values.shape[-1])
         with full_precision(values.device):
             self._partial_fit(values)
@@ -56,7 +50,7 @@ class Codec(Part):
 
     def finalize(self) -> "Codec":
         """Freeze what was learned in the precision it is stored in."""
-        if self.head_dim is None or (self.num_kv_heads is None and not self.ready):
+        if self.num_kv_heads is None and not self.ready:
             raise RuntimeError(f"this {type(self).__name__} has learned nothing yet: call partial_fit(x) first")
         if not self.ready:
             self._finalize()
@@ -72,22 +66,14 @@ class Codec(Part):
     def encode(self, x: Tensor) -> Payload:
         """Store ``x`` (any float dtype). Raises ``DataError`` for bad values or magnitudes beyond fp16's, which most
         codecs keep scales or values in; ``RuntimeError`` before ``fit``."""
-        self._check_ready()
-        values = check_values(x, self.head_dim, self.tokens_per_row, FP16_MAX)
+        self._check_fitted(self.ready)
+        values = self._checked(x)
         with full_precision(values.device):
             return self._encode(values)
 
-    def decode(self, payload: Payload, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``, or ``out``, a tensor of that shape and any strides,
-        filled with it. Raises ``FormatError`` for another codec's payload."""
-        self._check_ready()
-        if payload.tokens_per_row != self.tokens_per_row:
-            raise FormatError(
-                f"payload of blocks of {payload.tokens_per_row} tokens: decode it with the codec that made it"
-            )
-        if out is not None:
-            return self._fill(out, payload)
-        with full_precision(next(iter(payload.tensors.values())).device):
+    def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``, of a payload that this codec has made."""
+        with full_precision(next(iter(payload.fields.values())).device):
             values = self._decode(payload).to(dtype)
         if dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
@@ -96,35 +82,28 @@ class Codec(Part):
     def quantize_dequantize(self, x: Tensor) -> Tensor:
         """Read back ``x`` (any float dtype) as if learning had ended now, except that nothing is rounded to
         fp16 yet: float32. Raises ``DataError`` as ``encode`` does, ``RuntimeError`` before any learning."""
-        if self.num_kv_heads is None:
-            self._check_ready()
-        values = check_values(x, self.head_dim, self.tokens_per_row, FP16_MAX)
+        self._check_fitted(self.ready or self.num_kv_heads is not None)
+        values = self._checked(x)
         with full_precision(values.device):
             return self._quantize_dequantize(values)
-
-    def decodes_directly(self, out: Tensor) -> bool:
-        """True if ``decode`` into ``out`` needs no memory beside it that grows with the number of values."""
-        return False
 
     def packed(self, payload: Payload) -> Packed | None:
         """A payload as kernels read it without decoding it all; None if they cannot."""
         return None
 
-    def _fill(self, out: Tensor, payload: Payload) -> Tensor:
-        if out.dtype is not torch.float32:
-            return out.copy_(self.decode(payload, out.dtype))
-        with full_precision(out.device):
-            self._decode_into(payload, out)
-        return out
+    def _checked(self, x: Tensor, most: float = FP16_MAX) -> Tensor:
+        values = check_values(x, self.head_dim, self.tokens_per_row, most)
+        if self.by_head and self.num_kv_heads not in (None, values.shape[1]):
+            raise DataError(f"{values.shape[1]} KV heads, but this codec was fitted on {self.num_kv_heads}: fit again")
+        return values
 
-    def _check_ready(self) -> None:
-        if not self.ready:
+    def _check_fitted(self, fitted: bool) -> None:
+        if not fitted:
             name = type(self).__name__
             raise RuntimeError(f"this {name} is not fitted: call fit(x), or partial_fit(x) and then finalize()")
 
     def _build(self) -> None:
         """Prepare what depends on ``head_dim`` only."""
-        check_head_dim(self.head_dim)
 
     def _partial_fit(self, x: Tensor) -> None:
         """Learn; nothing to do by default."""
@@ -138,26 +117,5 @@ class Codec(Part):
     def _quantize_dequantize(self, x: Tensor) -> Tensor:
         return self._decode(self._encode(x))
 
-    def _decode_into(self, payload: Payload, out: Tensor) -> None:
-        """``_decode`` into float32 ``out``."""
-        out.copy_(self._decode(payload))
-
     @abstractmethod
     def _decode(self, payload: Payload) -> Tensor: ...
-
-
-def codec_from_config(config: dict, state: dict[str, Tensor]) -> "Codec":
-    """A ready codec from ``codec.config()`` and ``codec.state_dict()``.
-
-    No code is loaded: names are looked up in a registry. Raises ``FormatError`` for an unknown name or a bad tensor.
-    """
-    codec = part_from_config(config)
-    if not isinstance(codec, Codec):
-        raise FormatError(f"not a codec: {str(config)[:80]!r}")
-    inner = [part for part in codec.modules() if isinstance(part, Codec)]
-    if any(part.head_dim is None for part in inner):
-        raise FormatError("the stored settings name no head_dim: the codec was saved before it was fitted")
-    load_learned(codec, state)
-    for part in inner:
-        part.ready = True
-    return codec

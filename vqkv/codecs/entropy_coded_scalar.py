@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs import spreads
-from vqkv.codecs.part import Layout
-from vqkv.codecs.spreads import LARGEST_CODE, MOST_SHIFT, OCTAVES, PER_OCTAVE
-from vqkv.codecs.streams import StreamQuantizer, ans, check_heads_fit
-from vqkv.errors import DataError, FormatError
+from vqkv.codecs.spreads import LARGEST_CODE
+from vqkv.codecs.stage import Side
+from vqkv.codecs.streams import StreamQuantizer, ans
+from vqkv.errors import DataError
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
-LEAST_STEP, MOST_STEP = torch.finfo(torch.float32).tiny, 1e12  # far beyond what fp16 values can ask for
+LEAST_STEP = torch.finfo(torch.float32).tiny
 BISECTIONS, SEARCHED_ROWS = 20, 1 << 10
 CURVE = range(6, -25, -1)  # half octaves: steps of 8 times the root mean square down to 1/4096 of it
 
 
 @dataclass(eq=False)
-class EntropyCodedScalar(StreamQuantizer, formerly="Steps"):
+class EntropyCodedScalar(StreamQuantizer):
     """Round to multiples of one step for all channels of the last axis and code the result (ANS), a stream for each
     row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step then cost next
     to nothing, which is reverse water-filling, the optimum for independent Gaussian channels; what is left to Shannon's
@@ -36,7 +36,7 @@ class EntropyCodedScalar(StreamQuantizer, formerly="Steps"):
     """
 
     bits: float = 2.0
-    code_bits = 24
+    by_head = True
     most_code_bytes = 8  # 24 bits for a table's rarest code, 16 low ones, 24 beyond the table
 
     def __post_init__(self):
@@ -72,7 +72,6 @@ class EntropyCodedScalar(StreamQuantizer, formerly="Steps"):
         """The first batch that is not all zeros decides the step, and which bits are kept apart; the codes of every
         batch from there on are counted."""
         ans()
-        check_heads_fit(x, self._places[0])
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self.step == 0:
             sample = _sampled(channels)
@@ -93,29 +92,12 @@ class EntropyCodedScalar(StreamQuantizer, formerly="Steps"):
         self.spreads, self.frequencies = found.to(torch.int8), spreads.frequencies_of(self._counts, found)
         self._counts = None
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), 0 to 2^24 - 2."""
-        check_heads_fit(x, self._places[0])
-        return (_rounded(x, self.step) + LARGEST_CODE).flatten(3)
+        return (_rounded(x, self.step) + LARGEST_CODE).flatten(3), {}
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The inverse. Raises ``FormatError`` for the last code, 2^24 - 1, and larger ones, which are not used."""
-        if codes.numel() and int(codes.max()) > 2 * LARGEST_CODE:
-            raise FormatError(f"code {int(codes.max())} is not below {2 * LARGEST_CODE + 1}: altered payload")
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
         return ((codes - LARGEST_CODE).float() * self.step).unflatten(-1, self.row_shape)
-
-    def layout(self) -> Layout:
-        channels = {"spreads": (self._places, torch.int8), "shifts": (self._places, torch.uint8)}
-        return {"step": ((), torch.float32), **channels, "frequencies": ((-1,), torch.uint16)}
-
-    def restore(self) -> None:
-        """Raises ``FormatError`` for a step, spreads or shifts that none has, or tables of another length."""
-        if self.spreads is None:
-            return
-        if not LEAST_STEP <= self.step <= MOST_STEP or int(self.spreads.int().abs().max()) > PER_OCTAVE * OCTAVES:
-            raise FormatError("tensor 'step' or 'spreads' is out of range: the file was altered")
-        if int(self.shifts.max()) > MOST_SHIFT or len(self.frequencies) != spreads.frequencies_length(self.spreads):
-            raise FormatError("tensor 'shifts' or 'frequencies' does not fit: the file was altered")
 
     def coders(self) -> list[spreads.HeadStreams]:
         return spreads.head_streams(self.frequencies, self.spreads, self.shifts)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.base import Codec
-from vqkv.codecs.payload import Payload, payload_field
+from vqkv.codecs.payload import Payload
 
 
 @dataclass(eq=False)
@@ -16,31 +16,22 @@ class Fp16(Codec):
     head_dim: int | None = None
 
     def __post_init__(self):
-        if self.head_dim is not None:
-            self._build()
-            self.ready = True
+        self.ready = self.head_dim is not None
 
     def _encode(self, x: Tensor) -> Payload:
         return Payload({"values": x.half()})
 
     def _decode(self, payload: Payload) -> Tensor:
-        return payload_field(payload, "values").float()
+        return payload.fields["values"].float()
 
 
 @dataclass(eq=False)
-class Nothing(Codec):
+class Nothing(Fp16):
     """Stores nothing and reads back zeros: for what is predicted, or shared, entirely."""
-
-    head_dim: int | None = None
-
-    def __post_init__(self):
-        if self.head_dim is not None:
-            self._build()
-            self.ready = True
 
     def _encode(self, x: Tensor) -> Payload:
         return Payload({"nothing": x.new_empty(*x.shape[:3], 0, dtype=torch.uint8)})
 
     def _decode(self, payload: Payload) -> Tensor:
-        none = payload_field(payload, "nothing")
+        none = payload.fields["nothing"]
         return none.new_zeros(*none.shape[:3], self.head_dim, dtype=torch.float32)

@@ -7,12 +7,27 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.base import Codec
-from vqkv.codecs.packing import pack
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.ragged import MaskedPayload
 from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError, FormatError
-from vqkv.runtime.checks import FP16_MAX, MAX_HEAD_DIM, check_whole
+from vqkv.errors import DataError
+from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.runtime.checks import FP16_MAX, MAX_HEAD_DIM
+
+
+@dataclass(eq=False)
+class MaskedPayload(Payload):
+    """Rows of ``units`` blocks. ``fields["mask"]`` has a bit for each block: 1, the block owns a piece of every ragged
+    tensor but ``exact``; 0, it owns a piece of ``exact``."""
+
+    units: int = 0
+
+    def mask(self) -> Tensor:
+        """Bool (batch, num_kv_heads, rows, units)."""
+        return unpack_codes(self.fields["mask"], 1, self.units).bool()
+
+    def counts(self, name: str) -> Tensor:
+        ones = self.mask().sum(dim=-1)
+        return self.units - ones if name == "exact" else ones
 
 
 @dataclass(eq=False)
@@ -28,13 +43,10 @@ class Fallback(Quantizer):
     inner: Codec
     threshold: float = 0.1
     block_size: int = 8
+    limits = {"block_size": (1, MAX_HEAD_DIM)}
 
     def __post_init__(self):
-        if not isinstance(self.inner, Codec) or self.inner.tokens_per_row != 1:
-            raise DataError("the inner codec of a Fallback must be a Codec that encodes tokens one by one")
-        check_whole("block_size", self.block_size, 1, MAX_HEAD_DIM)
-        if self.inner.head_dim not in (None, self.block_size):
-            raise DataError(f"blocks of {self.block_size} values, but the inner codec takes {self.inner.head_dim}")
+        super().__post_init__()
         if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
             raise DataError(f"threshold {self.threshold!r} must be at least 0")
 
@@ -58,14 +70,12 @@ class Fallback(Quantizer):
         """Mask, inner payload of the good blocks, fp16 of the others."""
         blocks = self._blocks(y)
         payload = self.inner.encode(blocks)
-        if type(payload) is not Payload:
-            raise DataError("the inner codec of a Fallback must store the same number of bytes for every block")
         good = ((blocks - self.inner.decode(payload)).abs().amax(dim=-1) <= self.threshold)[0, 0]
         ragged = {name: tensor[0, 0, good] for name, tensor in payload.fields.items()}
         ragged["exact"] = blocks[0, 0, ~good].clamp(-FP16_MAX, FP16_MAX).half()
         batch, heads, rows = y.shape[:3]
         mask = good.view(rows, batch, heads, self._units).permute(1, 2, 0, 3)
-        return MaskedPayload({"mask": pack(mask.to(torch.int32), 1)}, ragged=ragged, units=self._units)
+        return MaskedPayload({"mask": pack_codes(mask.byte(), 1)}, ragged=ragged, units=self._units)
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:
         blocks = self._blocks(y)
@@ -75,9 +85,6 @@ class Fallback(Quantizer):
         return x_hat.view(y.shape[2], *y.shape[:2], *y.shape[3:]).movedim(0, 2)
 
     def load(self, payload: Payload) -> Tensor:
-        """The inverse. Raises ``FormatError`` for another codec's payload."""
-        if not isinstance(payload, MaskedPayload) or payload.units != self._units or "exact" not in payload.ragged:
-            raise FormatError("this payload was not made by this Fallback: decode it with the codec that made it")
         mask = payload.mask()
         good = mask.permute(2, 0, 1, 3).flatten()
         blocks = torch.empty(len(good), self.block_size, dtype=torch.float32, device=good.device)

@@ -9,12 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqkv.codecs.packing import check_packed
-from vqkv.codecs.part import Layout
-from vqkv.codecs.payload import Payload, payload_field
-from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import Coded, Packed, by_byte, grid_encode_packed, rvq_decode, rvq_encode
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.stage import Quantizer, Side
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.kernels import Coded, Packed, grid_encode_packed, rvq_decode, rvq_encode
 
 DIM = 2
 
@@ -44,7 +42,6 @@ class Grid(Quantizer):
             raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
         self.code_bits = (self.size - 1).bit_length()
         self.register_buffer("grid", gaussian_grids()[self.size][0].half())
-        self.restore()
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Raises ``DataError`` for an odd last axis."""
@@ -53,28 +50,22 @@ class Grid(Quantizer):
         self.row_shape = shape[1:]
         self.codes_per_row = math.prod(self.row_shape) // DIM
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int64 (..., pairs of a row)."""
-        return rvq_encode(x.flatten(3).unflatten(-1, (-1, DIM)), self.grid.unsqueeze(0)).squeeze(-1)
+        return rvq_encode(_pairs(x), self.grid.unsqueeze(0)).squeeze(-1), {}
 
-    def encode_packed(self, y: Tensor) -> Tensor:
-        pairs = y.flatten(3).unflatten(-1, (-1, DIM))
-        return grid_encode_packed(pairs, self.grid.unsqueeze(0), self.code_bits)
+    def store(self, y: Tensor) -> Payload:
+        return Payload({"codes": grid_encode_packed(_pairs(y), self.grid.unsqueeze(0), self.code_bits)})
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The inverse. Raises ``FormatError`` for a code outside the grid."""
-        if codes.numel() and (largest := int(codes.max())) >= self.size:
-            raise FormatError(f"code {largest} is not below the grid's size {self.size}: altered payload")
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
+    def points(self) -> Tensor:
+        return self.grid
+
     def packed(self, payload: Payload) -> Packed:
-        codes = payload_field(payload, "codes")
-        check_packed(codes, self.code_bits, self.codes_per_row)
-        return Coded(codes, self.grid[None, None], self.code_bits, self.codes_per_row)
+        return Coded(payload.fields["codes"], self.grid[None, None], self.code_bits, self.codes_per_row)
 
-    def layout(self) -> Layout:
-        return {"grid": ((self.size, DIM), torch.float16)}
 
-    def restore(self) -> None:
-        """Sizes that fill whole bits have a point for every code, and some have whole codes in a byte."""
-        self.table = by_byte(self.grid.float(), self.code_bits) if 8 % self.code_bits == 0 else None
+def _pairs(x: Tensor) -> Tensor:
+    return x.flatten(3).unflatten(-1, (-1, DIM))

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed
-
-MAX_TOKENS = 65536
 
 
 @dataclass(eq=False)
@@ -20,10 +17,7 @@ class TokenBlock(Stage):
 
     tokens: int = 64
     channels_first: bool = False
-
-    def __post_init__(self):
-        if type(self.tokens) is not int or not 1 <= self.tokens <= MAX_TOKENS:
-            raise DataError(f"a block of {self.tokens!r} tokens: use 1 to {MAX_TOKENS}")
+    limits = {"tokens": (1, 65536)}
 
     @property
     def tokens_per_row(self) -> int:
@@ -38,11 +32,7 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
-    def inner_view(self, out: Tensor) -> Tensor | None:
-        # with channels_first, values lie too far apart to be written one by one
-        return None if self.channels_first else self.encode(out)[0]
-
-    def packed(self, inner: Packed, side: Side) -> Packed | None:
+    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
         """Codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
         size = inner.codes.shape[3]
         if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:
@@ -62,14 +52,13 @@ class MergeHeads(Stage):
     """KV heads side by side along the last axis: (batch, num_kv_heads, rows, ..., head_dim) ->
     (batch, 1, rows, ..., num_kv_heads * head_dim)."""
 
+    by_head = True
+
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self._heads = shape[0]
         return 1, *shape[1:-1], shape[0] * shape[-1]
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """Merge. Raises ``DataError`` for another number of heads than it was built for."""
-        if x.shape[1] != self._heads:
-            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {self._heads}: fit again")
         return x.movedim(1, -2).flatten(-2).unsqueeze(1), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:

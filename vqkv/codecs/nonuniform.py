@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning import Ema, KMeans, Statistics, check_decay
-from vqkv.codecs.packing import pack, unpack
-from vqkv.codecs.part import Layout
+from vqkv.codecs.learning import Ema, KMeans, Statistics
 from vqkv.codecs.stage import Quantizer, Side, Stage
-from vqkv.errors import DataError, FormatError
-from vqkv.kernels import by_byte
-from vqkv.runtime.checks import FP16_MAX, MAX_SEED, check_whole
+from vqkv.errors import DataError
+from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30
 
@@ -26,14 +24,11 @@ class NonUniform(Quantizer):
     """
 
     bits: int = 4
-    decay: float = 0.99
     seed: int = 0
+    limits = {"bits": (1, 8), "seed": (0, MAX_SEED)}
 
     def __post_init__(self):
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
-            raise DataError(f"{self.bits!r} bits a value: use 1 to 8")
-        check_whole("seed", self.seed, 0, MAX_SEED)
-        check_decay(self.decay)
+        super().__post_init__()
         self.code_bits = self.bits
         self.register_buffer("levels", None)
 
@@ -48,26 +43,16 @@ class NonUniform(Quantizer):
     def finalize(self) -> None:
         """Round to fp16."""
         self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
-        self.restore()
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int32 (..., values of a row)."""
-        return self._nearest(x).to(torch.int32).flatten(3)
+        return self._nearest(x).to(torch.int32).flatten(3), {}
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The inverse."""
-        return self.levels.float()[codes].unflatten(-1, self.row_shape)
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
-    def layout(self) -> Layout:
-        return {"levels": ((2**self.bits,), torch.float16)}
-
-    def restore(self) -> None:
-        """Raises ``FormatError`` unless the levels ascend."""
-        if self.levels is None:
-            return
-        if (self.levels.float().diff() < 0).any():
-            raise FormatError("tensor 'levels' does not ascend: the file was altered")
-        self.table = by_byte(self.levels.float().unsqueeze(-1), self.bits) if self.bits in (2, 4) else None
+    def points(self) -> Tensor:
+        return self.levels
 
     def _start(self, values: Tensor) -> None:
         learner = KMeans(2**self.bits, seed=self.seed)
@@ -75,7 +60,7 @@ class NonUniform(Quantizer):
         learner.codebook = self.levels[:, None]
         for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
             self.levels = learner.solve(self._statistics(values))[:, 0]
-        self._ema = Ema(self.decay)
+        self._ema = Ema()
         self._ema.start(self.levels[:, None], self._statistics(values).counts)
 
     def _statistics(self, values: Tensor) -> Statistics:
@@ -124,11 +109,9 @@ class SparseOutliers(Stage):
         positions = flat.abs().topk(self._count, dim=-1).indices.sort(dim=-1).values
         outliers = flat.gather(-1, positions).clamp(-FP16_MAX, FP16_MAX).half()
         rest = flat.scatter(-1, positions, 0.0).unflatten(-1, self._row_shape)
-        return rest, {"outliers": outliers, "positions": pack(positions, self._bits)}
+        return rest, {"outliers": outliers, "positions": pack_codes(positions, self._bits)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y with the outliers in their places. Raises ``FormatError`` for a position outside the row."""
-        positions = unpack(side["positions"], self._bits, self._count)
-        if positions.numel() and int(positions.max()) >= self._size:
-            raise FormatError(f"outlier at {int(positions.max())} of a row of {self._size} values: altered payload")
+        """y with the outliers in their places."""
+        positions = unpack_codes(side["positions"], self._bits, self._count).long()
         return y.flatten(3).scatter_(-1, positions, side["outliers"].float()).unflatten(-1, self._row_shape)

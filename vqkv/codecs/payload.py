@@ -1,27 +1,30 @@
 """Tokens as they are stored: named tensors, one row for each token or block of tokens."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from vqkv.errors import DataError, FormatError
+from vqkv.errors import DataError
 
 TENSOR_DICTS = ("fields", "ragged")
 
 
 @dataclass(eq=False)
 class Payload:
-    """Tokens as they are stored: named tensors, each (batch, num_kv_heads, rows, ...), and nothing else.
+    """Tokens as they are stored, and nothing else. One row holds ``tokens_per_row`` tokens: 1, or a block for codecs
+    that share parameters along tokens.
 
-    One row holds ``tokens_per_row`` tokens: 1, or a block for codecs that share parameters along tokens. Every field is
-    contiguous and owns its storage, so ``nbytes`` is what the payload really occupies. Fields whose size depends on
-    the data belong in a ``RaggedPayload``.
+    ``fields``: named tensors, each (batch, num_kv_heads, rows, ...). ``ragged``: tensors whose size depends on the
+    data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), which makes concatenation along
+    tokens a plain ``cat``; how many pieces each row owns follows from ``fields``, by ``counts``. Every tensor is
+    contiguous and owns its storage, so ``nbytes`` is what the payload really occupies.
     """
 
     fields: dict[str, Tensor]
     tokens_per_row: int = 1
+    ragged: dict[str, Tensor] = field(default_factory=dict)
 
     registry = {}  # class name -> class: what ``payload_from`` may build
 
@@ -31,9 +34,11 @@ class Payload:
 
     def __post_init__(self):
         self.fields = {name: _own(tensor) for name, tensor in self.fields.items()}
-        if not self.fields or len({tensor.shape[:3] for tensor in self.fields.values()}) != 1:
-            shapes = {name: tuple(tensor.shape) for name, tensor in self.fields.items()}
-            raise FormatError(f"payload fields must agree in (batch, num_kv_heads, rows), got {shapes}")
+        self.ragged = {name: _own(tensor) for name, tensor in self.ragged.items()}
+
+    def counts(self, name: str) -> Tensor:
+        """Pieces of ``ragged[name]`` that each row owns: int64 (batch, num_kv_heads, rows)."""
+        raise NotImplementedError
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -47,90 +52,67 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the fields' storage occupies."""
+        """Bytes that the tensors' storage occupies."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Everything stored, by name."""
-        return self.fields
+        return self.fields | self.ragged
 
     def header(self) -> dict:
         """All that ``payload_from`` needs beside ``tensors``, as JSON-able values."""
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in TENSOR_DICTS}
-        names = {group: sorted(getattr(self, group)) for group in TENSOR_DICTS if hasattr(self, group)}
+        names = {group: sorted(getattr(self, group)) for group in TENSOR_DICTS}
         return {"payload": type(self).__name__, **settings, **names}
 
     @staticmethod
     def concat(payloads: "list[Payload]") -> "Payload":
-        """Join along tokens. Raises ``DataError`` for no payloads, or payloads of different codecs."""
-        payloads = list(payloads)
-        if not payloads:
-            raise DataError("nothing to concatenate: pass at least one payload")
+        """Join payloads of one codec along tokens."""
         first = payloads[0]
-        if any(p.header() != first.header() for p in payloads):
-            raise DataError("cannot concatenate payloads of different codecs: encode all of them with the same one")
-        return first._join(payloads)
+        fields = {name: torch.cat([p.fields[name] for p in payloads], dim=2) for name in first.fields}
+        ragged = {name: torch.cat([p.ragged[name] for p in payloads]) for name in first.ragged}
+        return dataclasses.replace(first, fields=fields, ragged=ragged)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
         """A copy of tokens ``start:stop`` (Python slice rules). Raises ``DataError`` if that cuts a block of tokens."""
-        rows = self._rows(start, stop)
-        return self._map(lambda tensor: tensor[:, :, rows])
+        start, stop, _ = slice(start, stop).indices(self.seq_len)
+        each, stop = self.tokens_per_row, max(start, stop)
+        if start % each or stop % each:
+            raise DataError(f"tokens {start}:{stop} cut through a block of {each} tokens: use multiples of it")
+        rows = slice(start // each, stop // each)
+        return self._part(lambda tensor: tensor[:, :, rows])
 
     def batch_select(self, index) -> "Payload":
-        """The sequences of the batch that ``index`` names, in its order: 1-D integers, or a mask of booleans."""
-        index = _numbers(index, self.shape[0])
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        """The sequences of the batch that ``index`` (1-D integers) names, in its order."""
+        index = torch.as_tensor(index, device=next(iter(self.fields.values())).device).long()
+        return self._part(lambda tensor: tensor[index])
 
-    def batch_repeat(self, repeats: int) -> "Payload":
-        """Every sequence ``repeats`` times in a row, as ``torch.repeat_interleave`` does."""
-        return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def to(self, device) -> "Payload":
-        """The same payload on another device."""
-        return self._map(lambda tensor: tensor.to(device))
-
-    def _rows(self, start: int, stop: int | None) -> slice:
-        start, stop, _ = slice(start, stop).indices(self.seq_len)
-        stop = max(start, stop)
-        if start % self.tokens_per_row or stop % self.tokens_per_row:
-            raise DataError(
-                f"tokens {start}:{stop} cut through a block of {self.tokens_per_row} tokens: use multiples of it"
-            )
-        return slice(start // self.tokens_per_row, stop // self.tokens_per_row)
-
-    def _join(self, payloads: "list[Payload]") -> "Payload":
-        joined = {name: torch.cat([p.fields[name] for p in payloads], dim=2) for name in self.fields}
-        return dataclasses.replace(self, fields=joined)
-
-    def _map(self, change) -> "Payload":
-        return dataclasses.replace(self, fields={name: change(tensor) for name, tensor in self.fields.items()})
+    def _part(self, choose) -> "Payload":
+        """The rows that ``choose`` makes of a tensor (batch, num_kv_heads, rows, ...), and the pieces that they own."""
+        fields = {name: choose(tensor) for name, tensor in self.fields.items()}
+        ragged = {name: tensor[_pieces(self.counts(name), choose)] for name, tensor in self.ragged.items()}
+        return dataclasses.replace(self, fields=fields, ragged=ragged)
 
 
 Payload.registry["Payload"] = Payload
 
 
 def payload_from(header: dict, tensors: dict[str, Tensor]) -> Payload:
-    """The payload that ``header()`` and ``tensors`` describe. Raises ``FormatError`` for anything that is none."""
-    try:
-        settings = dict(header)
-        cls = Payload.registry[settings.pop("payload")]
-        groups = {group: settings.pop(group) for group in TENSOR_DICTS if group in settings}
-        if sorted(name for names in groups.values() for name in names) != sorted(tensors):
-            raise FormatError(f"payload names {groups}, but there are {sorted(tensors)}: the file was altered")
-        return cls(**{group: {name: tensors[name] for name in names} for group, names in groups.items()}, **settings)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise FormatError(f"no payload of this version of vqkv: {error}") from error
+    """The payload that ``header()`` and ``tensors`` describe."""
+    settings = dict(header)
+    cls = Payload.registry[settings.pop("payload")]
+    groups = {group: {name: tensors[name] for name in settings.pop(group)} for group in TENSOR_DICTS}
+    return cls(**groups, **settings)
 
 
-def _numbers(index, batch_size: int) -> Tensor:
-    """``index`` as int64. Raises ``DataError`` for a mask of another length than the batch's."""
-    index = torch.as_tensor(index)
-    if index.dtype is not torch.bool:
-        return index.long()
-    if index.shape != (batch_size,):
-        raise DataError(f"a mask of shape {tuple(index.shape)} for a batch of {batch_size} sequences")
-    return index.nonzero().flatten()
+def _pieces(counts: Tensor, choose) -> Tensor:
+    """Positions of the pieces of chosen rows, for counts (batch, num_kv_heads, rows) of all of them."""
+    by_row = counts.permute(2, 0, 1)
+    starts = (by_row.flatten().cumsum(0) - by_row.flatten()).view_as(by_row).permute(1, 2, 0)
+    starts, counts = (choose(x).permute(2, 0, 1).flatten() for x in (starts, counts))
+    shift = starts - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum()), device=counts.device) + shift.repeat_interleave(counts)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -138,11 +120,3 @@ def _own(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().contiguous()
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
-
-
-def payload_field(payload: Payload, name: str) -> Tensor:
-    """A field of a payload. Raises ``FormatError`` if another codec wrote it."""
-    if name not in payload.fields:
-        found = sorted(payload.fields)
-        raise FormatError(f"payload holds {found}, not {name!r}: decode it with the codec that made it")
-    return payload.fields[name]

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vqkv.codecs.part import Layout
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError, FormatError
+from vqkv.errors import DataError
 
-MAX_CHANNELS = 1 << 13
 ROWS = 32  # multiplied at a time at least: fewer are summed in another order, and a token would depend on its company
 LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
 
 
 @dataclass(eq=False)
-class PCA(Stage, formerly="Principal"):
+class PCA(Stage):
     """Turn the last axis to the principal components of the first batch (Karhunen-Loeve transform), which makes
     channels uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
     (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
@@ -26,17 +24,15 @@ class PCA(Stage, formerly="Principal"):
     """
 
     weighted: bool = False
+    by_head = True
 
     def __post_init__(self):
         self._metric = None
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for too many channels."""
-        if shape[-1] > MAX_CHANNELS:
-            raise DataError(f"principal components of {shape[-1]} channels: at most {MAX_CHANNELS}, leave heads apart")
         self._shape = (shape[0], shape[-1], shape[-1])
         self.register_buffer("matrix", None)
-        self.register_buffer("inverse", None, persistent=False)
+        self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
         return shape
 
     def weigh(self, metric: Tensor) -> None:
@@ -60,7 +56,6 @@ class PCA(Stage, formerly="Principal"):
         scale = self._scale(moment.device)
         _, basis = torch.linalg.eigh(scale @ moment @ scale)
         self.matrix = (scale @ basis.flip(-1)).half()
-        self.restore()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x @ matrix."""
@@ -68,19 +63,9 @@ class PCA(Stage, formerly="Principal"):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y @ the inverse of the matrix as stored."""
+        if self.inverse is None:
+            self.inverse = torch.linalg.inv(self.matrix.double()).float()
         return self._times(y, self.inverse)
-
-    def layout(self) -> Layout:
-        return {"matrix": (self._shape, torch.float16)}
-
-    def restore(self) -> None:
-        """Raises ``FormatError`` for a matrix that cannot be inverted."""
-        if self.matrix is None:
-            return
-        inverse, failed = torch.linalg.inv_ex(self.matrix.double())
-        if failed.any() or not inverse.isfinite().all():
-            raise FormatError("tensor 'matrix' has no inverse: the file was altered")
-        self.inverse = inverse.float()
 
     def _scale(self, device) -> Tensor:
         """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity where errors cost
@@ -94,11 +79,6 @@ class PCA(Stage, formerly="Principal"):
         metric = self._metric.to(device).double()
         if metric.shape[1] != channels:  # heads were merged
             metric = torch.block_diag(*metric)[None]
-        if metric.shape != self._shape or not metric.isfinite().all():
-            raise DataError(
-                f"what errors cost is said of {tuple(self._metric.shape)}, and has to be finite and of "
-                f"{self._shape[0]} KV heads of {channels} channels: leave these as they are made, or merge all"
-            )
         values, vectors = torch.linalg.eigh(metric)
         if not values.mean() > 0:
             return plain
@@ -106,8 +86,6 @@ class PCA(Stage, formerly="Principal"):
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
-        if len(matrix) not in (1, x.shape[1]):
-            raise DataError(f"{x.shape[1]} KV heads, but this codec was fitted on {len(matrix)}: fit again")
         rows = x.flatten(2, -2)
         padded = functional.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
         return (padded @ matrix)[:, :, : rows.shape[2]].reshape(x.shape)

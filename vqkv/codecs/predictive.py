@@ -83,44 +83,26 @@ class PredictiveCodec:
 
     def encode(self, x: Tensor, known: Known) -> Payload:
         """Algorithm 2: only what the prediction leaves is stored. Raises what ``Codec.encode`` does."""
-        payload, restore = self._store(x, known)
-        known.learn(self.place, restore)
+        predicted = None if self.prediction is None else self.prediction(known, x)
+        payload = self.codec.encode(x if predicted is None else x.float() - predicted)
+        known.learn(self.place, lambda: _plus(self.codec.decode(payload), predicted))
         return payload
 
     def through(self, x: Tensor, known: Known) -> Tensor:
         """Read back ``x`` as if it had been stored, float32."""
-        if self.prediction is None:
-            x_hat = self.codec.quantize_dequantize(x)
-        else:
-            predicted = self.prediction(known, x)
-            x_hat = self.codec.quantize_dequantize(x.float() - predicted) + predicted
-        known.learn(self.place, lambda: x_hat)
-        return x_hat
+        predicted = None if self.prediction is None else self.prediction(known, x)
+        x = self.codec.quantize_dequantize(x if predicted is None else x.float() - predicted)
+        return self._known(_plus(x, predicted), known)
 
-    def _store(self, x: Tensor, known: Known):
-        """The payload, and a function that restores ``x`` from it without predicting again."""
-        if self.prediction is None:
-            payload = self.codec.encode(x)
-            return payload, lambda: self.codec.decode(payload)
-        predicted = self.prediction(known, x)
-        payload = self.codec.encode(x.float() - predicted)
-        return payload, lambda: self.codec.decode(payload) + predicted
+    def decode(self, payload: Payload, known: Known) -> Tensor:
+        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32."""
+        x = self.codec.decode(payload)
+        return self._known(_plus(x, None if self.prediction is None else self.prediction(known, x)), known)
 
-    def decode(self, payload: Payload, known: Known, out: Tensor | None = None) -> Tensor:
-        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32, or ``out``
-        if that is where it is written."""
-        if self.prediction is not None:
-            x = self.codec.decode(payload)
-            x = x + self.prediction(known, x)
-        else:
-            x = self.codec.decode(payload, out=out)
+    def _known(self, x: Tensor, known: Known) -> Tensor:
         known.learn(self.place, lambda: x)
         return x
 
 
-def check_order(predictions: dict[Place, Prediction]) -> None:
-    """Raise ``DataError`` unless every prediction reads places that are known before its own."""
-    for place, prediction in predictions.items():
-        for source in prediction.sources:
-            if (source[1], ROLES.index(source[0])) >= (place[1], ROLES.index(place[0])) or source[1] < 0:
-                raise DataError(f"{place} cannot be predicted from {source}, which is decoded later or is itself")
+def _plus(x: Tensor, predicted: Tensor | None) -> Tensor:
+    return x if predicted is None else x + predicted

@@ -1,8 +1,8 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,14 +10,72 @@ from torch import Tensor
 from vqkv.codecs.learning.gptq import dequantize, gptq
 from vqkv.codecs.learning.mlp import mlp, train_mlp
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.packing import pack, packed_size, unpack
-from vqkv.codecs.part import Layout, load_learned, part_from_config
-from vqkv.codecs.predictor_contract import MAX_FEATURES, Predictor, Samples, check_real, half
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.runtime.checks import MAX_SEED, check_whole
+from vqkv.codecs.part import Part
+from vqkv.errors import DataError
+from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.kernels.precision import full_precision
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED
+from vqkv.runtime.registry import call
 
-__all__ = ["KINDS", "MLP", "Copy", "Linear", "LinearGPTQ", "Predictor", "ReducedRank", "Samples", "make_predictor",
-           "predictor_from_config"]  # fmt: skip
+Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
+MANY = 1 << 20
+
+
+@dataclass(eq=False, kw_only=True)
+class Predictor(Part):
+    """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored.
+
+    Subclasses write ``layout``, ``_fit`` and ``_predict``; the widths are set by ``fit``.
+    """
+
+    in_features: int | None = None
+    out_features: int | None = None
+    ready = False
+
+    def fit(self, samples: Samples) -> "Predictor":
+        """Learn from a stream of x (n, in_features), y (n, out_features), and freeze in the precision it is stored in.
+
+        ``samples()`` starts a fresh pass, each the same; one batch is held at a time. Raises ``DataError`` for weights
+        beyond fp16.
+        """
+        self.in_features, self.out_features = (tensor.shape[1] for tensor in next(samples()))
+        self._fit(lambda: ((x.detach().float(), y.detach().float()) for x, y in samples() if len(x)))
+        self.ready = True
+        return self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with full_precision(x.device):
+            return self._predict(x.detach().float())
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Shape and type of every learned tensor, once the widths are known."""
+
+    def keep(self, **tensors: Tensor) -> None:
+        """Make what was learned its buffers."""
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    @abstractmethod
+    def _fit(self, samples: Samples) -> None: ...
+
+    @abstractmethod
+    def _predict(self, x: Tensor) -> Tensor: ...
+
+
+def half(name: str, tensor: Tensor) -> Tensor:
+    """fp16 as it is stored. Raises ``DataError`` for what fp16 cannot hold."""
+    if not tensor.abs().le(FP16_MAX).all():
+        largest = float(tensor.abs().max())
+        raise DataError(f"the predictor's {name} reaches {largest:g}, beyond fp16: scale x or y, or regularise more")
+    return tensor.half().contiguous()
+
+
+def check_real(name: str, value, most: float) -> None:
+    """Raise ``DataError`` unless ``value``, a setting called ``name``, is a number from 0 to ``most``."""
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise DataError(f"{name} {value!r} must be a number from 0 to {most:g}")
 
 
 @dataclass(eq=False)
@@ -28,10 +86,10 @@ class _Regression(Predictor):
 
     def __post_init__(self):
         super().__post_init__()
-        check_real("strength", self.strength, 0, 1e6)
+        check_real("strength", self.strength, 1e6)
 
     def layout(self) -> Layout:
-        return self._weight_layout() | {"bias": ((self.out_features,), torch.float16)}
+        return {"bias": ((self.out_features,), torch.float16)}
 
     def _fit(self, samples: Samples) -> None:
         ridge = Ridge(self.strength)
@@ -44,9 +102,6 @@ class _Regression(Predictor):
 
     def _predict(self, x: Tensor) -> Tensor:
         return x @ self._weights() + self.bias.float()
-
-    @abstractmethod
-    def _weight_layout(self) -> Layout: ...
 
     @abstractmethod
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
@@ -65,8 +120,8 @@ class Linear(_Regression):
     of y.
     """
 
-    def _weight_layout(self) -> Layout:
-        return {"weight": ((self.in_features, self.out_features), torch.float16)}
+    def layout(self) -> Layout:
+        return {"weight": ((self.in_features, self.out_features), torch.float16)} | super().layout()
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         self.keep(weight=half("weight", weights))
@@ -76,7 +131,7 @@ class Linear(_Regression):
 
 
 @dataclass(eq=False)
-class ReducedRank(_Regression):
+class ReducedRank(Linear):
     """The best ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
     (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors.
 
@@ -85,21 +140,18 @@ class ReducedRank(_Regression):
     """
 
     rank: int = 256
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_whole("rank", self.rank, 1, MAX_FEATURES)
+    limits = {"rank": (1, MANY)}
 
     @property
     def factored(self) -> bool:
         """True where two factors are stored, as they take fewer bytes than their product."""
         return self.rank * (self.in_features + self.out_features) < self.in_features * self.out_features
 
-    def _weight_layout(self) -> Layout:
+    def layout(self) -> Layout:
         if not self.factored:
-            return {"weight": ((self.in_features, self.out_features), torch.float16)}
-        left, right = (self.in_features, self.rank), (self.rank, self.out_features)
-        return {"left": (left, torch.float16), "right": (right, torch.float16)}
+            return super().layout()
+        shapes = {"left": (self.in_features, self.rank), "right": (self.rank, self.out_features)}
+        return {name: (shape, torch.float16) for name, shape in shapes.items()} | _Regression.layout(self)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
@@ -107,10 +159,10 @@ class ReducedRank(_Regression):
         if self.factored:
             self.keep(left=half("left factor", weights @ directions), right=half("right factor", directions.T))
         else:
-            self.keep(weight=half("weight", weights @ directions @ directions.T))
+            super()._store(ridge, weights @ directions @ directions.T)
 
     def _weights(self) -> Tensor:
-        return self.left.float() @ self.right.float() if self.factored else self.weight.float()
+        return self.left.float() @ self.right.float() if self.factored else super()._weights()
 
     def _predict(self, x: Tensor) -> Tensor:
         return x @ self.left.float() @ self.right.float() + self.bias.float() if self.factored else super()._predict(x)
@@ -125,24 +177,20 @@ class LinearGPTQ(_Regression):
 
     bits: int = 4
     group_size: int = 128
+    limits = {"bits": (1, 8), "group_size": (1, MANY)}
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_whole("bits", self.bits, 1, 8)
-        check_whole("group_size", self.group_size, 1, MAX_FEATURES)
-
-    def _weight_layout(self) -> Layout:
+    def layout(self) -> Layout:
         grid = ((-(-self.in_features // self.group_size), self.out_features), torch.float16)
-        codes = ((self.out_features, packed_size(self.in_features, self.bits)), torch.uint8)
-        return {"codes": codes, "scales": grid, "zeros": grid}
+        codes = ((self.out_features, -(-self.in_features * self.bits // 8)), torch.uint8)
+        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout()
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
         codes, scales, zeros = gptq(weights, ridge.penalized(), self.bits, self.group_size)
-        self.keep(codes=pack(codes.T, self.bits), scales=scales, zeros=zeros)
+        self.keep(codes=pack_codes(codes.T, self.bits), scales=scales, zeros=zeros)
 
     def _weights(self) -> Tensor:
-        codes = unpack(self.codes, self.bits, self.in_features).T
+        codes = unpack_codes(self.codes, self.bits, self.in_features).T
         return dequantize(codes, self.scales, self.zeros, self.group_size)
 
 
@@ -159,13 +207,11 @@ class MLP(Predictor):
     learning_rate: float = 5e-3
     minibatch: int = 256
     seed: int = 0
+    limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED)}
 
     def __post_init__(self):
         super().__post_init__()
-        for name, least, most in (("width", 1, 64), ("epochs", 1, 10_000), ("minibatch", 1, 1 << 20)):
-            check_whole(name, getattr(self, name), least, most)
-        check_whole("seed", self.seed, 0, MAX_SEED)
-        check_real("learning_rate", self.learning_rate, 0, 1)
+        check_real("learning_rate", self.learning_rate, 1)
 
     def layout(self) -> Layout:
         """The first layer, LayerNorm's gain and shift, the second layer."""
@@ -190,13 +236,7 @@ class Copy(Predictor):
     def layout(self) -> Layout:
         return {}
 
-    def restore(self) -> None:
-        """Raises ``FormatError`` for widths that differ."""
-        if self.in_features != self.out_features:
-            raise FormatError(f"Copy from {self.in_features} to {self.out_features} features: the file was altered")
-
     def _fit(self, samples: Samples) -> None:
-        next(samples())  # one batch tells the widths
         if self.in_features != self.out_features:
             raise DataError(f"Copy needs x as wide as y, not {self.in_features} and {self.out_features} features")
 
@@ -207,33 +247,6 @@ class Copy(Predictor):
 KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
 
 
-def make_predictor(
-    kind: str, /, in_features: int | None = None, out_features: int | None = None, **settings
-) -> Predictor:
-    """A predictor of ``KINDS`` with its settings; the widths are set by ``fit`` unless given. Raises
-    ``UnknownNameError`` for another kind or setting."""
-    check_kind(kind, settings)
-    return KINDS[kind](in_features=in_features, out_features=out_features, **settings)
-
-
-def check_kind(kind: str, settings: Iterable[str]) -> None:
-    """Raise ``UnknownNameError`` unless ``kind`` is one of ``KINDS`` and ``settings`` are names of its settings."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise UnknownNameError("predictor", kind, KINDS)
-    widths = [field.name for field in fields(Predictor)]
-    known = [field.name for field in fields(KINDS[kind]) if field.init and field.name not in widths]
-    for name in settings:
-        if name not in known:
-            raise UnknownNameError(f"setting of the {kind} predictor", name, known)
-
-
-def predictor_from_config(config: dict, state: dict[str, Tensor]) -> Predictor:
-    """A ready predictor from ``config()`` and ``state_dict()``. Raises ``FormatError`` for anything not understood."""
-    predictor = part_from_config(config)
-    if not isinstance(predictor, Predictor) or type(predictor) in (Predictor, _Regression):
-        raise FormatError(f"not a predictor: {str(config)[:80]!r}")
-    if predictor.in_features is None or predictor.out_features is None:
-        raise FormatError(f"{type(predictor).__name__} without in_features and out_features: the file was altered")
-    load_learned(predictor, state)
-    predictor.ready = True
-    return predictor
+def make_predictor(kind: str, /, **settings) -> Predictor:
+    """A predictor of ``KINDS`` with its settings. Raises ``UnknownNameError`` for another kind or setting."""
+    return call("predictor", KINDS, kind, settings)

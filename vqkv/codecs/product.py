@@ -6,14 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.packing import check_packed
-from vqkv.codecs.part import Layout
-from vqkv.codecs.payload import Payload, payload_field
-from vqkv.codecs.residual import ResidualVQ, check_codes
-from vqkv.codecs.stage import Quantizer
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode
-from vqkv.runtime.checks import MAX_SEED, check_whole
+from vqkv.runtime.checks import MAX_SEED
 
 
 @dataclass(eq=False)
@@ -28,10 +26,10 @@ class ProductVQ(Quantizer):
     codebook_size: int = 256
     sub_dim: int = 4
     seed: int = 0
+    limits = {"num_subvectors": (1, 4096), "seed": (0, MAX_SEED - 4096)}
 
     def __post_init__(self):
-        check_whole("num_subvectors", self.num_subvectors, 1, 4096)
-        check_whole("seed", self.seed, 0, MAX_SEED - self.num_subvectors)
+        super().__post_init__()
         # which learn, and are not registered: the codebooks of all are saved as one tensor
         self._pieces = [
             ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
@@ -61,27 +59,18 @@ class ProductVQ(Quantizer):
         self._join()
         self._pieces = []
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors)."""
         pieces = zip(self._split(x), self.codebooks.split(1), strict=True)
-        return torch.cat([rvq_encode(values, codebook) for values, codebook in pieces], dim=-1).flatten(3)
+        return torch.cat([rvq_encode(values, codebook) for values, codebook in pieces], dim=-1).flatten(3), {}
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
-        check_codes(codes, self.codebook_size)
-        pieces = zip(
-            codes.unflatten(-1, (-1, self.num_subvectors)).split(1, dim=-1), self.codebooks.split(1), strict=True
-        )
-        values = torch.cat([rvq_decode(code, codebook) for code, codebook in pieces], dim=-1)
-        return values.unflatten(-2, self.row_shape[:-1]) if len(self.row_shape) > 1 else values.squeeze(-2)
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        pieces = zip(codes.unflatten(-1, (-1, self.num_subvectors)).unbind(-1), self.codebooks.split(1), strict=True)
+        values = [rvq_decode(piece.unsqueeze(-1), codebook) for piece, codebook in pieces]
+        return torch.cat(values, dim=-1).flatten(-2).unflatten(-1, self.row_shape)
 
     def packed(self, payload: Payload) -> Packed:
-        codes = payload_field(payload, "codes")
-        check_packed(codes, self.code_bits, self.codes_per_row)
-        return Coded(codes, self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
-
-    def layout(self) -> Layout:
-        return {"codebooks": ((self.num_subvectors, self.codebook_size, self.sub_dim), torch.float16)}
+        return Coded(payload.fields["codes"], self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
 
     def _join(self) -> None:
         self.codebooks = torch.cat([piece.codebooks for piece in self._pieces])

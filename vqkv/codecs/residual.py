@@ -7,25 +7,15 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.learning import Ema, KMeans, Statistics, check_decay
-from vqkv.codecs.packing import check_packed
-from vqkv.codecs.part import Layout
-from vqkv.codecs.payload import Payload, payload_field
-from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.kernels import (
-    Coded,
-    Packed,
-    decode,
-    rvq_candidates,
-    rvq_decode,
-    rvq_encode,
-    rvq_encode_packed,
-    rvq_statistics,
-)
-from vqkv.runtime.checks import MAX_SEED, check_whole
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.stage import Quantizer, Side
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
+from vqkv.runtime.checks import MAX_SEED
 
 INITS = ("kmeans", "random")
 MOST_QUANTIZERS = 64
+SAMPLES_PER_CODE = 16  # vectors that k-means sees at most
 
 
 @dataclass(eq=False)
@@ -33,15 +23,12 @@ class ResidualVQ(Quantizer):
     """``num_quantizers`` codebooks of ``codebook_size`` codes of ``group_size`` dims, shared by all heads and groups.
 
     Algorithm 1 of the residual VQ paper. The first ``partial_fit`` initialises stage by stage on the residuals of the
-    stages before, by k-means (on at most ``samples_per_code * codebook_size`` vectors) or ``random`` (small uniform
-    codes, upstream's default without k-means); every later call is one moving-average step of all stages.
-    ``finalize`` rounds the codebooks (num_quantizers, codebook_size, group_size) to fp16.
+    stages before, by k-means (on at most 16 vectors a code) or ``random`` (small uniform codes, upstream's default
+    without k-means); every later call is one moving-average step of all stages. ``finalize`` rounds the codebooks
+    (num_quantizers, codebook_size, group_size) to fp16.
 
     ``beam`` > 1 keeps that many partial sequences of codes from stage to stage: better codes for the same bytes, at the
-    encoder's expense. Codebooks are learned greedily all the same, unless ``learning_beam`` > 1: then k-means sees what
-    all kept sequences leave over (as faiss trains), and a moving-average step moves each code towards what all other
-    stages leave to it. That gains less than the search itself, takes several times as long, and on data with many
-    repeated vectors (a first layer's keys before RoPE) can lose.
+    encoder's expense. Codebooks are learned greedily all the same.
     """
 
     num_quantizers: int = 8
@@ -52,18 +39,14 @@ class ResidualVQ(Quantizer):
     decay: float = 0.99
     revive: bool = False
     seed: int = 0
-    samples_per_code: int = 16
     beam: int = 1
-    learning_beam: int = 1
+    limits = {"num_quantizers": (1, MOST_QUANTIZERS), "codebook_size": (1, 65536), "group_size": (1, 32768),
+              "beam": (1, 256), "kmeans_iterations": (0, 10_000), "seed": (0, MAX_SEED)}  # fmt: skip
 
     def __post_init__(self):
+        super().__post_init__()
         if self.init not in INITS:
             raise UnknownNameError("init", self.init, INITS)
-        limits = {"num_quantizers": MOST_QUANTIZERS, "codebook_size": 65536, "group_size": 32768}
-        for name, most in (limits | {"beam": 256, "learning_beam": 256, "samples_per_code": 1 << 20}).items():
-            check_whole(name, getattr(self, name), 1, most)
-        check_whole("kmeans_iterations", self.kmeans_iterations, 0, 10_000)
-        check_whole("seed", self.seed, 0, MAX_SEED)
         check_decay(self.decay)
         self.register_buffer("codebooks", None)
 
@@ -95,15 +78,11 @@ class ResidualVQ(Quantizer):
 
     def _follow(self, x: Tensor) -> None:
         """One moving-average step of every stage on x (rows, group_size)."""
-        codes, samples = rvq_encode(x, self.codebooks, self.learning_beam), [None] * self.num_quantizers
-        if self.learning_beam == 1:
-            counted = [Statistics(*stage) for stage in zip(*rvq_statistics(x, codes, self.codebooks), strict=True)]
-            if self.revive:
-                samples = self._residuals(*self._sample(x, codes))
-        else:
-            targets = [*self._targets(x, codes)]
-            counted = [Statistics.of(target, codes[:, k], self.codebook_size) for k, target in enumerate(targets)]
-            samples = self._sample(*targets) if self.revive else samples
+        codes, samples = rvq_encode(x, self.codebooks), [None] * self.num_quantizers
+        counted = [Statistics(*stage) for stage in zip(*rvq_statistics(x, codes, self.codebooks), strict=True)]
+        if self.revive:
+            rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
+            samples = self._residuals(x[rows], codes[rows])
         stages = zip(self._emas, counted, samples, strict=True)
         self.codebooks = torch.stack([ema.update(statistics, sample) for ema, statistics, sample in stages])
 
@@ -114,13 +93,11 @@ class ResidualVQ(Quantizer):
         if not torch.isfinite(self.codebooks).all():
             raise DataError("a code overflows fp16: put a scale before the quantizer")
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
-        return self._codes(x).flatten(3)
+        return self._codes(x).flatten(3), {}
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The inverse. Raises ``FormatError`` for a code that no codebook has."""
-        check_codes(codes, self.codebook_size)
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
 
     def rates(self, y: Tensor) -> Tensor:
@@ -136,21 +113,12 @@ class ResidualVQ(Quantizer):
     def with_bits(self, bits: float) -> "ResidualVQ":
         return dataclasses.replace(self, num_quantizers=max(1, round(bits * self.group_size / self.code_bits)))
 
-    def encode_packed(self, y: Tensor) -> Tensor:
+    def store(self, y: Tensor) -> Payload:
         vectors = y.reshape(*y.shape[:3], -1, self.group_size)
-        return rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)
-
-    def load(self, payload: Payload) -> Tensor:
-        """Straight from the bit strings, unless they might hold a code that no codebook has."""
-        packed = self.packed(payload)
-        if not packed.complete:
-            return super().load(payload)
-        return decode(packed).unflatten(-1, (*self._groups, self.group_size))
+        return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
     def packed(self, payload: Payload) -> Packed:
-        codes = payload_field(payload, "codes")
-        check_packed(codes, self.code_bits, self.codes_per_row)
-        return Coded(codes, self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
+        return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:
         """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""
@@ -164,24 +132,8 @@ class ResidualVQ(Quantizer):
         codes = self._codes(x.reshape(-1, self.group_size))
         return torch.stack([torch.bincount(stage, minlength=self.codebook_size) for stage in codes.T])
 
-    def layout(self) -> Layout:
-        return {"codebooks": ((self.num_quantizers, self.codebook_size, self.group_size), torch.float16)}
-
     def _codes(self, x: Tensor) -> Tensor:
         return rvq_encode(x, self.codebooks, self.beam)
-
-    def _sample(self, *tensors: Tensor) -> list[Tensor]:
-        """The same rows of each tensor (rows, ...), evenly spread."""
-        length = len(tensors[0])
-        rows = torch.linspace(0, length - 1, min(length, self.codebook_size), dtype=torch.float32).long()
-        return [x[rows] for x in tensors]
-
-    def _targets(self, x: Tensor, codes: Tensor):
-        """Targets of each stage's codes where a beam has weighed stages against each other: what the
-        others leave over. As all move at once, together no farther than x."""
-        error = (x - rvq_decode(codes, self.codebooks)) / max(1.0, self.num_quantizers * (1 - self.decay))
-        for k, codebook in enumerate(self.codebooks.float()):
-            yield codebook[codes[:, k]] + error
 
     def _residuals(self, x: Tensor, codes: Tensor, last: bool = False):
         """Inputs of each stage: x, then what the stages before left; with ``last`` also what remains at the end."""
@@ -205,15 +157,8 @@ class ResidualVQ(Quantizer):
             self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
             self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
             codebooks.append(learner.codebook)
-            before = residual
-            greedy = residual - learner.codebook[codes]
-            residual = greedy if self.learning_beam == 1 else self._left_over(sample, codebooks)
+            before, residual = residual, residual - learner.codebook[codes]
         self.codebooks = torch.stack(codebooks)
-
-    def _left_over(self, x: Tensor, codebooks: list[Tensor]) -> Tensor:
-        """x (rows, group_size) less each of the sequences that the beam ends with: (rows * sequences, group_size)."""
-        stages = torch.stack(codebooks)
-        return (x.unsqueeze(1) - rvq_decode(rvq_candidates(x, stages, self.learning_beam), stages)).flatten(0, 1)
 
     def _fit_stage(self, learner: KMeans, stage: int, sample: Tensor, before: Tensor, residual: Tensor) -> None:
         try:
@@ -233,7 +178,7 @@ class ResidualVQ(Quantizer):
         return torch.cat([left, before[picks.to(before.device)] / 2])
 
     def _subsample(self, x: Tensor) -> Tensor:
-        limit = self.samples_per_code * self.codebook_size
+        limit = SAMPLES_PER_CODE * self.codebook_size
         if len(x) <= limit:
             return x
         generator = torch.Generator().manual_seed(self.seed)
@@ -245,9 +190,3 @@ class ResidualVQ(Quantizer):
         generator = torch.Generator().manual_seed(self.seed + stage)
         shape = (self.codebook_size, self.group_size)
         return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound
-
-
-def check_codes(codes: Tensor, codebook_size: int) -> None:
-    """Raise ``FormatError`` for a code that a codebook has not."""
-    if codes.numel() and (largest := int(codes.max())) >= codebook_size:
-        raise FormatError(f"code {largest} is not below codebook_size {codebook_size}: altered payload")

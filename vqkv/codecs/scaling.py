@@ -6,20 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning.moments import channel_moments
-from vqkv.codecs.part import Layout
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import Coded, Packed
-from vqkv.kernels.affine.cpu import ends
-from vqkv.runtime.checks import FP16_MAX, check_heads, check_whole
+from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
 STATISTICS = {
     "std": lambda x: x.std(dim=-1, correction=0),
     "rms": lambda x: x.square().mean(dim=-1).sqrt(),
-    "absmax": lambda x: x.abs().amax(dim=-1),
 }
 
 
@@ -27,11 +23,10 @@ STATISTICS = {
 class VectorScale(Stage):
     """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
 
-    ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2), ``rms`` or ``absmax``. After a
-    ``Grouping`` it acts per group. A (nearly)
-    constant vector is divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but
-    stores the scale 0, and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal
-    range, so that decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
+    ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2) or ``rms``. A (nearly) constant vector is
+    divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the scale 0,
+    and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal range, so that
+    decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
     """
 
     kind: str = "std"
@@ -52,14 +47,9 @@ class VectorScale(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""
-        check_fits(side, y)
         return y.mul_(side["scale"].float().unsqueeze(-1))
 
-    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
-        check_fits(side, y)
-        torch.mul(y, side["scale"].float().unsqueeze(-1), out=out)
-
-    def packed(self, inner: Packed, side: Side) -> Packed | None:
+    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
         return _scaled(inner, side["scale"])
 
 
@@ -83,7 +73,7 @@ class HeadScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
 
-    def packed(self, inner: Packed, side: Side) -> Packed | None:
+    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
         return _scaled(inner, side["scale"])
 
 
@@ -100,27 +90,17 @@ class MinMax(Stage):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(x - low) / (high - low), and both ends."""
-        side = self._side(x)
-        low, span = _offset_and_span(side)
-        return (x - low.unsqueeze(-1)).div_(span.where(span > 0, torch.ones_like(span)).unsqueeze(-1)), side
+        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
+        start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
+        return (x - start).div_(span.where(span > 0, torch.ones_like(span))), {"low": low, "high": high}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """low + y * (high - low)."""
-        self.decode_into(y, side, y)
-        return y
-
-    def decode_into(self, y: Tensor, side: Side, out: Tensor) -> None:
-        check_fits(side, y)
-        low, span = _offset_and_span(side)
-        y.mul_(span.unsqueeze(-1))
-        torch.add(y, low.unsqueeze(-1), out=out)
-
-    def _side(self, x: Tensor) -> Side:
-        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self._ends(x))
-        return {"low": low, "high": high}
+        low = side["low"].float()
+        return y.mul_((side["high"].float() - low).unsqueeze(-1)).add_(low.unsqueeze(-1))
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return ends(x)
+        return torch.aminmax(x, dim=-1)
 
 
 @dataclass(eq=False)
@@ -137,10 +117,10 @@ class HalfQuadratic(MinMax):
     norm: float = 0.7
     beta: float = 10.0
     widest = False
+    limits = {"bits": (1, 8), "iterations": (1, 1000)}
 
     def __post_init__(self):
-        check_whole("bits", self.bits, 1, 8)
-        check_whole("iterations", self.iterations, 1, 1000)
+        super().__post_init__()
         numbers = isinstance(self.norm, int | float) and isinstance(self.beta, int | float)
         if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
             raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
@@ -171,61 +151,69 @@ def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
     return dataclasses.replace(inner, scale=scale) if fits else None
 
 
-def check_fits(side: Side, y: Tensor) -> None:
-    """Raise ``FormatError`` unless every field has a number for each last axis of y."""
-    for name, field in side.items():
-        if field.shape != y.shape[:-1] or field.dtype != torch.float16:
-            found = f"{field.dtype} {tuple(field.shape)}"
-            raise FormatError(f"{name!r} is {found} for rows {tuple(y.shape)}: altered payload")
+@dataclass(eq=False)
+class MeanRemoval(Stage):
+    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly)."""
 
+    by_head = True
 
-def _offset_and_span(side: Side) -> tuple[Tensor, Tensor]:
-    low = side["low"].float()
-    return low, side["high"].float() - low
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self._count = 0
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
+        return shape
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Update the running mean."""
+        self._update(x, x.mean(dim=(0, 2)))
+
+    def finalize(self) -> None:
+        """Round to fp16. Raises ``DataError`` if a mean overflows it."""
+        self.mean = self.mean.half()
+        if not self.mean.isfinite().all():
+            raise DataError("a channel's mean overflows fp16: scale the values first")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x - mean."""
+        return x - self.mean.float().unsqueeze(1), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        """y + mean."""
+        return y.add_(self.mean.float().unsqueeze(1))
+
+    def _update(self, x: Tensor, mean: Tensor) -> Tensor:
+        """Take ``mean``, that of batch x, into the running one; return how far it is from that."""
+        count, before = x.shape[0] * x.shape[2], self.mean.to(x.device)
+        self._count += count
+        self.mean = before + (mean - before) * (count / self._count)
+        return mean - before
 
 
 @dataclass(eq=False)
-class ChannelScale(Stage):
+class ChannelScale(MeanRemoval):
     """Subtract the mean and divide by the standard deviation of every channel of every head, both learned over tokens
     and stored once, in fp16: per-channel quantization that costs nothing per token (KVQuant, section 3.1)."""
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        self._count, self._square = 0, torch.zeros(shape, dtype=torch.float32)
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
+        self._square = torch.zeros(shape, dtype=torch.float32)
         self.register_buffer("scale", torch.ones(shape, dtype=torch.float32))
-        return shape
+        return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
         """Update the running mean and spread (Chan's parallel formula)."""
-        check_heads(x, self.mean)
-        count, mean, square = channel_moments(x)
-        before, total = self.mean.to(x.device), self._count + count
-        delta = mean - before
-        self._square = self._square.to(x.device) + square
-        self._square = self._square + delta.square() * (self._count * count / total)
-        self.mean, self._count = before + delta * (count / total), total
-        self.scale = (self._square / total).sqrt()
+        mean, before = x.mean(dim=(0, 2)), self._count
+        delta = self._update(x, mean)
+        self._square = self._square.to(x.device) + (x - mean.unsqueeze(1)).square().sum(dim=(0, 2))
+        self._square = self._square + delta.square() * (before * (self._count - before) / self._count)
+        self.scale = (self._square / self._count).sqrt()
 
     def finalize(self) -> None:
-        """Round to fp16. Raises ``DataError`` if a mean overflows it."""
-        if self.mean.abs().max() > FP16_MAX:
-            raise DataError("a channel's mean overflows fp16: scale the values first")
-        self.mean = self.mean.half()
+        super().finalize()
         self.scale = self.scale.clamp(FP16_MIN_NORMAL, FP16_MAX).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(x - mean) / std."""
-        check_heads(x, self.mean)
-        return (x - self.mean.float().unsqueeze(1)) / self.scale.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(1), {}
+        return super().encode(x)[0].div_(self.scale.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(1)), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * std + mean."""
-        return y.mul_(self.scale.float().unsqueeze(1)).add_(self.mean.float().unsqueeze(1))
-
-    def layout(self) -> Layout:
-        return {name: (tuple(self.mean.shape), torch.float16) for name in ("mean", "scale")}
-
-    def restore(self) -> None:
-        """Raises ``FormatError`` for a scale that none has."""
-        if not (self.scale >= 0).all() or (self.scale.dtype == torch.float16 and not self.scale.all()):
-            raise FormatError("tensor 'scale' is not positive: the file was altered")
+        return super().decode(y.mul_(self.scale.float().unsqueeze(1)), side)

@@ -2,14 +2,12 @@
 a table, wide ones keep their low bits apart, and what no table reaches is written out."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.streams import ans, ans_coder, frequencies, stored
-from vqkv.errors import FormatError
+from vqkv.codecs.streams import ans, frequencies, reader, written
 
 LARGEST_CODE = (1 << 23) - 1
 REACH = 511  # of the widest table
@@ -71,18 +69,6 @@ def frequencies_of(counts: Tensor, spreads: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def frequencies_length(spreads: Tensor) -> int:
-    """Entries of ``frequencies_of``."""
-    return sum(2 * reach_of(spread) + 1 for spread in spreads.unique().tolist())
-
-
-class _Group(NamedTuple):
-    """Channels of one head, whose symbols have one model."""
-
-    model: object
-    channels: np.ndarray
-
-
 class HeadStreams:
     """Writes and reads the streams of one head: codes of a row, 0 to twice ``LARGEST_CODE``, are (channels, tokens)."""
 
@@ -100,17 +86,13 @@ class HeadStreams:
         high, low = row >> self._shifts, row & ((1 << self._shifts) - 1)
         beyond = (np.abs(high) - self._reaches)[np.abs(high) >= self._reaches]
         symbols = np.clip(high, -self._reaches, self._reaches) + self._reaches
-        coder = ans_coder()  # a stack: what is read last is written first
-        for part in (beyond & ((1 << HALF) - 1), beyond >> HALF):
-            coder.encode_reverse(_integers(part), self._half)
-        for group, values in ((self._tables, symbols), (self._low, low)):
-            for model, channels in reversed(group):
-                coder.encode_reverse(_integers(values[channels]), model)
-        return stored(coder)
+        both = ((self._low, low), (self._tables, symbols))
+        parts = [(values[channels], model) for group, values in both for model, channels in group]
+        return written([*parts, (beyond >> HALF, self._half), (beyond & ((1 << HALF) - 1), self._half)])
 
     def read(self, stream: bytes, tokens: int) -> np.ndarray:
-        """The inverse, int64 (channels, tokens). Raises ``FormatError`` if the stream does not end with the row."""
-        coder = ans_coder(stream)
+        """The inverse, int64 (channels, tokens)."""
+        coder = reader(stream)
         high = np.zeros((len(self._shifts), tokens), np.int64)
         low = np.zeros_like(high)
         for group, values in ((self._low, low), (self._tables, high)):
@@ -121,10 +103,7 @@ class HeadStreams:
         if count := int(escaped.sum()):
             beyond = coder.decode(self._half, count).astype(np.int64) << HALF
             high[escaped] += np.sign(high[escaped]) * (beyond + coder.decode(self._half, count))
-        row = (high << self._shifts) | low
-        if not coder.is_empty() or np.abs(row).max(initial=0) > LARGEST_CODE:
-            raise FormatError("a stream is longer than its codes, or has codes that are none: altered payload")
-        return row + LARGEST_CODE
+        return ((high << self._shifts) | low) + LARGEST_CODE
 
 
 def head_streams(frequencies: Tensor, spreads: Tensor, shifts: Tensor) -> list[HeadStreams]:
@@ -138,11 +117,7 @@ def head_streams(frequencies: Tensor, spreads: Tensor, shifts: Tensor) -> list[H
     return [HeadStreams(models, *head) for head in zip(spreads, shifts, strict=True)]
 
 
-def _groups(kinds: np.ndarray, model) -> list[_Group]:
-    """Channels by kind, but for those whose kind has no model."""
+def _groups(kinds: np.ndarray, model) -> list[tuple[object, np.ndarray]]:
+    """The model and the channels of each kind, but for kinds that have no model."""
     made = {kind: model(kind) for kind in np.unique(kinds).tolist()}
-    return [_Group(found, np.flatnonzero(kinds == kind)) for kind, found in made.items() if found is not None]
-
-
-def _integers(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x, np.int32).reshape(-1)
+    return [(found, np.flatnonzero(kinds == kind)) for kind, found in made.items() if found is not None]

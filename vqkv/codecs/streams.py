@@ -4,18 +4,25 @@ Needs the package ``constriction``, which is imported when codes are first learn
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.ragged import StreamPayload
 from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError, FormatError
 
 LARGEST = 1 << 16  # frequencies are 1 to this, less one in uint16: a code without a frequency cannot be written down
 SMOOTHING = 0.5  # added to every code's count: one that calibration never saw is rare, not impossible
+
+
+@dataclass(eq=False)
+class StreamPayload(Payload):
+    """``fields["lengths"]`` says how many pieces of the ragged tensors each row owns."""
+
+    def counts(self, name: str) -> Tensor:
+        return self.fields["lengths"].long()
 
 
 class StreamQuantizer(Quantizer):
@@ -33,39 +40,28 @@ class StreamQuantizer(Quantizer):
 
     def store(self, y: Tensor) -> StreamPayload:
         """``lengths``, the bytes of each row's stream (int16 where that is always enough), and the streams."""
-        by_table, coders = self.by_table(self.encode(y)), self.coders()
+        codes, side = self.encode(y)
+        by_table, coders = self.by_table(codes), self.coders()
         rows = by_table.flatten(0, 2).to("cpu", torch.int32).contiguous().numpy()
         streams = [coders[i % len(coders)].write(row) for i, row in enumerate(rows)]
         small = self.codes_per_row * self.most_code_bytes + 8 < 1 << 15
         lengths = torch.tensor([len(s) for s in streams], dtype=torch.int16 if small else torch.int32)
         stream = torch.from_numpy(np.frombuffer(bytearray(b"".join(streams)), np.uint8))
-        fields = {"lengths": lengths.view(by_table.shape[:3]).permute(1, 2, 0).to(y.device)}
+        fields = {"lengths": lengths.view(by_table.shape[:3]).permute(1, 2, 0).to(y.device), **side}
         return StreamPayload(fields, ragged={"stream": stream.to(y.device)})
 
     def load(self, payload: Payload) -> Tensor:
-        """The inverse. Raises ``FormatError`` for another quantizer's payload, and for most altered ones."""
-        if not isinstance(payload, StreamPayload) or set(payload.ragged) != {"stream"}:
-            raise FormatError(f"payload holds {sorted(payload.tensors)}, not streams: decode it with its own codec")
         lengths, stream, coders = payload.counts("stream").permute(2, 0, 1), payload.ragged["stream"], self.coders()
-        if stream.dtype != torch.uint8 or stream.ndim != 1 or len(coders) not in (1, lengths.shape[2]):
-            shape = (*payload.shape[:2], *stream.shape)
-            raise FormatError(f"payload of {shape} {stream.dtype} is no stream of this codec: it was altered")
         ends, data = lengths.flatten().cumsum(0).tolist(), stream.cpu().numpy().tobytes()
         rows = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         count = self.codes_per_row // self.num_tables
         codes = np.array([coders[i % len(coders)].read(row, count) for i, row in enumerate(rows)], np.int64)
         codes = torch.from_numpy(codes).to(stream.device).view(*lengths.shape, self.num_tables, count)
-        return self.decode(codes.permute(1, 2, 0, 4, 3).flatten(3))
+        return self.decode(codes.permute(1, 2, 0, 4, 3).flatten(3), self.side_of(payload))
 
     def by_table(self, codes: Tensor) -> Tensor:
         """Codes (batch, heads, rows, codes_per_row) -> (rows, batch, heads, num_tables, codes of a table)."""
         return codes.permute(2, 0, 1, 3).unflatten(-1, (-1, self.num_tables)).mT
-
-
-def check_heads_fit(x: Tensor, heads: int) -> None:
-    """Raise ``DataError`` unless there are tables for each of the KV heads of x, or for all of them together."""
-    if heads not in (1, x.shape[1]):
-        raise DataError(f"{x.shape[1]} KV heads, but there are tables for {heads}: fit again")
 
 
 def frequencies(counts: Tensor) -> Tensor:
@@ -74,20 +70,18 @@ def frequencies(counts: Tensor) -> Tensor:
     return ((counts * (LARGEST / counts.amax(dim=-1, keepdim=True))).round().clamp(1, LARGEST) - 1).to(torch.uint16)
 
 
-def stored(coder) -> bytes:
-    """A coder's stream, without the zero bytes at its end."""
+def written(parts: list[tuple[np.ndarray, object]]) -> bytes:
+    """The stream from which symbols and their models are read in this order, without the zero bytes at its end. A
+    stack: what is read last is written first."""
+    coder = ans().stack.AnsCoder()
+    for symbols, model in reversed(parts):
+        coder.encode_reverse(np.ascontiguousarray(symbols, np.int32).reshape(-1), model)
     return coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
 
 
-def ans_coder(stream: bytes | None = None):
-    """A coder that is empty, or reads ``stream``. Raises ``FormatError`` for bytes that no coder has written."""
-    if stream is None:
-        return ans().stack.AnsCoder()
-    words = np.frombuffer(stream + bytes(-len(stream) % 4), "<u4").astype(np.uint32)
-    try:
-        return ans().stack.AnsCoder(words)
-    except ValueError as error:
-        raise FormatError(f"a stream is altered: {error}") from error
+def reader(stream: bytes):
+    """A coder that ``decode``s what was ``written``."""
+    return ans().stack.AnsCoder(np.frombuffer(stream + bytes(-len(stream) % 4), "<u4").astype(np.uint32))
 
 
 def ans():

@@ -1,4 +1,4 @@
-"""Channels that are quantised together, and their basis: grouping, Hadamard rotation, mean removal."""
+"""Channels that are quantised together, and their basis: grouping, Hadamard rotation."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,12 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning.moments import channel_moments
-from vqkv.codecs.part import Layout
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import Coded, Packed
-from vqkv.runtime.checks import MAX_HEAD_DIM, MAX_SEED, check_heads, check_whole
+from vqkv.runtime.checks import MAX_SEED
 
 KINDS = ("contiguous", "strided", "random")
 ADMITTED = {  # which divisors of the channels may stand for group_size
@@ -21,7 +19,6 @@ ADMITTED = {  # which divisors of the channels may stand for group_size
     "power of two": lambda size, group_size: size <= group_size and not size & (size - 1),
 }
 LEAST = 8  # smaller groups would spend more on their scales than on their values
-MAX_HADAMARD = 1 << 13
 
 
 @dataclass(eq=False)
@@ -38,19 +35,17 @@ class Grouping(Stage):
     group_size: int = 32
     seed: int = 0
     shrink: str = ""
+    limits = {"group_size": (1, 1 << 24), "seed": (0, MAX_SEED)}
 
     def __post_init__(self):
+        super().__post_init__()
         for what, name, known in (("grouping", self.kind, KINDS), ("way to shrink groups", self.shrink, ADMITTED)):
             if not isinstance(name, str) or name not in known:
                 raise UnknownNameError(what, name, known)
-        check_whole("group_size", self.group_size, 1, 1 << 24)
-        check_whole("seed", self.seed, 0, MAX_SEED)
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if the last axis is too long or not divisible by group_size."""
+        """Raises ``DataError`` if the last axis is not divisible by group_size."""
         *outer, channels = shape
-        if channels > MAX_HEAD_DIM:
-            raise DataError(f"{channels} channels to group: at most {MAX_HEAD_DIM}")
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
         wanted = min(self.group_size, channels) if self.shrink else self.group_size
         admitted = [size for size in divisors if ADMITTED[self.shrink](size, wanted)]
@@ -62,7 +57,6 @@ class Grouping(Stage):
         if self.kind == "random":
             order = torch.randperm(channels, generator=torch.Generator().manual_seed(self.seed))
             self.register_buffer("order", order.to(torch.int16))
-            self.register_buffer("inverse", order.argsort(), persistent=False)
         return *outer, channels // size, size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -77,29 +71,12 @@ class Grouping(Stage):
         if self.kind == "strided":
             return y.mT.flatten(-2)
         y = y.flatten(-2)
-        return y.gather(-1, self.inverse.expand(y.shape)) if self.kind == "random" else y
+        return y.gather(-1, self.order.argsort().expand(y.shape)) if self.kind == "random" else y
 
-    def inner_view(self, out: Tensor) -> Tensor | None:
-        if self.kind == "contiguous":
-            return out.view(*out.shape[:-1], -1, self._size)
-        return out.unflatten(-1, (self._size, -1)).mT if self.kind == "strided" else None
-
-    def packed(self, inner: Packed, side: Side) -> Packed | None:
+    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
         if self.kind == "strided" and isinstance(inner, Coded):
             return dataclasses.replace(inner, strided=True)
         return inner if self.kind == "contiguous" else None
-
-    def layout(self) -> Layout:
-        return {"order": (tuple(self.order.shape), torch.int16)} if self.kind == "random" else {}
-
-    def restore(self) -> None:
-        """Raises ``FormatError`` unless ``order`` is a permutation."""
-        if self.kind == "random":
-            self.inverse = self.order.long().argsort()
-            if not torch.equal(
-                self.order.long()[self.inverse], torch.arange(len(self.order), device=self.order.device)
-            ):
-                raise FormatError("tensor 'order' is no permutation of the channels: the file was altered")
 
 
 @dataclass(eq=False)
@@ -110,12 +87,10 @@ class Hadamard(Stage):
     """
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if the last axis is no power of two, or too long."""
+        """Raises ``DataError`` if the last axis is no power of two."""
         size = shape[-1]
-        if size & (size - 1) or size > MAX_HADAMARD:
-            raise DataError(
-                f"a Hadamard rotation needs a power of two, not {size}, up to {MAX_HADAMARD}: put a Grouping first"
-            )
+        if size & (size - 1):
+            raise DataError(f"a Hadamard rotation needs a power of two, not {size}: put a Grouping first")
         self.register_buffer("matrix", _hadamard(size), persistent=False)
         return shape
 
@@ -132,39 +107,3 @@ def _hadamard(size: int) -> Tensor:
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / size**0.5
-
-
-@dataclass(eq=False)
-class MeanRemoval(Stage):
-    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly)."""
-
-    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        self._count = 0
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
-        return shape
-
-    def partial_fit(self, x: Tensor) -> None:
-        """Update the running mean."""
-        check_heads(x, self.mean)
-        count, mean, _ = channel_moments(x)
-        self._count += count
-        before = self.mean.to(x.device)
-        self.mean = before + (mean - before) * (count / self._count)
-
-    def finalize(self) -> None:
-        """Round the mean to fp16. Raises ``DataError`` if it overflows."""
-        self.mean = self.mean.half()
-        if not torch.isfinite(self.mean).all():
-            raise DataError("the mean overflows fp16: scale the values before removing it")
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x - mean."""
-        check_heads(x, self.mean)
-        return x - self.mean.float().unsqueeze(1), {}
-
-    def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y + mean."""
-        return y.add_(self.mean.float().unsqueeze(1))
-
-    def layout(self) -> Layout:
-        return {"mean": (tuple(self.mean.shape), torch.float16)}

@@ -14,7 +14,6 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import part_from_config
-from vqkv.codecs.ragged import RaggedPayload
 from vqkv.errors import DataError, FormatError
 from vqkv.models.capture import check_tokens
 from vqkv.models.load import kv_sources
@@ -252,7 +251,7 @@ def _block_bytes(codecs: list[Codec], block: int, shape: Shape) -> int:
 def _row_bytes(codec: Codec, shape: Shape) -> int:
     """Bytes of a row of the codec's payload. Raises ``DataError`` if they depend on what is in the row."""
     one, two = (codec.encode(_random(shape.num_kv_heads, n * codec.tokens_per_row, shape.head_dim)) for n in (1, 2))
-    if isinstance(one, RaggedPayload) or two.nbytes != 2 * one.nbytes:
+    if one.ragged or two.nbytes != 2 * one.nbytes:
         raise DataError(f"how many bytes a token takes depends on what is stored here, so it has to be seen: {MEASURE}")
     return one.nbytes
 

@@ -13,9 +13,9 @@ from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import VectorScale
+from vqkv.codecs.scaling import MeanRemoval, VectorScale
 from vqkv.codecs.stage import Stage
-from vqkv.codecs.transform import Grouping, Hadamard, MeanRemoval
+from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
 from vqkv.presets.preset import Preset
@@ -157,12 +157,11 @@ def entropy_coded(preset: Preset, tables: str = "static", context: str = "positi
         chain = make(head_dim)
         if not isinstance(chain, Chain):
             raise DataError(f"{preset.name} has no codes to entropy-code")
-        inner, quantizer = chain.quantizer.apart()
-        stages = [*chain.stages, *inner]
+        stages = [*chain.stages]
         if chain.tokens_per_row == 1:  # before the first stage that stores something per row
             place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
             stages = [*stages[:place], TokenBlock(block), *stages[place:]]
-        return Chain(stages, Entropy(quantizer, tables, context), head_dim)
+        return Chain(stages, Entropy(chain.quantizer, tables, context), head_dim)
 
     return dataclasses.replace(
         preset,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Nothing
 from vqkv.codecs.predictive import Place
-from vqkv.codecs.predictor_kinds import Copy, Predictor, check_kind, make_predictor
+from vqkv.codecs.predictor_kinds import Copy, Predictor, make_predictor
 from vqkv.errors import DataError
 from vqkv.presets.allocation import allocate
 from vqkv.runtime.checks import check_whole
@@ -48,7 +48,6 @@ class FromPrevious:
     arguments: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        check_kind(self.kind, self.arguments)  # the widths, which a predictor takes too, are the model's
         make_predictor(self.kind, **self.arguments)
         for role, sources in self._sources():
             _parse(sources, role)

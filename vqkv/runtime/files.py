@@ -1,16 +1,23 @@
-"""Files that are there as a whole or not at all, and the named tensors in them."""
+"""Files that are there as a whole or not at all, and the named tensors in them under a checksum."""
 
 import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
+
+from vqkv.errors import FormatError
+
+CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where no other quote is without a backslash
 
 
 @contextmanager
@@ -26,6 +33,41 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
+    """One safetensors file with ``about`` as JSON in its metadata, beside a CRC32 of all its bytes."""
+    metadata = {"about": json.dumps(about), "crc32": "0" * DIGITS}
+    data = bytearray(save({name: x.contiguous() for name, x in tensors.items()}, metadata))
+    data[_checksum(data)] = _crc32(data)
+    with replacing(path) as file:
+        file.write(data)
+
+
+def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict, dict[str, Tensor]]:
+    """What ``save_checked`` wrote, which says that its format is ``kind``. Raises ``FormatError`` for a file that is
+    missing, cut, damaged or altered, and for another format or version, before anything is made of it."""
+    data = bytearray(path.read_bytes() if path.is_file() else b"")
+    place = _checksum(data)
+    found, data[place] = data[place], b"0" * DIGITS
+    if found != _crc32(data):
+        raise FormatError(f"{path} is missing, cut or altered, or no {kind}: {remedy}")
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+    if (about["format"], about["version"]) != (kind, version):
+        raise FormatError(f"{path} is {about['format']} {about['version']}; this vqkv reads {kind} {version}: {remedy}")
+    return about, tensors
+
+
+def _checksum(data: bytes) -> slice:
+    """Where the digits of a file's checksum are."""
+    start = data.find(CRC32) + len(CRC32)
+    return slice(start, start + DIGITS)
+
+
+def _crc32(data: bytes) -> bytes:
+    return f"{zlib.crc32(data):0{DIGITS}x}".encode()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -8,19 +8,20 @@ from torch import Tensor
 from vqkv.codecs.learning.kmeans import Statistics
 from vqkv.errors import DataError
 
+EPS = 1e-5
+REVIVE_BELOW = 1.0
+
 
 @dataclass
 class Ema:
-    """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``eps``.
+    """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``EPS``.
 
-    ``revive``: a code whose moving count falls below ``revive_below`` vectors a batch is replaced by a random vector of
+    ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` vectors a batch is replaced by a random vector of
     the current batch. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's update).
     """
 
     decay: float = 0.99
-    eps: float = 1e-5
     revive: bool = False
-    revive_below: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
@@ -40,15 +41,15 @@ class Ema:
         if self.revive and samples is not None:
             self._revive(samples)
         total = self.counts.sum()
-        smoothed = (self.counts + self.eps) / (total + len(self.counts) * self.eps) * total
+        smoothed = (self.counts + EPS) / (total + len(self.counts) * EPS) * total
         self.codebook = (self.sums / smoothed.unsqueeze(-1)).to(self.codebook.dtype)
         return self.codebook
 
     def _revive(self, samples: Tensor) -> None:
-        dead = (self.counts < self.revive_below).nonzero().squeeze(-1)
+        dead = (self.counts < REVIVE_BELOW).nonzero().squeeze(-1)
         picks = torch.randint(len(samples), (len(dead),), generator=self._generator).to(samples.device)
-        self.counts[dead] = self.revive_below
-        self.sums[dead] = samples[picks].double() * self.revive_below
+        self.counts[dead] = REVIVE_BELOW
+        self.sums[dead] = samples[picks].double() * REVIVE_BELOW
 
 
 def check_decay(decay: float) -> None:

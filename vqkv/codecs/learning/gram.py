@@ -30,38 +30,22 @@ class Gram:
             for name in names:
                 self._place.setdefault(name, len(self._place))
             pairs |= {self._key(a, b): None for a in sources for b in names} | {(target, target): None}
-        if not pairs:
-            raise DataError("no regressions to keep sums for: name the sources and the target of at least one")
         for first, second in pairs:
             self._partners.setdefault(first, []).append(second)
 
     def accumulate(self, block: Callable[[Name], Tensor]) -> None:
         """Add samples: ``block(name)`` gives their features (samples, width) in any float type, one block at a time.
 
-        Raises ``DataError`` for blocks of different lengths, without samples, or with NaN or infinity.
+        Raises ``DataError`` for NaN or infinity.
         """
-        counts = set()
         for first, partners in self._partners.items():
             x = block(first).double()
             self._add(self.sums, first, x.sum(dim=0))
-            counts.add(len(x))
             for second in partners:
-                y = x if second == first else block(second).double()
-                if len(y) != len(x):
-                    raise DataError(f"block {first} has {len(x)} samples, {second} has {len(y)}: give the same ones")
-                self._add(self.products, (first, second), x.T @ y)
-        if len(counts) > 1 or counts == {0}:
-            raise DataError(f"blocks of {sorted(counts)} samples: give every block the same samples, at least one")
+                self._add(self.products, (first, second), x.T @ (x if second == first else block(second).double()))
         if bad := [name for name, total in self.sums.items() if not total.isfinite().all()]:
             raise DataError(f"block {bad[0]} holds NaN or infinity: check the model's weights and dtype")
-        self.count += counts.pop()
-
-    def merge(self, other: "Gram") -> None:
-        """Add the sums of ``other`` (another process, other samples)."""
-        self.count += other.count
-        for mine, theirs in ((self.sums, other.sums), (self.products, other.products)):
-            for key, total in theirs.items():
-                self._add(mine, key, total)
+        self.count += len(x)
 
     def knows(self, sources: Sequence[Name], target: Name) -> bool:
         """True if this regression's products were summed."""
@@ -69,14 +53,12 @@ class Gram:
         return all((a, b) in self.products or (b, a) in self.products for a, b in needed)
 
     def mean(self, name: Name) -> Tensor:
-        """The block's mean (width,). Raises ``DataError`` before any sample and for a block of no regression."""
-        return self._summed(self.sums, name, f"block {name}") / self.count
+        """The block's mean (width,)."""
+        return self.sums[name] / self.count
 
     def moment(self, a: Name, b: Name) -> Tensor:
-        """The mean of a'b, not centred: (width of a, width of b). Raises ``DataError`` as ``mean`` does."""
-        if (b, a) in self.products:
-            return self.products[b, a].T / self.count
-        return self._summed(self.products, (a, b), f"product of block {a} with {b}") / self.count
+        """The mean of a'b, not centred: (width of a, width of b)."""
+        return (self.products[b, a].T if (b, a) in self.products else self.products[a, b]) / self.count
 
     def covariance(self, rows: Sequence[Name], columns: Sequence[Name]) -> Tensor:
         """Covariances of the blocks ``rows``, side by side, with ``columns``."""
@@ -90,53 +72,30 @@ class Gram:
         The penalty is ``Ridge``'s: ``strength`` times the mean square of a source's feature; the bias is free. Raises
         ``DataError`` for sources that are zero or, at this strength, depend on each other.
         """
-        if not sources:
-            raise DataError(f"no sources to predict block {target} from: name at least one")
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
-        if not squares.any():
-            raise DataError(f"sources {_listed(sources)} are zero in all {self.count} samples: leave them out")
         within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])
         weights, failed = torch.linalg.solve_ex(within, cross)
         if failed or not weights.isfinite().all():
             raise DataError(
-                f"sources {_listed(sources)} depend on each other at strength {strength:g}: "
-                "give a larger one, or more samples"
+                f"sources {', '.join(map(str, sources))} are zero or depend on each other at strength {strength:g}: "
+                "leave some out, give a larger strength, or more samples"
             )
         return weights
 
     def explained(self, weights: Tensor, sources: Sequence[Name], target: Name) -> float:
-        """EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave.
-
-        Raises ``DataError`` when ``target`` does not vary.
-        """
+        """EVR on these samples, 1 - Var(y - x W) / Var(y), of weights that other samples gave."""
         variance = self.covariance([target], [target]).diagonal().sum().item()
-        if variance <= 0:
-            raise DataError(f"block {target} does not vary: nothing to explain")
         cross, within = self.covariance(sources, [target]), self.covariance(sources, sources)
         return (weights * (2 * cross - within @ weights)).sum().item() / variance
 
     def mean_share(self, name: Name, mean: Tensor) -> float:
         """The part of these samples' mean square that a constant (width,) explains, 1 - E|y - mean|^2 / E|y|^2."""
-        square = self.moment(name, name).diagonal().sum().item()
-        if square <= 0:
-            raise DataError(f"block {name} is zero: nothing to explain")
-        return (mean @ (2 * self.mean(name) - mean)).item() / square
+        return (mean @ (2 * self.mean(name) - mean)).item() / self.moment(name, name).diagonal().sum().item()
 
     def _key(self, a: Name, b: Name) -> tuple[Name, Name]:
         return (a, b) if self._place[a] <= self._place[b] else (b, a)
 
-    def _summed(self, totals: dict, key, label: str) -> Tensor:
-        if not self.count:
-            raise DataError("no samples: call accumulate() first")
-        if key not in totals:
-            raise DataError(f"{label} was not summed: name a regression that needs it when making the Gram")
-        return totals[key]
-
     @staticmethod
     def _add(into: dict, key, total: Tensor) -> None:
         into[key] = into[key] + total if key in into else total
-
-
-def _listed(names: Sequence[Name]) -> str:
-    return ", ".join(map(str, names))

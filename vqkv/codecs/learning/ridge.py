@@ -41,9 +41,7 @@ class Ridge:
         self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
 
     def moments(self) -> Moments:
-        """Accumulated sums about their mean. Raises ``DataError`` before any sample."""
-        if self.xx is None:
-            raise DataError("no samples: call accumulate(x, y) before solve()")
+        """Accumulated sums about their mean."""
         count = self.xx[-1, -1]
         mean_x, mean_y = self.xx[-1, :-1] / count, self.xy[-1] / count
         xx = self.xx[:-1, :-1] - count * torch.outer(mean_x, mean_x)
@@ -57,8 +55,8 @@ class Ridge:
         return xx + torch.full_like(raw, self.strength * raw.mean().item()).diag()
 
     def solve(self) -> Tensor:
-        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` before any sample, and if
-        inputs depend on each other while the strength is 0.
+        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` if inputs depend on each
+        other while the strength is 0, or are not finite.
 
         Solved about the mean, which leaves the solution as it is: a mean that is large against the spread would cost
         the solver's precision, and the bias has no penalty.

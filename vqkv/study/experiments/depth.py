@@ -6,7 +6,8 @@ import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
-from vqkv.codecs.base import Codec, codec_from_config
+from vqkv.codecs.base import Codec
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.evaluation.evaluate import evaluate, reconstruction_error

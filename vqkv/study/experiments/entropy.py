@@ -54,7 +54,7 @@ def _codecs(codebook_size: int, num_quantizers: int, seed: int) -> dict[str, pre
 def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:
     """Entropy by stage, and bits a value of the codes by way of coding them."""
     quantizer, inner = by_place.quantizer, by_place.quantizer.quantizer
-    codes = inner.encode(by_place.vectors(x)).reshape(-1, inner.num_quantizers)
+    codes = inner.encode(by_place.vectors(x))[0].reshape(-1, inner.num_quantizers)
     counts = torch.stack([torch.bincount(stage, minlength=inner.codebook_size) for stage in codes.T])
     numbers = {"code_bits": inner.code_bits, "packed": codes.numel() * inner.code_bits / x.numel()}
     numbers |= {"by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
