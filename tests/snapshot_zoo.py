@@ -5,8 +5,7 @@ import functools
 import torch
 
 from vqkv import presets
-from vqkv.cache.records import WORDS
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.cache.snapshots import WORDS, SnapshotReader, SnapshotWriter
 
 FRAMING = WORDS.size
 

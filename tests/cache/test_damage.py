@@ -58,8 +58,10 @@ def test_a_damaged_stream_opens_to_the_steps_before_the_damage(tmp_path, name):
     path, rng, outcomes = tmp_path / "damaged", random.Random(7), Counter()
     _, _, data, states, ends = small(tmp_path / "s", name)
     other = small(tmp_path / "other", name, seed=1)[2]
-    for _ in range(200):
+    for _ in range(400):
         altered = mutated(rng, data, other)
+        if altered[: ends[0]] == other[: ends[0]]:
+            continue  # its header and all that was before the damage are the other one's
         intact = next((i for i, (a, b) in enumerate(zip(data, altered)) if a != b), min(len(data), len(altered)))
         steps = opened(path, altered, states)
         assert steps == (sum(end <= intact for end in ends) - 1 if intact >= ends[0] else None)

@@ -5,25 +5,63 @@ The VQ quality framework's temporal state compression (section 1): the cache is 
 keyframes are the steps ``interval``, 2 ``interval``, ...; the steps before the first are deltas on an empty cache. So
 512 steps of one token, 131,328 token-states, become 8 keyframes of 2,304 token-states and 504 deltas.
 
-File: ``MAGIC``, then a record (``records``) for the header and one for each step. A step's CRC32 is seeded with the
-header's and with its number, so that no step is altered, moved, repeated or left out unseen.
+File: ``MAGIC``, then a record for the header and one for each step: three little-endian words (length, tokens, CRC32)
+and ``length`` bytes. A CRC32 goes on from the one before, so that no step is altered, moved, repeated or left out
+unseen.
 """
 
+import math
 import os
-from collections.abc import Iterator
-from io import FileIO
+import struct
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vqkv.cache.records import WORDS, Record, checksum, framed, read_record
 from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, SIZES, StreamLayout, check_stored, header_of
 from vqkv.errors import DataError, FormatError
+from vqkv.runtime.checks import check_whole
 
-MAGIC = b"vqkvsnap"
+MAGIC = b"vqkvsnp3"
+WORDS = struct.Struct("<3Q")
+MOST = 1 << 32  # steps
 
 State = tuple[list[Tensor], list[Tensor]]
+
+
+class Record(NamedTuple):
+    """Where a record's contents lie. ``tokens``: of its own; ``seq_len``: of the snapshot it completes."""
+
+    offset: int
+    length: int
+    tokens: int
+    crc: int
+    seq_len: int = 0
+
+    @property
+    def end(self) -> int:
+        """The byte after it."""
+        return self.offset + self.length
+
+
+def _framed(before: int, tokens: int, contents: bytes) -> tuple[bytes, int]:
+    """A record as it is written, and its CRC32; ``before``: the CRC32 of the record before it."""
+    crc = zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
+    return WORDS.pack(len(contents), tokens, crc) + contents, crc
+
+
+def _read(file, offset: int, before: int) -> tuple[Record, bytes] | None:
+    """The record at ``offset`` and its contents; None unless it is whole and unaltered."""
+    file.seek(offset)
+    words = file.read(WORDS.size)
+    length, tokens, crc = WORDS.unpack(words) if len(words) == WORDS.size else (math.inf, 0, 0)
+    if length > os.fstat(file.fileno()).st_size - file.tell():
+        return None
+    contents = file.read(length)
+    whole = _framed(before, tokens, contents)[1] == crc
+    return (Record(offset + WORDS.size, length, tokens, crc), contents) if whole else None
 
 
 class SnapshotWriter:
@@ -42,70 +80,37 @@ class SnapshotWriter:
     """
 
     def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
-        if type(interval) is not int or interval < 1:
-            raise DataError(f"interval {interval!r} must be a whole number from 1 on")
+        check_whole("interval", interval, 1, MOST)
         self.path = Path(path)
-        self.steps = self.seq_len = self._header_crc = 0
+        self.steps = self.seq_len = self._crc = 0
         self._stored, self._interval = {KEYFRAME: check_stored(keyframes), DELTA: check_stored(deltas)}, interval
         self._layout, self._file, self._live, self._closed = None, None, None, False
-
-    @classmethod
-    def resume(cls, path, live: State) -> "SnapshotWriter":
-        """Go on after the last whole step of an existing stream; a record cut short at its end is removed.
-
-        ``live``: (keys, values) of the exact cache, at least up to that step; tokens beyond it are for the caller to
-        append again, from ``seq_len`` on. Of a stream that keeps every bit, ``SnapshotReader(path).state()`` is it.
-        Raises ``FormatError`` if what follows the last whole step is damaged rather than cut short, ``DataError`` if
-        ``live`` does not fit.
-        """
-        stream = SnapshotReader(path)
-        if stream.damaged:
-            raise FormatError(
-                f"{path} is damaged after step {len(stream)}: {stream.tail_bytes} bytes would be lost. To go on "
-                f"without them, truncate the file to {stream.file_bytes} bytes"
-            )
-        writer = cls(path, interval=stream.interval)
-        writer._layout, writer.steps, writer._header_crc = stream._layout, len(stream), stream._records[0].crc
-        if len(stream):
-            writer.seq_len = stream.seq_len()
-            tensors = [x[:, :, : writer.seq_len] for x in _own_tensors(*live)]
-            stream._layout.check(tensors)
-            if tensors[0].shape[2] != writer.seq_len:
-                raise DataError(f"the live cache has {tensors[0].shape[2]} tokens, the stream {writer.seq_len}")
-            writer._live = [[x] for x in tensors]
-        writer._file = FileIO(path, "r+")  # unbuffered
-        writer._file.truncate(stream.file_bytes)
-        writer._file.seek(stream.file_bytes)
-        return writer
 
     def append(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Write one step: the appended tokens, over layers (batch, num_kv_heads, new_tokens, head_dim).
 
-        Raises ``DataError`` for tensors that do not fit the stream, that hold NaN or infinity, or that a codec cannot
-        store (found out at the keyframe, where it is the keyframe's codec): then nothing was written or kept.
+        Raises ``DataError`` for tensors that do not fit the stream, that hold NaN or infinity, or that are beyond
+        fp16's range where a codec is to store them: then nothing was written or kept.
         """
         if self._closed:
-            raise RuntimeError(f"this writer of {self.path} is closed: go on with SnapshotWriter.resume")
+            raise RuntimeError(f"this writer of {self.path} is closed: begin another file with the whole live cache")
         new = _own_tensors(keys, values)
         if self._file is None:
             self._begin(new)
         else:
             self._layout.check(new)
-        number = self.steps + 1
         live = [[*chunks, x] for chunks, x in zip(self._live or [[]] * len(new), new, strict=True)]
-        if (kind := self._layout.kind(number)) == KEYFRAME:
+        if (kind := self._layout.kind(self.steps + 1)) == KEYFRAME:
             live = [[torch.cat(chunks, dim=2)] for chunks in live]
         stored = [chunks[-1] for chunks in live]
-        self._write(framed(self._header_crc + number, stored[0].shape[2], self._layout.encode(kind, stored)))
-        self._live, self.steps, self.seq_len = live, number, self.seq_len + new[0].shape[2]
+        self._write(stored[0].shape[2], self._layout.encode(kind, stored))
+        self._live, self.steps, self.seq_len = live, self.steps + 1, self.seq_len + new[0].shape[2]
 
     def close(self) -> None:
         """Wait for the disk and close the file."""
         if self._file is not None and not self._file.closed:
-            try:
+            with self._file:
                 os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
         self._closed, self._live = True, None
 
     def __enter__(self) -> "SnapshotWriter":
@@ -119,28 +124,23 @@ class SnapshotWriter:
         self._layout = StreamLayout.parse(contents)  # codecs of our own, rebuilt as a reader does
         self._layout.check(new)
         try:
-            self._file = FileIO(self.path, "x")
+            self._file = open(self.path, "xb")  # noqa: SIM115 - closed by close()
         except FileExistsError as error:
-            raise FormatError(f"{self.path} exists: SnapshotWriter.resume appends to it, or name another") from error
-        self._header_crc = checksum(0, 0, contents)
-        self._write(MAGIC + framed(0, 0, contents))
+            raise FormatError(f"{self.path} exists: name another file") from error
+        self._file.write(MAGIC)
+        self._write(0, contents)
 
-    def _write(self, record: bytes) -> None:
-        left = memoryview(record)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except BaseException:  # part of it may be in the file: only resume can tell
-            self._closed = True
-            raise
+    def _write(self, tokens: int, contents: bytes) -> None:
+        record, crc = _framed(self._crc, tokens, contents)
+        self._closed = True  # unless all of it reaches the file
+        self._file.write(record)
+        self._file.flush()
+        self._crc, self._closed = crc, False
 
 
-def _own_tensors(keys, values) -> list[Tensor]:
-    """Copies in CPU memory, layer by layer, keys before values. Raises ``DataError`` for anything but tensors."""
-    lists = (keys, values)
-    if not all(isinstance(role, list | tuple) and all(isinstance(x, Tensor) for x in role) for role in lists):
-        raise DataError("keys and values must be lists over layers of tensors")
-    if not keys or len(keys) != len(values):
+def _own_tensors(keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    """Copies in CPU memory, layer by layer, keys before values."""
+    if not len(keys) or len(keys) != len(values):
         raise DataError(f"{len(keys)} layers of keys, {len(values)} of values: give as many, at least one")
     return [x.detach().to("cpu", copy=True).contiguous() for pair in zip(keys, values, strict=True) for x in pair]
 
@@ -148,8 +148,8 @@ def _own_tensors(keys, values) -> list[Tensor]:
 class SnapshotReader:
     """Opens a stream and reads any snapshot back: ``len()`` whole steps, iteration over their states.
 
-    Every checksum is verified on opening. What follows the last whole step is left aside: ``tail_bytes`` of it, and
-    ``damaged`` says that it is not just cut short. Raises ``FormatError`` where not even the header is whole.
+    Every checksum is verified on opening. What follows the last whole step, ``tail_bytes`` of ``report``, is left
+    aside. Raises ``FormatError`` where not even the header is whole.
     Attributes: ``path``, ``interval``, ``num_layers``, ``batch_size``, ``num_kv_heads``, ``head_dim``, ``dtype``,
     ``side_bytes`` (learned tensors of the codecs, in the header).
     """
@@ -159,47 +159,32 @@ class SnapshotReader:
         if not self.path.is_file():
             raise FormatError(f"{path} is no file: write a stream with SnapshotWriter")
         with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            first = read_record(file, size, len(MAGIC), 0) if file.read(len(MAGIC)) == MAGIC else None
-            if first is None:
+            found = _read(file, len(MAGIC), 0) if file.read(len(MAGIC)) == MAGIC else None
+            if found is None:
                 raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
-            self._layout = StreamLayout.parse(first[1])
-            self._records = [first[0], *self._scan(file, size, first[0])]
-            self.file_bytes = self._records[-1].end
-            self.tail_bytes = size - self.file_bytes
-            file.seek(self.file_bytes)
-            words = file.read(WORDS.size)
-        whole = len(words) == WORDS.size and WORDS.unpack(words)[0] <= self.tail_bytes - WORDS.size
-        self.damaged = whole and any(words)  # zeros: a record that never reached the disk
+            self._layout, self._records = StreamLayout.parse(found[1]), []
+            while found is not None:
+                record, number = found[0], len(self._records)
+                before = self._records[-1].seq_len if number and self._layout.kind(number) == DELTA else 0
+                self._records.append(record._replace(seq_len=before + record.tokens))
+                found = _read(file, record.end, record.crc)
+            self.tail_bytes = os.fstat(file.fileno()).st_size - record.end
         for name in (*SIZES, "dtype", "side_bytes"):
             setattr(self, name, getattr(self._layout, name))
-
-    def _scan(self, file, size: int, header: Record) -> Iterator[Record]:
-        number, offset, seq_len = 1, header.end, 0
-        while (found := read_record(file, size, offset, header.crc + number)) is not None:
-            record = found[0]
-            seq_len = record.tokens + (seq_len if self._layout.kind(number) == DELTA else 0)
-            yield record._replace(seq_len=seq_len)
-            number, offset = number + 1, record.end
 
     def __len__(self) -> int:
         return len(self._records) - 1
 
-    def __iter__(self) -> Iterator[State]:
-        whole = None
-        for number in range(1, len(self) + 1):
-            part = self._read(number)
-            if self._layout.kind(number) == DELTA and whole is not None:
-                part = [torch.cat(pair, dim=2) for pair in zip(whole, part, strict=True)]
-            whole = part
-            yield whole[0::2], whole[1::2]
+    def __iter__(self):
+        return (self.state(step) for step in range(len(self)))
 
     def state(self, step: int = -1) -> State:
         """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the stream's dtype: the
         cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream,
         ``FormatError`` if the file has changed since it was opened."""
         number = self._number(step)
-        parts = [self._read(i) for i in range(max(1, number - number % self.interval), number + 1)]
+        with open(self.path, "rb") as file:
+            parts = [self._part(file, i) for i in range(max(1, number - number % self.interval), number + 1)]
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
 
@@ -210,35 +195,29 @@ class SnapshotReader:
     def report(self) -> dict:
         """Bytes on disk by kind, and ratios, header apart: against every snapshot in fp32 (the source's baseline) or
         fp16, and against the last one alone, the cache that a server really holds, in fp16."""
-        steps = {kind: [] for kind in KINDS}
-        for number, record in enumerate(self._records[1:], 1):
-            steps[self._layout.kind(number)].append(record)
-        states, seq_len, values = (
-            sum(r.seq_len for r in self._records),
-            self._records[-1].seq_len,
-            self._layout.token_values,
-        )
+        (header, *steps), written = self._records, self._records[-1].end
+        kinds = {kind: [r for number, r in enumerate(steps, 1) if self._layout.kind(number) == kind] for kind in KINDS}
+        states, values = sum(record.seq_len for record in steps), self._layout.token_values
         baselines = {
             "every_fp32": states * values * 4,
             "every_fp16": states * values * 2,
-            "live_fp16": seq_len * values * 2,
+            "live_fp16": self._records[-1].seq_len * values * 2,
         }
-        header = self._records[0].length
         return {
             "steps": len(self),
-            "seq_len": seq_len,
+            "seq_len": self._records[-1].seq_len,
             "token_states": states,
-            "keyframe_token_states": sum(record.tokens for record in steps[KEYFRAME]),
-            "delta_tokens": sum(record.tokens for record in steps[DELTA]),
-            "keyframe_bytes": sum(record.length for record in steps[KEYFRAME]),
-            "delta_bytes": sum(record.length for record in steps[DELTA]),
+            "keyframe_token_states": sum(record.tokens for record in kinds[KEYFRAME]),
+            "delta_tokens": sum(record.tokens for record in kinds[DELTA]),
+            "keyframe_bytes": sum(record.length for record in kinds[KEYFRAME]),
+            "delta_bytes": sum(record.length for record in kinds[DELTA]),
             "framing_bytes": len(MAGIC) + WORDS.size * len(self._records),
-            "header_bytes": header,
+            "header_bytes": header.length,
             "side_bytes": self.side_bytes,
-            "file_bytes": self.file_bytes,
+            "file_bytes": written,
             "tail_bytes": self.tail_bytes,
             **{f"{name}_bytes": count for name, count in baselines.items()},
-            **{f"ratio_{name}": count / (self.file_bytes - header) for name, count in baselines.items()},
+            **{f"ratio_{name}": count / (written - header.length) for name, count in baselines.items()},
         }
 
     def _number(self, step: int) -> int:
@@ -246,10 +225,10 @@ class SnapshotReader:
             raise IndexError(f"step {step} of a stream of {len(self)} steps")
         return step % len(self) + 1
 
-    def _read(self, number: int) -> list[Tensor]:
-        record = self._records[number]
-        with open(self.path, "rb") as file:
-            found = read_record(file, record.end, record.offset, self._records[0].crc + number)
+    def _part(self, file, number: int) -> list[Tensor]:
+        """The tensors that step ``number``, counted from 1, has written."""
+        before, record = self._records[number - 1 : number + 1]
+        found = _read(file, before.end, before.crc)
         if found is None or found[0].crc != record.crc:
-            raise FormatError(f"the record at byte {record.offset} changed since the stream was opened: open it again")
+            raise FormatError(f"the record at byte {before.end} changed since the stream was opened: open it again")
         return self._layout.decode(self._layout.kind(number), record.tokens, found[1])
