@@ -175,20 +175,18 @@ def test_models_that_change_values_after_the_cache_are_told_so(tmp_path):
         logits(model, cache, TOKENS, 30)
 
 
-def test_a_cache_of_another_model_says_so(llama):
-    compressor, other = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
-    cache = compressor.new_cache(llama)
+def test_another_model_of_the_same_kind_reads_decoded_tokens(llama):
+    """Also when the model that the cache was made for is gone."""
+    other = copy.deepcopy(llama)
+    compressor, mine = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
+    expected = logits(llama, compressor.new_cache(llama), TOKENS, 30)
     llama.set_attn_implementation(NAME)
-    try:
-        with pytest.raises(DataError, match="another model"), torch.inference_mode():
-            logits(other, cache, TOKENS, 30)
-    finally:
-        llama.set_attn_implementation("sdpa")
-    mine = copy.deepcopy(llama)
+    torch.testing.assert_close(logits(other, compressor.new_cache(llama), TOKENS, 30), expected)
+    llama.set_attn_implementation("sdpa")
     cache = compressor.new_cache(mine)
     del mine
     gc.collect()
-    assert logits(other, cache, TOKENS, 30).isfinite().all()
+    torch.testing.assert_close(logits(other, cache, TOKENS, 30), expected)
 
 
 @pytest.mark.parametrize("damage", ["short", "out of range"])

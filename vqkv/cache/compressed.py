@@ -14,7 +14,7 @@ from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.hooks import watch
 from vqkv.cache.meter import Report, tensor_bytes
-from vqkv.cache.packed_attention import PackedStates, chosen, packed_states
+from vqkv.cache.packed_attention import packed_states, reads_packed
 from vqkv.cache.positions import Rotary
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import TokenStore
@@ -130,13 +130,18 @@ class CompressedCache(Cache):
         if layer_idx == 0:
             self.batch.check_whole()
             model = self.model()
-            self.batch.direct = model is not None and not self.settings.decoded_cache_bytes and chosen(model)
+            self.batch.direct = (
+                self.batch.direct
+                and model is not None
+                and reads_packed(model, self.batch.slots + key_states.shape[2])
+                and not self.settings.decoded_cache_bytes
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def _update_uncompiled(self, key_states, value_states, layer_idx: int):
-        out = self.update(key_states, value_states, layer_idx)
-        return out[0].dense() if isinstance(out[0], PackedStates) else out  # a graph takes tensors only
+        self.batch.direct = False  # a graph takes tensors only
+        return self.update(key_states, value_states, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
