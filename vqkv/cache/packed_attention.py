@@ -22,7 +22,7 @@ from vqkv.kernels.precision import full_precision
 NAME = "vqkv_packed"
 FEW = 16  # new tokens, up to which attention reads packed tokens; it decodes them for more
 NOT_A_TENSOR = (
-    "keys and values are packed, and only attention set to 'vqkv_packed' reads them, but this model changes them first: "
+    "keys and values are packed, which only attention set to 'vqkv_packed' reads, but this model changes them first: "
     "call set_attn_implementation('sdpa')"
 )
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for attention to do, and this does not
