@@ -1,6 +1,7 @@
 """The byte meter: what tensors really hold, never what a formula says they should."""
 
 import dataclasses
+from collections import Counter
 
 import torch
 
@@ -61,6 +62,15 @@ class Report:
             f"side information {self.side_bytes:,} bytes; {self.bits_per_value:.4g} bits per packed value, "
             f"{self.ratio:.4g}x against fp16"
         )
+
+
+def total(reports: list[Report]) -> Report:
+    """Several caches of one compressor as if they were one."""
+    kinds = sum((Counter(report.kinds) for report in reports), Counter())
+    sums = [sum(getattr(r, name) for r in reports) for name in ("packed_bytes", "packed_values", "values")]
+    rows = sum(report.batch_size for report in reports)
+    longest, side = (max((getattr(r, name) for r in reports), default=0) for name in ("seq_len", "side_bytes"))
+    return Report(dict(kinds), *sums, longest, rows, side)
 
 
 def tensor_bytes(*objects) -> int:
