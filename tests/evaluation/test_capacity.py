@@ -109,21 +109,11 @@ def test_the_baseline_is_dynamic_cache(llama):
 
 
 @pytest.mark.parametrize("name", RAGGED)
-def test_what_has_to_be_seen_is_measured_or_refused(llama, name):
+def test_what_has_to_be_seen_is_refused(llama, name):
     compressor = calibrate(llama, TOKENS, RAGGED[name], progress=False)
     for sizes in (RAGGED[name], compressor):
-        with pytest.raises(DataError, match=r"depends on what is stored.*tokens="):
+        with pytest.raises(DataError, match="depends on what is stored"):
             footprint(llama, sizes)
-    needed, packed = footprint(llama, compressor, LONG[:2, :64]), 0
-    for row in LONG[:2, :64].split(1):
-        cache = compressor.new_cache(llama)
-        assert list(feed(llama, cache, row, (64,))) == [64]
-        packed += cache.report().packed_bytes
-        sinks, here, window = needed.parts(64)
-        assert (sinks + window) * needed.exact == cache.report().cache_bytes - cache.report().packed_bytes
-    assert 2 * here // needed.block * needed.packed == packed
-    assert needed.side_information == compressor.side_bytes
-    assert capacity(llama, compressor, gb(weight_bytes(llama)) + 0.01, tokens=LONG[:2, :64]).context > 0
 
 
 # Searches
@@ -135,7 +125,7 @@ def footprints(draw):
     return Footprint(
         weights=draw(number),
         side_information=draw(number),
-        packed=draw(st.integers(0, 300) | st.fractions(0, 300, max_denominator=7)),
+        packed=draw(st.integers(0, 300)),
         block=draw(st.integers(1, 9)),
         exact=draw(st.integers(1, 40)),
         working=draw(number),
@@ -196,9 +186,9 @@ def test_one_token_more_really_exceeds_the_memory(llama, name, batch):
 
 def test_the_models_own_limit_is_reported_beside_the_memorys():
     short = capacity(GPT2Config(n_layer=2, n_positions=256), "fp16", 1)
-    assert short.model_limit == 256 and short.beyond_model and "made for 256" in str(short)
+    assert short.model_limit == 256 and "made for 256" in str(short)
     within = capacity(GPT2Config(n_layer=2, n_positions=10**5), "fp16", 0.5)
-    assert not within.beyond_model and "made for" not in str(within) and 0 < within.context < 10**5
+    assert "made for" not in str(within) and 0 < within.context < 10**5
 
 
 def test_in_one_line():
@@ -226,10 +216,8 @@ def test_nothing_is_drawn_from_the_callers_random_numbers():
         ({"batch_size": 0}, "batch_size 0"),
         ({"reserve_gb": -1}, "reserve_gb -1"),
         ({"preset": 4}, "preset must be"),
-        ({"model_or_config": 7}, "model_or_config must be"),
-        ({"model_or_config": torch.nn.Linear(2, 2)}, "no transformers model"),
-        ({"model_or_config": MODEL, "dtype": "float16"}, "leave it out"),
-        ({"tokens": TOKENS}, "compressor"),
+        ({"model_or_config": torch.nn.Linear(2, 2)}, "pass a transformers model"),
+        ({"model_or_config": MODEL, "dtype": "float16"}, "without a dtype"),
         ({"preset": presets.vqllm(group_size=24)}, "24"),  # does not divide a head_dim of 32
         ({"memory_gb": 1e-4}, r"weights of 0\.00.* GB.*memory of 0\.0001 GB"),
         ({"memory_gb": gb(weight_bytes(MODEL)), "reserve_gb": 1e-6}, "reserve of 1e-06 GB"),
@@ -247,7 +235,7 @@ def test_bad_arguments_name_their_remedy(changes, message):
     ids=lambda config: str(config)[:40].split(" ")[0] if isinstance(config, dict) else type(config).__name__,
 )  # fmt: skip
 def test_what_has_no_cache_of_keys_and_values(config):
-    with pytest.raises(DataError):
+    with pytest.raises((DataError, UnknownNameError)):
         capacity(config, "fp16", 80)
 
 
@@ -258,10 +246,6 @@ def test_a_compressor_of_another_model(llama, tmp_path):
         capacity(GPT2Config(n_layer=2, n_head=2, n_embd=32), compressor, 1)
     with pytest.raises(FormatError, match="was fitted to"):
         capacity(load("qwen3", tmp_path), compressor, 1)
-    with pytest.raises(DataError, match="loaded model"):
-        capacity(llama.config, compressor, 1, tokens=TOKENS)
-    with pytest.raises(DataError, match="Pass longer sequences"):
-        capacity(llama, compressor, 1, tokens=TOKENS[:, :10])
 
 
 def test_a_compressor_with_settings_of_its_own(llama):

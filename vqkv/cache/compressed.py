@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
@@ -209,12 +209,3 @@ class CompressedCache(Cache):
         """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
         that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, model, decoded_cache_bytes)
-
-
-def full_cache(model, keys: list[torch.Tensor], values: list[torch.Tensor]) -> DynamicCache:
-    """transformers' uncompressed cache holding given keys (after RoPE) and values, lists over layers of
-    (batch, num_kv_heads, seq_len, head_dim), in the model's dtype."""
-    cache = DynamicCache()
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        cache.update(*(x.to(model.device, model.dtype) for x in pair), layer)
-    return cache
