@@ -281,8 +281,6 @@ def test_what_cannot_be_right_is_refused(llama):
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
-    with pytest.raises(DataError, match="NaN"):
-        heavy_hitters(torch.tensor([[[1.0, float("nan")]]]))
     llama.config.sliding_window = 30
     with pytest.raises(DataError, match="sliding window of 30"):
         run(llama, policy.new_cache(llama))
@@ -336,11 +334,9 @@ def test_scores_from_packed_keys_against_exact_ones(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
     base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
     rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
-    for row in evict.compare_scores(mini[0], base, tokens):
-        assert row["overlap"] > 0.97 and row["rank_correlation"] > 0.999
-    rows = evict.compare_scores(mini[0], rough, tokens, retain=0.5)
-    assert [row["layer"] for row in rows] == list(range(6))
-    assert all(row["overlap_by_chance"] < row["overlap"] < 0.99 for row in rows)
+    assert min(evict.compare_scores(mini[0], base, tokens)) > 0.97
+    overlaps, by_chance = evict.compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
+    assert len(overlaps) == 6 and all(by_chance < overlap < 0.99 for overlap in overlaps)
     scores = evict.attention_scores(mini[0], tokens)
     assert scores[3].shape == (2, 2, 96)
     torch.testing.assert_close(

@@ -196,7 +196,7 @@ class CompressedCache(Cache):
         return Report(dict(kinds), packed_bytes, packed_values, values, self.batch.slots, self.batch.size, side)
 
     def __repr__(self) -> str:
-        return f"CompressedCache({self.compressor.name}: {self.report().line()})"
+        return f"CompressedCache({self.compressor.name}: {self.report()})"
 
     def save(self, path) -> None:
         """Write all that is stored to one safetensors file, as ``saving`` says; only what ``decoded_cache_bytes`` keeps

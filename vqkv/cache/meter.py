@@ -48,13 +48,6 @@ class Report:
         names = ("cache_bytes", "bits_per_value", "bits_per_value_total", "ratio")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
-    def line(self) -> str:
-        """The essential in less than a line."""
-        tokens = f"{self.batch_size} x {self.seq_len} tokens"
-        if not self.values:
-            return f"{tokens}, empty"
-        return f"{tokens}, {self.cache_bytes / 1e6:.4g} MB, {self.bits_per_value:.4g} bits/value, {self.ratio:.3g}x"
-
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
         return (

@@ -1,4 +1,4 @@
-"""A step of a snapshot stream <-> bytes: a chain of codecs for every tensor, as the stream's header says.
+"""A step of a snapshot stream <-> bytes: a codec for every tensor, as the stream's header says.
 
 The header is one safetensors blob: the codecs' learned tensors and, as ``header``, JSON. A step's bytes are payload
 tensors and nothing else; their sizes follow from the codecs, the number of tokens and what was read before.
@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,8 @@ class Verbatim(Codec):
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Contents of a header. ``chains``: for each kind of step, which tensors (layer by layer, keys before values) go
-    through which codecs: the first stores whole blocks of tokens, the next those of what is left, and so on."""
+    """Contents of a header. ``places``: for each kind of step, which tensors (layer by layer, keys before values) go
+    through which of ``codecs``; ``rest`` stores the tokens after their last whole block."""
 
     num_layers: int
     batch_size: int
@@ -71,7 +71,8 @@ class StreamLayout:
     interval: int
     dtype: torch.dtype
     codecs: list[Codec]
-    chains: dict[str, dict[tuple[int, ...], list[int]]]
+    rest: Codec
+    places: dict[str, dict[int, list[int]]]
 
     @classmethod
     def parse(cls, data: bytes) -> "StreamLayout":
@@ -79,16 +80,13 @@ class StreamLayout:
         tensors = load_tensors(data)
         about = json.loads(raw_bytes(tensors.pop("header")).tobytes())
         codecs = [codec_from_config(config, claim(tensors, f"{i}.")) for i, config in enumerate(about["codecs"])]
-        codecs.append(Verbatim(about["head_dim"], about["dtype"]))
-        chains = {
-            KEYFRAME: [(*pair, -1) for pair in zip(about[KEYFRAME], about[DELTA], strict=True)],
-            DELTA: [(delta, -1) for delta in about[DELTA]],
+        rest = Verbatim(about["head_dim"], about["dtype"])
+        places = {
+            kind: {number: [i for i, other in enumerate(about[kind]) if other == number] for number in about[kind]}
+            for kind in KINDS
         }
-        alike = {
-            kind: {chain: [i for i, other in enumerate(every) if other == chain] for chain in every}
-            for kind, every in chains.items()
-        }
-        return cls(**{name: about[name] for name in SIZES}, dtype=DTYPES[about["dtype"]], codecs=codecs, chains=alike)
+        sizes = {name: about[name] for name in SIZES}
+        return cls(**sizes, dtype=DTYPES[about["dtype"]], codecs=codecs, rest=rest, places=places)
 
     @property
     def side_bytes(self) -> int:
@@ -119,11 +117,11 @@ class StreamLayout:
             check_values(x, most=most)
 
     def encode(self, kind: str, tensors: list[Tensor]) -> bytes:
-        """A step's bytes. Tensors of one chain are encoded as one batch: a step of one token is many small ones."""
+        """A step's bytes. Tensors of one codec are encoded as one batch: a step of one token is many small ones."""
         pieces = []
-        for chain, places in self.chains[kind].items():
+        for number, places in self.places[kind].items():
             x = torch.cat([tensors[i] for i in places])
-            for codec, start, stop in self._shares(chain, x.shape[2]):
+            for codec, start, stop in self._shares(number, x.shape[2]):
                 payload = codec.encode(x[:, :, start:stop])
                 pieces += [raw_bytes(payload.tensors[name]) for name in _names(payload)]
         return b"".join(pieces)
@@ -131,24 +129,20 @@ class StreamLayout:
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
         """The tensors of a step of so many tokens."""
         take, tensors, size = _taker(data), {}, self.batch_size
-        for chain, places in self.chains[kind].items():
-            shares = list(self._shares(chain, tokens))
-            payloads = [self._payload(take, codec, size * len(places), b - a) for codec, a, b in shares]
-            for number, i in enumerate(places):
-                rows = range(number * size, (number + 1) * size)
-                own = zip(shares, payloads, strict=True)
-                parts = [codec.decode(payload.batch_select(rows), self.dtype) for (codec, _, _), payload in own]
-                tensors[i] = torch.cat(parts, dim=2)
+        for number, places in self.places[kind].items():
+            parts = []
+            for codec, start, stop in self._shares(number, tokens):
+                payload = self._payload(take, codec, size * len(places), stop - start)
+                rows = torch.arange(size * len(places)).split(size)
+                parts.append([codec.decode(payload.batch_select(own), self.dtype) for own in rows])
+            tensors |= dict(zip(places, (torch.cat(own, dim=2) for own in zip(*parts, strict=True)), strict=True))
         return [tensors[i] for i in range(2 * self.num_layers)]
 
-    def _shares(self, chain: tuple[int, ...], tokens: int) -> Iterator[tuple[Codec, int, int]]:
-        """Codecs and which tokens (start, stop) each stores: whole blocks of what the ones before have left."""
-        start = 0
-        for codec in (self.codecs[number] for number in chain):
-            stop = tokens - (tokens - start) % codec.tokens_per_row
-            if stop > start:
-                yield codec, start, stop
-            start = stop
+    def _shares(self, number: int, tokens: int) -> list[tuple[Codec, int, int]]:
+        """Who stores which tokens (start, stop)."""
+        whole = tokens - tokens % self.codecs[number].tokens_per_row
+        shares = [(self.codecs[number], 0, whole), (self.rest, whole, tokens)]
+        return [share for share in shares if share[1] < share[2]]
 
     def _payload(self, take: Take, codec: Codec, batch_size: int, tokens: int) -> Payload:
         """The next payload; of what shapes and types is seen in one that the codec makes of zeros. How many ragged

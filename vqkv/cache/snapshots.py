@@ -73,8 +73,8 @@ class SnapshotWriter:
     per keyframe.
 
     A codec that encodes blocks of tokens gets the whole blocks of what is stored (of the cache for a keyframe, of a
-    step's own tokens for a delta). The tokens after the last whole block are stored as a delta if a keyframe's, and
-    exactly, in the cache's dtype, if a delta's: so a one-token delta under such a codec is exact.
+    step's own tokens for a delta). The tokens after the last whole block are stored exactly, in the cache's dtype: so a
+    one-token delta under such a codec is exact.
 
     The file appears with the first ``append``. One writer at a time.
     """
