@@ -278,6 +278,8 @@ def test_what_cannot_be_right_is_refused(llama):
         llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
     with pytest.raises(DataError, match="snapshot or chunked"):
         policy.new_cache(llama, in_place=True)
+    with pytest.raises(DataError, match="packs blocks of 16 tokens"):
+        H2O(calibrate(llama, TOKENS, SMALL["kivi"], progress=False), streaming=True).new_cache(llama)
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
