@@ -68,4 +68,5 @@ def small(path, name, seed=0, layers=1, heads=1, head_dim=3):
     """A small stream: its cache, its bytes, and the state of every step."""
     state, steps = cache(layers, 1, heads, 6, head_dim, seed=seed), [1, 2, 1, 2]
     stream = write(path, state, steps, interval=2, **SMALL[name])
-    return state, steps, path.read_bytes(), list(stream), [record.end for record in stream._records]
+    states = [stream.state(i) for i in range(len(stream))]
+    return state, steps, path.read_bytes(), states, [record.end for record in stream._records]

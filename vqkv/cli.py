@@ -217,7 +217,7 @@ def _cache(path: Path) -> str:
 
 def _stream(path: Path) -> str:
     stream = SnapshotReader(path)
-    about = {"dtype": dtype_name(stream.dtype)} | {name: getattr(stream, name) for name in SIZES}
+    about = {"dtype": dtype_name(stream.layout.dtype)} | {name: getattr(stream.layout, name) for name in SIZES}
     return f"snapshot stream of {len(stream)} steps\n{_yaml(about | stream.report())}"
 
 

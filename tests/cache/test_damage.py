@@ -49,7 +49,7 @@ def opened(path, data, states):
         stream = SnapshotReader(path)
     except FormatError:
         return None
-    assert all(same(found, written) for found, written in zip(stream, states[: len(stream)], strict=True))
+    assert all(same(stream.state(i), states[i]) for i in range(len(stream)))
     return len(stream)
 
 

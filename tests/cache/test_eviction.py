@@ -6,7 +6,7 @@ import gc
 import pytest
 import small_models
 import torch
-from exact_codec import Fp32, exact
+from exact_codec import exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import PREDICTED, SMALL
@@ -16,13 +16,10 @@ import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.cache import eviction as evict
 from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, heavy_hitters
 from vqkv.cache.meter import tensor_bytes
-from vqkv.cache.settings import CacheSettings
-from vqkv.codecs import Payload
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, kv_sources
+from vqkv.models.load import kv_sources
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -237,20 +234,6 @@ def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
         H2O(compressor)
 
 
-def test_payloads_that_mix_heads_are_refused(llama):
-    class Merged(Fp32):
-        def _encode(self, x):
-            return Payload({"values": x.transpose(1, 2).flatten(2)[:, None]})
-
-        def _decode(self, payload):
-            return payload.fields["values"][:, 0].unflatten(-1, (2, -1)).transpose(1, 2)
-
-    merged = Compressor("merged", [(Merged(), Merged())] * 3, CacheSettings(), describe(llama))
-    torch.testing.assert_close(run(llama, H2O(merged).new_cache(llama)), run(llama, H2O(exact(llama)).new_cache(llama)))
-    with pytest.raises(DataError, match="mixes heads.*streaming=False"):
-        run(llama, H2O(merged, streaming=True).new_cache(llama))
-
-
 def test_generate_beams_copies_and_reset(llama):
     policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
     kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -291,7 +274,7 @@ def test_what_cannot_be_right_is_refused(llama):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_refused_batches_and_failed_passes(llama, streaming):
-    """As in a cache that keeps all; and the model is left as it was."""
+    """The model is left as it was."""
     policy = H2O(exact(llama), 0.5, 0.2, streaming=streaming)
     cache, undisturbed = policy.new_cache(llama), policy.new_cache(llama)
     expected, first = run(llama, undisturbed), run(llama, cache, TOKENS[:, :27], (20, 7))

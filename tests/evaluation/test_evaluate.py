@@ -95,8 +95,6 @@ def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):
         evaluate(mini[0], one_bit, tokens, "chunkd")
     with pytest.raises(DataError, match="at least 3 tokens"):
         evaluate(mini[0], one_bit, tokens[:, :2])
-    with pytest.raises(DataError, match="prompt_len"):
-        evaluate(mini[0], one_bit, tokens, "snapshot", prompt_len=64)
 
 
 def test_metrics_against_numbers_worked_out_by_hand():

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, SIZES, StreamLayout, check_stored, header_of
+from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, StreamLayout, check_stored, header_of
 from vqkv.errors import DataError, FormatError
 from vqkv.runtime.checks import check_whole
 
@@ -146,12 +146,10 @@ def _own_tensors(keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
 
 
 class SnapshotReader:
-    """Opens a stream and reads any snapshot back: ``len()`` whole steps, iteration over their states.
+    """Opens a stream and reads any snapshot back: ``len()`` whole steps, of caches as ``layout`` describes them.
 
     Every checksum is verified on opening. What follows the last whole step, ``tail_bytes`` of ``report``, is left
     aside. Raises ``FormatError`` where not even the header is whole.
-    Attributes: ``path``, ``interval``, ``num_layers``, ``batch_size``, ``num_kv_heads``, ``head_dim``, ``dtype``,
-    ``side_bytes`` (learned tensors of the codecs, in the header).
     """
 
     def __init__(self, path):
@@ -162,42 +160,35 @@ class SnapshotReader:
             found = _read(file, len(MAGIC), 0) if file.read(len(MAGIC)) == MAGIC else None
             if found is None:
                 raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
-            self._layout, self._records = StreamLayout.parse(found[1]), []
+            self.layout, self._records = StreamLayout.parse(found[1]), []
             while found is not None:
                 record, number = found[0], len(self._records)
-                before = self._records[-1].seq_len if number and self._layout.kind(number) == DELTA else 0
+                before = self._records[-1].seq_len if number and self.layout.kind(number) == DELTA else 0
                 self._records.append(record._replace(seq_len=before + record.tokens))
                 found = _read(file, record.end, record.crc)
             self.tail_bytes = os.fstat(file.fileno()).st_size - record.end
-        for name in (*SIZES, "dtype", "side_bytes"):
-            setattr(self, name, getattr(self._layout, name))
 
     def __len__(self) -> int:
         return len(self._records) - 1
-
-    def __iter__(self):
-        return (self.state(step) for step in range(len(self)))
 
     def state(self, step: int = -1) -> State:
         """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the stream's dtype: the
         cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream,
         ``FormatError`` if the file has changed since it was opened."""
-        number = self._number(step)
+        if not -len(self) <= step < len(self):
+            raise IndexError(f"step {step} of a stream of {len(self)} steps")
+        number = step % len(self) + 1
         with open(self.path, "rb") as file:
-            parts = [self._part(file, i) for i in range(max(1, number - number % self.interval), number + 1)]
+            parts = [self._part(file, i) for i in range(max(1, number - number % self.layout.interval), number + 1)]
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
-
-    def seq_len(self, step: int = -1) -> int:
-        """Tokens in the cache after ``step``."""
-        return self._records[self._number(step)].seq_len
 
     def report(self) -> dict:
         """Bytes on disk by kind, and ratios, header apart: against every snapshot in fp32 (the source's baseline) or
         fp16, and against the last one alone, the cache that a server really holds, in fp16."""
         (header, *steps), written = self._records, self._records[-1].end
-        kinds = {kind: [r for number, r in enumerate(steps, 1) if self._layout.kind(number) == kind] for kind in KINDS}
-        states, values = sum(record.seq_len for record in steps), self._layout.token_values
+        kinds = {kind: [r for number, r in enumerate(steps, 1) if self.layout.kind(number) == kind] for kind in KINDS}
+        states, values = sum(record.seq_len for record in steps), self.layout.token_values
         baselines = {
             "every_fp32": states * values * 4,
             "every_fp16": states * values * 2,
@@ -213,17 +204,12 @@ class SnapshotReader:
             "delta_bytes": sum(record.length for record in kinds[DELTA]),
             "framing_bytes": len(MAGIC) + WORDS.size * len(self._records),
             "header_bytes": header.length,
-            "side_bytes": self.side_bytes,
+            "side_bytes": self.layout.side_bytes,
             "file_bytes": written,
             "tail_bytes": self.tail_bytes,
             **{f"{name}_bytes": count for name, count in baselines.items()},
             **{f"ratio_{name}": count / (written - header.length) for name, count in baselines.items()},
         }
-
-    def _number(self, step: int) -> int:
-        if not -len(self) <= step < len(self):
-            raise IndexError(f"step {step} of a stream of {len(self)} steps")
-        return step % len(self) + 1
 
     def _part(self, file, number: int) -> list[Tensor]:
         """The tensors that step ``number``, counted from 1, has written."""
@@ -231,4 +217,4 @@ class SnapshotReader:
         found = _read(file, before.end, before.crc)
         if found is None or found[0].crc != record.crc:
             raise FormatError(f"the record at byte {before.end} changed since the stream was opened: open it again")
-        return self._layout.decode(self._layout.kind(number), record.tokens, found[1])
+        return self.layout.decode(self.layout.kind(number), record.tokens, found[1])

@@ -24,9 +24,8 @@ from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.configs import architecture
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
-from vqkv.presets import PRESETS, Preset
+from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
-from vqkv.runtime.registry import call_described
 
 GB = 10**9
 MOST = 1 << 40  # tokens or sequences, where a search ends
@@ -74,7 +73,7 @@ class Capacity:
 
 def capacity(
     model_or_config,
-    preset: Preset | Compressor | str | dict,
+    preset: Preset | Compressor,
     memory_gb: float,
     batch_size: int = 1,
     context: int = 8192,
@@ -85,18 +84,18 @@ def capacity(
     ``memory_gb``, in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory / 1e9``). This
     module's docstring says what is counted.
 
-    ``model_or_config``: a loaded model, a transformers config or its contents as a dict, a folder or a bundled name;
-    nothing is downloaded. What a config describes is laid out without memory, its weights in ``dtype`` (by default the
-    config's own, else float16). ``preset``: a preset, its name, ``{"name": "quanto", "bits": 2}``, or a fitted
-    compressor.
+    ``model_or_config``: a loaded model, or a transformers config, or its contents as a dict. What a config describes is
+    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16).
 
     Raises ``DataError`` if the model alone does not fit, for sizes that depend on the data, and for sliding windows,
-    encoders or no KV heads; ``UnknownNameError`` for names; ``FormatError`` for a compressor of another model.
+    encoders or no KV heads; ``FormatError`` for a compressor of another model.
     """
     memory, reserve = _bytes("memory_gb", memory_gb), _bytes("reserve_gb", reserve_gb)
     check_whole("batch_size", batch_size, 1, MOST)
     check_whole("context", context, 1, MOST)
-    preset, model = _preset(preset), architecture(model_or_config, dtype)
+    if not isinstance(preset, (Preset, Compressor)):
+        raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
+    model = architecture(model_or_config, dtype)
     needed = footprint(model, preset)
     _check_room(model, needed, reserve, memory)
     found = _search(needed, memory - reserve, batch_size, context)
@@ -117,15 +116,6 @@ def capacity(
         fp16_batch_size=fp16[1],
         model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
     )
-
-
-def _preset(preset) -> Preset | Compressor:
-    if isinstance(preset, (Preset, Compressor)):
-        return preset
-    if not isinstance(preset, (str, dict)):
-        kind = type(preset).__name__
-        raise DataError(f"preset must be a Preset such as presets.vqllm(), its name, or a Compressor, not {kind}")
-    return call_described("preset", PRESETS, preset)
 
 
 def _name(model) -> str:
