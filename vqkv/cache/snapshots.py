@@ -10,10 +10,10 @@ and ``length`` bytes. A CRC32 goes on from the one before, so that no step is al
 unseen.
 """
 
-import math
 import os
 import struct
 import zlib
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,37 +31,18 @@ MOST = 1 << 32  # steps
 State = tuple[list[Tensor], list[Tensor]]
 
 
-class Record(NamedTuple):
-    """Where a record's contents lie. ``tokens``: of its own; ``seq_len``: of the snapshot it completes."""
+class Step(NamedTuple):
+    """What a stream holds of a step. ``tokens``: its own; ``seq_len``: those of the snapshot it completes."""
 
-    offset: int
-    length: int
+    kind: str
     tokens: int
-    crc: int
-    seq_len: int = 0
-
-    @property
-    def end(self) -> int:
-        """The byte after it."""
-        return self.offset + self.length
+    seq_len: int
+    contents: memoryview
 
 
-def _framed(before: int, tokens: int, contents: bytes) -> tuple[bytes, int]:
-    """A record as it is written, and its CRC32; ``before``: the CRC32 of the record before it."""
-    crc = zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
-    return WORDS.pack(len(contents), tokens, crc) + contents, crc
-
-
-def _read(file, offset: int, before: int) -> tuple[Record, bytes] | None:
-    """The record at ``offset`` and its contents; None unless it is whole and unaltered."""
-    file.seek(offset)
-    words = file.read(WORDS.size)
-    length, tokens, crc = WORDS.unpack(words) if len(words) == WORDS.size else (math.inf, 0, 0)
-    if length > os.fstat(file.fileno()).st_size - file.tell():
-        return None
-    contents = file.read(length)
-    whole = _framed(before, tokens, contents)[1] == crc
-    return (Record(offset + WORDS.size, length, tokens, crc), contents) if whole else None
+def _checksum(before: int, tokens: int, contents) -> int:
+    """CRC32 of a record; ``before``: that of the one before it."""
+    return zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
 
 
 class SnapshotWriter:
@@ -131,9 +112,9 @@ class SnapshotWriter:
         self._write(0, contents)
 
     def _write(self, tokens: int, contents: bytes) -> None:
-        record, crc = _framed(self._crc, tokens, contents)
+        crc = _checksum(self._crc, tokens, contents)
         self._closed = True  # unless all of it reaches the file
-        self._file.write(record)
+        self._file.write(WORDS.pack(len(contents), tokens, crc) + contents)
         self._file.flush()
         self._crc, self._closed = crc, False
 
@@ -157,64 +138,64 @@ class SnapshotReader:
         if not self.path.is_file():
             raise FormatError(f"{path} is no file: write a stream with SnapshotWriter")
         with open(self.path, "rb") as file:
-            found = _read(file, len(MAGIC), 0) if file.read(len(MAGIC)) == MAGIC else None
-            if found is None:
-                raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
-            self.layout, self._records = StreamLayout.parse(found[1]), []
-            while found is not None:
-                record, number = found[0], len(self._records)
-                before = self._records[-1].seq_len if number and self.layout.kind(number) == DELTA else 0
-                self._records.append(record._replace(seq_len=before + record.tokens))
-                found = _read(file, record.end, record.crc)
-            self.tail_bytes = os.fstat(file.fileno()).st_size - record.end
+            data = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ) if os.path.getsize(path) else b"")
+        records, end, crc = [], len(MAGIC), 0
+        while len(words := data[end : end + WORDS.size]) == WORDS.size and data[: len(MAGIC)] == MAGIC:
+            length, tokens, found = WORDS.unpack(words)
+            contents = data[end + WORDS.size : end + WORDS.size + length]
+            crc = _checksum(crc, tokens, contents)
+            if len(contents) < length or crc != found:
+                break
+            end += WORDS.size + length
+            records.append((contents, tokens))
+        if not records:
+            raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
+        self.layout, self.header_bytes = StreamLayout.parse(bytes(records[0][0])), len(records[0][0])
+        self.file_bytes, self.tail_bytes = end, len(data) - end
+        self._steps, seq_len = [], 0
+        for number, (contents, tokens) in enumerate(records[1:], 1):
+            kind = self.layout.kind(number)
+            seq_len = tokens + (seq_len if kind == DELTA else 0)
+            self._steps.append(Step(kind, tokens, seq_len, contents))
 
     def __len__(self) -> int:
-        return len(self._records) - 1
+        return len(self._steps)
 
     def state(self, step: int = -1) -> State:
         """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the stream's dtype: the
-        cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream,
-        ``FormatError`` if the file has changed since it was opened."""
+        cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream."""
         if not -len(self) <= step < len(self):
             raise IndexError(f"step {step} of a stream of {len(self)} steps")
         number = step % len(self) + 1
-        with open(self.path, "rb") as file:
-            parts = [self._part(file, i) for i in range(max(1, number - number % self.layout.interval), number + 1)]
+        first = max(1, number - number % self.layout.interval)
+        parts = [self.layout.decode(part.kind, part.tokens, part.contents) for part in self._steps[first - 1 : number]]
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
 
     def report(self) -> dict:
         """Bytes on disk by kind, and ratios, header apart: against every snapshot in fp32 (the source's baseline) or
         fp16, and against the last one alone, the cache that a server really holds, in fp16."""
-        (header, *steps), written = self._records, self._records[-1].end
-        kinds = {kind: [r for number, r in enumerate(steps, 1) if self.layout.kind(number) == kind] for kind in KINDS}
-        states, values = sum(record.seq_len for record in steps), self.layout.token_values
+        keyframes, deltas = ([step for step in self._steps if step.kind == kind] for kind in KINDS)
+        states, values = sum(step.seq_len for step in self._steps), self.layout.token_values
+        seq_len = self._steps[-1].seq_len if self._steps else 0
         baselines = {
             "every_fp32": states * values * 4,
             "every_fp16": states * values * 2,
-            "live_fp16": self._records[-1].seq_len * values * 2,
+            "live_fp16": seq_len * values * 2,
         }
         return {
             "steps": len(self),
-            "seq_len": self._records[-1].seq_len,
+            "seq_len": seq_len,
             "token_states": states,
-            "keyframe_token_states": sum(record.tokens for record in kinds[KEYFRAME]),
-            "delta_tokens": sum(record.tokens for record in kinds[DELTA]),
-            "keyframe_bytes": sum(record.length for record in kinds[KEYFRAME]),
-            "delta_bytes": sum(record.length for record in kinds[DELTA]),
-            "framing_bytes": len(MAGIC) + WORDS.size * len(self._records),
-            "header_bytes": header.length,
+            "keyframe_token_states": sum(step.tokens for step in keyframes),
+            "delta_tokens": sum(step.tokens for step in deltas),
+            "keyframe_bytes": sum(len(step.contents) for step in keyframes),
+            "delta_bytes": sum(len(step.contents) for step in deltas),
+            "framing_bytes": len(MAGIC) + WORDS.size * (len(self) + 1),
+            "header_bytes": self.header_bytes,
             "side_bytes": self.layout.side_bytes,
-            "file_bytes": written,
+            "file_bytes": self.file_bytes,
             "tail_bytes": self.tail_bytes,
             **{f"{name}_bytes": count for name, count in baselines.items()},
-            **{f"ratio_{name}": count / (written - header.length) for name, count in baselines.items()},
+            **{f"ratio_{name}": count / (self.file_bytes - self.header_bytes) for name, count in baselines.items()},
         }
-
-    def _part(self, file, number: int) -> list[Tensor]:
-        """The tensors that step ``number``, counted from 1, has written."""
-        before, record = self._records[number - 1 : number + 1]
-        found = _read(file, before.end, before.crc)
-        if found is None or found[0].crc != record.crc:
-            raise FormatError(f"the record at byte {before.end} changed since the stream was opened: open it again")
-        return self.layout.decode(self.layout.kind(number), record.tokens, found[1])
