@@ -1,12 +1,12 @@
 """Small caches written to snapshot streams, for the tests of streams and of damage to them."""
 
 import functools
+from itertools import accumulate
 
 import torch
 
 from vqkv import presets
-from vqkv.cache.records import WORDS
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.cache.snapshots import MAGIC, WORDS, SnapshotReader, SnapshotWriter
 
 FRAMING = WORDS.size
 
@@ -65,8 +65,15 @@ SMALL = {
 }
 
 
+def ends_of(stream):
+    """The byte after each record."""
+    header = len(MAGIC) + FRAMING + stream.header_bytes
+    return list(accumulate((FRAMING + len(step.contents) for step in stream._steps), initial=header))
+
+
 def small(path, name, seed=0, layers=1, heads=1, head_dim=3):
     """A small stream: its cache, its bytes, and the state of every step."""
     state, steps = cache(layers, 1, heads, 6, head_dim, seed=seed), [1, 2, 1, 2]
     stream = write(path, state, steps, interval=2, **SMALL[name])
-    return state, steps, path.read_bytes(), list(stream), [record.end for record in stream._records]
+    states = [stream.state(i) for i in range(len(stream))]
+    return state, steps, path.read_bytes(), states, ends_of(stream)

@@ -52,7 +52,7 @@ def test_inspect_reports_a_snapshot_stream(tmp_path):
         for _ in range(3):
             stream.append([torch.randn(1, 2, 4, 16)], [torch.randn(1, 2, 4, 16)])
     about = yaml.safe_load(run("inspect", tmp_path / "stream").split("\n", 1)[1])
-    assert (about["steps"], about["seq_len"], about["interval"], about["damaged"]) == (3, 12, 2, False)
+    assert (about["steps"], about["seq_len"], about["interval"], about["tail_bytes"]) == (3, 12, 2, 0)
     assert about["file_bytes"] == (tmp_path / "stream").stat().st_size
 
 

@@ -207,7 +207,7 @@ def _file(path: Path) -> str:
         made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
         return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
     stream = SnapshotReader(path)
-    about = {"dtype": dtype_name(stream.dtype)} | {name: getattr(stream, name) for name in (*SIZES, "damaged")}
+    about = {"dtype": dtype_name(stream.layout.dtype)} | {name: getattr(stream.layout, name) for name in SIZES}
     return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
 
 

@@ -99,23 +99,7 @@ def test_nothing_is_stored_but_payloads_sinks_and_window(llama, compressor):
     assert report.bits_per_value == (3 * 2 * 4 + 16) / 32  # 3 codes of 4 bits for each of 2 groups, one fp16 scale
     assert report.packed_values == layers * 2 * heads * 36 * 32
     assert sum(cache.layers[0].stores[0].parts) == report.seq_len == 48
-    assert "1.25 bits/value" in repr(cache) and len(repr(cache)) < 120
-
-
-def test_nan_in_the_model_is_named(llama, compressor, tmp_path):
-    cache = compressor.new_cache(llama)
-    weight = kv_sources(llama)[1].value_module.weight
-    before = weight[0, 0].item()
-    with torch.no_grad():
-        weight[0, 0] = float("nan")
-    with pytest.raises(DataError, match="NaN"):
-        run(llama, cache, pieces=(48,))
-    with torch.no_grad():
-        weight[0, 0] = before
-    with pytest.raises(DataError, match="failed half-way"):
-        run(llama, cache, pieces=(48,))
-    cache.reset()
-    run(llama, cache)
+    assert "1.25 bits per packed value" in repr(cache)
 
 
 def refused(model, cache, tokens, message):
@@ -160,14 +144,3 @@ def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
     other = small_models.load("gpt2", tmp_path)
     with pytest.raises(FormatError, match="was fitted to .* with model_type"):
         compressor.new_cache(other)
-
-
-def test_calibrate_refuses_what_it_cannot_fit(llama):
-    with pytest.raises(DataError, match="not divisible by group_size 24"):
-        calibrate(llama, TOKENS, presets.vqllm(group_size=24), progress=False)
-    with pytest.raises(DataError, match="codebook_size|codes"):
-        calibrate(
-            llama, TOKENS[:1, :8], presets.vqllm(num_quantizers=1, codebook_size=2048, group_size=32), progress=False
-        )
-    with pytest.raises(DataError, match="empty"):
-        calibrate(llama, TOKENS[:0], presets.fp16(), progress=False)

@@ -8,7 +8,7 @@ import pytest
 from mutations import mutated
 from preset_zoo import EVERY, PREDICTED
 from saved_states import TOKENS, feed, half_way, made, same_state
-from snapshot_zoo import SMALL, cache, same, small, write
+from snapshot_zoo import SMALL, cache, ends_of, same, small, write
 
 from vqkv import CompressedCache, Compressor, FormatError, calibrate
 from vqkv.cache.compressor_folder import FILE, FORMAT, VERSION
@@ -67,7 +67,7 @@ def opened(path, data, states):
         stream = SnapshotReader(path)
     except FormatError:
         return None
-    assert all(same(found, written) for found, written in zip(stream, states[: len(stream)], strict=True))
+    assert all(same(stream.state(i), states[i]) for i in range(len(stream)))
     return len(stream)
 
 
@@ -76,8 +76,10 @@ def test_a_damaged_stream_opens_to_the_steps_before_the_damage(tmp_path, name):
     path, rng, outcomes = tmp_path / "damaged", random.Random(7), Counter()
     _, _, data, states, ends = small(tmp_path / "s", name)
     other = small(tmp_path / "other", name, seed=1)[2]
-    for _ in range(200):
+    for _ in range(400):
         altered = mutated(rng, data, other)
+        if altered[: ends[0]] == other[: ends[0]]:
+            continue  # its header and all that was before the damage are the other one's
         intact = next((i for i, (a, b) in enumerate(zip(data, altered)) if a != b), min(len(data), len(altered)))
         steps = opened(path, altered, states)
         assert steps == (sum(end <= intact for end in ends) - 1 if intact >= ends[0] else None)
@@ -99,7 +101,7 @@ def test_steps_of_another_stream_or_in_another_order_are_noticed(tmp_path):
 
 def test_a_length_that_claims_gigabytes_costs_nothing(tmp_path):
     path = tmp_path / "s"
-    ends = [r.end for r in write(path, cache(2, 1, 2, 64, 64), [1] * 64, deltas="exact", interval=32)._records]
+    ends = ends_of(write(path, cache(2, 1, 2, 64, 64), [1] * 64, deltas="exact", interval=32))
     data = bytearray(path.read_bytes())
     data[ends[40] : ends[40] + 5] = b"\xff" * 5  # the length of step 41
     path.write_bytes(data)
@@ -108,12 +110,3 @@ def test_a_length_that_claims_gigabytes_costs_nothing(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert keys[0].shape[2] == 40 and peak < 3 * len(data)
-
-
-def test_a_file_that_changes_under_an_open_stream_is_noticed(tmp_path):
-    path = tmp_path / "s"
-    _, _, data, _, ends = small(path, "exact")
-    stream = SnapshotReader(path)
-    path.write_bytes(data[: ends[-1] - 5])
-    with pytest.raises(FormatError, match="changed since"):
-        stream.state()

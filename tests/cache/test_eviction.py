@@ -9,20 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import PREDICTED, SMALL
-from strategies import Fp32, exact
+from strategies import exact
 from transformers import DynamicCache
 
 import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.cache import eviction as evict
 from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, heavy_hitters
 from vqkv.cache.meter import tensor_bytes
-from vqkv.cache.settings import CacheSettings
-from vqkv.codecs import Payload
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, kv_sources
+from vqkv.models.load import kv_sources
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -232,20 +229,6 @@ def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
         H2O(compressor)
 
 
-def test_payloads_that_mix_heads_are_refused(llama):
-    class Merged(Fp32):
-        def _encode(self, x):
-            return Payload({"values": x.transpose(1, 2).flatten(2)[:, None]})
-
-        def _decode(self, payload):
-            return payload.fields["values"][:, 0].unflatten(-1, (2, -1)).transpose(1, 2)
-
-    merged = Compressor("merged", [(Merged(), Merged())] * 3, CacheSettings(), describe(llama))
-    torch.testing.assert_close(run(llama, H2O(merged).new_cache(llama)), run(llama, H2O(exact(llama)).new_cache(llama)))
-    with pytest.raises(DataError, match="mixes heads.*streaming=False"):
-        run(llama, H2O(merged, streaming=True).new_cache(llama))
-
-
 def test_generate_beams_copies_and_reset(llama):
     policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
     kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -273,11 +256,11 @@ def test_what_cannot_be_right_is_refused(llama):
         llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
     with pytest.raises(DataError, match="snapshot or chunked"):
         policy.new_cache(llama, in_place=True)
+    with pytest.raises(DataError, match="packs blocks of 16 tokens"):
+        H2O(calibrate(llama, TOKENS, SMALL["kivi"], progress=False), streaming=True).new_cache(llama)
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
-    with pytest.raises(DataError, match="NaN"):
-        heavy_hitters(torch.tensor([[[1.0, float("nan")]]]))
     llama.config.sliding_window = 30
     with pytest.raises(DataError, match="sliding window of 30"):
         run(llama, policy.new_cache(llama))
@@ -286,7 +269,7 @@ def test_what_cannot_be_right_is_refused(llama):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_refused_batches_and_failed_passes(llama, streaming):
-    """As in a cache that keeps all; and the model is left as it was."""
+    """The model is left as it was."""
     policy = H2O(exact(llama), 0.5, 0.2, streaming=streaming)
     cache, undisturbed = policy.new_cache(llama), policy.new_cache(llama)
     expected, first = run(llama, undisturbed), run(llama, cache, TOKENS[:, :27], (20, 7))
@@ -331,11 +314,9 @@ def test_scores_from_packed_keys_against_exact_ones(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
     base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
     rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
-    for row in evict.compare_scores(mini[0], base, tokens):
-        assert row["overlap"] > 0.97 and row["rank_correlation"] > 0.999
-    rows = evict.compare_scores(mini[0], rough, tokens, retain=0.5)
-    assert [row["layer"] for row in rows] == list(range(6))
-    assert all(row["overlap_by_chance"] < row["overlap"] < 0.99 for row in rows)
+    assert min(evict.compare_scores(mini[0], base, tokens)) > 0.97
+    overlaps, by_chance = evict.compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
+    assert len(overlaps) == 6 and all(by_chance < overlap < 0.99 for overlap in overlaps)
     scores = evict.attention_scores(mini[0], tokens)
     assert scores[3].shape == (2, 2, 96)
     torch.testing.assert_close(

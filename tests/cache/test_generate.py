@@ -5,14 +5,16 @@ import copy
 import pytest
 import small_models
 import torch
-from strategies import exact
+from preset_zoo import EVERY, PREDICTED
+from strategies import exact, run
 from transformers import DynamicCache
 
-from vqkv import DataError, calibrate, presets
+from vqkv import Compressor, DataError, calibrate, presets
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs import Codec
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+MORE = torch.randint(1, 4096, (2, 96), generator=torch.Generator().manual_seed(0))
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PRESETS = {
     "vqllm": lambda: presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
@@ -198,3 +200,28 @@ def test_tokens_are_encoded_once_and_decoded_once_a_step_or_once(llama, monkeypa
 def test_a_budget_that_is_no_number_of_bytes_is_refused(llama, higgs, wrong):
     with pytest.raises(DataError, match="decoded_cache_bytes"):
         higgs.new_cache(llama, decoded_cache_bytes=wrong)
+
+
+@pytest.mark.parametrize("name", EVERY | PREDICTED)
+def test_a_cache_can_be_saved_reset_cropped_and_reordered(llama, name, tmp_path):
+    compressor, tokens = calibrate(llama, MORE, (EVERY | PREDICTED)[name], progress=False), MORE[:, :60]
+    cache = compressor.new_cache(llama)
+    first = run(llama, cache, tokens, (40, 1, 1, 18))
+    compressor.save_pretrained(tmp_path)
+    assert torch.equal(run(llama, Compressor.from_pretrained(tmp_path).new_cache(llama), tokens, (40, 1, 1, 18)), first)
+    swapped, more = copy.deepcopy(cache), MORE[:, 60:65]
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    one = copy.deepcopy(cache)
+    one.batch_select_indices(torch.tensor([False, True]))
+    expected = run(llama, copy.deepcopy(cache), more, (5,))
+    torch.testing.assert_close(run(llama, swapped, more.flip(0), (5,)).flip(0), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run(llama, one, more[1:], (5,)), expected[1:], rtol=1e-3, atol=1e-3)
+    for length in (37, 16, 3, 0):
+        cache.crop(length - cache.get_seq_length())
+        held = {sum(store.parts) for group in cache.batch.groups for store in group.all_stores}
+        assert held == ({length} if length else set()) and cache.get_seq_length() == length
+        if length == 37:
+            assert run(llama, copy.deepcopy(cache), tokens[:, 37:], (23,)).isfinite().all()
+    assert torch.equal(run(llama, cache, tokens, (40, 1, 1, 18)), first)
+    cache.reset()
+    assert cache.report().cache_bytes == 0 and cache.get_seq_length() == 0

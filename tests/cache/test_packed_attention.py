@@ -9,7 +9,7 @@ import small_models
 import torch
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config
 
-from vqkv import DataError, FormatError, calibrate, presets
+from vqkv import DataError, calibrate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.cache.packed_attention import NAME
 from vqkv.codecs import Codec
@@ -170,39 +170,18 @@ def test_models_that_change_values_after_the_cache_are_told_so(tmp_path):
         logits(model, cache, TOKENS, 30)
 
 
-def test_a_cache_of_another_model_says_so(llama):
-    compressor, other = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
-    cache = compressor.new_cache(llama)
+def test_another_model_of_the_same_kind_reads_decoded_tokens(llama):
+    """Also when the model that the cache was made for is gone."""
+    other = copy.deepcopy(llama)
+    compressor, mine = fitted(llama, READ["quanto"]), copy.deepcopy(llama)
+    expected = logits(llama, compressor.new_cache(llama), TOKENS, 30)
     llama.set_attn_implementation(NAME)
-    try:
-        with pytest.raises(DataError, match="another model"), torch.inference_mode():
-            logits(other, cache, TOKENS, 30)
-    finally:
-        llama.set_attn_implementation("sdpa")
-    mine = copy.deepcopy(llama)
+    torch.testing.assert_close(logits(other, compressor.new_cache(llama), TOKENS, 30), expected)
+    llama.set_attn_implementation("sdpa")
     cache = compressor.new_cache(mine)
     del mine
     gc.collect()
-    assert logits(other, cache, TOKENS, 30).isfinite().all()
-
-
-@pytest.mark.parametrize("damage", ["short", "out of range"])
-def test_damaged_codes_are_refused_as_when_they_are_decoded(llama, damage):
-    compressor = fitted(llama, presets.vqllm(num_quantizers=3, codebook_size=24, group_size=16))
-
-    def run():
-        cache = compressor.new_cache(llama)
-        with torch.inference_mode():
-            llama(TOKENS[:, :30], past_key_values=cache)
-            fields = cache.layers[0].stores[0].payload.fields
-            if damage == "short":
-                fields["codes"] = fields["codes"][..., :1].contiguous()
-            else:
-                fields["codes"][..., 0].bitwise_or_(31)
-            with pytest.raises(FormatError):
-                llama(TOKENS[:, 30:31], past_key_values=cache)
-
-    both(llama, run)
+    torch.testing.assert_close(logits(other, cache, TOKENS, 30), expected)
 
 
 @pytest.mark.parametrize("name", sorted(set(small_models.SLIDING) - {"gemma2"}))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from strategies import TOKENS, feed, run
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, evaluate, load_model, presets
-from vqkv.cache.snapshots import SnapshotWriter
 from vqkv.calibration.layer_fit import fit_layers
 from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
@@ -285,11 +284,6 @@ def test_sources_before_the_first_layer_are_left_out():
 def test_sequences_of_sinks_alone_are_refused(llama):
     with pytest.raises(DataError, match="4 tokens a sequence, of which 4 are sinks"):
         calibrate(llama, TOKENS[:, :4], presets.aqua(), progress=False)
-
-
-def test_a_stream_refuses_codecs_of_what_predictors_leave(fitted, tmp_path):
-    with pytest.raises(DataError, match="a stream has no predictors"):
-        SnapshotWriter(tmp_path / "x", keyframes=fitted, deltas="int4", interval=2)
 
 
 def test_autocast_changes_neither_calibration_nor_what_is_read_back(llama):

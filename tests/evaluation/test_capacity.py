@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import small_models
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import CODED, PREDICTED, SMALL
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BartConfig,
     DynamicCache,
@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
+from vqkv import DataError, FormatError, calibrate, load_model, presets
 from vqkv.cache.meter import tensor_bytes
 from vqkv.evaluation.capacity import architecture, capacity
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, weight_bytes
@@ -73,7 +73,7 @@ def test_every_length_and_batch_takes_what_was_foretold(llama, name):
 @pytest.mark.parametrize("name", small_models.CONFIGS)
 def test_a_config_alone_tells_what_the_loaded_model_does(name, tmp_path):
     model = load(name, tmp_path)
-    laid_out = architecture(str(tmp_path), "float32")
+    laid_out = architecture(AutoConfig.from_pretrained(tmp_path), "float32")
     assert laid_out.device.type == "meta" and not any(x.device.type != "meta" for x in laid_out.parameters())
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.state_dict().values()}
     assert weight_bytes(model) >= sum(held.values())  # and buffers that are not saved
@@ -104,21 +104,11 @@ def test_the_baseline_is_dynamic_cache(llama):
 
 
 @pytest.mark.parametrize("name", RAGGED)
-def test_what_has_to_be_seen_is_measured_or_refused(llama, name):
+def test_what_has_to_be_seen_is_refused(llama, name):
     compressor = calibrate(llama, TOKENS, RAGGED[name], progress=False)
     for sizes in (RAGGED[name], compressor):
-        with pytest.raises(DataError, match=r"depends on what is stored.*tokens="):
+        with pytest.raises(DataError, match="depends on what is stored"):
             footprint(llama, sizes)
-    needed, packed = footprint(llama, compressor, LONG[:2, :64]), 0
-    for row in LONG[:2, :64].split(1):
-        cache = compressor.new_cache(llama)
-        assert list(feed(llama, cache, row, (64,))) == [64]
-        packed += cache.report().packed_bytes
-        sinks, here, window = needed.parts(64)
-        assert (sinks + window) * needed.exact == cache.report().cache_bytes - cache.report().packed_bytes
-    assert 2 * here // needed.block * needed.packed == packed
-    assert needed.side_information == compressor.side_bytes
-    assert capacity(llama, compressor, gb(weight_bytes(llama)) + 0.01, tokens=LONG[:2, :64]).context > 0
 
 
 # Searches
@@ -130,7 +120,7 @@ def footprints(draw):
     return Footprint(
         weights=draw(number),
         side_information=draw(number),
-        packed=draw(st.integers(0, 300) | st.fractions(0, 300, max_denominator=7)),
+        packed=draw(st.integers(0, 300)),
         block=draw(st.integers(1, 9)),
         exact=draw(st.integers(1, 40)),
         working=draw(number),
@@ -171,36 +161,17 @@ def test_context_and_batch_are_found_as_by_counting(batch, context, spare, name)
 MODEL = architecture(small_models.CONFIGS["llama"](), "float32")
 
 
-@pytest.mark.parametrize("name", ["quanto", "kivi", "vqllm", "aqua-higgs"])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_one_token_more_really_exceeds_the_memory(llama, name, batch):
-    preset = FIXED[name]
-    compressor = calibrate(llama, TOKENS, preset, progress=False)
-    needed = footprint(llama, preset)
-    memory = needed.peak(150, batch) + 1000
-    found = capacity(llama, compressor, gb(memory), batch)
-    assert found.context < LONG.shape[1]
-
-    cache, real = compressor.new_cache(llama), {}
-    for seq_len in feed(llama, cache, LONG[:batch], (found.context, 1)):
-        held = weight_bytes(llama) + compressor.side_bytes + cache.report().cache_bytes
-        real[seq_len] = held + needed.kinds(seq_len, batch)["working"]
-    assert real[found.context] <= memory < real[found.context + 1]
-    assert real[found.context] == sum(found.kinds.values())
-
-
 def test_the_models_own_limit_is_reported_beside_the_memorys():
-    short = capacity(GPT2Config(n_layer=2, n_positions=256), "fp16", 1)
-    assert short.model_limit == 256 and short.beyond_model and "made for 256" in str(short)
-    within = capacity(GPT2Config(n_layer=2, n_positions=10**5), "fp16", 0.5)
-    assert not within.beyond_model and "made for" not in str(within) and 0 < within.context < 10**5
+    short = capacity(GPT2Config(n_layer=2, n_positions=256), presets.fp16(), 1)
+    assert short.model_limit == 256 and "made for 256" in str(short)
+    within = capacity(GPT2Config(n_layer=2, n_positions=10**5), presets.fp16(), 0.5)
+    assert "made for" not in str(within) and 0 < within.context < 10**5
 
 
 def test_in_one_line():
-    found = capacity(small_models.CONFIGS["llama"](), {"name": "quanto", "bits": 2}, 0.01)
+    found = capacity(small_models.CONFIGS["llama"](), presets.quanto(2), 0.01)
     assert "\n" not in str(found) and f"{found.context:,} tokens" in str(found) and "2.5 bits" not in str(found)
     assert found.dtype == "float16" and found.preset == "quanto"
-    assert capacity("vqkv/llama-mini", "fp16", 1).model == "vqkv/llama-mini"
 
 
 def test_nothing_is_drawn_from_the_callers_random_numbers():
@@ -220,11 +191,9 @@ def test_nothing_is_drawn_from_the_callers_random_numbers():
         ({"memory_gb": "80"}, "memory_gb .* GB"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"reserve_gb": -1}, "reserve_gb -1"),
-        ({"preset": 4}, "preset must be"),
-        ({"model_or_config": 7}, "model_or_config must be"),
-        ({"model_or_config": torch.nn.Linear(2, 2)}, "no transformers model"),
-        ({"model_or_config": MODEL, "dtype": "float16"}, "leave it out"),
-        ({"tokens": TOKENS}, "compressor"),
+        ({"preset": "quanto"}, "pass a Preset"),
+        ({"model_or_config": torch.nn.Linear(2, 2)}, "pass a transformers model"),
+        ({"model_or_config": MODEL, "dtype": "float16"}, "without a dtype"),
         ({"preset": presets.vqllm(group_size=24)}, "24"),  # does not divide a head_dim of 32
         ({"memory_gb": 1e-4}, r"weights of 0\.00.* GB.*memory of 0\.0001 GB"),
         ({"memory_gb": gb(weight_bytes(MODEL)), "reserve_gb": 1e-6}, "reserve of 1e-06 GB"),
@@ -232,7 +201,7 @@ def test_nothing_is_drawn_from_the_callers_random_numbers():
 )
 def test_bad_arguments_name_their_remedy(changes, message):
     with pytest.raises(DataError, match=message):
-        capacity(**{"model_or_config": MODEL, "preset": "fp16", "memory_gb": 1} | changes)
+        capacity(**{"model_or_config": MODEL, "preset": presets.fp16(), "memory_gb": 1} | changes)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +212,7 @@ def test_bad_arguments_name_their_remedy(changes, message):
 )  # fmt: skip
 def test_what_has_no_cache_of_keys_and_values(config):
     with pytest.raises(DataError):
-        capacity(config, "fp16", 80)
+        capacity(config, presets.fp16(), 80)
 
 
 def test_a_compressor_of_another_model(llama, tmp_path):
@@ -253,10 +222,6 @@ def test_a_compressor_of_another_model(llama, tmp_path):
         capacity(GPT2Config(n_layer=2, n_head=2, n_embd=32), compressor, 1)
     with pytest.raises(FormatError, match="was fitted to"):
         capacity(load("qwen3", tmp_path), compressor, 1)
-    with pytest.raises(DataError, match="loaded model"):
-        capacity(llama.config, compressor, 1, tokens=TOKENS)
-    with pytest.raises(DataError, match="Pass longer sequences"):
-        capacity(llama, compressor, 1, tokens=TOKENS[:, :10])
 
 
 def test_a_compressor_with_settings_of_its_own(llama):
@@ -269,19 +234,19 @@ def test_a_compressor_with_settings_of_its_own(llama):
 
 def test_models_that_are_refused():
     config = small_models.CONFIGS["mistral"]()
-    assert capacity(config, "fp16", 1).context
+    assert capacity(config, presets.fp16(), 1).context
     config.sliding_window = 64
     with pytest.raises(DataError, match="sliding_window=None"):
-        capacity(config, "fp16", 1)
+        capacity(config, presets.fp16(), 1)
     config = small_models.CONFIGS["llama"]()
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(DataError, match="pass the loaded model"):
-        capacity(config, "fp16", 1)
-    for name in ("vqkv/lama-mini", Path(__file__)):
-        with pytest.raises(UnknownNameError, match="unknown model"):
-            capacity(name, "fp16", 1)
+    with pytest.raises(DataError, match="quantized weights"):
+        capacity(config, presets.fp16(), 1)
     for dtype in ("float17", torch.int8):
-        with pytest.raises(UnknownNameError, match="unknown dtype"):
-            capacity(MODEL.config, "fp16", 1, dtype=dtype)
+        with pytest.raises(DataError, match="no causal language model can be laid out"):
+            capacity(MODEL.config, presets.fp16(), 1, dtype=dtype)
     memory = gb(weight_bytes(MODEL) + 300_000)
-    assert capacity(MODEL, "fp16", memory, reserve_gb=1e-4).context == capacity(MODEL, "fp16", memory - 1e-4).context
+    assert (
+        capacity(MODEL, presets.fp16(), memory, reserve_gb=1e-4).context
+        == capacity(MODEL, presets.fp16(), memory - 1e-4).context
+    )

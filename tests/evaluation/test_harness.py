@@ -11,10 +11,11 @@ from small_models import load
 from transformers import AutoTokenizer
 
 from vqkv import presets
+from vqkv.cache.meter import total
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.evaluation.harness import VqkvLM, entries, run_tasks
-from vqkv.evaluation.harness.reader import PROTOCOLS, Family, Reader
+from vqkv.evaluation.harness.reader import PROTOCOLS
 from vqkv.evaluation.harness.tasks import manager
 from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import load_model
@@ -65,7 +66,7 @@ def answers(lm, asked):
 
 
 def by_hand(model, compressor, protocol, context, continuation, chunk=32):
-    """One text alone, without padding and without sharing."""
+    """One text alone, without padding."""
     text = torch.tensor([context + continuation])
     cache = compressor.new_cache(model, in_place=protocol == "in_place")
     pieces = [text[:, :-1]] if protocol == "in_place" else text[:, :-1].split(chunk, dim=1)
@@ -111,7 +112,8 @@ def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     for batch_size in (1, 7):
         lm = VqkvLM(model, fitted, protocol, batch_size=batch_size, tokenizer=tokenizer)
         torch.testing.assert_close(answers(lm, asked), expected, **ROUNDED)
-        packed.add((lm.tally.packed_bytes, lm.tally.packed_values, lm.tally.values))
+        whole = total(lm.tally.reports)
+        packed.add((whole.packed_bytes, whole.packed_values, whole.values))
     exact = answers(VqkvLM(model, None, protocol, tokenizer=tokenizer, batch_size=4), asked)
     assert (exact - expected).abs().max() > 1e-4  # the cache was read
     (counts,) = packed  # whatever the batch: padding is not stored
@@ -119,21 +121,11 @@ def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     assert counts[2] == 2 * 3 * about["num_kv_heads"] * about["head_dim"] * sum(map(len, texts))
 
 
-def test_a_shared_context_is_read_once_and_changes_nothing(model, tokenizer, monkeypatch):
-    fitted, asked = compressor(model, "vqllm"), requests()
-    lm = VqkvLM(model, fitted, tokenizer=tokenizer, batch_size=8)
-    shared = answers(lm, asked)
-    assert {family.shared for family in lm._families(asked)} == {0, 32, 64}
-    monkeypatch.setattr(Reader, "family", lambda self, texts: Family(texts))
-    torch.testing.assert_close(answers(lm, asked), shared, **ROUNDED)
-
-
 def test_one_text_for_requests_that_differ_in_their_last_token(model, tokenizer):
-    lm = VqkvLM(model, tokenizer=tokenizer)
-    context = tokens((20,)).tolist()
-    (family,) = lm._families([(None, context, [word]) for word in (5, 6, 7)])
-    assert [text.asked for text in family.texts] == [[(0, [5]), (1, [6]), (2, [7])]]
-    assert family.texts[0].tokens == context
+    lm, context = VqkvLM(model, tokenizer=tokenizer), tokens((20,)).tolist()
+    answers(lm, [(None, context, [word]) for word in (5, 6, 7)])
+    (read,) = lm.tally.reports
+    assert (read.batch_size, read.seq_len, lm.tally.scored) == (1, 20, 3)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -158,7 +150,7 @@ def test_a_prompt_is_cut_from_its_end(model, tokenizer):
     lm = VqkvLM(model, fitted, tokenizer=tokenizer)
     out = lm._model_generate(padded, 80, [], attention_mask=(torch.arange(79) >= 9).long()[None])
     assert out.shape == (1, 80) and out[0, 9:79].equal(prompt[0]) and out[0, -1] == logits.argmax()
-    assert lm.tally.values == 2 * 3 * 70 * fitted.model["num_kv_heads"] * fitted.model["head_dim"]
+    assert total(lm.tally.reports).values == 2 * 3 * 70 * fitted.model["num_kv_heads"] * fitted.model["head_dim"]
 
 
 def test_a_peer_reads_one_text_at_a_time(model, tokenizer):
@@ -166,9 +158,7 @@ def test_a_peer_reads_one_text_at_a_time(model, tokenizer):
     alone = torch.tensor([by_hand(model, peer, "chunked", *pair) for _, *pair in asked], dtype=torch.float64)
     lm = VqkvLM(model, peer, tokenizer=tokenizer, batch_size=4)
     torch.testing.assert_close(answers(lm, asked), alone, **ROUNDED)
-    mask = torch.tensor([[0] * 12 + [1] * 8, [1] * 20])
-    out = lm._model_generate(tokens((2, 20)) * mask, 24, [], attention_mask=mask)
-    assert out.shape == (2, 24)
+    assert {report.batch_size for report in lm.tally.reports} == {1}
     with pytest.raises(DataError, match="in-place"):
         VqkvLM(model, peer, "in_place", tokenizer=tokenizer)
 
@@ -182,19 +172,20 @@ def test_records_say_what_was_compressed_and_how_far(model, tokenizer):
         and about["protocol"] == "chunked"
         and about["truncated"] == sum(len(a) + len(b) > 61 for _, a, b in requests())
     )
-    assert about["bits_per_value"] == lm.tally.bits_per_value == pytest.approx(2 * 4 / 16 + 16 / 32)
+    assert about["bits_per_value"] == pytest.approx(2 * 4 / 16 + 16 / 32)
     assert 0 < about["packed_share"] < 1 and about["ratio"] > 10
     lm.reset_tally()
-    assert math.isnan(lm.tally.bits_per_value) and not lm.tally.scored
+    assert math.isnan(lm.tally.as_dict()["bits_per_value"]) and not lm.tally.scored
 
 
 def test_bytes_of_the_uncompressed_cache_are_those_it_has(model, tokenizer):
     lm = VqkvLM(model, tokenizer=tokenizer)
     answers(lm, requests())
-    assert lm.tally.bits_per_value == 64 and lm.tally.ratio == 0.25 and lm.tally.packed_share == 0
+    about = lm.tally.as_dict()
+    assert (about["bits_per_value"], about["ratio"], about["packed_share"]) == (64, 0.25, 0)
     short = VqkvLM(model, compressor(model, "vqllm"), tokenizer=tokenizer)
     answers(short, [(None, [1, 2, 3], [4, 5])])
-    assert short.tally.scored == 2 and short.tally.packed_share == 0
+    assert short.tally.scored == 2 and short.tally.scored_packed == 0
 
 
 def test_bad_arguments(model, tokenizer, tmp_path):

@@ -52,8 +52,8 @@ class Group:
 @dataclass(eq=False)
 class Batch:
     """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
-    do. ``evicts``: each layer keeps tokens of its own. ``direct``: attention may read quantized tokens as they are.
-    ``judged``: this pass's attention masks, for ``PackedStates``."""
+    do. ``evicts``: each layer keeps tokens of its own. ``direct``: in this pass attention may read quantized tokens as
+    they are, as it passes over padding and nothing else."""
 
     compressor: object
     settings: LiveSettings
@@ -66,7 +66,6 @@ class Batch:
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
     running: bool = field(default=False, init=False)
     direct: bool = field(default=False, init=False)
-    judged: list[tuple[Tensor, bool]] = field(default_factory=list, init=False)
     _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
 
     def new_group(self, rows: list[int]) -> Group:
@@ -84,6 +83,7 @@ class Batch:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
+        self.direct = is_padding or attention_mask is None
         if self.rotary is not None:
             self.rotary.thread = threading.get_ident()
 
@@ -100,7 +100,7 @@ class Batch:
             raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
         new = self._new_tokens(new_slots, size)
         position_ids = None if self.rotary is None else self.rotary.take()
-        self.running, self.judged = True, []
+        self.running = True
         if not self.slots:
             self.groups, self.size = [self.new_group(list(range(size)))], size
         if new is None:
@@ -116,20 +116,23 @@ class Batch:
         """True where a new slot holds a token, on the CPU; None if all slots so far and now do."""
         mask, self.mask = self.mask, None
         if mask is None or mask.shape[0] != size:
+            self.direct = self.direct and mask is None
             return None if self.tokens is None else torch.ones(size, new_slots, dtype=torch.bool)
         mask = F.pad(mask[:, : self.slots + new_slots], (0, max(0, self.slots + new_slots - mask.shape[1])))
         if self.tokens is None and mask.all():
             return None
         mask = mask.cpu()
-        if self.tokens is None and self.slots and mask[:, self.slots :].all():
-            return None  # attention is told to pass over tokens that are here: that is its own affair
-        if self.tokens is not None and (mask[:, : self.slots] & ~self.tokens).any():
+        before, shown, new = self._tokens(size), mask[:, : self.slots], mask[:, self.slots :]
+        if (shown & ~before).any():
             raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
-        return mask[:, self.slots :]
+        self.direct = self.direct and torch.equal(shown, before)  # it may hide tokens that are here
+        return None if self.tokens is None and self.slots and new.all() else new
+
+    def _tokens(self, size: int) -> Tensor:
+        return torch.ones(size, self.slots, dtype=torch.bool) if self.tokens is None else self.tokens
 
     def _advance(self, new: Tensor, like: Tensor, position_ids: Tensor | None) -> None:
-        before = torch.ones(self.size, self.slots, dtype=torch.bool) if self.tokens is None else self.tokens
-        self.tokens = torch.cat([before, new], dim=1)
+        self.tokens = torch.cat([self._tokens(self.size), new], dim=1)
         self._divide(new.sum(dim=1))
         self._places = []
         for group in self.groups:
@@ -173,11 +176,15 @@ class Batch:
         """Put what groups read into one batch (size, num_kv_heads, slots, head_dim); slots of padding are zeros."""
         if self.tokens is None:
             return read[0]
-        return pad(read, self.places(read[0][0].device), self.size, self.slots)
+        out = tuple(x.new_zeros(self.size, x.shape[1], self.slots, x.shape[3]) for x in read[0])
+        for pair, (rows, _, all_) in zip(read, self.places(read[0][0].device), strict=True):
+            for padded, x in zip(out, pair, strict=True):
+                padded[rows, :, all_] = x.transpose(1, 2)
+        return out
 
     def end(self) -> None:
         """All layers have stored the pass's tokens."""
-        self.running, self._places = False, []  # not what was judged: the last layer's attention comes after this
+        self.running, self.direct, self._places = False, False, []
         for group in self.groups:
             group.step = None
             group.positions.done()
@@ -223,15 +230,6 @@ class Batch:
         room = self.settings.room(self.size)
         for store in (store for group in groups for store in group.all_stores):
             store.trim(room)
-
-
-def pad(read: list[Pair], places: list[tuple[Tensor, Tensor, Tensor]], size: int, slots: int) -> Pair:
-    """Tokens of groups (rows, num_kv_heads, tokens, head_dim) at their ``places`` in a batch of zeros."""
-    out = tuple(x.new_zeros(size, x.shape[1], slots, x.shape[3]) for x in read[0])
-    for pair, (rows, _, all_) in zip(read, places, strict=True):
-        for padded, x in zip(out, pair, strict=True):
-            padded[rows, :, all_] = x.transpose(1, 2)
-    return out
 
 
 def _slots(mask: Tensor) -> Tensor:

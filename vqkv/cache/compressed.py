@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.hooks import watch
 from vqkv.cache.meter import Report, tensor_bytes
-from vqkv.cache.packed_attention import PackedStates, chosen, packed_states
+from vqkv.cache.packed_attention import packed_states, reads_packed
 from vqkv.cache.positions import Rotary
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import TokenStore
@@ -130,13 +130,18 @@ class CompressedCache(Cache):
         if layer_idx == 0:
             self.batch.check_whole()
             model = self.model()
-            self.batch.direct = model is not None and not self.settings.decoded_cache_bytes and chosen(model)
+            self.batch.direct = (
+                self.batch.direct
+                and model is not None
+                and reads_packed(model, self.batch.slots + key_states.shape[2])
+                and not self.settings.decoded_cache_bytes
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def _update_uncompiled(self, key_states, value_states, layer_idx: int):
-        out = self.update(key_states, value_states, layer_idx)
-        return out[0].dense() if isinstance(out[0], PackedStates) else out  # a graph takes tensors only
+        self.batch.direct = False  # a graph takes tensors only
+        return self.update(key_states, value_states, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
@@ -191,7 +196,7 @@ class CompressedCache(Cache):
         return Report(dict(kinds), packed_bytes, packed_values, values, self.batch.slots, self.batch.size, side)
 
     def __repr__(self) -> str:
-        return f"CompressedCache({self.compressor.name}: {self.report().line()})"
+        return f"CompressedCache({self.compressor.name}: {self.report()})"
 
     def save(self, path) -> None:
         """Write all that is stored to one safetensors file, as ``saving`` says; only what ``decoded_cache_bytes`` keeps
@@ -204,12 +209,3 @@ class CompressedCache(Cache):
         """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
         that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, model, decoded_cache_bytes)
-
-
-def full_cache(model, keys: list[torch.Tensor], values: list[torch.Tensor]) -> DynamicCache:
-    """transformers' uncompressed cache holding given keys (after RoPE) and values, lists over layers of
-    (batch, num_kv_heads, seq_len, head_dim), in the model's dtype."""
-    cache = DynamicCache()
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        cache.update(*(x.to(model.device, model.dtype) for x in pair), layer)
-    return cache

@@ -62,11 +62,7 @@ class Compressor:
 
     def to(self, device) -> "Compressor":
         """Move everything learned to ``device``, in place."""
-        for codec in (codec for pair in self.codecs for codec in pair):
-            codec.to(device)
-        for prediction in self.predictions.values():
-            prediction.predictor.to(device)
-        return self
+        return self.to_layers([device] * len(self.codecs))
 
     def to_layers(self, devices: list[torch.device]) -> "Compressor":
         """Move what each layer has learned to that layer's device, in place."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vqkv.cache.attention_mass import attention_scores, check_shares, compare_scores, heavy_hitters, random_tokens
+from vqkv.cache.attention_mass import attention_scores, compare_scores, heavy_hitters, random_tokens
 from vqkv.cache.evicting_cache import EvictingCache
 from vqkv.errors import DataError
 
@@ -34,7 +34,11 @@ class H2O:
     choose: Callable[..., Tensor] = heavy_hitters
 
     def __post_init__(self):
-        check_shares(self.retain, self.recent)
+        numbers = all(isinstance(share, int | float) for share in (self.retain, self.recent))
+        if not (numbers and 0 <= self.recent <= self.retain <= 1 and self.retain > 0):
+            raise DataError(
+                f"retain {self.retain!r} and recent {self.recent!r} must be shares with 0 <= recent <= retain <= 1"
+            )
         if self.compressor.predictions:
             raise DataError(
                 f"{self.compressor.name!r} predicts a layer's tokens from those of other layers, each of which would "

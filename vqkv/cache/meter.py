@@ -1,6 +1,7 @@
 """The byte meter: what tensors really hold, never what a formula says they should."""
 
 import dataclasses
+from collections import Counter
 
 import torch
 
@@ -47,13 +48,6 @@ class Report:
         names = ("cache_bytes", "bits_per_value", "bits_per_value_total", "ratio")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
-    def line(self) -> str:
-        """The essential in less than a line."""
-        tokens = f"{self.batch_size} x {self.seq_len} tokens"
-        if not self.values:
-            return f"{tokens}, empty"
-        return f"{tokens}, {self.cache_bytes / 1e6:.4g} MB, {self.bits_per_value:.4g} bits/value, {self.ratio:.3g}x"
-
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
         return (
@@ -61,6 +55,15 @@ class Report:
             f"side information {self.side_bytes:,} bytes; {self.bits_per_value:.4g} bits per packed value, "
             f"{self.ratio:.4g}x against fp16"
         )
+
+
+def total(reports: list[Report]) -> Report:
+    """Several caches of one compressor as if they were one."""
+    kinds = sum((Counter(report.kinds) for report in reports), Counter())
+    sums = [sum(getattr(r, name) for r in reports) for name in ("packed_bytes", "packed_values", "values")]
+    rows = sum(report.batch_size for report in reports)
+    longest, side = (max((getattr(r, name) for r in reports), default=0) for name in ("seq_len", "side_bytes"))
+    return Report(dict(kinds), *sums, longest, rows, side)
 
 
 def tensor_bytes(*objects) -> int:

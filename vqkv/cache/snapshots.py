@@ -5,25 +5,44 @@ The VQ quality framework's temporal state compression (section 1): the cache is 
 keyframes are the steps ``interval``, 2 ``interval``, ...; the steps before the first are deltas on an empty cache. So
 512 steps of one token, 131,328 token-states, become 8 keyframes of 2,304 token-states and 504 deltas.
 
-File: ``MAGIC``, then a record (``records``) for the header and one for each step. A step's CRC32 is seeded with the
-header's and with its number, so that no step is altered, moved, repeated or left out unseen.
+File: ``MAGIC``, then a record for the header and one for each step: three little-endian words (length, tokens, CRC32)
+and ``length`` bytes. A CRC32 goes on from the one before, so that no step is altered, moved, repeated or left out
+unseen.
 """
 
 import os
-from collections.abc import Iterator
-from io import FileIO
+import struct
+import zlib
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vqkv.cache.records import WORDS, Record, checksum, framed, read_record
-from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, SIZES, StreamLayout, check_stored, header_of
+from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, StreamLayout, check_stored, header_of
 from vqkv.errors import DataError, FormatError
+from vqkv.runtime.checks import check_whole
 
-MAGIC = b"vqkvsnap"
+MAGIC = b"vqkvsnp3"
+WORDS = struct.Struct("<3Q")
+MOST = 1 << 32  # steps
 
 State = tuple[list[Tensor], list[Tensor]]
+
+
+class Step(NamedTuple):
+    """What a stream holds of a step. ``tokens``: its own; ``seq_len``: those of the snapshot it completes."""
+
+    kind: str
+    tokens: int
+    seq_len: int
+    contents: memoryview
+
+
+def _checksum(before: int, tokens: int, contents) -> int:
+    """CRC32 of a record; ``before``: that of the one before it."""
+    return zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
 
 
 class SnapshotWriter:
@@ -35,77 +54,44 @@ class SnapshotWriter:
     per keyframe.
 
     A codec that encodes blocks of tokens gets the whole blocks of what is stored (of the cache for a keyframe, of a
-    step's own tokens for a delta). The tokens after the last whole block are stored as a delta if a keyframe's, and
-    exactly, in the cache's dtype, if a delta's: so a one-token delta under such a codec is exact.
+    step's own tokens for a delta). The tokens after the last whole block are stored exactly, in the cache's dtype: so a
+    one-token delta under such a codec is exact.
 
     The file appears with the first ``append``. One writer at a time.
     """
 
     def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
-        if type(interval) is not int or interval < 1:
-            raise DataError(f"interval {interval!r} must be a whole number from 1 on")
+        check_whole("interval", interval, 1, MOST)
         self.path = Path(path)
-        self.steps = self.seq_len = self._header_crc = 0
+        self.steps = self.seq_len = self._crc = 0
         self._stored, self._interval = {KEYFRAME: check_stored(keyframes), DELTA: check_stored(deltas)}, interval
         self._layout, self._file, self._live, self._closed = None, None, None, False
-
-    @classmethod
-    def resume(cls, path, live: State) -> "SnapshotWriter":
-        """Go on after the last whole step of an existing stream; a record cut short at its end is removed.
-
-        ``live``: (keys, values) of the exact cache, at least up to that step; tokens beyond it are for the caller to
-        append again, from ``seq_len`` on. Of a stream that keeps every bit, ``SnapshotReader(path).state()`` is it.
-        Raises ``FormatError`` if what follows the last whole step is damaged rather than cut short, ``DataError`` if
-        ``live`` does not fit.
-        """
-        stream = SnapshotReader(path)
-        if stream.damaged:
-            raise FormatError(
-                f"{path} is damaged after step {len(stream)}: {stream.tail_bytes} bytes would be lost. To go on "
-                f"without them, truncate the file to {stream.file_bytes} bytes"
-            )
-        writer = cls(path, interval=stream.interval)
-        writer._layout, writer.steps, writer._header_crc = stream._layout, len(stream), stream._records[0].crc
-        if len(stream):
-            writer.seq_len = stream.seq_len()
-            tensors = [x[:, :, : writer.seq_len] for x in _own_tensors(*live)]
-            stream._layout.check(tensors)
-            if tensors[0].shape[2] != writer.seq_len:
-                raise DataError(f"the live cache has {tensors[0].shape[2]} tokens, the stream {writer.seq_len}")
-            writer._live = [[x] for x in tensors]
-        writer._file = FileIO(path, "r+")  # unbuffered
-        writer._file.truncate(stream.file_bytes)
-        writer._file.seek(stream.file_bytes)
-        return writer
 
     def append(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Write one step: the appended tokens, over layers (batch, num_kv_heads, new_tokens, head_dim).
 
-        Raises ``DataError`` for tensors that do not fit the stream, that hold NaN or infinity, or that a codec cannot
-        store (found out at the keyframe, where it is the keyframe's codec): then nothing was written or kept.
+        Raises ``DataError`` for tensors that do not fit the stream, that hold NaN or infinity, or that are beyond
+        fp16's range where a codec is to store them: then nothing was written or kept.
         """
         if self._closed:
-            raise RuntimeError(f"this writer of {self.path} is closed: go on with SnapshotWriter.resume")
+            raise RuntimeError(f"this writer of {self.path} is closed: begin another file with the whole live cache")
         new = _own_tensors(keys, values)
         if self._file is None:
             self._begin(new)
         else:
             self._layout.check(new)
-        number = self.steps + 1
         live = [[*chunks, x] for chunks, x in zip(self._live or [[]] * len(new), new, strict=True)]
-        if (kind := self._layout.kind(number)) == KEYFRAME:
+        if (kind := self._layout.kind(self.steps + 1)) == KEYFRAME:
             live = [[torch.cat(chunks, dim=2)] for chunks in live]
         stored = [chunks[-1] for chunks in live]
-        self._write(framed(self._header_crc + number, stored[0].shape[2], self._layout.encode(kind, stored)))
-        self._live, self.steps, self.seq_len = live, number, self.seq_len + new[0].shape[2]
+        self._write(stored[0].shape[2], self._layout.encode(kind, stored))
+        self._live, self.steps, self.seq_len = live, self.steps + 1, self.seq_len + new[0].shape[2]
 
     def close(self) -> None:
         """Wait for the disk and close the file."""
         if self._file is not None and not self._file.closed:
-            try:
+            with self._file:
                 os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
         self._closed, self._live = True, None
 
     def __enter__(self) -> "SnapshotWriter":
@@ -119,39 +105,32 @@ class SnapshotWriter:
         self._layout = StreamLayout.parse(contents)  # codecs of our own, rebuilt as a reader does
         self._layout.check(new)
         try:
-            self._file = FileIO(self.path, "x")
+            self._file = open(self.path, "xb")  # noqa: SIM115 - closed by close()
         except FileExistsError as error:
-            raise FormatError(f"{self.path} exists: SnapshotWriter.resume appends to it, or name another") from error
-        self._header_crc = checksum(0, 0, contents)
-        self._write(MAGIC + framed(0, 0, contents))
+            raise FormatError(f"{self.path} exists: name another file") from error
+        self._file.write(MAGIC)
+        self._write(0, contents)
 
-    def _write(self, record: bytes) -> None:
-        left = memoryview(record)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except BaseException:  # part of it may be in the file: only resume can tell
-            self._closed = True
-            raise
+    def _write(self, tokens: int, contents: bytes) -> None:
+        crc = _checksum(self._crc, tokens, contents)
+        self._closed = True  # unless all of it reaches the file
+        self._file.write(WORDS.pack(len(contents), tokens, crc) + contents)
+        self._file.flush()
+        self._crc, self._closed = crc, False
 
 
-def _own_tensors(keys, values) -> list[Tensor]:
-    """Copies in CPU memory, layer by layer, keys before values. Raises ``DataError`` for anything but tensors."""
-    lists = (keys, values)
-    if not all(isinstance(role, list | tuple) and all(isinstance(x, Tensor) for x in role) for role in lists):
-        raise DataError("keys and values must be lists over layers of tensors")
-    if not keys or len(keys) != len(values):
+def _own_tensors(keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    """Copies in CPU memory, layer by layer, keys before values."""
+    if not len(keys) or len(keys) != len(values):
         raise DataError(f"{len(keys)} layers of keys, {len(values)} of values: give as many, at least one")
     return [x.detach().to("cpu", copy=True).contiguous() for pair in zip(keys, values, strict=True) for x in pair]
 
 
 class SnapshotReader:
-    """Opens a stream and reads any snapshot back: ``len()`` whole steps, iteration over their states.
+    """Opens a stream and reads any snapshot back: ``len()`` whole steps, of caches as ``layout`` describes them.
 
-    Every checksum is verified on opening. What follows the last whole step is left aside: ``tail_bytes`` of it, and
-    ``damaged`` says that it is not just cut short. Raises ``FormatError`` where not even the header is whole.
-    Attributes: ``path``, ``interval``, ``num_layers``, ``batch_size``, ``num_kv_heads``, ``head_dim``, ``dtype``,
-    ``side_bytes`` (learned tensors of the codecs, in the header).
+    Every checksum is verified on opening. What follows the last whole step, ``tail_bytes`` of ``report``, is left
+    aside. Raises ``FormatError`` where not even the header is whole.
     """
 
     def __init__(self, path):
@@ -159,97 +138,64 @@ class SnapshotReader:
         if not self.path.is_file():
             raise FormatError(f"{path} is no file: write a stream with SnapshotWriter")
         with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            first = read_record(file, size, len(MAGIC), 0) if file.read(len(MAGIC)) == MAGIC else None
-            if first is None:
-                raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
-            self._layout = StreamLayout.parse(first[1])
-            self._records = [first[0], *self._scan(file, size, first[0])]
-            self.file_bytes = self._records[-1].end
-            self.tail_bytes = size - self.file_bytes
-            file.seek(self.file_bytes)
-            words = file.read(WORDS.size)
-        whole = len(words) == WORDS.size and WORDS.unpack(words)[0] <= self.tail_bytes - WORDS.size
-        self.damaged = whole and any(words)  # zeros: a record that never reached the disk
-        for name in (*SIZES, "dtype", "side_bytes"):
-            setattr(self, name, getattr(self._layout, name))
-
-    def _scan(self, file, size: int, header: Record) -> Iterator[Record]:
-        number, offset, seq_len = 1, header.end, 0
-        while (found := read_record(file, size, offset, header.crc + number)) is not None:
-            record = found[0]
-            seq_len = record.tokens + (seq_len if self._layout.kind(number) == DELTA else 0)
-            yield record._replace(seq_len=seq_len)
-            number, offset = number + 1, record.end
+            data = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ) if os.path.getsize(path) else b"")
+        records, end, crc = [], len(MAGIC), 0
+        while len(words := data[end : end + WORDS.size]) == WORDS.size and data[: len(MAGIC)] == MAGIC:
+            length, tokens, found = WORDS.unpack(words)
+            contents = data[end + WORDS.size : end + WORDS.size + length]
+            crc = _checksum(crc, tokens, contents)
+            if len(contents) < length or crc != found:
+                break
+            end += WORDS.size + length
+            records.append((contents, tokens))
+        if not records:
+            raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
+        self.layout, self.header_bytes = StreamLayout.parse(bytes(records[0][0])), len(records[0][0])
+        self.file_bytes, self.tail_bytes = end, len(data) - end
+        self._steps, seq_len = [], 0
+        for number, (contents, tokens) in enumerate(records[1:], 1):
+            kind = self.layout.kind(number)
+            seq_len = tokens + (seq_len if kind == DELTA else 0)
+            self._steps.append(Step(kind, tokens, seq_len, contents))
 
     def __len__(self) -> int:
-        return len(self._records) - 1
-
-    def __iter__(self) -> Iterator[State]:
-        whole = None
-        for number in range(1, len(self) + 1):
-            part = self._read(number)
-            if self._layout.kind(number) == DELTA and whole is not None:
-                part = [torch.cat(pair, dim=2) for pair in zip(whole, part, strict=True)]
-            whole = part
-            yield whole[0::2], whole[1::2]
+        return len(self._steps)
 
     def state(self, step: int = -1) -> State:
         """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the stream's dtype: the
-        cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream,
-        ``FormatError`` if the file has changed since it was opened."""
-        number = self._number(step)
-        parts = [self._read(i) for i in range(max(1, number - number % self.interval), number + 1)]
+        cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream."""
+        if not -len(self) <= step < len(self):
+            raise IndexError(f"step {step} of a stream of {len(self)} steps")
+        number = step % len(self) + 1
+        first = max(1, number - number % self.layout.interval)
+        parts = [self.layout.decode(part.kind, part.tokens, part.contents) for part in self._steps[first - 1 : number]]
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
-
-    def seq_len(self, step: int = -1) -> int:
-        """Tokens in the cache after ``step``."""
-        return self._records[self._number(step)].seq_len
 
     def report(self) -> dict:
         """Bytes on disk by kind, and ratios, header apart: against every snapshot in fp32 (the source's baseline) or
         fp16, and against the last one alone, the cache that a server really holds, in fp16."""
-        steps = {kind: [] for kind in KINDS}
-        for number, record in enumerate(self._records[1:], 1):
-            steps[self._layout.kind(number)].append(record)
-        states, seq_len, values = (
-            sum(r.seq_len for r in self._records),
-            self._records[-1].seq_len,
-            self._layout.token_values,
-        )
+        keyframes, deltas = ([step for step in self._steps if step.kind == kind] for kind in KINDS)
+        states, values = sum(step.seq_len for step in self._steps), self.layout.token_values
+        seq_len = self._steps[-1].seq_len if self._steps else 0
         baselines = {
             "every_fp32": states * values * 4,
             "every_fp16": states * values * 2,
             "live_fp16": seq_len * values * 2,
         }
-        header = self._records[0].length
         return {
             "steps": len(self),
             "seq_len": seq_len,
             "token_states": states,
-            "keyframe_token_states": sum(record.tokens for record in steps[KEYFRAME]),
-            "delta_tokens": sum(record.tokens for record in steps[DELTA]),
-            "keyframe_bytes": sum(record.length for record in steps[KEYFRAME]),
-            "delta_bytes": sum(record.length for record in steps[DELTA]),
-            "framing_bytes": len(MAGIC) + WORDS.size * len(self._records),
-            "header_bytes": header,
-            "side_bytes": self.side_bytes,
+            "keyframe_token_states": sum(step.tokens for step in keyframes),
+            "delta_tokens": sum(step.tokens for step in deltas),
+            "keyframe_bytes": sum(len(step.contents) for step in keyframes),
+            "delta_bytes": sum(len(step.contents) for step in deltas),
+            "framing_bytes": len(MAGIC) + WORDS.size * (len(self) + 1),
+            "header_bytes": self.header_bytes,
+            "side_bytes": self.layout.side_bytes,
             "file_bytes": self.file_bytes,
             "tail_bytes": self.tail_bytes,
             **{f"{name}_bytes": count for name, count in baselines.items()},
-            **{f"ratio_{name}": count / (self.file_bytes - header) for name, count in baselines.items()},
+            **{f"ratio_{name}": count / (self.file_bytes - self.header_bytes) for name, count in baselines.items()},
         }
-
-    def _number(self, step: int) -> int:
-        if not -len(self) <= step < len(self):
-            raise IndexError(f"step {step} of a stream of {len(self)} steps")
-        return step % len(self) + 1
-
-    def _read(self, number: int) -> list[Tensor]:
-        record = self._records[number]
-        with open(self.path, "rb") as file:
-            found = read_record(file, record.end, record.offset, self._records[0].crc + number)
-        if found is None or found[0].crc != record.crc:
-            raise FormatError(f"the record at byte {record.offset} changed since the stream was opened: open it again")
-        return self._layout.decode(self._layout.kind(number), record.tokens, found[1])

@@ -1,9 +1,8 @@
 """The longest context and the largest batch that fit a memory, for any model and preset: what "40K tokens in fp16, 128K
 in int4" says of one (source: Hugging Face, "Unlocking Longer Generation with Key-Value Cache Quantization", 2024).
 
-Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed. Where the size
-depends on the data (a fallback to fp16, entropy coding), a model caches real tokens, and all packed tokens are taken to
-need what those did.
+Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed; so there is no
+answer where the size depends on the data (a fallback to fp16, entropy coding).
 
 Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
 not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
@@ -20,15 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.configs import architecture
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
-from vqkv.presets import PRESETS, Preset
+from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
-from vqkv.runtime.registry import call_described
 
 GB = 10**9
 MOST = 1 << 40  # tokens or sequences, where a search ends
@@ -63,13 +60,9 @@ class Capacity:
         """``context`` over ``fp16_context``; NaN if that is 0."""
         return self.context / self.fp16_context if self.fp16_context else float("nan")
 
-    @property
-    def beyond_model(self) -> bool:
-        """True if ``context`` is more than the model was made for."""
-        return self.model_limit is not None and self.context > self.model_limit
-
     def __str__(self) -> str:
-        limit = f"; the model was made for {self.model_limit:,}" if self.beyond_model else ""
+        beyond = self.model_limit is not None and self.context > self.model_limit
+        limit = f"; the model was made for {self.model_limit:,}" if beyond else ""
         return (
             f"{self.model} in {self.dtype} with {self.preset} ({self.bits_per_value:.4g} bits per value) in "
             f"{self.memory_bytes / GB:g} GB: {self.context:,} tokens at batch {self.at_batch_size:,} "
@@ -80,38 +73,36 @@ class Capacity:
 
 def capacity(
     model_or_config,
-    preset: Preset | Compressor | str | dict,
+    preset: Preset | Compressor,
     memory_gb: float,
     batch_size: int = 1,
     context: int = 8192,
     dtype: torch.dtype | str | None = None,
     reserve_gb: float = 0,
-    tokens: Tensor | None = None,
 ) -> Capacity:
     """The longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit
     ``memory_gb``, in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory / 1e9``). This
     module's docstring says what is counted.
 
-    ``model_or_config``: a loaded model, a transformers config or its contents as a dict, a folder or a bundled name;
-    nothing is downloaded. What a config describes is laid out without memory, its weights in ``dtype`` (by default the
-    config's own, else float16). ``preset``: a preset, its name, ``{"name": "quanto", "bits": 2}``, or a fitted
-    compressor. ``tokens`` (num_seqs, seq_len): cached with a loaded model and a compressor whose sizes depend on the
-    data, to be measured.
+    ``model_or_config``: a loaded model, or a transformers config, or its contents as a dict. What a config describes is
+    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16).
 
-    Raises ``DataError`` if the model alone does not fit, for sizes that need ``tokens``, and for sliding windows,
-    encoders or no KV heads; ``UnknownNameError`` for names; ``FormatError`` for a compressor of another model.
+    Raises ``DataError`` if the model alone does not fit, for sizes that depend on the data, and for sliding windows,
+    encoders or no KV heads; ``FormatError`` for a compressor of another model.
     """
     memory, reserve = _bytes("memory_gb", memory_gb), _bytes("reserve_gb", reserve_gb)
     check_whole("batch_size", batch_size, 1, MOST)
     check_whole("context", context, 1, MOST)
-    preset, model = _preset(preset), architecture(model_or_config, dtype)
-    needed = footprint(model, preset, tokens)
+    if not isinstance(preset, (Preset, Compressor)):
+        raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
+    model = architecture(model_or_config, dtype)
+    needed = footprint(model, preset)
     _check_room(model, needed, reserve, memory)
     found = _search(needed, memory - reserve, batch_size, context)
     fp16 = _search(dynamic_footprint(model), memory - reserve, batch_size, context)
     return Capacity(
         model=_name(model),
-        dtype=_dtype_name(model),
+        dtype=str(model.dtype).removeprefix("torch."),
         preset=preset.name,
         memory_bytes=memory,
         context=found[0],
@@ -127,21 +118,8 @@ def capacity(
     )
 
 
-def _preset(preset) -> Preset | Compressor:
-    if isinstance(preset, (Preset, Compressor)):
-        return preset
-    if not isinstance(preset, (str, dict)):
-        kind = type(preset).__name__
-        raise DataError(f"preset must be a Preset such as presets.vqllm(), its name, or a Compressor, not {kind}")
-    return call_described("preset", PRESETS, preset)
-
-
 def _name(model) -> str:
     return getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__)
-
-
-def _dtype_name(model) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _bytes(label: str, gigabytes) -> int:
@@ -156,9 +134,8 @@ def _check_room(model, needed: Footprint, reserve: int, memory: int) -> None:
         sizes = (needed.weights, needed.side_information, reserve, memory)
         weights, side, kept, all_ = (f"{size / GB:.4g} GB" for size in sizes)
         raise DataError(
-            f"{_name(model)} does not fit: weights of {weights} in {_dtype_name(model)}, side information of {side} "
-            f"and a reserve of {kept} are more than the memory of {all_}. Name more memory, a dtype with fewer bits or "
-            "a smaller model"
+            f"{_name(model)} does not fit: weights of {weights} in {model.dtype}, side information of {side} and a "
+            f"reserve of {kept} are more than the memory of {all_}: name more memory, fewer bits or a smaller model"
         )
 
 

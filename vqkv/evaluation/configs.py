@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig
 
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.evaluation.footprint import model_shape
 from vqkv.models.load import BUNDLED, LOADING_ERRORS
 
@@ -93,17 +93,15 @@ def quiet_hub():
 
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
-    """A loaded model as it is; or one laid out from a config, a dict or a name on the ``meta`` device, which knows
-    shapes but holds no numbers. See ``capacity``."""
+    """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device, which
+    knows shapes but holds no numbers. See ``capacity``."""
     model = model_or_config
-    if not isinstance(model, nn.Module):
-        model = _laid_out(_config(model_or_config), dtype)
-        if not isinstance(model_or_config, (PreTrainedConfig, dict)):
-            model.vqkv_name = str(model_or_config)
-    elif dtype is not None:
-        raise DataError(f"dtype {dtype!r} for a loaded model, which has one: leave it out, or pass model.config")
-    elif not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise DataError(f"{type(model).__name__} is no transformers model: pass one, or its config")
+    if isinstance(model, (PreTrainedConfig, dict)):
+        model = _laid_out(model, dtype)
+    elif dtype is not None or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise DataError(
+            f"pass a transformers model without a dtype, or its config, not {type(model).__name__}, {dtype}"
+        )
     model_shape(model)  # refuses layers of unequal KV heads
     if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
         raise DataError(
@@ -113,42 +111,15 @@ def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.
     return model
 
 
-def _laid_out(config: PreTrainedConfig, dtype) -> nn.Module:
-    if getattr(config, "quantization_config", None):
-        raise DataError("this config has quantized weights, whose bytes it does not tell: pass the loaded model")
-    dtype = _dtype(dtype, config)
+def _laid_out(config: PreTrainedConfig | dict, dtype) -> nn.Module:
     try:
+        config = AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config)
+        dtype = dtype or getattr(config, "dtype", None) or torch.float16
+        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        if getattr(config, "quantization_config", None):
+            raise ValueError("it has quantized weights, whose bytes it does not tell")
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     except REFUSALS as error:
-        raise DataError(
-            f"{type(config).__name__} describes no decoder that can be laid out ({type(error).__name__}: "
-            f"{str(error)[:200]}): pass the config of a causal language model, such as LlamaConfig"
-        ) from error
-
-
-def _config(config) -> PreTrainedConfig:
-    """From a config, its contents, or a name of something that is already here."""
-    if isinstance(config, PreTrainedConfig):
-        return config
-    if isinstance(config, dict):
-        try:
-            return AutoConfig.for_model(**config)
-        except REFUSALS as error:
-            raise DataError(f"{str(config)[:80]} is no config: it needs a model_type and its settings") from error
-    if not isinstance(config, (str, os.PathLike)):
-        kind = type(config).__name__
-        raise DataError(f"model_or_config must be a model, a config, a dict, a folder or a bundled name, not {kind}")
-    try:
-        return AutoConfig.from_pretrained(BUNDLED.get(config, config), local_files_only=True)
-    except REFUSALS as error:
-        remedy = "A folder with a config.json also works, and a hub name whose config was downloaded before."
-        raise UnknownNameError("model", str(config), BUNDLED, remedy) from error
-
-
-def _dtype(dtype, config: PreTrainedConfig) -> torch.dtype:
-    dtype = dtype or getattr(config, "dtype", None) or torch.float16
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UnknownNameError("dtype", str(dtype), ("float32", "float16", "bfloat16"))
-    return found
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DataError(f"no causal language model can be laid out of this config in {dtype}: {reason}") from error

@@ -3,17 +3,17 @@
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import DynamicCache
 
-from vqkv.cache.compressed import full_cache
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.load import describe
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "values", "cache_bytes", "seq_len", "side_bytes")  # of a cache's report
+ROLES_MSE = ("key_mse", "value_mse")
 LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
 
@@ -22,9 +22,9 @@ Sums = dict[str, Tensor]  # what one batch adds to a row
 def evaluate(
     model,
     compressor,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     protocol: str = "chunked",
-    answers: torch.Tensor | None = None,
+    answers: Tensor | None = None,
     chunk_size: int = 32,
     prompt_len: int | None = None,
     step_size: int = 1,
@@ -72,7 +72,7 @@ def evaluate(
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
-    return row | (_reconstruction_summary(totals) if reconstruction else {})
+    return row | (_mean_ratios(totals, *ROLES_MSE) if reconstruction else {})
 
 
 def _check_arguments(model, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
@@ -105,53 +105,41 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
     KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. ``exact``: see ``evaluate``.
-    Raises ``DataError`` for a cache that is not its model's, of other sequences, or not finite.
     """
-    model = exact.model
-    check_tokens(model, tokens)
-    tokens, start = tokens.to(model.device), _restored_tokens(model, tokens, keys, values)
+    model, start = exact.model, keys[0].shape[2]
+    tokens = tokens.to(model.device)
     expected = exact(tokens)[0][:, start:-1]
-    logits = model(tokens[:, start:], past_key_values=full_cache(model, keys, values), use_cache=True).logits[:, :-1]
+    pairs = zip(keys, values, strict=True)
+    cache = DynamicCache([tuple(x.to(model.device, model.dtype) for x in pair) for pair in pairs])
+    logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
     kl, top1 = token_kl(expected, logits).mean(1), top1_agreement(expected, logits).mean(1)
-    spread = {"kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
-    return {"kl_mean": kl.mean().item(), **spread, "top1": top1.mean().item()}
+    return _spread(kl) | {"top1": top1.mean().item()}
 
 
-def _restored_tokens(model, tokens: torch.Tensor, keys, values) -> int:
-    """Number of tokens in keys and values. Raises ``DataError`` if they are no cache to go on from."""
-    about = describe(model)
-    if not len(keys) == len(values) == about["num_layers"]:
-        raise DataError(f"keys of {len(keys)} layers, values of {len(values)}: the model has {about['num_layers']}")
-    length = keys[0].shape[-2]
-    shape = (len(tokens), about["num_kv_heads"], length, about["head_dim"])
-    for layer, x in enumerate(x for pair in zip(keys, values, strict=True) for x in pair):
-        if tuple(x.shape) != shape or not x.isfinite().all():
-            raise DataError(f"layer {layer // 2}: {tuple(x.shape)} is not {shape}, or holds NaN or infinity")
-    if not 0 < length < tokens.shape[1] - 1:
-        raise DataError(f"{length} restored tokens must leave at least two of the {tokens.shape[1]} tokens to decode")
-    return length
+def _spread(kl: Tensor) -> dict:
+    return {"kl_mean": kl.mean().item(), "kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
 
 
-def reconstruction_error(exact: ExactPass, compressor, tokens: torch.Tensor, batch_size: int = 8) -> dict:
+def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
     """Relative MSE of the stored keys and values of ``tokens``, averaged over layers. The model itself reads exact keys
     and values; only predictors read reconstructed ones."""
-    return _reconstruction_summary([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)])
+    return _mean_ratios([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)], *ROLES_MSE)
 
 
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
     keys, values = exact.keys_and_values(batch, post_rope=not compressor.settings.pre_rope)
-    known, sums = compressor.new_pass(), {"key_mse": [], "value_mse": []}
+    known, sums = compressor.new_pass(), {name: [] for name in ROLES_MSE}
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         stored = compressor.reconstruct(layer, *pair, known)
         for x, x_hat, found in zip(pair, stored, sums.values(), strict=True):
-            x, x_hat = x[:, :, : x_hat.shape[2]].double(), x_hat.double()
-            found.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu())
+            found.append(_squares(x[:, :, : x_hat.shape[2]], x_hat))
     return {name: torch.stack(layers) for name, layers in sums.items()}
 
 
-def _reconstruction_summary(batches: list[Sums]) -> dict:
-    sums = {name: sum(batch[name] for batch in batches) for name in ("key_mse", "value_mse")}
+def _mean_ratios(batches: list[Sums], *names: str) -> dict:
+    """Relative MSE per layer over all batches, averaged over layers."""
+    sums = {name: sum(batch[name] for batch in batches) for name in names}
     return {name: sum((error / size).item() for error, size in layers) / len(layers) for name, layers in sums.items()}
 
 
@@ -189,7 +177,7 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> di
         "nll": token_nll(logits, targets).mean(1),
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
-        "attention": _attention_sums(exact_attention, packed_attention, start),
+        "attention_mse": _attention_sums(exact_attention, packed_attention, start),
         "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED]),
     }
     if answers is not None:
@@ -199,59 +187,46 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> di
     return out
 
 
-def _read_packed(model, cache, pieces) -> list[torch.Tensor]:
+def _read_packed(model, cache, pieces) -> list[Tensor]:
     """Logits of each piece. Raises ``DataError`` if the last one, which may be the only one, reads nothing packed."""
-    logits = []
-    for number, piece in enumerate(pieces, 1):
-        if number == len(pieces) > 1:
-            _check_packed(cache)
-        logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
-    if len(pieces) == 1:  # in place: packed before it is read
-        _check_packed(cache)
+    *before, last = pieces
+    logits = [model(piece, past_key_values=cache, use_cache=True).logits for piece in before]
+    read = cache.report().packed_values
+    logits.append(model(last, past_key_values=cache, use_cache=True).logits)
+    if not (read if before else cache.report().packed_values):  # in place: packed before it is read
+        raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
     return logits
 
 
-def _check_packed(cache) -> None:
-    if not cache.report().packed_values:
-        raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
-
-
 def _summary(batches: list[Sums]) -> dict:
-    kept_apart = ("report", "attention", "key_mse", "value_mse")
+    kept_apart = ("report", "attention_mse", *ROLES_MSE)
     joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in kept_apart}
     report = dict(zip(MEASURED, sum(b["report"] for b in batches).tolist(), strict=True))
     first = dict(zip(MEASURED, batches[0]["report"].tolist(), strict=True))
     packed, kl = report["packed_values"], joined["kl"]
-    row = {
+    recall = {name: joined[name].mean().item() for name in ("recall_exact", "recall") if name in joined}
+    return {
         "num_seqs": len(kl),
         "seq_len": first["seq_len"],
         "ppl_exact": joined["nll_exact"].mean().exp().item(),
         "ppl": joined["nll"].mean().exp().item(),
-        "kl_mean": kl.mean().item(),
-        "kl_std": kl.std(correction=0).item(),
-        "kl_worst": kl.max().item(),
+        **_spread(kl),
         "top1": joined["top1"].mean().item(),
-        "attention_mse": _mean_ratio([b["attention"] for b in batches]),
+        **_mean_ratios(batches, "attention_mse"),
         "bits_per_value": 8 * report["packed_bytes"] / packed if packed else float("nan"),
         "ratio": 2 * report["values"] / report["cache_bytes"],
         "side_bytes": first["side_bytes"],
+        **recall,
     }
-    for name in ("recall_exact", "recall"):
-        if name in joined:
-            row[name] = joined[name].mean().item()
-    return row
 
 
-def _attention_sums(exact: dict, packed: dict, start: int) -> torch.Tensor:
+def _attention_sums(exact: dict, packed: dict, start: int) -> Tensor:
     """(num_layers, 2): squared error and squared size of the attention blocks' outputs, earlier errors included."""
-    rows = []
-    for layer in exact:
-        x, x_hat = (torch.cat(outputs[layer], 1)[:, start:].double() for outputs in (exact, packed))
-        rows.append(torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu())
-    return torch.stack(rows)
+    outputs = ([torch.cat(found[layer], 1)[:, start:] for found in (exact, packed)] for layer in exact)
+    return torch.stack([_squares(*pair) for pair in outputs])
 
 
-def _mean_ratio(sums: list[torch.Tensor]) -> float:
-    """Relative MSE per layer over all batches, averaged over layers."""
-    error, size = sum(sums).unbind(-1)
-    return (error / size).mean().item()
+def _squares(x: Tensor, x_hat: Tensor) -> Tensor:
+    """Squared error and squared size."""
+    x, x_hat = x.double(), x_hat.double()
+    return torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu()

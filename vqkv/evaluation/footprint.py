@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
@@ -15,15 +14,10 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import part_from_config
 from vqkv.errors import DataError, FormatError
-from vqkv.models.capture import check_tokens
 from vqkv.models.load import kv_sources
 from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
 
-MEASURE = (
-    "calibrate a compressor and pass it with the loaded model and tokens like those to be cached, "
-    "capacity(model, compressor, memory_gb, tokens=...)"
-)
 PREDICTING = 7  # fp32 tensors of a layer's keys: three sources, two of them side by side, the prediction, what is left
 ENOUGH = 1 << 24  # random values that a codec is given to learn from, at most
 
@@ -57,7 +51,7 @@ class Footprint:
 
     weights: int
     side_information: int
-    packed: int | Fraction
+    packed: int
     block: int
     exact: int
     working: int
@@ -68,7 +62,7 @@ class Footprint:
     @property
     def bits_per_value(self) -> float:
         """Stored bits for each value of the packed tokens."""
-        return float(8 * self.packed / (self.block * self.values))
+        return 8 * self.packed / (self.block * self.values)
 
     @property
     def fixed(self) -> int:
@@ -88,7 +82,7 @@ class Footprint:
         return {
             "weights": self.weights,
             "side_information": self.side_information,
-            "packed": math.ceil(batch_size * (packed // self.block) * self.packed),
+            "packed": batch_size * (packed // self.block) * self.packed,
             "sinks": batch_size * sinks * self.exact,
             "window": batch_size * window * self.exact,
             "working": batch_size * seq_len * self.working,
@@ -107,17 +101,14 @@ class Footprint:
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
 
 
-def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) -> Footprint:
-    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. ``tokens``
-    (num_seqs, seq_len): cached to measure payloads whose size depends on the data. See ``capacity.capacity``, which
-    raises what this raises."""
+def footprint(model, preset: Preset | Compressor) -> Footprint:
+    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor.
+    ``capacity.capacity`` says what this raises."""
     shape, settings = model_shape(model), preset.settings
     if isinstance(preset, Compressor):
         _check_fits(preset, model, shape)
         codecs, side = [codec for pair in preset.codecs for codec in pair], preset.side_bytes
         predicted = bool(preset.predictions)
-    elif tokens is not None:
-        raise DataError(f"tokens cannot be cached with a preset that was fitted to no model, {preset.name}: {MEASURE}")
     else:
         codecs, predictors = _arranged(preset, shape)
         side, predicted = sum(codec.side_bytes for codec in codecs) + sum(predictors), bool(predictors)
@@ -125,7 +116,7 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
     return Footprint(
         weights=weight_bytes(model),
         side_information=side,
-        packed=_block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape),
+        packed=_block_bytes(codecs, block, shape),
         block=block,
         exact=_token_bytes(shape, model),
         working=shape.width * (2 * model.dtype.itemsize + 4 * PREDICTING * predicted),
@@ -192,7 +183,7 @@ class _AnyModel:
 
     def cost_curves(self, preset, plan) -> dict:
         """Raises ``DataError``: these answers do change sizes."""
-        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {MEASURE}")
+        raise DataError("how many bits each layer gets depends on what errors cost the model: pass a fitted compressor")
 
 
 def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
@@ -252,22 +243,5 @@ def _row_bytes(codec: Codec, shape: Shape) -> int:
     """Bytes of a row of the codec's payload. Raises ``DataError`` if they depend on what is in the row."""
     one, two = (codec.encode(_random(shape.num_kv_heads, n * codec.tokens_per_row, shape.head_dim)) for n in (1, 2))
     if one.ragged or two.nbytes != 2 * one.nbytes:
-        raise DataError(f"how many bytes a token takes depends on what is stored here, so it has to be seen: {MEASURE}")
+        raise DataError("how many bytes a token takes depends on what is stored: evaluate(...) measures it on a text")
     return one.nbytes
-
-
-@torch.inference_mode()
-def _measured(model, compressor: Compressor, tokens: Tensor, block: int, shape: Shape) -> Fraction:
-    """Bytes of a packed block, with ``tokens`` (num_seqs, seq_len) cached for real, one sequence at a time."""
-    if model.device.type == "meta":
-        raise DataError(f"a model without weights cannot cache tokens: {MEASURE}")
-    check_tokens(model, tokens)
-    packed_bytes = packed_values = 0
-    for sequence in tokens.to(model.device).split(1):
-        cache = compressor.new_cache(model)
-        model.base_model(sequence, past_key_values=cache, use_cache=True)
-        report = cache.report()
-        packed_bytes, packed_values = packed_bytes + report.packed_bytes, packed_values + report.packed_values
-    if not packed_values:
-        raise DataError(f"none of {tokens.shape[1]} tokens a sequence is packed. Pass longer sequences")
-    return Fraction(packed_bytes, packed_values) * block * shape.values

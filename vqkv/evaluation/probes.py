@@ -109,17 +109,12 @@ def probe_sums(
 
     Sequences are independent. The first ``skip`` tokens of each (attention sinks), and for all probes alike as many
     more as the furthest token back that any of them reads, are no samples. At most ``batch_size`` sequences are held at
-    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences, unknown forms,
-    and probes of which none exists in any layer.
+    a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences.
     """
     check_tokens(model, tokens)
     layers, forms = range(len(kv_sources(model))), forms or {}
     regressions = [probe.blocks(layer) for probe in probes for layer in layers if probe.exists(layer)]
-    if not regressions:
-        raise DataError(f"{len(layers)} layers have the sources of no probe: name some fewer layers back")
     used = {block for sources, target in regressions for block in (*sources, target)}
-    if unknown := {block.form for block in used} - {"", *forms}:
-        raise DataError(f"form {min(unknown)!r} of a probe is unknown: pass it in forms, which has {sorted(forms)}")
     start = skip + max((block.lag for block in used), default=0)
     if tokens.shape[1] <= start:
         raise DataError(f"{tokens.shape[1]} tokens leave none after the first {start}: use longer sequences")
@@ -134,17 +129,12 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
 
     ``source_width``: the features that it reads. ``bits``: what it would save a quantizer per value. ``mean_share``:
     how much of the target's mean square its training mean explains, which EVR leaves out. ``strength``: of the
-    ridge; 1e-6 measures without shrinking much. Raises ``DataError`` for what ``train`` or ``test`` has no sums of.
+    ridge; 1e-6 measures without shrinking much.
     """
     rows = []
     for probe in probes:
         for layer in filter(probe.exists, range(num_layers)):
             sources, target = probe.blocks(layer)
-            if not train.knows(sources, target) or not test.knows(sources, target):
-                raise DataError(
-                    f"no sums for {probe} in layer {layer} of {num_layers}: give probe_sums this probe, and here the "
-                    "number of layers of its model"
-                )
             weights = train.solve(sources, target, strength)
             evr = test.explained(weights, sources, target)
             row = {"target": probe.target, "sources": probe.sources, "layer": layer, "source_width": len(weights)}
@@ -169,10 +159,8 @@ def shuffled(seed: int) -> Form:
 
 
 def reconstructed(preset: Preset) -> Form:
-    """A form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on the first batch that they see.
-    Raises ``DataError`` for presets with a plan, whose layers are not stored one by one."""
-    if preset.plan is not None:
-        raise DataError(f"{preset.name} reads one layer for another, a form does not: give a preset without a plan")
+    """A form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on the first batch that they see;
+    for presets without a plan, whose layers are stored one by one."""
     codecs = {}
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """A model that reads its own compressed cache, as a model of lm_eval."""
 
 import os
-from collections import defaultdict
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -16,12 +14,11 @@ from tqdm import tqdm
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.harness.quiet import without_logs
-from vqkv.evaluation.harness.reader import AskedText, Family, Reader
-from vqkv.evaluation.harness.tally import Tally
+from vqkv.evaluation.harness.reader import Reader, Tally, report
 from vqkv.models.load import BUNDLED, load_model
 
 OF_HFLM = (
-    "max_length", "max_batch_size", "truncation", "logits_cache", "add_bos_token", "prefix_token_id", "softmax_dtype",
+    "max_length", "max_batch_size", "truncation", "add_bos_token", "prefix_token_id", "softmax_dtype",
     "mixed_precision_dtype", "think_end_token", "enable_thinking", "chat_template_args",
 )  # fmt: skip
 OWN = (
@@ -70,6 +67,10 @@ class VqkvLM(HFLM):
             model, tokenizer = load_model(pretrained, dtype, place, trust_remote_code)
         if tokenizer is None:
             raise DataError("a loaded model needs its tokenizer: tokenizer=...")
+        if isinstance(compressor, (str, os.PathLike)):
+            compressor = Compressor.from_pretrained(compressor)
+        self.reader = Reader(model, compressor, protocol, chunk_size)
+        batch_size = batch_size if self.reader.knows_padding else 1
         with without_logs():  # warnings that a loaded model takes no dtype and no device
             super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, **of_hflm)
         if isinstance(pretrained, str):  # for lm_eval's records
@@ -77,9 +78,6 @@ class VqkvLM(HFLM):
         if accelerator:
             self.accelerator = accelerator
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        if isinstance(compressor, (str, os.PathLike)):
-            compressor = Compressor.from_pretrained(compressor)
-        self.reader = Reader(self.model, compressor, protocol, chunk_size)
 
     @property
     def tally(self) -> Tally:
@@ -100,69 +98,44 @@ class VqkvLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """(log-probability of the continuation, whether greedy decoding gives it) of requests (key, context tokens,
         continuation tokens). HFLM's own pads without telling the cache."""
-        answers = [(0.0, True)] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Loglikelihood requests") as bar:
-            for batch in self._batches(self._families(requests), override_bs):
-                for number, part, greedy in self._parts(batch):
-                    total, so_far = answers[number]
-                    answers[number] = total + part, so_far and greedy
-                bar.update(sum(len(text.asked) for family in batch for text in family.texts))
-        for (key, *_), answer in zip(requests, answers, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
-        return answers
-
-    def _families(self, requests: list) -> list[Family]:
-        """The texts of all requests, each once, longest first; those of one context together."""
-        texts, contexts = {}, defaultdict(list)
+        texts: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}  # what is read, each once -> what is asked of it
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise DataError(f"a continuation of {len(continuation)} tokens; the model reads {self.max_length}")
             whole = context + continuation
             self.tally.truncated += len(whole) > self.max_length + 1
-            tokens = whole[-(self.max_length + 1) :][:-1]
-            key = tuple(tokens) if self.logits_cache else number
-            if key not in texts:
-                texts[key] = AskedText(tokens, [])
-                contexts[tuple(context)].append(texts[key])
-            texts[key].asked.append((number, continuation))
-        found = [self.reader.family(members) for members in contexts.values()]
-        return sorted(found, key=lambda family: -max(len(text.tokens) for text in family.texts))
-
-    def _batches(self, families: list[Family], override_bs: int | None) -> Iterator[list[Family]]:
-        """At most ``batch_size`` texts at a time; a family that is larger is parted."""
+            texts.setdefault(tuple(whole[-(self.max_length + 1) : -1]), []).append((number, continuation))
         size = self.batch_size
         if size == "auto":
             size = override_bs or self._detect_batch_size()
-        size = size if self.reader.knows_padding else 1
-        batch, count = [], 0
-        for family in (part for whole in families for part in _parted(whole, size)):
-            if batch and count + len(family.texts) > size:
-                yield batch
-                batch, count = [], 0
-            batch.append(family)
-            count += len(family.texts)
-        if batch:
-            yield batch
+        longest, answers = sorted(texts, key=len, reverse=True), {}
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Loglikelihood requests") as bar:
+            for start in range(0, len(longest), size):
+                batch = longest[start : start + size]
+                answers |= self._answers(batch, [texts[text] for text in batch])
+                bar.update(len(answers) - bar.n)
+        found = [answers[number] for number in range(len(requests))]
+        for (key, *_), answer in zip(requests, found, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return found
 
-    def _parts(self, batch: list[Family]) -> Iterator[tuple[int, float, bool]]:
-        """(number of the request, log-probability, whether greedy) of what each piece holds of its continuation."""
+    def _answers(self, texts: list[tuple[int, ...]], asked: list[list[tuple[int, list[int]]]]) -> dict:
+        """Number of a request -> (log-probability of its continuation, whether greedy decoding gives it)."""
+        answers = {}
         with self._autocast():
-            for piece in self.reader.read(batch):
-                text, stop = piece.text, piece.start + len(piece.logits)
-                first = max(piece.start, text.start)
-                if first >= stop:
-                    continue
-                scores = F.log_softmax(piece.logits[first - piece.start :], dim=-1, dtype=self.softmax_dtype)
-                for number, continuation in text.asked:
-                    begin = len(text.tokens) - len(continuation)
-                    wanted = torch.tensor(continuation[max(0, first - begin) : stop - begin], device=scores.device)
-                    if len(wanted):
-                        self.tally.scored += len(wanted)
-                        self.tally.scored_packed += len(wanted) * piece.packed
-                        found = scores[-len(wanted) :]
-                        total = found.gather(1, wanted[:, None]).sum().item()
-                        yield number, total, bool((found.argmax(-1) == wanted).all())
+            firsts = [len(text) - max(len(wanted) for _, wanted in own) for text, own in zip(texts, asked, strict=True)]
+            logits, packed_from = self.reader.read(texts, firsts)
+            for text, found, own in zip(texts, logits, asked, strict=True):
+                scores = F.log_softmax(found, dim=-1, dtype=self.softmax_dtype)
+                for number, continuation in own:
+                    wanted = torch.tensor(continuation, device=scores.device)
+                    last = scores[-len(wanted) :]
+                    total = last.gather(1, wanted[:, None]).sum().item()
+                    answers[number] = total, bool((last.argmax(-1) == wanted).all())
+                    self.tally.scored += len(wanted)
+                    self.tally.scored_packed += int(min(len(wanted), max(0, len(text) - packed_from)))
+        return answers
 
     def _autocast(self):
         dtype = self.mixed_precision_dtype
@@ -177,39 +150,23 @@ class VqkvLM(HFLM):
         return tokens, mask
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], attention_mask=None, **arguments):
-        """``context`` (rows, slots), padded on the left, with what follows it."""
-        if self.reader.knows_padding or len(context) == 1:
-            return self._continue(context, attention_mask, max_length, stop, arguments)
-        out = []
-        for row, mask in zip(context, attention_mask, strict=True):
-            padding = int((mask == 0).sum())
-            alone = row[None, padding:], mask[None, padding:]
-            found = self._continue(*alone, max_length - padding, stop, dict(arguments))[0]
-            out.append(F.pad(found, (padding, max_length - padding - len(found)), value=self.tokenizer.pad_token_id))
-        return torch.stack(out)
-
-    def _continue(self, context: Tensor, mask: Tensor, max_length: int, stop: list[str], arguments: dict) -> Tensor:
-        """Prompts are cut from their common end, so that the pieces do not depend on the padding: slots before the
-        first piece fill it up."""
+        """``context`` (rows, slots), padded on the left, with what follows it. Prompts are cut from their common end,
+        so that the pieces do not depend on the padding: slots before the first piece fill it up."""
         chunk, extra = None, 0
         if self.reader.protocol == "chunked":
             chunk = self.reader.chunk_size
             extra = -context.shape[1] % chunk if context.shape[1] > chunk else 0
         context = F.pad(context, (extra, 0), value=self.tokenizer.pad_token_id)
-        cache = self.reader.new_cache()
+        cache, mask = self.reader.new_cache(), F.pad(attention_mask, (extra, 0))
         out = super()._model_generate(
-            context, max_length + extra, stop, attention_mask=F.pad(mask, (extra, 0)), past_key_values=cache,
-            prefill_chunk_size=chunk, **arguments,
+            context, max_length + extra, stop, attention_mask=mask, past_key_values=cache, prefill_chunk_size=chunk,
+            **arguments,
         )  # fmt: skip
-        self.tally.add(cache)
+        self.tally.reports.append(report(cache))
         count = len(context) * (out.shape[1] - context.shape[1])
         self.tally.scored += count
         self.tally.scored_packed += count * self.reader.holds_packed(cache)
         return out[:, extra:]
-
-
-def _parted(family: Family, size: int) -> list[Family]:
-    return [Family(family.texts[i : i + size], family.shared) for i in range(0, len(family.texts), size)]
 
 
 def _accelerator() -> Accelerator | None:

@@ -4,7 +4,7 @@ Padding is told to the cache by an attention mask, so that a text's bytes and lo
 the batch; a peer's cache, which knows no padding, gets one text at a time.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,42 +12,34 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
+from vqkv.cache.meter import Report, tensor_bytes, total
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.evaluation.harness.tally import Tally, report
 
 PROTOCOLS = ("in_place", "chunked")
 
 
 @dataclass
-class AskedText:
-    """``tokens`` to read, and what was asked: (number of the request, its continuation). A continuation ends one token
-    after ``tokens``, whose last one predicts its last one."""
+class Tally:
+    """Reports of every cache that a task filled, and what of the task they bear on.
 
-    tokens: list[int]
-    asked: list[tuple[int, list[int]]]
+    ``scored`` counts the tokens whose probability was asked for (loglikelihood) or that were generated;
+    ``scored_packed`` those of them that could read at least one packed token: where that share is small, a task says
+    little about a codec. ``truncated`` counts the texts that did not fit into the model's positions and lost their
+    beginning.
+    """
 
-    @property
-    def start(self) -> int:
-        """The first position whose prediction is asked for."""
-        return len(self.tokens) - max(len(continuation) for _, continuation in self.asked)
+    reports: list[Report] = field(default_factory=list)
+    scored: int = 0
+    scored_packed: int = 0
+    truncated: int = 0
 
-
-@dataclass
-class Family:
-    """Texts that begin with the same ``shared`` tokens, which are read once."""
-
-    texts: list[AskedText]
-    shared: int = 0
-
-
-@dataclass
-class Piece:
-    """Logits (tokens, vocabulary) of one text's positions from ``start`` on."""
-
-    text: AskedText
-    start: int
-    logits: Tensor
-    packed: bool  # whether packed tokens were there to be read
+    def as_dict(self) -> dict:
+        """The columns of a table, ``packed_share`` being ``scored_packed`` over ``scored``. Of an uncompressed cache
+        ``bits_per_value`` is that of all values, and ``ratio`` 0.5 in fp32."""
+        whole = total(self.reports)
+        measured = {name: getattr(whole, name) for name in ("bits_per_value", "ratio", "side_bytes")}
+        share = self.scored_packed / self.scored if self.scored else math.nan
+        return measured | {"packed_share": share, "truncated": self.truncated}
 
 
 @dataclass
@@ -83,75 +75,40 @@ class Reader:
         """True if texts of several lengths can share a batch."""
         return self.compressor is None or isinstance(self.compressor, Compressor)
 
-    @property
-    def step(self) -> int:
-        """Texts may be cut at multiples of this many tokens without a change to what is packed or read."""
-        if self.protocol == "chunked":
-            return self.chunk_size
-        return 1 if self.compressor is None else self.compressor.tokens_per_row
-
-    def family(self, texts: list[AskedText]) -> Family:
-        """A family: texts, and the number of tokens that all share before anything is asked."""
-        if len(texts) < 2 or not self.knows_padding:
-            return Family(texts)
-        shortest = min(text.start for text in texts)
-        first, last = (choose(text.tokens[:shortest] for text in texts) for choose in (min, max))  # in lexical order
-        common = next((i for i, pair in enumerate(zip(first, last, strict=True)) if len(set(pair)) > 1), shortest)
-        return Family(texts, common // self.step * self.step)
-
     @torch.inference_mode()
-    def read(self, families: list[Family]) -> Iterator[Piece]:
-        """Logits of the texts, piece by piece, from the first token that is not shared."""
-        cache, device = self.new_cache(), self.model.device
-        known = _padded([family.texts[0].tokens[: family.shared] for family in families], device)
-        for start, stop in self._pieces(known.mask.shape[1]):
-            self._pass(self.model.base_model, cache, known, start, stop)
-        owners = torch.tensor([i for i, family in enumerate(families) for _ in family.texts], device=device)
-        if known.mask.shape[1] and len(owners) > len(families):
-            cache.batch_select_indices(owners)
-        texts = [(text, family.shared) for family in families for text in family.texts]
-        rest = _padded([text.tokens[shared:] for text, shared in texts], device, known.mask[owners])
-        packed = False
-        for start, stop in self._pieces(rest.tokens.shape[1]):
-            packed = packed or self.holds_packed(cache)
-            logits = self._pass(self.model, cache, rest, start, stop).logits
-            packed = packed or (self.protocol == "in_place" and self.holds_packed(cache))
-            for (text, shared), row in zip(texts, logits, strict=True):
-                count = min(len(text.tokens) - shared, stop) - start
-                if count > 0:
-                    yield Piece(text, shared + start, row[:count], packed)
-        self.tally.add(cache)
-
-    def _pass(self, module, cache, padded: "_Padded", start: int, stop: int):
-        mask = torch.cat([padded.before, padded.mask[:, :stop]], dim=1)
-        about = {} if mask.all() else {"attention_mask": mask.long(), "position_ids": padded.positions[:, start:stop]}
-        return module(padded.tokens[:, start:stop], past_key_values=cache, use_cache=True, **about)
-
-    def _pieces(self, length: int) -> list[tuple[int, int]]:
-        size = self.chunk_size if self.protocol == "chunked" else max(1, length)
-        return [(start, min(length, start + size)) for start in range(0, length, size)]
+    def read(self, texts: list[tuple[int, ...]], firsts: list[int]) -> tuple[list[Tensor], float]:
+        """Logits (tokens, vocabulary) of each text from its position ``firsts`` on, and the position from which on
+        packed tokens were there to be read."""
+        cache, device, packed_from = self.new_cache(), self.model.device, math.inf
+        length = max(map(len, texts))
+        tokens = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts], device=device)
+        sizes, slots = torch.tensor([[len(text)] for text in texts], device=device), torch.arange(length, device=device)
+        mask, positions = (slots < sizes).long(), torch.minimum(slots, sizes - 1)
+        found: list[list[Tensor]] = [[] for _ in texts]
+        step = self.chunk_size if self.protocol == "chunked" else length
+        for start in range(0, length, step):
+            stop = min(length, start + step)
+            if self.holds_packed(cache):
+                packed_from = min(packed_from, start)
+            padded = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+            about = {} if mask[:, :stop].all() else padded
+            logits = self.model(tokens[:, start:stop], past_key_values=cache, use_cache=True, **about).logits
+            for own, row, text, first in zip(found, logits, texts, firsts, strict=True):
+                own.append(row[max(0, first - start) : max(0, len(text) - start)].clone())
+        if self.protocol == "in_place" and self.holds_packed(cache):
+            packed_from = 0
+        self.tally.reports.append(report(cache))
+        return [torch.cat(own) for own in found], packed_from
 
     def holds_packed(self, cache) -> bool:
         """True if a codec has packed any of a cache's tokens."""
         return self.compressor is not None and report(cache).packed_values > 0
 
 
-@dataclass
-class _Padded:
-    """``tokens`` (rows, slots), padded on the right; ``mask`` says which are, ``before`` (rows, earlier slots) likewise
-    of what is already in the cache; ``positions`` in each row's own text."""
-
-    tokens: Tensor
-    mask: Tensor
-    before: Tensor
-    positions: Tensor
-
-
-def _padded(rows: list[list[int]], device, before: Tensor | None = None) -> _Padded:
-    length = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows], dtype=torch.long, device=device)
-    sizes = torch.tensor([len(row) for row in rows], device=device)[:, None]
-    slots = torch.arange(length, device=device)
-    before = torch.zeros(len(rows), 0, dtype=torch.bool, device=device) if before is None else before
-    positions = before.sum(1, keepdim=True) + torch.minimum(slots, sizes - 1).clamp(min=0)
-    return _Padded(tokens, slots < sizes, before, positions)
+def report(cache) -> Report:
+    """The byte meter's report of a cache; transformers' uncompressed one holds each value as it is."""
+    if hasattr(cache, "report"):
+        return cache.report()
+    held = [x for layer in cache.layers if layer.is_initialized for x in (layer.keys, layer.values)]
+    size, count = tensor_bytes(held), sum(x.numel() for x in held)
+    return Report({"exact": size}, size, count, count, cache.get_seq_length(), len(held[0]), side_bytes=0)

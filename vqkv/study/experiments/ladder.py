@@ -164,7 +164,7 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
     found, compressor = subject(**who), _evicted_codec(codec=codec, who=who, quantizer=quantizer)
     settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(found.test), "reconstruction": False}
     compared = compare_scores(found.model, compressor, found.test[:, :prompt_len], retain, recent)
-    overlap = sum(layer["overlap"] for layer in compared) / len(compared)
+    overlap = sum(compared) / len(compared)
     rows = []
     for rule, choose in (("heavy hitters", heavy_hitters), ("random", random_tokens(who["seed"]))):
         policy = H2O(compressor, retain, recent, choose=choose)
