@@ -76,7 +76,7 @@ def test_gradients_pass_straight_through(models, name):
             x = torch.randn(2, 7, module_width(module, source), generator=torch.Generator().manual_seed(1))
             x = x.unflatten(-1, (-1, 32)) if name == "qwen3" and role == "key" else x
             x.requires_grad_()
-            read = reading._hook(source, (role, source.layer_idx), part, module, (), x)
+            read = reading._read(source, role, part, x)
             flowing = torch.randn(read.shape, generator=torch.Generator().manual_seed(2))
             assert torch.equal(torch.autograd.grad(read, x, flowing)[0], flowing)
             exact, back = source.heads(x.detach(), part), source.heads(read.detach(), part)

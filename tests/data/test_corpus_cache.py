@@ -58,7 +58,7 @@ def test_what_breaks_off_leaves_nothing_half_made(tokenizer, tmp_path, own_cache
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(hub, "_text", broken)
         load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=60)
-    assert not list(own_cache.rglob("tokens.bin*")) and not list(own_cache.rglob("*.part"))
+    assert not list(own_cache.rglob("*.bin")) and not list(own_cache.rglob("*.part"))
     found = load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=60)
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "other"))
     assert load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=60).equal(found)
@@ -74,24 +74,25 @@ def test_each_thing_that_matters_has_a_cache_of_its_own(tokenizer, tmp_path, own
     renamed.name_or_path = "elsewhere"
     renamed("padded", padding="max_length", max_length=8, truncation=True)
     load_corpus(name, renamed, seq_len=SEQ_LEN, num_seqs=5)
-    assert len(list(own_cache.rglob("tokens.bin"))) == 7
+    assert len(list(own_cache.rglob("*.bin"))) == 7
     renamed.add_tokens(["cache codebook"])
     load_corpus(name, renamed, seq_len=SEQ_LEN, num_seqs=5)
     os.utime(sorted(folder.iterdir())[0], (1, 1))
     load_corpus(name, tokenizer, seq_len=SEQ_LEN, num_seqs=5)
-    assert len(list(own_cache.rglob("tokens.bin"))) == 9
+    assert len(list(own_cache.rglob("*.bin"))) == 9
 
 
-def shared(name: str) -> str:
+def shared(where: str, name: str) -> str:
     """Run by each of several processes."""
+    os.environ |= {"VQKV_CACHE": where, "HF_HUB_OFFLINE": "1"}
     chosen = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
     return fingerprint(load_corpus(name, chosen, "train", SEQ_LEN, None, packing="packed"))
 
 
 def test_two_processes_that_want_the_same_corpus_both_get_it(tmp_path, own_cache):
     name = f"slimpajama@{folders.slimpajama(tmp_path / 'slim', shards=4, docs=100)}"
-    first, second = forked.share(2, shared, name)
-    assert first == second and len(list(own_cache.rglob("tokens.bin"))) == 1
+    first, second = forked.share(2, shared, str(own_cache), name)
+    assert first == second and len(list(own_cache.rglob("*.bin"))) == 1
 
 
 def test_a_folder_that_cannot_be_written_names_the_remedy(tokenizer, tmp_path, monkeypatch):

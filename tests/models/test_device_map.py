@@ -8,7 +8,7 @@ import torch
 from vqkv import DataError, calibrate, evaluate, load_model, presets
 from vqkv.calibration.finetune import finetune
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, fingerprint, layer_devices, weights_fingerprint
+from vqkv.models.load import describe, fingerprint, layer_devices
 
 PLACES = {
     "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
@@ -35,7 +35,6 @@ def spread(folder, tmp_path_factory):
 
 def test_it_is_the_same_model(whole, spread):
     assert describe(spread) == describe(whole) and fingerprint(spread) == fingerprint(whole)
-    assert weights_fingerprint(spread) == weights_fingerprint(whole)
     assert layer_devices(spread) == [torch.device("cpu")] * 3 == layer_devices(whole)
     for mine, theirs in zip(capture(spread, shared_job.text(2, 0)), capture(whole, shared_job.text(2, 0)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

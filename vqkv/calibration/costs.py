@@ -1,7 +1,6 @@
 """Costs that errors in each layer's keys and values have for a model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import token_kl
 from vqkv.kernels.rope import rotate
-from vqkv.models.capture import capture
-from vqkv.models.load import kv_sources, position_rotary
+from vqkv.models.capture import capture, hooked
+from vqkv.models.load import position_rotary
 from vqkv.runtime.checks import whole_blocks
 
 FISHER_SEQS, FISHER_TOKENS = 8, 1024  # of a sequence: a backward pass keeps all activations
@@ -40,41 +39,24 @@ def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
     generator = torch.Generator(model.device).manual_seed(seed)
     with torch.inference_mode(False), torch.enable_grad():
         for sequence in tokens[:, :FISHER_TOKENS].clone().split(1):
-            with _perturbed(model) as perturbations:
+            added: dict[Place, tuple] = {}  # source, its part of the projection, and zeros that gradients are taken for
+
+            def perturb(source, role, part, output, added=added):
+                zeros = torch.zeros_like(output, requires_grad=True)
+                added[role, source.layer_idx] = source, part, zeros
+                return output + zeros
+
+            with hooked(model, perturb):
                 logits = model(sequence.to(model.device), use_cache=False).logits[0].float()
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             score = logits.log_softmax(-1).gather(-1, drawn).sum()
-            gradients = torch.autograd.grad(score, [x for _, _, x in perturbations.values()])
-            for (place, (source, part, _)), gradient in zip(perturbations.items(), gradients, strict=True):
+            gradients = torch.autograd.grad(score, [x for _, _, x in added.values()])
+            for (place, (source, part, _)), gradient in zip(added.items(), gradients, strict=True):
                 rows = source.heads(gradient, part)[0].float()
                 sums[place] = sums.get(place, 0) + rows.mT @ rows
     return {place: total / tokens[:, :FISHER_TOKENS].numel() for place, total in sums.items()}
-
-
-@contextmanager
-def _perturbed(model) -> Iterator[dict[Place, tuple]]:
-    """Within the context, zeros that gradients can be taken for are added to keys and values as they are made. Yields
-    {place: (source, its part of the projection, zeros)}."""
-    found, handles = {}, []
-
-    def hook(place: Place, source, part: int):
-        def add(module, args, output):
-            zeros = torch.zeros_like(output, requires_grad=True)
-            found[place] = (source, part, zeros)
-            return output + zeros
-
-        return add
-
-    for source in kv_sources(model):
-        for role, (module, part) in zip(ROLES, source.sides, strict=True):
-            handles.append(module.register_forward_hook(hook((role, source.layer_idx), source, part)))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.inference_mode()

@@ -18,8 +18,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.calibration import together
 from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import TrainedWeights, recomputing
-from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_rope, check_tokens
 from vqkv.models.load import describe, layer_devices
@@ -83,8 +82,12 @@ def finetune(
         together.finish([*codecs.values()], run.devices)
         weights.keep()
     model.vqkv_name = f"{about['name']} fine-tuned"
-    notes = {"tokens": tokens.numel(), "batch_size": batch_size, "finetune": {"lr": lr, "steps": len(run.losses)}}
-    return FineTuned(_compressor(model, preset, codecs, notes), tuple(run.losses))
+    if preset is None:
+        return FineTuned(None, tuple(run.losses))
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
+    notes["finetune"] = {"lr": lr, "steps": len(run.losses)}
+    pairs = [tuple(codecs[role, layer] for role in ROLES) for layer in range(about["num_layers"])]
+    return FineTuned(Compressor(preset.name, pairs, preset.settings, describe(model), notes), tuple(run.losses))
 
 
 class _Run:
@@ -190,11 +193,3 @@ def _check_preset(preset: Preset, head_dim: int) -> None:
         reason = "it packs blocks of tokens, so that a token would be read before the rest of its block is known"
     if reason:
         raise DataError(f"cannot fine-tune with preset {preset.name!r}: {reason}. vqllm and higgs can be trained with")
-
-
-def _compressor(model, preset: Preset | None, codecs: dict[Place, Codec], notes: dict) -> Compressor | None:
-    if preset is None:
-        return None
-    pairs = [tuple(codecs[role, layer] for role in ROLES) for layer in range(len(codecs) // 2)]
-    settings = preset.settings
-    return Compressor(preset.name, pairs, settings, describe(model), {"arguments": preset.arguments, **notes})

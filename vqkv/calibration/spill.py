@@ -13,7 +13,7 @@ from vqkv.calibration.costs import metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.load import describe, weights_fingerprint
+from vqkv.models.load import describe, fingerprint
 from vqkv.runtime.processes import current
 
 REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
@@ -66,7 +66,7 @@ class CapturedTokens(Spill):
         check_batch_size(batch_size)
         super().__init__(folder)
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
-        self.about, self.weights, self._metrics = describe(model), weights_fingerprint(model), None
+        self.about, self.weights, self._metrics = describe(model), fingerprint(model), None
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         try:

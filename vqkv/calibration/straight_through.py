@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from vqkv.calibration import together
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import ROLES, Place
-from vqkv.models.load import KVSource, kv_sources
+from vqkv.codecs.predictive import Place
+from vqkv.models.capture import hooked
+from vqkv.models.load import KVSource
 
 
 class StraightThrough:
@@ -26,20 +26,9 @@ class StraightThrough:
         self.seen: dict[Place, list[Tensor]] = {place: [] for place in codecs}
         self.recording = False
 
-    @contextmanager
-    def reading(self, model) -> Iterator[None]:
-        """Inside, ``model`` reads through the codecs."""
-        handles = [
-            module.register_forward_hook(partial(self._hook, source, (role, source.layer_idx), part))
-            for source in kv_sources(model)
-            for role, (module, part) in zip(ROLES, source.sides, strict=True)
-            if (role, source.layer_idx) in self.codecs
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def reading(self, model):
+        """A context in which ``model`` reads through the codecs."""
+        return hooked(model, self._read)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -59,7 +48,10 @@ class StraightThrough:
         together.learn([*learning.values()], batch)
         together.agree([*learning.values()], [x.device for x in batch])
 
-    def _hook(self, source: KVSource, place: Place, part: int, module, args, output: Tensor) -> Tensor:
+    def _read(self, source: KVSource, role: str, part: int, output: Tensor) -> Tensor | None:
+        place = role, source.layer_idx
+        if place not in self.codecs:
+            return None
         with torch.no_grad():
             x = source.heads(output.detach(), part)
             if self.recording:

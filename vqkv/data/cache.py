@@ -1,7 +1,7 @@
 """Token ids that were streamed once stay on the disk.
 
-``~/.cache/vqkv/corpora/<hash>/`` (``VQKV_CACHE`` moves ``~/.cache/vqkv``) holds ``tokens.bin``, int64 token ids, which
-is there as a whole or not at all, and ``description.json``, what they are of.
+``~/.cache/vqkv/corpora/<hash>.bin`` (``VQKV_CACHE`` moves ``~/.cache/vqkv``) holds int64 token ids, and is there as a
+whole or not at all.
 """
 
 import hashlib
@@ -30,13 +30,12 @@ def cached(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs:
     """
     text = json.dumps(description | {"version": VERSION}, sort_keys=True)
     root = Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser()
-    folder = root / "corpora" / hashlib.sha256(text.encode()).hexdigest()[:32]
-    file = folder / "tokens.bin"
+    folder = root / "corpora"
+    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.bin"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):
+        with FileLock(f"{file}.lock"):
             if not file.exists():
-                (folder / "description.json").write_text(text)
                 _write(file, rows, num_seqs)
     except OSError as error:
         raise DataError(

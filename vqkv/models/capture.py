@@ -9,23 +9,26 @@ from transformers import DynamicCache
 
 from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate
-from vqkv.models.load import KVSource, kv_sources, position_rotary, rotary_embedding
+from vqkv.models.load import kv_sources, position_rotary, rotary_embedding
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
 
 @contextmanager
-def recording(model):
-    """Within the context, every forward pass appends each layer's pre-RoPE keys and values to the yielded dict:
-    ``{layer_idx: ([keys, ...], [values, ...])}``, each (batch, num_kv_heads, seq_len, head_dim)."""
-    record = {source.layer_idx: ([], []) for source in kv_sources(model)}
+def hooked(model, hook):
+    """Within the context, ``hook(source, role, part, output)`` gets the outputs of the modules that make each layer's
+    ``"key"`` and ``"value"`` before RoPE; what it returns, if anything, takes their place."""
+
+    def called(about, module, args, output):
+        return hook(*about, output)
+
     handles = [
-        module.register_forward_hook(partial(_keep, source, part, record[source.layer_idx][role]))
+        module.register_forward_hook(partial(called, (source, role, part)))
         for source in kv_sources(model)
-        for role, (module, part) in enumerate(source.sides)
+        for role, (module, part) in zip(("key", "value"), source.sides, strict=True)
     ]
     try:
-        yield record
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -93,10 +96,14 @@ def check_rope(model, tokens: torch.Tensor) -> None:
 
 
 def _pre_rope_pass(model, tokens):
-    with recording(model) as record:
+    made = {"key": {}, "value": {}}
+
+    def keep(source, role, part, output) -> None:
+        made[role][source.layer_idx] = source.heads(output.detach(), part)
+
+    with hooked(model, keep):
         model(tokens, use_cache=False, **_few_logits(model))
-    made = [record[i] for i in sorted(record)]
-    return [keys[0] for keys, _ in made], [values[0] for _, values in made]
+    return tuple([layers[i] for i in sorted(layers)] for layers in made.values())
 
 
 def _post_rope_pass(model, tokens):
@@ -108,7 +115,3 @@ def _post_rope_pass(model, tokens):
 def _few_logits(model) -> dict:
     """Arguments without which the logits of 128,000 words would take more memory than all keys and values."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-
-
-def _keep(source: KVSource, part: int, into: list, module, args, output) -> None:
-    into.append(source.heads(output.detach(), part))

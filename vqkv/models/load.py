@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.runtime.files import raw_bytes
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 CHANGING_ROPE = ("dynamic", "longrope")
@@ -181,18 +180,6 @@ def fingerprint(model) -> str:
     return hashlib.sha256(sample.encode()).hexdigest()[:16]
 
 
-def weights_fingerprint(model) -> str:
-    """Sixteen hex digits that name every bit of all weights, wherever a device map keeps them (a second for a gigabyte
-    or two)."""
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        with _fetched(module):
-            for key, parameter in module.named_parameters(recurse=False):
-                digest.update(str([name, key, list(parameter.shape), str(parameter.dtype)]).encode())
-                digest.update(raw_bytes(parameter))
-    return digest.hexdigest()[:16]
-
-
 def describe(model) -> dict:
     """Facts by which a compressor knows the model that it was fitted to; see ``difference``. ``weights`` is a sample of
     each layer's key and value weights, the same in fp32, fp16 and bf16 up to rounding."""
@@ -241,7 +228,9 @@ def difference(fitted: dict, model) -> str | None:
 def _samples(module: nn.Module) -> list[list[float]]:
     """Of each of its parameters."""
     with _fetched(module):
-        return [_sample(parameter) for parameter in module.parameters()]
+        flat = [parameter.detach().flatten() for parameter in module.parameters()]
+        parts = [x[:: max(1, x.numel() // 16)][:16].float().tolist() for x in flat]
+    return [[float(f"{x:.5g}") for x in part] for part in parts]
 
 
 def _fetched(module: nn.Module):
@@ -251,11 +240,6 @@ def _fetched(module: nn.Module):
     from accelerate.utils import align_module_device
 
     return align_module_device(module)
-
-
-def _sample(parameter: torch.Tensor) -> list[float]:
-    flat = parameter.detach().flatten()
-    return [float(f"{x:.5g}") for x in flat[:: max(1, flat.numel() // 16)][:16].float().tolist()]
 
 
 def _kv_source(module: nn.Module) -> KVSource | None:

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Nothing
+<<<<<<< HEAD
 from vqkv.codecs.predictive import Place
 from vqkv.codecs.predictor_kinds import Copy, Predictor, make_predictor
+=======
+from vqkv.codecs.predictive import ROLES, Place
+from vqkv.codecs.predictor_kinds import Copy, Predictor, check_kind, make_predictor
+>>>>>>> cut-c
 from vqkv.errors import DataError
 from vqkv.presets.allocation import allocate
 from vqkv.runtime.checks import check_whole
@@ -49,22 +54,21 @@ class FromPrevious:
 
     def __post_init__(self):
         make_predictor(self.kind, **self.arguments)
-        for role, sources in self._sources():
+        for role, sources in self._sources.items():
             _parse(sources, role)
 
     def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and of its values. Raises ``DataError`` for sources that none has."""
-        for role, sources in self._sources():
+        for role, sources in self._sources.items():
             _check_reach(sources, role, trial.num_layers)
-        first = {"key": RolePlan(self.first.key_codec), "value": RolePlan(self.first.value_codec)}
-        return [first] + [
-            {"key": self._role(preset.key_codec, "key", self.key_from, layer),
-             "value": self._role(preset.value_codec, "value", self.value_from, layer)}
+        return [_unpredicted(self.first)] + [
+            {role: self._role(getattr(preset, f"{role}_codec"), role, self._sources[role], layer) for role in ROLES}
             for layer in range(1, trial.num_layers)
-        ]  # fmt: skip
+        ]
 
-    def _sources(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        return ("key", self.key_from), ("value", self.value_from)
+    @property
+    def _sources(self) -> dict[str, str]:
+        return {"key": self.key_from, "value": self.value_from}
 
     def _role(self, make_codec, role: str, sources: str, layer: int) -> RolePlan:
         if sources == NOT_PREDICTED:
@@ -80,7 +84,7 @@ class Unpredicted:
 
     def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and of its values."""
-        return [{"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}] * trial.num_layers
+        return [_unpredicted(preset)] * trial.num_layers
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ class Budgeted:
              for role, plan in roles.items()}
             for layer, roles in enumerate(self.plan.arrange(preset, trial))
         ]  # fmt: skip
+
+
+def _unpredicted(preset) -> dict[str, RolePlan]:
+    return {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
 
 
 def _with_bits(make_codec, bits: float, head_dim: int | None) -> Codec:
@@ -140,14 +148,12 @@ class Shared:
             if trial.similarity(self._plan(preset, trial.num_layers, wider)) > self.threshold:
                 source = wider
         if len(source) < self.pairs:
-            raise DataError(
-                f"only {len(source)} of {self.pairs} pairs of layers keep a similarity above {self.threshold}: "
-                "share fewer, or lower the threshold"
-            )
+            kept = f"only {len(source)} of {self.pairs} pairs of layers keep a similarity above {self.threshold}"
+            raise DataError(f"{kept}: share fewer, or lower the threshold")
         return self._plan(preset, trial.num_layers, source)
 
     def _plan(self, preset, num_layers: int, source: dict[int, int]) -> list[dict[str, RolePlan]]:
-        own = {"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}
+        own = _unpredicted(preset)
         return [
             {role: RolePlan(Nothing, Copy(), ((role, source[layer]),)) for role in own} if layer in source else own
             for layer in range(num_layers)

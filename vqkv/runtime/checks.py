@@ -1,7 +1,6 @@
 """Checks of what codecs are given: values, and sizes from an altered config that must not make us allocate."""
 
 import math
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -31,19 +30,12 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
     values = x.detach().float()
     largest = max(abs(float(end)) for end in torch.aminmax(values))  # one pass, and NaN is passed on
     if not math.isfinite(largest):
-        _refuse_values(values)
+        bad = int((~values.isfinite()).sum())
+        reason = "check the model's dtype (fp16 overflows) and its inputs"
+        raise DataError(f"{bad} of {values.numel()} values are NaN or infinite: {reason}")
     if largest > most:
         raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({most:g}): scale the values first")
     return values
-
-
-def _refuse_values(values: Tensor) -> NoReturn:
-    bad = ~torch.isfinite(values)
-    position = tuple(bad.nonzero()[0].tolist())
-    raise DataError(
-        f"{int(bad.sum())} of {values.numel()} values are NaN or infinite, the first ({values[position]}) at "
-        f"(batch, head, token, channel) = {position}: check the model's dtype (fp16 overflows) and its inputs"
-    )
 
 
 def check_head_dim(head_dim) -> None:

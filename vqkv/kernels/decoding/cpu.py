@@ -23,7 +23,7 @@ def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None,
 def _affine(packed: Affine) -> Tensor:
     out = torch.empty(*packed.low.shape, packed.group_size, dtype=torch.float32, device=packed.codes.device)
     if not affine.decodes(packed.bits, out):
-        return decode_affine(packed, unpack_codes(packed.codes, packed.bits, packed.shape[-1]))
+        return decode_affine(packed, unpack_codes)
     affine.affine_decode(packed.codes, packed.bits, packed.low, packed.high, out)
     return out.flatten(-2)
 

@@ -11,18 +11,14 @@ from vqkv.kernels.rope import rotate
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
     shape), then rotated by ``turn``; float32 until the end."""
-    values = _affine(packed) if isinstance(packed, Affine) else _coded(packed)
+    values = decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)
     values = values if base is None else base.float() + values
     return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
 
 
-def _affine(packed: Affine) -> Tensor:
-    return decode_affine(packed, unpack_codes(packed.codes, packed.bits, packed.shape[-1]))
-
-
-def decode_affine(packed: Affine, codes: Tensor) -> Tensor:
-    """Values of codes (batch, num_kv_heads, seq_len, head_dim), unpacked from ``packed``."""
-    codes = codes.unflatten(-1, (-1, packed.group_size))
+def decode_affine(packed: Affine, unpack=unpack_codes) -> Tensor:
+    """Values of affine codes, which ``unpack`` takes out of their bytes."""
+    codes = unpack(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
     low, high = packed.low.float().unsqueeze(-1), packed.high.float().unsqueeze(-1)
     return codes.float().div_(2**packed.bits - 1).mul_(high - low).add_(low).flatten(-2)
 

@@ -42,12 +42,13 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     uint8 up to 8 bits (at 8, ``packed`` itself), then int16 (at 16, int32)."""
     if bits == 8:
         return packed
+    dtype = torch.uint8 if bits < 8 else torch.int16 if bits < 16 else torch.int32
+    codes = torch.empty(*packed.shape[:-1], count, dtype=dtype, device=packed.device)
     packed = packed.contiguous()
-    if bits == 16:
-        return packed.view(torch.int16).to(torch.int32) & 0xFFFF
-    codes = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if bits < 8 else torch.int16, device=packed.device)
     if not codes.numel():
         return codes
+    if bits == 16:
+        return packed.view(torch.int16).to(torch.int32) & 0xFFFF
     size = packed.shape[-1]
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     words, word = words_of(packed.view(rows, size))
