@@ -188,7 +188,7 @@ class Batch:
     def reset(self) -> None:
         """Forget every token."""
         self.groups, self.tokens, self.slots, self.size = [], None, 0, 0
-        self.mask, self.running = None, False
+        self.mask, self.running, self.direct = None, False, False
 
     def truncate(self, slots: int) -> None:
         """Keep the first ``slots`` slots."""
