@@ -111,44 +111,42 @@ def test_every_way_to_generate_gives_the_same_tokens(llama, compressor):
         assert torch.equal(ours, theirs)
 
 
-def padded() -> tuple[torch.Tensor, torch.Tensor]:
+def test_padded_batches_read_what_each_row_stores(llama, compressor):
     mask = torch.ones(4, 40, dtype=torch.long)
     for row, missing in enumerate((0, 9, 0, 17)):
         mask[row, :missing] = 0
-    return TOKENS[:, :40] * mask, mask
+    given = {"attention_mask": mask, **PLAIN}
 
+    def run():
+        return llama.generate(TOKENS[:, :40] * mask, past_key_values=compressor.new_cache(llama), **given)
 
-def test_padded_batches_read_what_each_row_stores(llama, compressor, nothing_decoded):
-    tokens, mask = padded()
-    run = lambda: llama.generate(tokens, attention_mask=mask, past_key_values=compressor.new_cache(llama), **PLAIN)  # noqa: E731
     ours, theirs = both(llama, run)
     assert torch.equal(ours, theirs)
 
 
-HIDING = torch.ones(4, 31, dtype=torch.long).index_fill(1, torch.arange(5, 9), 0)
-OWN = torch.zeros(4, 1, 1, 31).index_fill(3, torch.arange(3, 20), -torch.inf)
+def ones(*hidden):
+    """A mask of 31 slots that hides some (row, slots)."""
+    mask = torch.ones(4, 31, dtype=torch.long)
+    for row, slots in hidden:
+        mask[row, slots] = 0
+    return mask
 
 
-@pytest.mark.parametrize("mask", [HIDING, OWN], ids=["hides stored tokens", "of the caller's own shape"])
-def test_masks_are_obeyed(llama, compressor, mask):
-    def run():
-        cache = compressor.new_cache(llama)
-        with torch.inference_mode():
-            llama(TOKENS[:, :30], past_key_values=cache)
-            return llama(TOKENS[:, 30:31], past_key_values=cache, attention_mask=mask).logits
+EVERY_ROW, OWN = slice(None), torch.zeros(4, 1, 1, 31).index_fill(3, torch.arange(3, 20), -torch.inf)
+MASKS = {
+    "hides stored tokens": (None, ones((EVERY_ROW, slice(5, 9)))),
+    "of the caller's own shape": (None, OWN),
+    "hides stored tokens beside padding": (
+        ones((1, slice(9)))[:, :30],
+        ones((1, slice(9)), (EVERY_ROW, slice(12, 18))),
+    ),
+    "hides stored tokens, and the new slot is padding": (None, ones((2, 30), (EVERY_ROW, slice(12, 18)))),
+}
 
-    ours, theirs = both(llama, run)
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
-
-@pytest.mark.parametrize("padding", ["of the prompt", "of the new slot"])
-def test_masks_that_hide_stored_tokens_beside_padding(llama, padding):
-    compressor, before, after = fitted(llama, READ["rvq2"]), torch.ones(4, 30), torch.ones(4, 31)
-    if padding == "of the prompt":
-        before[1, :9] = after[1, :9] = 0
-    else:
-        after[2, 30] = 0
-    after[:, 12:18] = 0
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_obeyed(llama, compressor, name):
+    before, after = MASKS[name]
 
     def run():
         cache = compressor.new_cache(llama)

@@ -26,7 +26,6 @@ from vqkv.evaluation.capacity import architecture, capacity
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, weight_bytes
 
 TOKENS = torch.randint(1, 4096, (6, 48), generator=torch.Generator().manual_seed(0))
-MANY = torch.randint(1, 4096, (1, 1201), generator=torch.Generator().manual_seed(2))
 LONG = torch.randint(1, 4096, (3, 320), generator=torch.Generator().manual_seed(1))
 PIECES = (1, 1, 4, 17, 18, 1, 128, 5, 88, 1)  # sinks half full, blocks of 16 and of 128 almost full and packed
 RAGGED = {name: SMALL[name] for name in ("vqq", "vqq_product")} | {f"{name}+ans": CODED[name] for name in CODED}

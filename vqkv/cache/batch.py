@@ -66,7 +66,7 @@ class Batch:
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
     running: bool = field(default=False, init=False)
     direct: bool = field(default=False, init=False)
-    _places: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)  # by group: new tokens, all tokens
+    _places: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def new_group(self, rows: list[int]) -> Group:
         """Empty stores for these sequences."""
@@ -100,7 +100,7 @@ class Batch:
             raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
         new = self._new_tokens(new_slots, size)
         position_ids = None if self.rotary is None else self.rotary.take()
-        self.running = True
+        self.running, self._places = True, []
         if not self.slots:
             self.groups, self.size = [self.new_group(list(range(size)))], size
         if new is None:
@@ -134,14 +134,13 @@ class Batch:
     def _advance(self, new: Tensor, like: Tensor, position_ids: Tensor | None) -> None:
         self.tokens = torch.cat([self._tokens(self.size), new], dim=1)
         self._divide(new.sum(dim=1))
-        self._places = []
         for group in self.groups:
-            places = [_slots(mask[group.rows]).to(like.device) for mask in (new, self.tokens)]
+            slots, everywhere = (_slots(mask[group.rows]).to(like.device) for mask in (new, self.tokens))
             ids = None
             if position_ids is not None:
-                ids = position_ids.expand(self.size, -1)[group.rows].gather(1, places[0])
-            group.positions.advance(places[0].shape[1], like, ids)
-            self._places.append(places)
+                ids = position_ids.expand(self.size, -1)[group.rows].gather(1, slots)
+            group.positions.advance(slots.shape[1], like, ids)
+            self._places.append((torch.tensor(group.rows)[:, None], slots, everywhere))
 
     def _divide(self, counts: Tensor) -> None:
         """Part the groups' sequences by ``counts`` (size)."""
@@ -158,10 +157,7 @@ class Batch:
 
     def places(self, device) -> list[tuple[Tensor, Tensor, Tensor]]:
         """By group: its sequences (rows, 1), the slots of their new tokens and of all; nothing without padding."""
-        if self.tokens is None:
-            return []
-        rows = [torch.tensor(group.rows, device=device)[:, None] for group in self.groups]
-        return [(row, *places) for row, places in zip(rows, self._places, strict=True)]
+        return [tuple(index.to(device) for index in places) for places in self._places]
 
     def split(self, keys: Tensor, values: Tensor) -> list[tuple[Group, Pair]]:
         """The new tokens of each group of sequences (rows, num_kv_heads, new_tokens, head_dim)."""
@@ -192,7 +188,7 @@ class Batch:
     def reset(self) -> None:
         """Forget every token."""
         self.groups, self.tokens, self.slots, self.size = [], None, 0, 0
-        self.mask, self.running = None, False
+        self.mask, self.running, self.direct = None, False, False
 
     def truncate(self, slots: int) -> None:
         """Keep the first ``slots`` slots."""

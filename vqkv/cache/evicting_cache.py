@@ -112,7 +112,11 @@ class EvictingCache(CompressedCache):
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins: switch on eager attention, watched, if it ends in an eviction of this cache."""
-        if self.layers[0].evicts_next and any(value is self for value in (*args, *kwargs.values())):
+        if not any(value is self for value in (*args, *kwargs.values())):
+            return
+        mask = kwargs.get("attention_mask")
+        self.batch.direct = mask is None or (isinstance(mask, Tensor) and bool(mask.all()))
+        if self.layers[0].evicts_next:
             self._watching = ExitStack()
             self._watching.enter_context(
                 watching_attention(self.model(), lambda layer, scores: self.layers[layer].attended(scores))

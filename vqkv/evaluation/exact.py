@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.load import kv_sources
@@ -26,32 +27,28 @@ class ExactPass:
         """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives. Raises
         ``DataError`` for a model that makes NaN or infinity."""
 
-        def compute() -> tuple[tuple, int]:
+        def compute() -> tuple:
             with attention_outputs(self.model) as attention:
                 logits = self.model(tokens, use_cache=False).logits
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
-            return (logits, attention), logits.nbytes + sum(x.nbytes for layer in attention.values() for x in layer)
+            return logits, attention
 
         return self._remembered("logits", tokens, compute)
 
     def keys_and_values(self, tokens: Tensor, post_rope: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
+        kind = "keys after RoPE" if post_rope else "keys before RoPE"
+        return self._remembered(kind, tokens, lambda: capture(self.model, tokens, post_rope=post_rope))
 
-        def compute() -> tuple[tuple, int]:
-            roles = capture(self.model, tokens, post_rope=post_rope)
-            return roles, sum(x.nbytes for role in roles for x in role)
-
-        return self._remembered("keys after RoPE" if post_rope else "keys before RoPE", tokens, compute)
-
-    def _remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple[tuple, int]]) -> tuple:
-        """The first part of what ``compute`` returns (the second: its bytes), or what it was for the same tokens."""
+    def _remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
+        """``compute()``, or what it was for the same tokens."""
         held = self._held.setdefault(kind, [])
         for known, found in held:
             if torch.equal(known, tokens):
                 return found
-        found, size = compute()
-        if self.entries and size <= REMEMBERED:
+        found = compute()
+        if self.entries and tensor_bytes(found) <= REMEMBERED:
             del held[: len(held) - self.entries + 1]
             held.append((tokens.clone(), found))
         return found

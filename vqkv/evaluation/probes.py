@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from vqkv.codecs.learning.gram import Gram
-from vqkv.codecs.learning.ridge import Ridge, predict
 from vqkv.codecs.predictive import side_by_side
 from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio
+from vqkv.evaluation.metrics import bits_saved
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.load import kv_sources
 from vqkv.presets import Preset
 
+AQUA_STRENGTH = 1e-3  # of its ridge
 RECALL_EDGES = (0, 64, 128, 256, 512, 1024)
 PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
@@ -46,20 +46,6 @@ def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int =
     finally:
         model.set_attn_implementation(before)
     return sums.cpu() / len(tokens)
-
-
-def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
-    (AQUA-KV's two predictors, on exact inputs)."""
-    flat = [[[_flat(x) for x in role] for role in capture(model, tokens)] for tokens in (train, test)]
-    (train_k, train_v), (test_k, test_v) = flat
-    found = {"key": [], "value": []}
-    for layer in range(1, len(train_k)):
-        found["key"].append(_evr(train_k[layer - 1], train_k[layer], test_k[layer - 1], test_k[layer]))
-        fit_x = torch.cat([train_v[layer - 1], train_k[layer]], dim=1)
-        test_x = torch.cat([test_v[layer - 1], test_k[layer]], dim=1)
-        found["value"].append(_evr(fit_x, train_v[layer], test_x, test_v[layer]))
-    return found
 
 
 # (captured keys or values, "K" or "V", layer) -> the same shape
@@ -143,6 +129,18 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
     return rows
 
 
+def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
+    """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
+    (AQUA-KV's two predictors, on exact inputs)."""
+    probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
+    sums = [probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test)]
+    found = {
+        role: explained_variance(*sums, [probe], len(kv_sources(model)), AQUA_STRENGTH)
+        for role, probe in probes.items()
+    }
+    return {role: [row["evr"] for row in rows] for role, rows in found.items()}
+
+
 def shuffled(seed: int) -> Form:
     """A form for targets: the batch's tokens in random order and with random signs, so that nothing is left to predict.
     The order alone would leave each batch its mean, which sources of the same text do predict."""
@@ -220,9 +218,3 @@ def _features(captured, forms: dict[str, Form], start: int):
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """(batch, num_kv_heads, seq_len, head_dim) -> (tokens, width), all heads of a token side by side."""
     return side_by_side(x).flatten(0, 1).float()
-
-
-def _evr(fit_x, fit_y, test_x, test_y) -> float:
-    ridge = Ridge()
-    ridge.accumulate(fit_x, fit_y)
-    return explained_variance_ratio(test_y, predict(ridge.solve(), test_x))

@@ -81,12 +81,8 @@ class VqkvLM(HFLM):
 
     @property
     def tally(self) -> Tally:
-        """Bytes that this process's caches held since the model was made or ``reset_tally`` called."""
+        """Bytes that this process's caches held since the model was made or the reader got a new tally."""
         return self.reader.tally
-
-    def reset_tally(self) -> None:
-        """Count from zero."""
-        self.reader.tally = Tally()
 
     def get_model_info(self) -> dict:
         """HFLM's, with what was compressed and how far; lm_eval puts it into the results' ``config``."""

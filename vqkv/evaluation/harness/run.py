@@ -10,6 +10,7 @@ from lm_eval import evaluate
 from vqkv.errors import DataError
 from vqkv.evaluation.harness.model import VqkvLM
 from vqkv.evaluation.harness.quiet import quiet
+from vqkv.evaluation.harness.reader import Tally
 from vqkv.evaluation.harness.tasks import Entry, entries, manager
 from vqkv.models.load import load_model
 from vqkv.runtime.checks import check_whole
@@ -54,7 +55,7 @@ def run_tasks(
     metadata = {"tokenizer": lm.tokenizer.name_or_path} | (metadata or {})
     rows = []
     for entry in wanted:
-        lm.reset_tally()
+        lm.reader.tally = Tally()
         found = _evaluate(lm, entry, num_fewshot, limit, seed, metadata)
         shared = {"protocol": protocol, **lm.tally.as_dict()}
         rows += [row | shared for row in _rows(found, entry)]
