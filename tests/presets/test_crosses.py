@@ -81,7 +81,7 @@ NOWHERE = [
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
     ({"bits": 11}, DataError, "use 0.01 to 10"),
     ({"mean": "yes"}, DataError, "True or False"),
-    ({"block": 0}, DataError, "block of 0 tokens"),
+    ({"block": 0}, DataError, "tokens 0 must be an integer"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")
       for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
 ]  # fmt: skip
