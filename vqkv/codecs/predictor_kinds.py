@@ -67,21 +67,12 @@ def half(name: str, tensor: Tensor) -> Tensor:
     return tensor.half().contiguous()
 
 
-def check_real(name: str, value, most: float) -> None:
-    """Raise ``DataError`` unless ``value``, a setting called ``name``, is a number from 0 to ``most``."""
-    if type(value) not in (int, float) or not 0 <= value <= most:
-        raise DataError(f"{name} {value!r} must be a number from 0 to {most:g}")
-
-
 @dataclass(eq=False)
 class _Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_real("strength", self.strength, 1e6)
+    limits = {"strength": (0.0, 1e6)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         return {"bias": ((outputs,), torch.float16)}
@@ -135,7 +126,7 @@ class ReducedRank(Linear):
     """
 
     rank: int = 256
-    limits = {"rank": (1, MANY)}
+    limits = Linear.limits | {"rank": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         if not self._factored(inputs, outputs):
@@ -172,7 +163,7 @@ class LinearGPTQ(_Regression):
 
     bits: int = 4
     group_size: int = 128
-    limits = {"bits": (1, 8), "group_size": (1, MANY)}
+    limits = _Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         grid = ((-(-inputs // self.group_size), outputs), torch.float16)
@@ -202,11 +193,8 @@ class MLP(Predictor):
     learning_rate: float = 5e-3
     minibatch: int = 256
     seed: int = 0
-    limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED)}
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_real("learning_rate", self.learning_rate, 1)
+    limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED),
+              "learning_rate": (0.0, 1.0)}  # fmt: skip
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         """The first layer, LayerNorm's gain and shift, the second layer."""
