@@ -1,6 +1,5 @@
 """A calibration and an evaluation of many presets, as one process or as each of several that share the work."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,19 +11,10 @@ from vqkv import presets
 from vqkv.runtime.processes import launched
 
 RESIDUAL = presets.vqllm(2, 16, 8)
-
-
-def _beamed(head_dim):
-    """Keys whose codebooks are learned with the beam, too, which no preset does."""
-    codec = RESIDUAL.key_codec(head_dim)
-    quantizer = dataclasses.replace(codec.quantizer, beam=2, learning_beam=2)
-    return dataclasses.replace(codec, quantizer=quantizer)
-
-
 PRESETS = {
     "vqllm": RESIDUAL,
     "revived": presets.vqllm(2, 16, 8, revive=True, decay=0.5),
-    "beam": dataclasses.replace(RESIDUAL, make_key_codec=_beamed),
+    "beam": presets.vqllm(2, 16, 8, beam=2),
     "entropy": presets.entropy_coded(RESIDUAL, block=16),
     "kvquant": presets.kvquant(bits=2, block=16),
     "vqq": presets.vqq(codebook_size=16, keyframe=16),

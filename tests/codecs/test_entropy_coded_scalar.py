@@ -194,7 +194,7 @@ def test_other_numbers_of_heads_are_refused(fitted):
 
 @pytest.mark.parametrize("bits", [0, 0.001, 10.5, -1.0, math.nan, math.inf, "2", None, True])
 def test_bits_out_of_range_are_named(bits):
-    with pytest.raises(DataError, match="bits a value: use 0.01 to 10"):
+    with pytest.raises(DataError, match="bits .* must be a number from 0.01 to 10"):
         EntropyCodedScalar(bits)
 
 

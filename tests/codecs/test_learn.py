@@ -101,9 +101,3 @@ def test_only_revival_brings_dead_codes_back(revive):
     ema.update(Statistics.of(x, codes, 8), samples=x)
     used = torch.cdist(x, ema.codebook).argmin(dim=-1).unique()
     assert (len(used) == 8) == revive
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1])
-def test_a_decay_that_cannot_learn_is_refused(decay):
-    with pytest.raises(DataError, match="decay"):
-        Ema(decay=decay)

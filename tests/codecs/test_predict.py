@@ -103,7 +103,7 @@ def test_reduced_rank_is_svd_truncation_on_white_inputs(inputs, outputs, rank, s
     full = torch.linalg.lstsq(x.double(), (y - y.mean(0)).double()).solution
     left, sizes, right = torch.linalg.svd(full, full_matrices=False)
     expected = left[:, :rank] * sizes[:rank] @ right[:rank]
-    found = ReducedRank(rank=rank, strength=0.0).fit(stream(x, y))._weights().double()
+    found = ReducedRank(rank=rank, strength=0.0).fit(stream(x, y))._weights(inputs).double()
     assert (found - expected).norm() <= 2e-3 * full.norm()
 
 

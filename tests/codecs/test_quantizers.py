@@ -259,7 +259,7 @@ def test_settings_that_do_not_fit_are_named():
         presets.vq().key_codec(12)
     with pytest.raises(DataError, match="tokens 0 must be"):
         TokenBlock(0)
-    with pytest.raises(DataError, match="share of 1.5"):
+    with pytest.raises(DataError, match="share 1.5 must be"):
         SparseOutliers(1.5)
     with pytest.raises(DataError, match="at most 16 bits"):
         presets.kvquant(block=4096).key_codec(64)

@@ -35,10 +35,10 @@ def test_the_command_passes_settings_on_to_predictor_and_backbone(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (["rank=8"], "unknown setting of the linear predictor 'rank'. Known: strength."),
-        (["settings=5"], "unknown setting of the linear predictor 'settings'"),
-        (["kind=mlp"], "unknown setting of the linear predictor 'kind'"),
-        (["name=x"], "unknown setting of the linear predictor 'name'"),
+        (["rank=8"], "unknown argument of predictor 'linear' 'rank'. Known: strength."),
+        (["settings=5"], "unknown argument of predictor 'linear' 'settings'"),
+        (["kind=mlp"], "unknown argument of predictor 'linear' 'kind'"),
+        (["name=x"], "unknown argument of predictor 'linear' 'name'"),
         (["in_features=5"], "in_features"),
         (["backbone={bits: 3}"], "unknown preset None"),
         (["backbone={name: higgs, bit: 3}"], "unknown argument of preset 'higgs' 'bit'. Did you mean 'bits'?"),
@@ -90,7 +90,7 @@ def test_kinds_of_predictor(kind):
 
 @pytest.mark.parametrize("width", ["in_features", "out_features"])
 def test_widths_are_the_models(width):
-    with pytest.raises(UnknownNameError, match=f"setting of the mlp predictor '{width}'") as error:
+    with pytest.raises(UnknownNameError, match=f"argument of predictor 'mlp' '{width}'") as error:
         presets.aqua(predictor="mlp", **{width: 5})
     known = str(error.value).split("Known: ")[1]
     assert "features" not in known and "learning_rate" in known

@@ -73,8 +73,8 @@ NOWHERE = [
     ({"entropy": True}, DataError, "leave entropy out"),
     ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
-    ({"bits": 11}, DataError, "use 0.01 to 10"),
-    ({"block": 0}, DataError, "block of 0 tokens"),
+    ({"bits": 11}, DataError, "from 0.01 to 10"),
+    ({"block": 0}, DataError, "tokens 0 must be an integer"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16")
       for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """Answers to what plans ask about a model: how unlike layers are, what sharing them (KVSharer) and errors cost."""
 
-import dataclasses
 from functools import cached_property
 
 import torch
@@ -69,15 +68,12 @@ class ModelTrial:
 
     def _cache(self, plan: list[dict[str, RolePlan]]):
         about = describe(self.model)
-        width = about["num_kv_heads"] * about["head_dim"]
         codecs, predictions = [], {}
         for layer, roles in enumerate(plan):
             codecs.append(tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES))
             for role in ROLES:
                 if roles[role].predictor is not None:
-                    predictor = dataclasses.replace(roles[role].predictor, in_features=width, out_features=width)
-                    predictor.ready = True  # nothing is learned by what copies
-                    predictions[role, layer] = Prediction(predictor, roles[role].sources)
+                    predictions[role, layer] = Prediction(roles[role].predictor, roles[role].sources)
         settings = CacheSettings(pre_rope=not self.captured.post_rope)
         compressor = Compressor("trial", codecs, settings, about, predictions=predictions)
         return compressor.new_cache(self.model, in_place=True)

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.codecs.streams import StreamQuantizer, ans, frequencies, reader, written
-from vqkv.errors import DataError, UnknownNameError
-
-CONTEXTS = ("position", "stage")
-TABLES = ("static", "adaptive")
+from vqkv.errors import DataError
 
 
 @dataclass(eq=False)
@@ -38,17 +35,15 @@ class Entropy(StreamQuantizer):
     quantizer: Quantizer
     tables: str = "static"
     context: str = "position"
+    choices = {"tables": ("static", "adaptive"), "context": ("position", "stage")}
     step = 16
     strength = 256
     most_code_bytes = 3  # constriction's probabilities have 24 bits
 
     def __post_init__(self):
+        super().__post_init__()
         if isinstance(self.quantizer, StreamQuantizer) or type(self.quantizer).encode is Quantizer.encode:
             raise DataError("Entropy takes a Quantizer that leaves storing its codes to others")
-        if self.tables not in TABLES:
-            raise UnknownNameError("kind of tables", self.tables, TABLES)
-        if self.context not in CONTEXTS:
-            raise UnknownNameError("context", self.context, CONTEXTS)
         self.by_head, self.side_fields, self._counts = self.context == "position", self.quantizer.side_fields, 0
         self.register_buffer("frequencies", None)
 

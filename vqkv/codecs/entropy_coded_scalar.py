@@ -10,7 +10,6 @@ from vqkv.codecs import spreads
 from vqkv.codecs.spreads import LARGEST_CODE
 from vqkv.codecs.stage import Side
 from vqkv.codecs.streams import StreamQuantizer, ans
-from vqkv.errors import DataError
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
@@ -36,12 +35,9 @@ class EntropyCodedScalar(StreamQuantizer):
     """
 
     bits: float = 2.0
+    limits = {"bits": (LEAST_BITS, MOST_BITS)}
     by_head = True
     most_code_bytes = 8  # 24 bits for a table's rarest code, 16 low ones, 24 beyond the table
-
-    def __post_init__(self):
-        if type(self.bits) not in (int, float) or not LEAST_BITS <= self.bits <= MOST_BITS:
-            raise DataError(f"steps of {self.bits!r} bits a value: use {LEAST_BITS} to {MOST_BITS:g}")
 
     def build(self, shape: tuple[int, ...]) -> None:
         super().build(shape)

@@ -43,12 +43,7 @@ class Fallback(Quantizer):
     inner: Codec
     threshold: float = 0.1
     block_size: int = 8
-    limits = {"block_size": (1, MAX_HEAD_DIM)}
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
-            raise DataError(f"threshold {self.threshold!r} must be at least 0")
+    limits = {"block_size": (1, MAX_HEAD_DIM), "threshold": (0.0, math.inf)}
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Raises ``DataError`` if blocks do not divide a row's last axis."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed, grid_encode_packed, rvq_decode, rvq_encode
 
 DIM = 2
@@ -36,10 +36,10 @@ class Grid(Quantizer):
     """
 
     size: int = 16
+    choices = {"size": gaussian_grids()}
 
     def __post_init__(self):
-        if type(self.size) is not int or self.size not in gaussian_grids():
-            raise UnknownNameError("grid size", str(self.size), [str(size) for size in gaussian_grids()])
+        super().__post_init__()
         self.code_bits = (self.size - 1).bit_length()
         self.register_buffer("grid", gaussian_grids()[self.size][0].half())
 

@@ -87,11 +87,8 @@ class SparseOutliers(Stage):
     """
 
     share: float = 0.01
+    limits = {"share": (1e-9, 1 - 1e-9)}
     side_fields = ("outliers", "positions")
-
-    def __post_init__(self):
-        if not 0 < self.share < 1:
-            raise DataError(f"a share of {self.share!r} outliers: use a number between 0 and 1")
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """At least one value of a row is kept apart."""

@@ -1,23 +1,27 @@
 """Parts of codecs: settings as JSON, learned tensors as a module's buffers, a registry that rebuilds from both."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from vqkv.errors import FormatError
-from vqkv.runtime.checks import check_whole
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
 
 class Part(nn.Module):
     """Anything a codec is built from: a dataclass whose init fields are its JSON-able settings.
 
     What it has learned are its persistent buffers, so ``state_dict()`` is what is saved beside ``config()``. Subclasses
-    register under their class name; ``limits`` are the least and the most that a whole-numbered setting can be.
+    register under their class name.
+
+    ``limits`` of a setting are the least and the most that it can be, two integers for a whole number, two floats for a
+    real one; ``choices`` are what it can be called.
     """
 
     registry: ClassVar[dict[str, type["Part"]]] = {}
-    limits: ClassVar[dict[str, tuple[int, int]]] = {}
+    limits: ClassVar[dict[str, tuple[float, float]]] = {}
+    choices: ClassVar[dict[str, Collection]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -30,7 +34,13 @@ class Part(nn.Module):
 
     def __post_init__(self):
         for name, (least, most) in self.limits.items():
-            check_whole(name, getattr(self, name), least, most)
+            value, whole = getattr(self, name), type(least) is int
+            if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= most:
+                kind = "an integer" if whole else "a number"
+                raise DataError(f"{name} {value!r} must be {kind} from {least:g} to {most:g}")
+        for name, known in self.choices.items():
+            if getattr(self, name) not in list(known):
+                raise UnknownNameError(name.replace("_", " "), getattr(self, name), known)
 
     def config(self) -> dict:
         """Settings as JSON-able values; ``part_from_config`` reads them."""

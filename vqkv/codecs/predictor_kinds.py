@@ -20,18 +20,15 @@ from vqkv.runtime.registry import call
 Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
 MANY = 1 << 20
+MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Predictor(Part):
     """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored.
 
-    Subclasses write ``layout``, ``_fit`` and ``_predict``; the widths are set by ``fit``.
+    Subclasses write ``layout``, ``_fit`` and ``_predict``.
     """
-
-    in_features: int | None = None
-    out_features: int | None = None
-    ready = False
 
     def fit(self, samples: Samples) -> "Predictor":
         """Learn from a stream of x (n, in_features), y (n, out_features), and freeze in the precision it is stored in.
@@ -39,9 +36,7 @@ class Predictor(Part):
         ``samples()`` starts a fresh pass, each the same; one batch is held at a time. Raises ``DataError`` for weights
         beyond fp16.
         """
-        self.in_features, self.out_features = (tensor.shape[1] for tensor in next(samples()))
         self._fit(lambda: ((x.detach().float(), y.detach().float()) for x, y in samples() if len(x)))
-        self.ready = True
         return self
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,8 +44,8 @@ class Predictor(Part):
             return self._predict(x.detach().float())
 
     @abstractmethod
-    def layout(self) -> Layout:
-        """Shape and type of every learned tensor, once the widths are known."""
+    def layout(self, inputs: int, outputs: int) -> Layout:
+        """Shape and type of every learned tensor, for features of these widths."""
 
     def keep(self, **tensors: Tensor) -> None:
         """Make what was learned its buffers."""
@@ -72,24 +67,15 @@ def half(name: str, tensor: Tensor) -> Tensor:
     return tensor.half().contiguous()
 
 
-def check_real(name: str, value, most: float) -> None:
-    """Raise ``DataError`` unless ``value``, a setting called ``name``, is a number from 0 to ``most``."""
-    if type(value) not in (int, float) or not 0 <= value <= most:
-        raise DataError(f"{name} {value!r} must be a number from 0 to {most:g}")
-
-
 @dataclass(eq=False)
 class _Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
+    limits = {"strength": (0.0, 1e6)}
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_real("strength", self.strength, 1e6)
-
-    def layout(self) -> Layout:
-        return {"bias": ((self.out_features,), torch.float16)}
+    def layout(self, inputs: int, outputs: int) -> Layout:
+        return {"bias": ((outputs,), torch.float16)}
 
     def _fit(self, samples: Samples) -> None:
         ridge = Ridge(self.strength)
@@ -98,35 +84,35 @@ class _Regression(Predictor):
         moments = ridge.moments()
         self._store(ridge, ridge.solve()[:-1])
         # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift
-        self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights().double()))
+        self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights(len(moments.mean_x)).double()))
 
     def _predict(self, x: Tensor) -> Tensor:
-        return x @ self._weights() + self.bias.float()
+        return x @ self._weights(x.shape[-1]) + self.bias.float()
 
     @abstractmethod
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         """Keep float64 ``weights`` (in_features, out_features)."""
 
     @abstractmethod
-    def _weights(self) -> Tensor:
-        """Kept weights in float32 (in_features, out_features)."""
+    def _weights(self, inputs: int) -> Tensor:
+        """Kept weights in float32 (inputs, out_features)."""
 
 
 @dataclass(eq=False)
 class Linear(_Regression):
     """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights.
 
-    The penalty is ``strength`` times the mean of the diagonal of X'X. With no inputs (``in_features`` 0) it is the mean
+    The penalty is ``strength`` times the mean of the diagonal of X'X. With no inputs it is the mean
     of y.
     """
 
-    def layout(self) -> Layout:
-        return {"weight": ((self.in_features, self.out_features), torch.float16)} | super().layout()
+    def layout(self, inputs: int, outputs: int) -> Layout:
+        return {"weight": ((inputs, outputs), torch.float16)} | super().layout(inputs, outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         self.keep(weight=half("weight", weights))
 
-    def _weights(self) -> Tensor:
+    def _weights(self, inputs: int) -> Tensor:
         return self.weight.float()
 
 
@@ -140,32 +126,32 @@ class ReducedRank(Linear):
     """
 
     rank: int = 256
-    limits = {"rank": (1, MANY)}
+    limits = Linear.limits | {"rank": (1, MANY)}
 
-    @property
-    def factored(self) -> bool:
-        """True where two factors are stored, as they take fewer bytes than their product."""
-        return self.rank * (self.in_features + self.out_features) < self.in_features * self.out_features
-
-    def layout(self) -> Layout:
-        if not self.factored:
-            return super().layout()
-        shapes = {"left": (self.in_features, self.rank), "right": (self.rank, self.out_features)}
-        return {name: (shape, torch.float16) for name, shape in shapes.items()} | _Regression.layout(self)
+    def layout(self, inputs: int, outputs: int) -> Layout:
+        if not self._factored(inputs, outputs):
+            return super().layout(inputs, outputs)
+        shapes = {"left": (inputs, self.rank), "right": (self.rank, outputs), "bias": (outputs,)}
+        return {name: (shape, torch.float16) for name, shape in shapes.items()}
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
         directions = torch.linalg.eigh(weights.T @ ridge.penalized() @ weights).eigenvectors[:, -self.rank :]
-        if self.factored:
+        if self._factored(*weights.shape):
             self.keep(left=half("left factor", weights @ directions), right=half("right factor", directions.T))
         else:
             super()._store(ridge, weights @ directions @ directions.T)
 
-    def _weights(self) -> Tensor:
-        return self.left.float() @ self.right.float() if self.factored else super()._weights()
+    def _weights(self, inputs: int) -> Tensor:
+        return self.left.float() @ self.right.float() if "left" in self._buffers else super()._weights(inputs)
 
     def _predict(self, x: Tensor) -> Tensor:
-        return x @ self.left.float() @ self.right.float() + self.bias.float() if self.factored else super()._predict(x)
+        if "left" not in self._buffers:
+            return super()._predict(x)
+        return x @ self.left.float() @ self.right.float() + self.bias.float()
+
+    def _factored(self, inputs: int, outputs: int) -> bool:
+        return self.rank * (inputs + outputs) < inputs * outputs
 
 
 @dataclass(eq=False)
@@ -177,20 +163,20 @@ class LinearGPTQ(_Regression):
 
     bits: int = 4
     group_size: int = 128
-    limits = {"bits": (1, 8), "group_size": (1, MANY)}
+    limits = _Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
-    def layout(self) -> Layout:
-        grid = ((-(-self.in_features // self.group_size), self.out_features), torch.float16)
-        codes = ((self.out_features, -(-self.in_features * self.bits // 8)), torch.uint8)
-        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout()
+    def layout(self, inputs: int, outputs: int) -> Layout:
+        grid = ((-(-inputs // self.group_size), outputs), torch.float16)
+        codes = ((outputs, -(-inputs * self.bits // 8)), torch.uint8)
+        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout(inputs, outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
         codes, scales, zeros = gptq(weights, ridge.penalized(), self.bits, self.group_size)
         self.keep(codes=pack_codes(codes.T, self.bits), scales=scales, zeros=zeros)
 
-    def _weights(self) -> Tensor:
-        codes = unpack_codes(self.codes, self.bits, self.in_features).T
+    def _weights(self, inputs: int) -> Tensor:
+        codes = unpack_codes(self.codes, self.bits, inputs).T
         return dequantize(codes, self.scales, self.zeros, self.group_size)
 
 
@@ -207,38 +193,34 @@ class MLP(Predictor):
     learning_rate: float = 5e-3
     minibatch: int = 256
     seed: int = 0
-    limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED)}
+    limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED),
+              "learning_rate": (0.0, 1.0)}  # fmt: skip
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_real("learning_rate", self.learning_rate, 1)
-
-    def layout(self) -> Layout:
+    def layout(self, inputs: int, outputs: int) -> Layout:
         """The first layer, LayerNorm's gain and shift, the second layer."""
-        inputs, hidden, outputs = self.in_features, self.width * self.out_features, self.out_features
-        first = {"first": (inputs, hidden), "first_bias": (hidden,), "gain": (hidden,), "shift": (hidden,)}
-        second = {"second": (hidden, outputs), "second_bias": (outputs,)}
-        return {name: (shape, torch.float16) for name, shape in (first | second).items()}
+        hidden = self.width * outputs
+        shapes = ((inputs, hidden), (hidden,), (hidden,), (hidden,), (hidden, outputs), (outputs,))
+        return {name: (shape, torch.float16) for name, shape in zip(MLP_WEIGHTS, shapes, strict=True)}
 
     def _fit(self, samples: Samples) -> None:
-        settings = (self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
-        trained = train_mlp(samples, *settings)
-        self.keep(**{name: half(name, tensor) for name, tensor in zip(self.layout(), trained, strict=True)})
+        trained = train_mlp(samples, self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
+        self.keep(**{name: half(name, tensor) for name, tensor in zip(MLP_WEIGHTS, trained, strict=True)})
 
     def _predict(self, x: Tensor) -> Tensor:
-        return mlp(x, [getattr(self, name).float() for name in self.layout()])
+        return mlp(x, [getattr(self, name).float() for name in MLP_WEIGHTS])
 
 
 @dataclass(eq=False)
 class Copy(Predictor):
     """y as x is: whole-layer sharing. Nothing is learned."""
 
-    def layout(self) -> Layout:
+    def layout(self, inputs: int, outputs: int) -> Layout:
         return {}
 
     def _fit(self, samples: Samples) -> None:
-        if self.in_features != self.out_features:
-            raise DataError(f"Copy needs x as wide as y, not {self.in_features} and {self.out_features} features")
+        inputs, outputs = (tensor.shape[1] for tensor in next(samples()))
+        if inputs != outputs:
+            raise DataError(f"Copy needs x as wide as y, not {inputs} and {outputs} features")
 
     def _predict(self, x: Tensor) -> Tensor:
         return x

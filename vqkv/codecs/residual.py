@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning import Ema, KMeans, Statistics, check_decay
+from vqkv.codecs.learning import Ema, KMeans, Statistics
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.runtime.checks import MAX_SEED
 
 INITS = ("kmeans", "random")
+DECAYS = (0.0, 0.999999)
 MOST_QUANTIZERS = 64
 SAMPLES_PER_CODE = 16  # vectors that k-means sees at most
 
@@ -41,13 +42,11 @@ class ResidualVQ(Quantizer):
     seed: int = 0
     beam: int = 1
     limits = {"num_quantizers": (1, MOST_QUANTIZERS), "codebook_size": (1, 65536), "group_size": (1, 32768),
-              "beam": (1, 256), "kmeans_iterations": (0, 10_000), "seed": (0, MAX_SEED)}  # fmt: skip
+              "beam": (1, 256), "kmeans_iterations": (0, 10_000), "decay": DECAYS, "seed": (0, MAX_SEED)}  # fmt: skip
+    choices = {"init": INITS}
 
     def __post_init__(self):
         super().__post_init__()
-        if self.init not in INITS:
-            raise UnknownNameError("init", self.init, INITS)
-        check_decay(self.decay)
         self.register_buffer("codebooks", None)
 
     @property

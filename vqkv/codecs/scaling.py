@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed
 from vqkv.runtime.checks import FP16_MAX
 
@@ -31,10 +31,7 @@ class VectorScale(Stage):
 
     kind: str = "std"
     side_fields = ("scale",)
-
-    def __post_init__(self):
-        if not isinstance(self.kind, str) or self.kind not in STATISTICS:
-            raise UnknownNameError("scale", self.kind, STATISTICS)
+    choices = {"kind": STATISTICS}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x / scale, and the scale."""
@@ -117,13 +114,7 @@ class HalfQuadratic(MinMax):
     norm: float = 0.7
     beta: float = 10.0
     widest = False
-    limits = {"bits": (1, 8), "iterations": (1, 1000)}
-
-    def __post_init__(self):
-        super().__post_init__()
-        numbers = isinstance(self.norm, int | float) and isinstance(self.beta, int | float)
-        if not (numbers and 0 < self.norm <= 1 and self.beta > 0):
-            raise DataError(f"norm {self.norm!r} must be above 0 and at most 1, beta {self.beta!r} above 0")
+    limits = {"bits": (1, 8), "iterations": (1, 1000), "norm": (1e-9, 1.0), "beta": (1e-9, 1e9)}
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.kernels import Coded, Packed
 from vqkv.runtime.checks import MAX_SEED
 
-KINDS = ("contiguous", "strided", "random")
 ADMITTED = {  # which divisors of the channels may stand for group_size
     "": lambda size, group_size: size == group_size,
     "divisor": lambda size, group_size: size == group_size or LEAST <= size < group_size,
@@ -36,12 +35,7 @@ class Grouping(Stage):
     seed: int = 0
     shrink: str = ""
     limits = {"group_size": (1, 1 << 24), "seed": (0, MAX_SEED)}
-
-    def __post_init__(self):
-        super().__post_init__()
-        for what, name, known in (("grouping", self.kind, KINDS), ("way to shrink groups", self.shrink, ADMITTED)):
-            if not isinstance(name, str) or name not in known:
-                raise UnknownNameError(what, name, known)
+    choices = {"kind": ("contiguous", "strided", "random"), "shrink": ADMITTED}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if the last axis is not divisible by group_size."""

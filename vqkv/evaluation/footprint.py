@@ -198,9 +198,8 @@ def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
 
 
 def _predictor_bytes(plan: RolePlan, shape: Shape) -> int:
-    predictor = plan.predictor
-    predictor.in_features, predictor.out_features = shape.width * len(plan.sources), shape.width
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in predictor.layout().values())
+    layout = plan.predictor.layout(shape.width * len(plan.sources), shape.width)
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in layout.values())
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Checks of what codecs are given: values, and sizes from an altered config that must not make us allocate."""
+"""Checks of what codecs are given."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 
-MAX_HEAD_DIM, MAX_NUM_KV_HEADS = 32768, 4096
+MAX_HEAD_DIM = 32768
 MAX_SEED = 2**63 - 1
 FP16_MAX = 65504.0
 
@@ -38,29 +38,10 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
     return values
 
 
-def check_head_dim(head_dim) -> None:
-    """Raises ``DataError`` unless ``head_dim`` is a plausible number of channels."""
-    if type(head_dim) is not int or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise DataError(f"head_dim {head_dim!r} is not an integer from 1 to {MAX_HEAD_DIM}")
-
-
-def check_num_kv_heads(num_kv_heads) -> int:
-    """``num_kv_heads``, or 1 in its place while it is None. Raises ``DataError`` for an implausible number."""
-    if num_kv_heads is not None and (type(num_kv_heads) is not int or not 0 < num_kv_heads <= MAX_NUM_KV_HEADS):
-        raise DataError(f"num_kv_heads {num_kv_heads!r} is not an integer from 1 to {MAX_NUM_KV_HEADS}")
-    return num_kv_heads or 1
-
-
 def check_whole(name: str, value, least: int, most: int) -> None:
     """Raise ``DataError`` unless ``value``, a setting called ``name``, is an integer from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise DataError(f"{name} {value!r} must be an integer from {least} to {most}")
-
-
-def check_heads(x: Tensor, learned: Tensor) -> None:
-    """Raise ``DataError`` unless ``x`` has the number of KV heads that ``learned`` (num_kv_heads, ...) has."""
-    if x.shape[1] != len(learned):
-        raise DataError(f"{x.shape[1]} KV heads, but the mean was learned for {len(learned)}: fit again")
 
 
 def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:

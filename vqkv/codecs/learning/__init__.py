@@ -1,6 +1,6 @@
 """Codebooks from streams of vectors, regressions, and how weights are rounded."""
 
-from vqkv.codecs.learning.ema import Ema, check_decay
+from vqkv.codecs.learning.ema import Ema
 from vqkv.codecs.learning.kmeans import KMeans, Statistics
 
-__all__ = ["Ema", "KMeans", "Statistics", "check_decay"]
+__all__ = ["Ema", "KMeans", "Statistics"]

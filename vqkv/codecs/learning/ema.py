@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.kmeans import Statistics
-from vqkv.errors import DataError
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
@@ -25,7 +24,6 @@ class Ema:
     seed: int = 0
 
     def __post_init__(self):
-        check_decay(self.decay)
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def start(self, codebook: Tensor, counts: Tensor) -> None:
@@ -50,9 +48,3 @@ class Ema:
         picks = torch.randint(len(samples), (len(dead),), generator=self._generator).to(samples.device)
         self.counts[dead] = REVIVE_BELOW
         self.sums[dead] = samples[picks].double() * REVIVE_BELOW
-
-
-def check_decay(decay: float) -> None:
-    """Raise ``DataError`` unless 0 <= decay < 1."""
-    if not isinstance(decay, int | float) or not 0 <= decay < 1:
-        raise DataError(f"decay {decay!r} must be at least 0 and below 1")
