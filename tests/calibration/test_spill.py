@@ -5,11 +5,7 @@ import resource
 
 import forked
 import pytest
-<<<<<<< HEAD
-=======
 import shared_job
-import small_models
->>>>>>> cut-c
 import torch
 from safetensors import SafetensorError
 

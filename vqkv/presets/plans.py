@@ -12,13 +12,8 @@ from torch import Tensor
 
 from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Nothing
-<<<<<<< HEAD
-from vqkv.codecs.predictive import Place
-from vqkv.codecs.predictor_kinds import Copy, Predictor, make_predictor
-=======
 from vqkv.codecs.predictive import ROLES, Place
-from vqkv.codecs.predictor_kinds import Copy, Predictor, check_kind, make_predictor
->>>>>>> cut-c
+from vqkv.codecs.predictor_kinds import Copy, Predictor, make_predictor
 from vqkv.errors import DataError
 from vqkv.presets.allocation import allocate
 from vqkv.runtime.checks import check_whole
