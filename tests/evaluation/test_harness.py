@@ -197,7 +197,7 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         ({"batch_size": 0}, DataError, "batch_size 0 must be"),
         ({"batch_size": "many"}, DataError, "or 'auto'"),
         ({"tokenizer": None}, DataError, "tokenizer"),
-        ({"compressor": str(tmp_path)}, FormatError, "no compressor"),
+        ({"compressor": str(tmp_path)}, FormatError, "no vqkv-compressor"),
     ):
         with pytest.raises(error, match=words):
             VqkvLM(model, **{"compressor": fitted, "tokenizer": tokenizer} | wrong)

@@ -1,8 +1,9 @@
 """The longest context and the largest batch that fit a memory, for any model and preset: what "40K tokens in fp16, 128K
 in int4" says of one (source: Hugging Face, "Unlocking Longer Generation with Key-Value Cache Quantization", 2024).
 
-Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed; so there is no
-answer where the size depends on the data (a fallback to fp16, entropy coding).
+Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed. Where the size
+depends on the data (a fallback to fp16, entropy coding), a model caches real tokens, and all packed tokens are taken to
+need what those did.
 
 Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
 not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
@@ -79,15 +80,17 @@ def capacity(
     context: int = 8192,
     dtype: torch.dtype | str | None = None,
     reserve_gb: float = 0,
+    tokens: torch.Tensor | None = None,
 ) -> Capacity:
     """The longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit
     ``memory_gb``, in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory / 1e9``). This
     module's docstring says what is counted.
 
     ``model_or_config``: a loaded model, or a transformers config, or its contents as a dict. What a config describes is
-    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16).
+    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16). ``tokens`` (num_seqs,
+    seq_len): cached by a loaded model and a compressor whose sizes depend on the data.
 
-    Raises ``DataError`` if the model alone does not fit, for sizes that depend on the data, and for sliding windows,
+    Raises ``DataError`` if the model alone does not fit, for sizes that need ``tokens``, and for sliding windows,
     encoders or no KV heads; ``FormatError`` for a compressor of another model.
     """
     memory, reserve = _bytes("memory_gb", memory_gb), _bytes("reserve_gb", reserve_gb)
@@ -96,7 +99,7 @@ def capacity(
     if not isinstance(preset, (Preset, Compressor)):
         raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
     model = architecture(model_or_config, dtype)
-    needed = footprint(model, preset)
+    needed = footprint(model, preset, tokens)
     _check_room(model, needed, reserve, memory)
     found = _search(needed, memory - reserve, batch_size, context)
     fp16 = _search(dynamic_footprint(model), memory - reserve, batch_size, context)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
 
 PREDICTING = 7  # fp32 tensors of a layer's keys: three sources, two of them side by side, the prediction, what is left
+MEASURE = "calibrate a compressor and pass it with tokens=..."
 ENOUGH = 1 << 24  # random values that a codec is given to learn from, at most
 
 
@@ -51,7 +53,7 @@ class Footprint:
 
     weights: int
     side_information: int
-    packed: int
+    packed: int | Fraction
     block: int
     exact: int
     working: int
@@ -62,7 +64,7 @@ class Footprint:
     @property
     def bits_per_value(self) -> float:
         """Stored bits for each value of the packed tokens."""
-        return 8 * self.packed / (self.block * self.values)
+        return float(8 * self.packed / (self.block * self.values))
 
     @property
     def fixed(self) -> int:
@@ -82,7 +84,7 @@ class Footprint:
         return {
             "weights": self.weights,
             "side_information": self.side_information,
-            "packed": batch_size * (packed // self.block) * self.packed,
+            "packed": math.ceil(batch_size * (packed // self.block) * self.packed),
             "sinks": batch_size * sinks * self.exact,
             "window": batch_size * window * self.exact,
             "working": batch_size * seq_len * self.working,
@@ -101,8 +103,9 @@ class Footprint:
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
 
 
-def footprint(model, preset: Preset | Compressor) -> Footprint:
-    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor.
+def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) -> Footprint:
+    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. ``tokens``
+    (num_seqs, seq_len): cached to weigh payloads whose size depends on the data, which takes a compressor and weights.
     ``capacity.capacity`` says what this raises."""
     shape, settings = model_shape(model), preset.settings
     if isinstance(preset, Compressor):
@@ -116,7 +119,7 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
     return Footprint(
         weights=weight_bytes(model),
         side_information=side,
-        packed=_block_bytes(codecs, block, shape),
+        packed=_block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape),
         block=block,
         exact=_token_bytes(shape, model),
         working=shape.width * (2 * model.dtype.itemsize + 4 * PREDICTING * predicted),
@@ -183,7 +186,7 @@ class _AnyModel:
 
     def cost_curves(self, preset, plan) -> dict:
         """Raises ``DataError``: these answers do change sizes."""
-        raise DataError("how many bits each layer gets depends on what errors cost the model: pass a fitted compressor")
+        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {MEASURE}")
 
 
 def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
@@ -242,5 +245,21 @@ def _row_bytes(codec: Codec, shape: Shape) -> int:
     """Bytes of a row of the codec's payload. Raises ``DataError`` if they depend on what is in the row."""
     one, two = (codec.encode(_random(shape.num_kv_heads, n * codec.tokens_per_row, shape.head_dim)) for n in (1, 2))
     if one.ragged or two.nbytes != 2 * one.nbytes:
-        raise DataError("how many bytes a token takes depends on what is stored: evaluate(...) measures it on a text")
+        raise DataError(f"how many bytes a token takes depends on what is stored: {MEASURE}")
     return one.nbytes
+
+
+@torch.inference_mode()
+def _measured(model, compressor: Compressor, tokens: Tensor, block: int, shape: Shape) -> Fraction:
+    """Bytes of a packed block, with ``tokens`` (num_seqs, seq_len) cached for real, one sequence at a time."""
+    if not isinstance(compressor, Compressor) or model.device.type == "meta":
+        raise DataError(f"tokens are cached by a compressor and a model with weights: {MEASURE}")
+    packed_bytes = packed_values = 0
+    for sequence in tokens.to(model.device).split(1):
+        cache = compressor.new_cache(model)
+        model.base_model(sequence, past_key_values=cache, use_cache=True)
+        report = cache.report()
+        packed_bytes, packed_values = packed_bytes + report.packed_bytes, packed_values + report.packed_values
+    if not packed_values:
+        raise DataError(f"none of {tokens.shape[1]} tokens a sequence is packed: pass longer sequences")
+    return Fraction(packed_bytes, packed_values) * block * shape.values

@@ -8,7 +8,6 @@ from vqkv.kernels.dispatch import (
     grid_encode_packed,
     lookup,
     pack_codes,
-    rvq_candidates,
     rvq_decode,
     rvq_encode,
     rvq_encode_packed,
@@ -23,6 +22,6 @@ from vqkv.kernels.packing.cpu import by_byte
 
 __all__ = [
     "Affine", "Coded", "Packed", "Rope", "Turn", "affine_encode", "by_byte", "decode", "decode_attention",
-    "grid_encode_packed", "lookup", "pack_codes", "rvq_candidates", "rvq_decode", "rvq_encode", "rvq_encode_packed",
+    "grid_encode_packed", "lookup", "pack_codes", "rvq_decode", "rvq_encode", "rvq_encode_packed",
     "rvq_statistics", "unpack_codes", "using", "which", "which_attention",
 ]  # fmt: skip

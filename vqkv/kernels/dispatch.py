@@ -18,11 +18,11 @@ from vqkv.kernels.packed import Affine, Packed, Rope, Turn
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
-    "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_candidates": "rvq", "rvq_decode": "rvq",
+    "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "grid_encode_packed": "grid", "decode": "decoding",
     "decode_attention": "attention", "pack_codes": "packing", "unpack_codes": "packing", "lookup": "packing",
 }  # fmt: skip
-WITHOUT_TRITON = ("rvq_candidates", "rvq_decode", "lookup")
+WITHOUT_TRITON = ("rvq_decode", "lookup")
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace
@@ -92,11 +92,6 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
     return _find("rvq_encode_packed", x, codebooks, beam)(x, codebooks, bits, beam)
-
-
-def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
-    """All sequences that beam search ends with, best first: (..., candidates, num_quantizers). For learning."""
-    return _find("rvq_candidates", x)(x, codebooks, beam)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from vqkv.kernels.decoding.naive import decode
 from vqkv.kernels.grid.naive import grid_encode_packed
 from vqkv.kernels.packing.naive import lookup, pack_codes, unpack_codes
 from vqkv.kernels.rvq.naive import (
-    rvq_candidates,
     rvq_decode,
     rvq_encode,
     rvq_encode_packed,
@@ -15,5 +14,5 @@ from vqkv.kernels.rvq.naive import (
 
 __all__ = [
     "affine_encode", "decode", "decode_attention", "grid_encode_packed", "lookup", "merge", "pack_codes",
-    "rvq_candidates", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
+    "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
 ]  # fmt: skip

@@ -30,9 +30,12 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
     values = x.detach().float()
     largest = max(abs(float(end)) for end in torch.aminmax(values))  # one pass, and NaN is passed on
     if not math.isfinite(largest):
-        bad = int((~values.isfinite()).sum())
-        reason = "check the model's dtype (fp16 overflows) and its inputs"
-        raise DataError(f"{bad} of {values.numel()} values are NaN or infinite: {reason}")
+        bad = (~values.isfinite()).nonzero()
+        first = tuple(bad[0].tolist())
+        raise DataError(
+            f"{len(bad)} of {values.numel()} values are NaN or infinite, the first ({values[first]}) at (batch, head, "
+            f"token, channel) = {first}: check the model's dtype (fp16 overflows) and its inputs"
+        )
     if largest > most:
         raise DataError(f"the largest magnitude {largest:g} overflows fp16 ({most:g}): scale the values first")
     return values
