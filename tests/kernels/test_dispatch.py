@@ -32,7 +32,7 @@ def test_a_cpu_runs_the_cpu_path_and_says_so():
     for name in dispatch.NAMES:
         with kernels.using(name):
             assert kernels.which("rvq_encode", x) == name
-            assert kernels.which("rvq_candidates", x) == ("naive" if name == "naive" else "cpu")
+            assert kernels.which("rvq_decode", x) == ("naive" if name == "naive" else "cpu")
     assert kernels.which("rvq_encode", x) == "cpu"
     with kernels.using("naive"), ThreadPoolExecutor(1) as pool:  # each thread has a choice of its own
         assert pool.submit(kernels.which, "rvq_encode", x).result() == "cpu"
