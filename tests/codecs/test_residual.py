@@ -98,7 +98,7 @@ def test_ties_deep_in_the_residual():
 
 
 def test_an_outlying_code_does_not_send_every_row_to_float64():
-    assert 0 < loops.reach(-8.0, 4.0, 3000.0, 16) + 8 < 1e-3
+    assert 0 < loops.reach(-8.0, 4.0, 1e-7, 3000.0, 16) + 8 < 1e-3
 
 
 def test_reduced_precision_settings_do_not_reach_the_kernel():

@@ -9,7 +9,6 @@ from torch import Tensor
 from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq.tables import SearchTables, prepare
 
-BLOCK = 64  # codes of a block
 CHUNK = 2048  # candidates at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) still stay in L3
 SAFE = 2.0**50  # scores keep to fp32 while values are below this and some code is above its inverse
 WIDE = 4096  # from here on, a position takes so many of a gap's 24 bits that the rest orders gaps too coarsely
@@ -22,13 +21,12 @@ def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int, keep: int | None = N
     vectors get the brute-force codes. Magnitudes whose squares might leave fp32 are handled in float64.
     """
     rows, keep = x.detach().reshape(-1, x.shape[-1]), keep or beam
-    block = min(BLOCK, codebooks.shape[1])
-    tables = prepare(codebooks, torch.float32, block)
+    tables = prepare(codebooks)
     if len(rows) == 0:
         count = min(keep, codebooks.shape[1] ** len(codebooks))
         return torch.empty(*x.shape[:-1], count, len(codebooks), dtype=torch.int64, device=x.device)
     if float(rows.abs().max()) > SAFE or not 1 / SAFE < tables.largest.max() < SAFE:
-        tables = prepare(codebooks, torch.float64, block)
+        tables = prepare(codebooks, torch.float64)
     size = max(1, CHUNK // beam)
     scores = tables.weights.new_empty(min(size, len(rows)) * beam, tables.weights.shape[-1])
     with full_precision(x.device):

@@ -12,38 +12,49 @@ from vqkv.kernels.machine import serves, spread
 from vqkv.kernels.packing.cpu import pack_codes
 from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq.beam import rvq_candidates
-from vqkv.kernels.rvq.loops import SHORT, step
+from vqkv.kernels.rvq.loops import LANES, step
+from vqkv.kernels.rvq.short import search
 from vqkv.kernels.rvq.tables import SearchTables, prepare
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
 SHARE = 4  # times that for each of several threads, as starting them takes time
 PASSES = 4  # over the scores, as additions
+SHORT, FEW = 8, 1 << 11  # vectors and codebooks (values) for which the products are not worth a pass over memory
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``beam.rvq_candidates``."""
     if beam > 1 or not serves(x, codebooks):
         return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
-    rows, tables = x.detach().reshape(-1, x.shape[-1]).contiguous(), prepare(codebooks)
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32  # holds x without rounding
+    rows, tables = x.detach().reshape(-1, x.shape[-1]).to(exact).contiguous(), prepare(codebooks)
     codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64)
-    threads = torch.get_num_threads()
-    chunk = max(1, SCORES // codebooks.shape[1]) * (1 if threads == 1 else SHARE * threads)
+    short = x.shape[-1] <= SHORT and codebooks[0].numel() <= FEW
     with full_precision(x.device):
-        for part, found in zip(rows.split(chunk), codes.split(chunk), strict=True):
-            _search(part, tables, found)
+        (_search if short else _stages)(rows, tables, codes)
     return codes.view(*x.shape[:-1], len(codebooks))
 
 
 def _search(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
-    """All stages of rows x (rows, dim): fills ``codes`` (rows, K)."""
-    residual, rounded = x.to(torch.float64, copy=True), F.pad(x.float(), (0, 1), value=1)
-    scores = torch.empty(tables.exact.shape[1], len(x), dtype=torch.float32)
-    for weights, exact, largest, found in zip(tables.weights, tables.exact, tables.largest, codes.unbind(-1)):
-        if x.shape[1] > SHORT:
-            torch.mm(weights.T, rounded.T, out=scores)
-        fixed = (scores, weights, exact, largest, residual, rounded, found)
-        fixed = [each.numpy() if isinstance(each, Tensor) else each for each in fixed]
-        spread(lambda i, j, fixed=fixed: step(i, j, *fixed), len(x), PASSES * len(scores))
+    """Short vectors, without matrix products."""
+    fixed = (*tables.arrays, x.numpy(), codes.numpy())
+    spread(lambda i, j: search(i, j, *fixed), len(x), tables.flat.numel())
+
+
+def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
+    """Stage by stage, as many rows as keep their scores in the cache."""
+    width, threads = tables.lanes.shape[-1], torch.get_num_threads()
+    chunk = max(LANES, SCORES // width) * (1 if threads == 1 else SHARE * threads)
+    scores = torch.empty(min(chunk, len(x)), width)
+    bounds = torch.empty(len(scores), 2, dtype=torch.float64)  # of a residual: its norm, and how far it may be off
+    for start in range(0, len(x), chunk):
+        part = slice(start, start + chunk)
+        residual, found = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
+        rows = [tensor.numpy() for tensor in (x[part], residual, bounds, codes[part])]
+        fixed = (found.numpy(), *tables.arrays, *rows)
+        for k, product in enumerate(tables.products):
+            torch.mm(residual, product, out=found)
+            spread(lambda i, j, k=k, fixed=fixed: step(i, j, k, *fixed), len(residual), PASSES * width)
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiled loops of residual VQ's search: a row's best code while its scores are in the L2 cache.
+"""Compiled loops of residual VQ's search: the least score of a row while its scores are in the L2 cache.
 
 Where fp32's error could have chosen between codes, ``nearest`` decides in float64.
 """
@@ -11,107 +11,144 @@ from vqkv.kernels.machine import compiled, index
 
 UNIT = 2.0**-24  # fp32 unit roundoff
 HUGE, TINY = 2.0**126, 2.0**-126  # no partial sum below the first overflows; an underflow may lose the second
-ROWS = index(128)  # side by side in a loop's vectors
-SHORT = 4  # channels: a matrix product of so few takes longer than adding them up
+LANES = 64  # the minimum is taken over every 64th code: 4 registers of 16
+L, L2, L3, L4 = (index(i * LANES) for i in range(1, 5))
 INFINITY = np.float32(np.inf)
 
 
 @compiled()
-def step(first, stop, scores, weights, codebook, largest, residual, rounded, codes):
-    """One stage of rows first, ..., stop - 1: fills their ``codes`` (rows,) and subtracts these from ``residual``.
-
-    scores (C, rows): the products of weights (dim + 1, C) and ``rounded`` (rows, dim + 1), which is the residual (rows,
-    dim) in fp32 and ones; not read for up to ``SHORT`` channels. codebook (C, dim) without rounding, and the largest
-    norm of a code in it.
-    """
-    score, best, second = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
-    winner, columns = np.empty(ROWS, np.int32), np.zeros((SHORT, ROWS), np.float32)
-    dim = residual.shape[1]
-    for start in range(index(first), index(stop), ROWS):
-        rows = min(ROWS, index(stop) - start)
-        if dim <= SHORT:
-            columns[:dim, :rows] = rounded[start : start + rows, :dim].T
-        best[:] = second[:] = INFINITY
-        winner[:] = 0
-        for code in range(index(len(codebook))):
-            if dim <= SHORT:
-                _score(weights, code, columns, score)
-                _compare(score, np.int32(code), rows, best, second, winner)
-            else:
-                _compare(scores[code, start : start + rows], np.int32(code), rows, best, second, winner)
-        for i in range(rows):
-            row = residual[start + i]
-            alone = second[i] > reach(best[i], _norm(row), largest, dim)
-            codes[start + i] = winner[i] if alone else nearest(row, codebook)
-            code = codebook[index(codes[start + i])]
-            for j in range(index(dim)):
-                row[j] -= code[j]
-                rounded[start + i, j] = row[j]
-
-
-@compiled(fast=True)
-def _score(weights, code, columns, score):
-    """Scores of a code for columns (dim, rows)."""
-    dim = index(len(weights) - 1)
-    norm = weights[dim, code]
-    for i in range(ROWS):
-        score[i] = norm
-    for j in range(dim):
-        weight, value = weights[j, code], columns[j]
-        for i in range(ROWS):
-            score[i] += weight * value[i]
-
-
-@compiled(fast=True)
-def _compare(score, code, rows, best, second, winner):
-    """Of each row the least score, the second least, and a code that has the least."""
-    for i in range(rows):
-        this, least = score[i], best[i]
-        worse = this if this > least else least
-        second[i] = worse if worse < second[i] else second[i]
-        winner[i] = code if this < least else winner[i]
-        best[i] = this if this < least else least
-
-
-@compiled()
-def reach(best, size, largest, dim):
-    """The score up to which a code may be nearer to a residual of norm ``size`` than the one with the ``best`` score.
-    NaN, which nothing reaches, where squares overflow.
+def reach(best, size, drift, largest, dim):
+    """The score up to which a code may be nearer than the best. NaN, which nothing reaches, where squares overflow.
 
     A nearer code is no farther from the residual r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying
     code elsewhere in the codebook does not loosen the bound.
     """
     overflow = not (2 * size + largest) * largest <= HUGE
-    best = np.float64(best)
-    distance = math.sqrt(max(size * size + best + error(largest, size, dim), 0.0))
-    bound = error(min((size + distance) * 1.001, largest), size, dim)
+    farthest = error(largest, size, drift, dim)
+    distance = math.sqrt(max(size * size + best + farthest, 0.0))
+    bound = error(min((size + distance) * 1.001, largest), size, drift, dim)
     most = best + 2 * bound + 2 * UNIT * abs(best)  # the last: it is rounded to fp32
     return np.float32(np.nan if overflow else most)
 
 
 @compiled()
-def error(norm, size, dim):
+def error(norm, size, drift, dim):
     """Bound on the error of the score |c|^2 - 2 r.c of a code of this norm: dim + 1 rounded terms in any order, of a
-    residual of norm ``size`` that is rounded, too."""
-    return 1.01 * (dim + 6) * UNIT * (2 * size + norm) * norm + (2 * dim + 4) * TINY
+    residual of norm ``size`` that is off by ``drift``."""
+    return 1.01 * (dim + 4) * UNIT * (2 * size + norm) * norm + 2.02 * norm * drift + (2 * dim + 4) * TINY
 
 
 @compiled(fast=True)
-def _norm(row):
+def _fold(scores, i, norms, lanes):
+    """lanes[j] = the least of score + norm over the codes j, j + 64, j + 128, ..."""
+    for j in range(L):
+        lanes[j] = INFINITY
+    width = index(scores.shape[1])
+    whole = width - width % L4
+    for b in range(index(0), whole, L4):
+        for j in range(L):
+            least = scores[i, b + j] + norms[b + j]
+            other = scores[i, b + j + L] + norms[b + j + L]
+            least = other if other < least else least
+            other = scores[i, b + j + L2] + norms[b + j + L2]
+            least = other if other < least else least
+            other = scores[i, b + j + L3] + norms[b + j + L3]
+            least = other if other < least else least
+            lanes[j] = least if least < lanes[j] else lanes[j]
+    for b in range(whole, width, L):
+        for j in range(L):
+            other = scores[i, b + j] + norms[b + j]
+            lanes[j] = other if other < lanes[j] else lanes[j]
+
+
+@compiled(fast=True)
+def _smallest(lanes, few):
+    """The least of 64 lanes; by quarters, as a loop over all would be taken one by one."""
+    for quarter in (index(16), index(4)):
+        for j in range(quarter):
+            least = lanes[j]
+            for i in range(index(1), index(4)):
+                other = lanes[j + i * quarter]
+                least = other if other < least else least
+            few[j] = least
+        lanes = few
+    return min(min(few[0], few[1]), min(few[2], few[3]))
+
+
+@compiled(fast=True)
+def _within(lanes, most):
+    """Count of lanes that are at most ``most``, and the lane if it is one."""
+    count = where = np.int32(0)
+    for j in range(np.int32(LANES)):
+        hit = np.int32(lanes[index(j)] <= most)
+        count += hit
+        where += hit * j
+    return count, where
+
+
+@compiled(fast=True)
+def _within_lane(scores, i, norms, lane, most):
+    """The same for the codes of one lane: how many, and which code."""
+    count = where = np.int32(0)
+    for b in range(np.int32(scores.shape[1] // LANES)):
+        code = index(b) * L + index(lane)
+        hit = np.int32(scores[i, code] + norms[code] <= most)
+        count += hit
+        where += hit * b
+    return count, where * LANES + lane
+
+
+@compiled()
+def step(first, stop, stage, scores, weights, codebooks, exact, largest, x, residual, bounds, codes):
+    """Stage ``stage`` of rows first, ..., stop - 1: fills codes[:, stage] and subtracts these codes.
+
+    scores (rows, width) of residual (rows, dim) and ``weights`` (K, dim + 1, width) without their last row, the norms;
+    codebooks (K, C, dim) fp32; ``exact`` and x (rows, dim) as they came; largest float64 (K,); bounds float64
+    (rows, 2): norm and drift of the residual.
+    """
+    lanes, few = np.empty(LANES, np.float32), np.empty(16, np.float32)
+    k, dim = index(stage), residual.shape[1]
+    norms = weights[k, index(dim)]
+    for i in range(index(first), index(stop)):
+        if stage == 0:
+            bounds[i, 0] = bounds[i, 1] = 0
+            _measure(residual, i, bounds, 1)
+        _fold(scores, i, norms, lanes)
+        most = reach(np.float64(_smallest(lanes, few)), bounds[i, 0], bounds[i, 1], largest[k], dim)
+        count, code = _within(lanes, most)
+        if count == 1:
+            count, code = _within_lane(scores, i, norms, code, most)
+        codes[i, k] = code if count == 1 else nearest(x[i], codes[i], stage, exact)
+        code = codes[i, k]
+        for j in range(index(dim)):
+            residual[i, j] -= codebooks[k, index(code), j]
+        _measure(residual, i, bounds, 2)
+
+
+@compiled(fast=True)
+def _measure(residual, i, bounds, roundings):
+    """The norm of a residual, and its drift, that so many roundings add to."""
     total = 0.0
-    for j in range(index(len(row))):
-        total += row[j] * row[j]
-    return math.sqrt(total)
+    for j in range(index(residual.shape[1])):
+        total += np.float64(residual[i, j]) * np.float64(residual[i, j])
+    size = math.sqrt(total)
+    bounds[i, 1] += roundings * UNIT * (bounds[i, 0] + size)
+    bounds[i, 0] = size
 
 
 @compiled(fast=True)
-def nearest(residual, codebook):
-    """The code nearest to a residual (dim,) by the distances themselves, in float64, of equals the lowest."""
+def nearest(x, codes, stage, codebooks):
+    """The code of one stage by the distances themselves, in float64, of equals the lowest: x (dim,), ``codes`` of the
+    stages before, codebooks (K, C, dim), none of them rounded."""
+    k, dim, residual = index(stage), index(len(x)), x.astype(np.float64)
+    for before in range(k):
+        for j in range(dim):
+            residual[j] -= np.float64(codebooks[before, index(codes[before]), j])
     best, winner = np.inf, index(0)
-    for code in range(index(len(codebook))):
+    for code in range(index(codebooks.shape[1])):
         total = 0.0
-        for j in range(index(len(residual))):
-            difference = residual[j] - np.float64(codebook[code, j])
+        for j in range(dim):
+            difference = residual[j] - np.float64(codebooks[k, code, j])
             total += difference * difference
         if total < best:
             best, winner = total, code

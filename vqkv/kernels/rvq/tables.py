@@ -1,6 +1,7 @@
 """Codebooks rearranged for scoring: |c|^2 - 2 r.c is one matrix product of [r, 1]."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.kernels.derived import remembered
+
+BLOCK = 64  # codes of a block, of which the minimum is taken first; and lanes of the compiled search
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,34 @@ class SearchTables:
     offsets: Tensor  # int32 (K,): first row of every codebook in ``flat``
     exact: Tensor  # (K, C, dim), fp32 or float64: the codebooks without rounding
     largest: np.ndarray  # float64 (K,): the largest norm of a code
-    block: int  # codes, of which the minimum is taken first
+    block: int
+
+    @cached_property
+    def lanes(self) -> Tensor:
+        """``weights`` with C padded to a multiple of 64."""
+        missing = -self.weights.shape[-1] % BLOCK
+        if not missing:
+            return self.weights
+        padded = F.pad(self.weights, (0, missing))
+        padded[:, -1, -missing:] = torch.inf
+        return padded
+
+    @cached_property
+    def products(self) -> list[Tensor]:
+        """``lanes`` by stage, without the norms."""
+        return [stage[:-1] for stage in self.lanes]
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """``lanes``, codebooks (K, C, dim), the same exactly, and ``largest``, as compiled loops take them."""
+        return self.lanes.numpy(), self.flat.view(self.exact.shape).numpy(), self.exact.numpy(), self.largest
 
 
 @remembered
-def prepare(codebooks: Tensor, dtype: torch.dtype = torch.float32, block: int = 1) -> SearchTables:
+def prepare(codebooks: Tensor, dtype: torch.dtype = torch.float32) -> SearchTables:
     """The tables of codebooks (num_quantizers, codebook_size, dim), with numbers in ``dtype``."""
     num_quantizers, codebook_size, dim = codebooks.shape
+    block = min(BLOCK, codebook_size)
     norms = codebooks.double().square().sum(dim=-1)
     weights = torch.cat([-2 * codebooks.to(dtype).mT, norms.to(dtype).unsqueeze(1)], dim=1)
     weights = F.pad(weights, (0, -codebook_size % block))
