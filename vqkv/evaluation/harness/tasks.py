@@ -51,6 +51,20 @@ SUITES = {
         Entry("vqkv_code_line", 0, ("edit_similarity,none", "exact_match,none")),
         *(Entry(f"vqkv_recall_{distance}", 0, ("acc,none",)) for distance in DISTANCES),
     ),
+    # Likewise, with room to lose: the answer stands in the context; ``copy_unseen`` is what guessing gives.
+    "retrieval": tuple(
+        Entry(f"vqkv_{name}", 0, ("acc,none",))
+        for name in (
+            "recall_4_pairs",
+            "recall_8_pairs",
+            "recall_16_pairs",
+            "recall_32_pairs",
+            "recall_far",
+            "copy",
+            "copy_unseen",
+            "names",
+        )
+    ),
 }
 
 
