@@ -30,7 +30,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all c
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
-SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
+SUITES = "a suite (local, retrieval, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = (
     "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
     "stream (SnapshotWriter)"
