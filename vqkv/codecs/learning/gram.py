@@ -47,11 +47,6 @@ class Gram:
             raise DataError(f"block {bad[0]} holds NaN or infinity: check the model's weights and dtype")
         self.count += len(x)
 
-    def knows(self, sources: Sequence[Name], target: Name) -> bool:
-        """True if this regression's products were summed."""
-        needed = [(a, b) for a in sources for b in (*sources, target)] + [(target, target)]
-        return all((a, b) in self.products or (b, a) in self.products for a, b in needed)
-
     def mean(self, name: Name) -> Tensor:
         """The block's mean (width,)."""
         return self.sums[name] / self.count
