@@ -93,8 +93,8 @@ def test_evicting_equals_masking_the_evicted(model, streaming):
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (kept + 1, 40 - kept)
     for layer, expected_tokens in zip(cache.layers, alive, strict=True):
         assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
-        if (positions := layer.stores[0].positions) is not None:
-            assert torch.equal(token_mask(positions.tokens(), 40), expected_tokens)
+        if (held := layer.stores[0].kept) is not None:
+            assert torch.equal(token_mask(held.tokens(40), 40), expected_tokens)
     keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["head_dim"])
     torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
 

@@ -15,7 +15,6 @@ from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.hooks import watch
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.packed_attention import packed_states, reads_packed
-from vqkv.cache.positions import Rotary
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import TokenStore
 from vqkv.errors import DataError
@@ -97,7 +96,6 @@ class CompressedCache(Cache):
     """
 
     layer_class = CompressedLayer
-    evicts = False
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         if type(decoded_cache_bytes) is not int or decoded_cache_bytes < 0:
@@ -106,15 +104,19 @@ class CompressedCache(Cache):
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        module = position_rotary(model) if self.settings.pre_rope else None
-        rotary = None if module is None else Rotary(module)
-        self.batch = Batch(compressor, self.settings, rotary, self.evicts)
+        rotary = position_rotary(model) if self.settings.pre_rope else None
+        self.batch = Batch(compressor, self.settings, rotary)
         super().__init__(layers=[self.layer_class(i, self.batch) for i in range(self.settings.num_layers)])
         self._watch(model)
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask."""
+        self._watch_positions()
         watch(self, "see", model.base_model.register_forward_pre_hook, with_kwargs=True)
+
+    def _watch_positions(self) -> None:
+        if self.batch.rotary is not None:
+            watch(self.batch, "see_positions", self.batch.rotary.register_forward_pre_hook, with_kwargs=True)
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache."""
@@ -166,9 +168,9 @@ class CompressedCache(Cache):
         self.batch.select(indices)
 
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy with its own tokens; the compressor, which never changes, is shared."""
+        """A copy with its own tokens; compressor and rotary embedding, which never change, are shared."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        memo |= {id(shared): shared for shared in (self.compressor, *coders)}
+        memo |= {id(shared): shared for shared in (self.compressor, self.batch.rotary, *coders)}
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

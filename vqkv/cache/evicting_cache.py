@@ -69,9 +69,8 @@ class EvictingLayer(CompressedLayer):
     def _choose(self, scores: Tensor, sinks: int, window: int) -> Tensor:
         seen, policy = self.batch.slots, self.policy
         chosen = policy.choose(scores, policy.retain, policy.recent, seen, sinks, window)
-        positions = self.stores[0].positions
-        if positions is not None and chosen.shape[-1] < scores.shape[-1]:
-            positions.keep(chosen)
+        if chosen.shape[-1] < scores.shape[-1]:
+            self.stores[0].number(chosen)
         return chosen
 
     def _store(self, pair: Pair) -> None:
@@ -97,7 +96,6 @@ class EvictingCache(CompressedCache):
     """
 
     layer_class = EvictingLayer
-    evicts = True
 
     def __init__(self, policy, model):
         super().__init__(policy.compressor, model)
@@ -107,6 +105,7 @@ class EvictingCache(CompressedCache):
 
     def _watch(self, model) -> None:
         """Have ``see`` and ``stop`` called as a forward pass begins and ends."""
+        self._watch_positions()
         watch(self, "see", model.register_forward_pre_hook, with_kwargs=True)
         watch(self, "stop", model.register_forward_hook, always_call=True)
 
@@ -162,7 +161,6 @@ class EvictingCache(CompressedCache):
         and KV head where keys are stored before RoPE; ``scores`` is what streaming must remember."""
         report, stored = super().report(), self.layers[0].stored
         kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.layers])}
-        own = [layer.stores[0].positions for layer in self.layers] if self.batch.groups else []
-        kinds["positions"] += tensor_bytes([kept.bits for kept in own if kept is not None])
+        kinds["positions"] += tensor_bytes([layer.stores[0].kept for layer in self.layers] if self.batch.groups else [])
         values = report.values * report.seq_len // stored if stored else 0
         return dataclasses.replace(report, kinds=kinds, values=values)

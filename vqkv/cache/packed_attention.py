@@ -89,11 +89,10 @@ def packed_states(batch: Batch, layer: int, keys: Tensor, parts: list[tuple[Grou
 
 def _packed_group(layer: int, group: Group, pair: Pair) -> PackedGroup | None:
     keys, values = group.stores[layer]
-    sinks, turned = keys.parts[0], keys.positions is not None
-    rope = keys.positions.rope(sinks) if turned else None
     packed = keys.packed(group.step.past), values.packed(group.step.past)
-    if None in packed or (turned and rope is None):
+    if None in packed:
         return None
+    rope = keys.positions and keys.positions.rope(keys.parts[0])
     return PackedGroup(*packed, rope, keys.exact(pair[0]), values.exact(pair[1]))
 
 

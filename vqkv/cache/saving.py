@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.batch import Group
-from vqkv.cache.holes import tokens_read
 from vqkv.codecs.payload import payload_from
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.load import describe, fingerprint
 from vqkv.runtime.files import load_checked, save_checked
 
-FORMAT, VERSION = "vqkv-cache", 3
+FORMAT, VERSION = "vqkv-cache", 4
 DIGITS = 16  # of a fingerprint, in messages
 
 
@@ -88,8 +87,7 @@ def _about_model(model) -> dict:
 def _about_group(group: Group) -> dict:
     """A group's sequences and how many tokens of each are stored how: the same in all layers, keys and values."""
     sinks, _, window = (store := group.all_stores[0]).parts
-    holes = [[int(edge) for edge in hole] for hole in store.holes]
-    return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": holes, "window": window}
+    return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": store.holes, "window": window}
 
 
 def _tensors(batch) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +115,7 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(about["rows"])
         group.positions.explicit = owned[number,].get("positions")
-        quantized = tokens_read(about["holes"], about["quantized"])
-        group.positions.seq_len = about["sinks"] + quantized + about["window"]
+        group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         for layer, pair in enumerate(group.stores):
             for role, store in zip(ROLES, pair, strict=True):
                 _fill_store(store, owned[number, str(layer), role], about)
@@ -129,7 +126,7 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
 
 def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
     store.sinks, store.window = tensors.pop("sinks", None), tensors.pop("window", None)
-    store.holes = tuple(map(tuple, about["holes"]))
+    store.holes = tuple(about["holes"])
     if about["quantized"]:
         settings, codec = store.settings, store.coder.codec
         shape = (1, settings.num_kv_heads, codec.tokens_per_row, settings.head_dim)
