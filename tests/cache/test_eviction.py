@@ -14,12 +14,12 @@ from transformers import DynamicCache
 
 import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
-from vqkv.cache import eviction as evict
 from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.eviction import H2O, heavy_hitters
+from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 from vqkv.models.load import kv_sources
+from vqkv.study.experiments.ladder import compare_scores, random_tokens
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -304,7 +304,7 @@ def test_heavy_hitters_beat_random_tokens_and_more_is_better(mini):
 
     whole, most, half = row(1.0), row(0.75), row(0.5)
     assert whole["kl_mean"] < 1e-5 < most["kl_mean"] < half["kl_mean"]
-    assert half["kl_mean"] < 0.5 * row(0.5, choose=evict.random_tokens(0))["kl_mean"]
+    assert half["kl_mean"] < 0.5 * row(0.5, choose=random_tokens(0))["kl_mean"]
     assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
     chunked = evaluate(mini[0], H2O(base, 0.5, streaming=True), tokens, "chunked")
     assert chunked["ratio"] == pytest.approx(2 / (1 + 4 / 256), rel=1e-3) and chunked["kl_mean"] > 1e-3
@@ -314,10 +314,10 @@ def test_scores_from_packed_keys_against_exact_ones(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
     base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
     rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
-    assert min(evict.compare_scores(mini[0], base, tokens)) > 0.97
-    overlaps, by_chance = evict.compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
+    assert min(compare_scores(mini[0], base, tokens)) > 0.97
+    overlaps, by_chance = compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
     assert len(overlaps) == 6 and all(by_chance < overlap < 0.99 for overlap in overlaps)
-    scores = evict.attention_scores(mini[0], tokens)
+    scores = attention_scores(mini[0], tokens)
     assert scores[3].shape == (2, 2, 96)
     torch.testing.assert_close(
         scores[3].sum(dim=(1, 2)), torch.full((2,), 96.0 * 6)

@@ -15,11 +15,11 @@ from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.hooks import watch
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.packed_attention import packed_states, reads_packed
-from vqkv.cache.settings import LiveSettings
+from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.cache.store import TokenStore
-from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import layer_devices, position_rotary
+from vqkv.runtime.checks import check_whole
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         return tuple(store.update(x, group.step) for store, x in zip(group.stores[self.index], pair, strict=True))
 
     def _end(self) -> None:
-        if self.index == self.batch.settings.last_layer:
+        if self.index == self.batch.settings.num_layers - 1:
             self.batch.end()
 
     def get_seq_length(self) -> int:
@@ -98,8 +98,7 @@ class CompressedCache(Cache):
     layer_class = CompressedLayer
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
-        if type(decoded_cache_bytes) is not int or decoded_cache_bytes < 0:
-            raise DataError(f"decoded_cache_bytes {decoded_cache_bytes!r} must be a whole number of bytes from 0 on")
+        check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vqkv.calibration.costs import metrics
+from vqkv.calibration.costs import fisher_metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
@@ -92,7 +92,7 @@ class CapturedTokens(Spill):
         return keys, values
 
     def metrics(self, model) -> dict[Place, Tensor]:
-        """``costs.metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
+        """``fisher_metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
         if self._metrics is None:
-            self._metrics = metrics(model, self.tokens, self.post_rope)
+            self._metrics = fisher_metrics(model, self.tokens, self.post_rope)
         return self._metrics
