@@ -222,13 +222,6 @@ def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why
         assert sum(stream.layers[2].stores[1].parts) == 165
 
 
-@pytest.mark.parametrize("name", ["aqua-higgs", "kvsharer"])
-def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
-    compressor = calibrate(llama, TOKENS, PREDICTED[name], progress=False)
-    with pytest.raises(DataError, match="use a compressor without predictors"):
-        H2O(compressor)
-
-
 def test_generate_beams_copies_and_reset(llama):
     policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
     kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -258,6 +251,9 @@ def test_what_cannot_be_right_is_refused(llama):
         policy.new_cache(llama, in_place=True)
     with pytest.raises(DataError, match="packs blocks of 16 tokens"):
         H2O(calibrate(llama, TOKENS, SMALL["kivi"], progress=False), streaming=True).new_cache(llama)
+    for name in ("aqua-higgs", "kvsharer"):  # each layer of which would evict tokens of its own
+        with pytest.raises(DataError, match="use a compressor without predictors"):
+            H2O(calibrate(llama, TOKENS, PREDICTED[name], progress=False))
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)

@@ -214,15 +214,11 @@ class Batch:
         self.slots = slots
 
     def select(self, indices: Tensor) -> None:
-        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for
-        one that is not here, or for none; what is stored is then as it was."""
+        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names, at least one. Raises
+        ``IndexError`` for one that is not here; what is stored is then as it was."""
         if not self.slots:
             return
-        indices = torch.as_tensor(indices).cpu()
-        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices.long().flatten()
-        if not len(indices) or not ((indices >= -self.size) & (indices < self.size)).all():
-            raise DataError(f"sequences {indices.tolist()} of a cache that holds {self.size}: name some of these")
-        indices = indices % self.size
+        indices = torch.arange(self.size)[torch.as_tensor(indices).cpu()]
         self._regroup(indices.tolist(), [0] * len(indices))
         self.size = len(indices)
         self.tokens = None if self.tokens is None else self.tokens[indices]

@@ -161,8 +161,8 @@ class CompressedCache(Cache):
         self.batch_select_indices(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for one that is
-        not here, or if a forward pass broke off half-way."""
+        """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``IndexError`` for one that
+        is not here, ``DataError`` if a forward pass broke off half-way."""
         self.batch.check_whole()
         self.batch.select(indices)
 
