@@ -64,18 +64,13 @@ class Compressor:
         text = json.dumps(self._described(), sort_keys=True)
         return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
-    def to(self, device) -> "Compressor":
-        """Move everything learned to ``device``, in place."""
-        return self.to_layers([device] * len(self.codecs))
-
-    def to_layers(self, devices: list[torch.device]) -> "Compressor":
+    def to_layers(self, devices: list[torch.device]) -> None:
         """Move what each layer has learned to that layer's device, in place."""
         for layer, device in enumerate(devices):
             for coder in self.coders[layer]:
                 coder.codec.to(device)
                 if coder.prediction is not None:
                     coder.prediction.predictor.to(device)
-        return self
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
         """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
