@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.learning import Ema, KMeans, Statistics
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.kernels import Coded, Packed, pack_codes, unpack_codes
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30
@@ -51,8 +52,10 @@ class NonUniform(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
-    def points(self) -> Tensor:
-        return self.levels
+    def packed(self, payload: Payload) -> Packed | None:
+        if 8 % self.bits:
+            return None
+        return Coded(payload.fields["codes"], self.levels[None, None, :, None], self.bits, self.codes_per_row)
 
     def _start(self, values: Tensor) -> None:
         learner = KMeans(2**self.bits, seed=self.seed)

@@ -7,8 +7,7 @@ from torch import Tensor
 from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
 from vqkv.errors import DataError
-from vqkv.kernels import Packed, by_byte, decode, lookup, pack_codes, unpack_codes
-from vqkv.kernels.derived import remembered
+from vqkv.kernels import Packed, decode, pack_codes, unpack_codes
 
 Side = dict[str, Tensor]
 
@@ -82,10 +81,6 @@ class Quantizer(Stage):
 
     def load(self, payload: Payload) -> Tensor:
         """The inverse: values in float32, in memory of their own."""
-        points = self.points()
-        if points is not None and 8 % self.code_bits == 0:
-            found = lookup(payload.fields["codes"], _by_byte(points, self.code_bits))
-            return found[..., : math.prod(self.row_shape)].contiguous().unflatten(-1, self.row_shape)
         packed = self.packed(payload)
         if packed is not None:
             return decode(packed).unflatten(-1, self.row_shape)
@@ -96,10 +91,6 @@ class Quantizer(Stage):
         """Rows y as ``load`` would give them after ``store``, also before ``finalize``."""
         return self.decode(*self.encode(y))
 
-    def points(self) -> Tensor | None:
-        """What each of its 2^code_bits codes stands for, (codes, ...), if codes are no more than numbers of these."""
-        return None
-
     def packed(self, payload: Payload) -> Packed | None:
         """Stored codes as kernels read them; None if they cannot read them."""
         return None
@@ -109,9 +100,3 @@ class Quantizer(Stage):
         squared error of rows y, fewest bits first; ``with_bits`` of one of these makes an unfitted one like this, with
         so many bits. Raises ``DataError`` for one whose bits cannot be chosen."""
         raise DataError(f"{type(self).__name__} cannot trade bits for error: use EntropyCodedScalar or ResidualVQ")
-
-
-@remembered
-def _by_byte(points: Tensor, bits: int) -> Tensor:
-    """Values that each byte of codes stands for."""
-    return by_byte(points.float().view(len(points), -1), bits)

@@ -25,11 +25,6 @@ class Affine:
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * 8 // self.bits))
 
     @property
-    def complete(self) -> bool:
-        """Tell whether every bit pattern stands for a value."""
-        return True
-
-    @property
     def group_size(self) -> int:
         """Channels that share their ends."""
         return self.shape[3] // self.low.shape[3]
@@ -60,13 +55,6 @@ class Coded:
     def shape(self) -> torch.Size:
         """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.groups * self.codebooks.shape[3]))
-
-    @property
-    def complete(self) -> bool:
-        """Tell whether every bit pattern stands for a value: 2^bits codes, in strings as long as these make them."""
-        tables, num_quantizers, size, _ = self.codebooks.shape
-        whole = self.codes.shape[3] == -(-self.groups * num_quantizers * self.bits // 8)
-        return size == 1 << self.bits and whole and self.groups % tables == 0
 
     def tokens(self, start: int, stop: int) -> "Coded":
         """The tokens start, ..., stop - 1, whole blocks of a scale; no copy."""
