@@ -8,28 +8,20 @@ import torch
 from strategies import gaussian
 
 from vqkv import presets
-from vqkv.codecs import (
-    PCA,
-    AffineQuantizer,
-    Chain,
-    ChannelScale,
-    Entropy,
-    EntropyCodedScalar,
-    Fallback,
-    Fp16,
-    Grouping,
-    Hadamard,
-    HeadScale,
-    MeanRemoval,
-    MergeHeads,
-    NonUniform,
-    Payload,
-    ProductVQ,
-    ResidualVQ,
-    TokenBlock,
-    VectorScale,
-    payload_from,
-)
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.nonuniform import NonUniform
+from vqkv.codecs.payload import Payload, payload_from
+from vqkv.codecs.pca import PCA
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.product import ProductVQ
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
+from vqkv.codecs.transform import Grouping, Hadamard
 
 HEADS, HEAD_DIM = 3, 16
 

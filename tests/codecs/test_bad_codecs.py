@@ -10,17 +10,15 @@ from preset_zoo import EVERY
 
 from vqkv import DataError, presets
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
-from vqkv.codecs import (
-    AffineQuantizer,
-    Chain,
-    Fallback,
-    Grouping,
-    HalfQuadratic,
-    NonUniform,
-    ProductVQ,
-    ResidualVQ,
-    codec_from_config,
-)
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.nonuniform import NonUniform
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.product import ProductVQ
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import HalfQuadratic
+from vqkv.codecs.transform import Grouping
 
 
 @cache

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv.codecs import ResidualVQ
+from vqkv.codecs.residual import ResidualVQ
 from vqkv.kernels import cpu, dispatch
 from vqkv.kernels.rvq import beam as fast
 from vqkv.kernels.rvq import naive as reference

@@ -6,16 +6,12 @@ from codec_zoo import chain, gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs import (
-    Chain,
-    Fp16,
-    Grouping,
-    Hadamard,
-    MeanRemoval,
-    Payload,
-    ResidualVQ,
-    VectorScale,
-)
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import MeanRemoval, VectorScale
+from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 
 

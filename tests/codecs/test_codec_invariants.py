@@ -8,8 +8,8 @@ from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian, same, unfitted_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs import Payload, codec_from_config, payload_from
-from vqkv.codecs.part import load_learned
+from vqkv.codecs.part import codec_from_config, load_learned
+from vqkv.codecs.payload import Payload, payload_from
 
 WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "adaptive")
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0

@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv.codecs import (
-    Chain,
-    Fallback,
-    Grouping,
-    NonUniform,
-    ResidualVQ,
-    TokenBlock,
-    VectorScale,
-)
 from vqkv.codecs.entropy import Entropy, TableCoder
+from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.layout import TokenBlock
+from vqkv.codecs.nonuniform import NonUniform
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.streams import LARGEST
+from vqkv.codecs.transform import Grouping
 from vqkv.errors import DataError, UnknownNameError
 
 pytest.importorskip("constriction")

@@ -9,7 +9,10 @@ from codec_zoo import check_streams, gaussian, hide_constriction, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs import Chain, EntropyCodedScalar, TokenBlock, codec_from_config
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.layout import TokenBlock
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.spreads import LARGEST_CODE
 from vqkv.errors import DataError
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 from codec_zoo import gaussian, same
 
-from vqkv.codecs import PCA, Chain, EntropyCodedScalar, MergeHeads, TokenBlock, codec_from_config
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.pca import PCA
+from vqkv.codecs.pipeline import Chain
 from vqkv.errors import DataError
 
 HEADS, WIDTH = 3, 8

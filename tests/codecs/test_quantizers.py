@@ -7,25 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv import presets
-from vqkv.codecs import (
-    AffineQuantizer,
-    Chain,
-    ChannelScale,
-    Fp16,
-    Grid,
-    Hadamard,
-    HalfQuadratic,
-    MaskedPayload,
-    MergeHeads,
-    MinMax,
-    NonUniform,
-    ProductVQ,
-    ResidualVQ,
-    SparseOutliers,
-    TokenBlock,
-    VectorScale,
-)  # fmt: skip
-from vqkv.codecs.grid import gaussian_grids
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.fallback import MaskedPayload
+from vqkv.codecs.grid import Grid, gaussian_grids
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.product import ProductVQ
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax, VectorScale
+from vqkv.codecs.transform import Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
 

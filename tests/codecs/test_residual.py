@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv.codecs import ResidualVQ
+from vqkv.codecs.residual import ResidualVQ
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.metrics import code_perplexity
 from vqkv.kernels import cpu, dispatch
