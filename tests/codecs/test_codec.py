@@ -160,12 +160,10 @@ def test_use_before_fit_says_what_to_do():
         chain(head_dim=None).finalize()
 
 
-def test_blocks_of_tokens_are_cut_only_between_blocks():
+def test_tokens_are_counted_where_a_row_is_a_block():
     payload = Payload({"codes": torch.arange(6.0).view(1, 1, 3, 2)}, tokens_per_row=4)
     assert payload.seq_len == 12 and payload.tokens(4, 12).seq_len == 8
     assert Payload.concat([payload.tokens(0, 4), payload.tokens(4)]).seq_len == 12
-    with pytest.raises(DataError, match="block of 4 tokens"):
-        payload.tokens(2, 8)
 
 
 def test_views_do_not_keep_their_base_alive():

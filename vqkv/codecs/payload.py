@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vqkv.errors import DataError
-
 TENSOR_DICTS = ("fields", "ragged")
 
 
@@ -75,12 +73,9 @@ class Payload:
         return dataclasses.replace(first, fields=fields, ragged=ragged)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
-        """A copy of tokens ``start:stop`` (Python slice rules). Raises ``DataError`` if that cuts a block of tokens."""
+        """A copy of tokens ``start:stop`` (Python slice rules), which are whole blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
-        each, stop = self.tokens_per_row, max(start, stop)
-        if start % each or stop % each:
-            raise DataError(f"tokens {start}:{stop} cut through a block of {each} tokens: use multiples of it")
-        rows = slice(start // each, stop // each)
+        rows = slice(start // self.tokens_per_row, max(start, stop) // self.tokens_per_row)
         return self._part(lambda tensor: tensor[:, :, rows])
 
     def batch_select(self, index) -> "Payload":

@@ -83,13 +83,10 @@ class Rope:
     start: int = 0
     scaling: float = 1.0
 
-    def after(self, tokens: int) -> "Rope":
-        """Of the keys that come so many tokens later."""
-        return dataclasses.replace(self, start=self.start + tokens)
-
-    def turn(self, seq_len: int) -> Turn:
-        """cos and sin of all positions; angles in float64, as positions beyond 2^16 leave fp32 too few bits."""
-        positions = torch.arange(self.start, self.start + seq_len, device=self.inv_freq.device)
+    def turn(self, stop: int, first: int = 0) -> Turn:
+        """cos and sin of the keys first, ..., stop - 1; angles in float64, as positions beyond 2^16 leave fp32 too few
+        bits."""
+        positions = torch.arange(self.start + first, self.start + stop, device=self.inv_freq.device)
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
         return Turn((angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float())

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.kernels.affine import cpu as affine
-from vqkv.kernels.decoding.naive import decode_affine
+from vqkv.kernels.affine.cpu import affine_decode
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import serves
 from vqkv.kernels.packed import Affine, Coded, Packed, Turn
@@ -17,17 +16,9 @@ WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32
 
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """``naive.decode``."""
-    values = _affine(packed) if isinstance(packed, Affine) else _coded(packed)
+    values = affine_decode(packed) if isinstance(packed, Affine) else _coded(packed)
     values = values if base is None else values.add_(base)
     return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
-
-
-def _affine(packed: Affine) -> Tensor:
-    out = torch.empty(*packed.low.shape, packed.group_size, dtype=torch.float32, device=packed.codes.device)
-    if not affine.decodes(packed.bits, out):
-        return decode_affine(packed, unpack_codes)
-    affine.affine_decode(packed.codes, packed.bits, packed.low, packed.high, out)
-    return out.flatten(-2)
 
 
 def _coded(packed: Coded) -> Tensor:
