@@ -11,6 +11,7 @@ from preset_zoo import EVERY
 from vqkv import DataError, presets
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.part import codec_from_config
@@ -191,6 +192,7 @@ SEEDS, DECAYS = (-1, 2**63, "a", 1.0, None, True), (1, -0.1, float("nan"), "x", 
         (ResidualVQ, "kmeans_iterations", (-1, 10**9, "x", 2.0)),
         (ResidualVQ, "num_quantizers", (0, 65, True)),
         (ResidualVQ, "beam", (0, 257)),
+        (EntropyCodedScalar, "bits", (0, 0.001, 10.5, -1.0, float("nan"), float("inf"), "2", None, True)),
         (HalfQuadratic, "bits", (0, 9, 1000, 2.0, "4", True)),
         (HalfQuadratic, "iterations", (0, -1, 10**9, 2.0, None)),
         (HalfQuadratic, "norm", (0, -1, 1.1, float("nan"), "x")),

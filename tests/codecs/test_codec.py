@@ -10,7 +10,7 @@ from vqkv.codecs.exact import Fp16
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import MeanRemoval, VectorScale
+from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 
@@ -83,16 +83,6 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(size, seed):
         torch.testing.assert_close(stage.encode(spike)[0].abs(), torch.full((1, 1, 1, size), size**-0.5))
 
 
-def test_mean_removal_learns_the_mean_of_a_stream():
-    x = gaussian(2, 3, 50, 8) + torch.arange(3.0).view(3, 1, 1)
-    stage = MeanRemoval()
-    stage.build((3, 8))
-    for part in (x[:, :, :10], x[:, :, 10:]):
-        stage.partial_fit(part)
-    stage.finalize()
-    torch.testing.assert_close(stage.state_dict()["mean"].float(), x.mean(dim=(0, 2)), rtol=1e-3, atol=1e-3)
-
-
 def test_streaming_learns_and_fp16_rounding_is_all_that_finalize_does():
     x = gaussian(1, 2, 300, 16)
     codec = chain().partial_fit(x)
@@ -151,13 +141,6 @@ def test_settings_that_do_not_fit_are_named():
         Fp16(16).encode(gaussian(1, 1, 1, 16) * 1e6)
     with pytest.raises(DataError, match="20 codes need 20 distinct"):
         chain().fit(gaussian(1, 1, 3, 16))
-
-
-def test_use_before_fit_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"call fit\(x\)"):
-        chain().encode(gaussian(1, 1, 1, 16))
-    with pytest.raises(RuntimeError, match=r"partial_fit\(x\)"):
-        chain(head_dim=None).finalize()
 
 
 def test_tokens_are_counted_where_a_row_is_a_block():

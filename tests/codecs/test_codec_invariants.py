@@ -1,6 +1,7 @@
 """What every codec keeps: payloads cut and join, settings and tensors rebuild it, extremes stay finite."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut
         assert same(Payload.concat([codec.encode(x[:, :, : cut * rows]), codec.encode(x[:, :, cut * rows :])]), payload)
     assert sum(part.nbytes for part in parts) == payload.nbytes
     assert torch.equal(codec.decode(payload.tokens(-rows)), whole[:, :, -rows:])
+    assert codec.decode(payload.tokens(0, 0)).shape == (batch, HEADS, 0, HEAD_DIM)
     index = torch.tensor([batch - 1, 0])
     assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
     copied = payload_from(json.loads(json.dumps(payload.header())), dict(payload.tensors))
@@ -48,6 +50,16 @@ def test_saved_and_reloaded_codecs_agree_bit_for_bit(codecs, kind):
     assert same(again.encode(x), payload)
     assert torch.equal(again.decode(payload), codec.decode(payload))
     assert again.side_bytes == codec.side_bytes
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "transform coder"])
+def test_a_missing_package_is_named_with_the_remedy(codecs, kind, monkeypatch):
+    codec, fresh, x = codecs[kind], unfitted_codecs()[kind], gaussian(1, HEADS, 20, HEAD_DIM)  # settings do without it
+    payload = codec.encode(x)
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    for use in (lambda: codec.encode(x), lambda: codec.decode(payload), lambda: fresh.fit(x)):
+        with pytest.raises(ImportError, match="pip install constriction"):
+            use()
 
 
 @pytest.mark.parametrize("kind", KINDS)

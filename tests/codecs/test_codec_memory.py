@@ -3,11 +3,8 @@
 import pytest
 import torch
 from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vqkv import presets
-from vqkv.errors import DataError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,15 +34,6 @@ def test_other_types_are_rounded_from_float32(codecs, kind):
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         expected = exact.clamp(-65504, 65504) if dtype == torch.float16 else exact
         assert torch.equal(codec.decode(payload, dtype), expected.to(dtype))
-
-
-@settings(deadline=None, max_examples=30)
-@given(place=st.integers(0, 2 * 2 * 5 * 33 - 1), value=st.sampled_from([float("nan"), float("inf"), -float("inf")]))
-def test_one_bad_value_anywhere_is_found(place, value):
-    x = gaussian(2, 2, 5, 33)
-    x.view(-1)[place] = value
-    with pytest.raises(DataError, match="1 of 660 values are NaN or infinite"):
-        presets.quanto(4).key_codec(33).fit(gaussian(1, 1, 1, 33)).encode(x)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

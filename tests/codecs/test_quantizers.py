@@ -218,14 +218,6 @@ def test_fallback_bounds_the_error_and_pays_for_it(codecs, threshold, seed):
     )  # scales, 6 bits of mask
 
 
-def test_a_block_is_stored_once():
-    codec = presets.vqq(0.05, keyframe=4).key_codec().fit(gaussian(1, 1, 400, 8))
-    payload = codec.encode(gaussian(1, 1, 40, 8))
-    good = int(payload.mask().sum())
-    assert 0 < good < 40
-    assert len(payload.ragged["codes"]) == good and len(payload.ragged["exact"]) == 40 - good
-
-
 def test_fitting_leaves_out_a_partial_block_and_encoding_refuses_it(codecs):
     codec = presets.kivi(2, 5).key_codec().fit(gaussian(1, 2, 13, 8))
     with pytest.raises(DataError, match="no multiple of the codec's block of 5 tokens"):
@@ -261,8 +253,9 @@ def test_settings_that_do_not_fit_are_named():
 
 def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
     x = gaussian(1, 2, 35, HEAD_DIM)
-    for kind in ("kvquant key", "kvquant value", "higgs key"):
-        with pytest.raises(DataError, match="2 KV heads"):
+    steps = ("transform coder", "transform coder per head", "steps token by token")
+    for kind in ("kvquant key", "kvquant value", "higgs key", "adaptive", *steps):
+        with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
             codecs[kind].encode(x[:, :, : codecs[kind].tokens_per_row])
     assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -167,7 +168,7 @@ def codes_and_bits(draw):
     shape = [*draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.integers(0, 41))]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     codes = torch.randint(0, 1 << bits, [*shape, 2], generator=generator)
-    codes = codes.to(draw(st.sampled_from([torch.int64, torch.int32, *[torch.uint8] * (bits <= 8)])))
+    codes = codes.to(draw(st.sampled_from([torch.int64, torch.int32, torch.int16, *[torch.uint8] * (bits <= 8)])))
     layout = draw(st.sampled_from(["contiguous", "strided", "transposed", "slice"]))
     if layout == "slice":
         return codes.flatten(-2)[..., 1:], bits
@@ -182,6 +183,8 @@ def codes_and_bits(draw):
 def test_packing_is_the_bit_string_code_by_code(case):
     codes, bits = case
     packed, expected = cpu.pack_codes(codes, bits), naive.pack_codes(codes, bits)
+    string = (codes.long().unsqueeze(-1) >> torch.arange(bits) & 1).flatten(-2)
+    assert np.array_equal(expected.numpy(), np.packbits(string.byte().numpy(), axis=-1, bitorder="little"))
     assert packed.dtype == torch.uint8 and packed.is_contiguous()
     assert packed.shape == expected.shape and torch.equal(packed, expected)
     assert torch.equal(unpack_codes(packed, bits, codes.shape[-1]).long(), codes.long())
