@@ -91,7 +91,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> PackedGroup | None:
     keys, values = group.stores[layer]
     sinks, turned = keys.parts[0], keys.positions is not None
     rope = keys.positions.rope(sinks) if turned else None
-    packed = keys.packed(group.step.past), values.packed(group.step.past)
+    packed = keys.kernel_view(group.step.past), values.kernel_view(group.step.past)
     if None in packed or (turned and rope is None):
         return None
     return PackedGroup(*packed, rope, keys.exact(pair[0]), values.exact(pair[1]))

@@ -112,11 +112,11 @@ class TokenStore:
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = left
 
-    def packed(self, known: Known) -> Packed | None:
+    def kernel_view(self, known: Known) -> Packed | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
         codec has a say in them."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
-        return None if shared or self.holes or self.payload is None else self.coder.codec.packed(self.payload)
+        return None if shared or self.holes or self.payload is None else self.coder.codec.kernel_view(self.payload)
 
     def exact(self, states: Tensor) -> Tensor:
         """Sinks, window and the new ``states``, side by side."""

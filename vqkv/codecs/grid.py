@@ -60,7 +60,7 @@ class Grid(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
-    def packed(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> Packed:
         return Coded(payload.fields["codes"], self.grid[None, None], self.code_bits, self.codes_per_row)
 
 

@@ -55,7 +55,7 @@ class NonUniform(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
-    def packed(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> Packed | None:
         if 8 % self.bits:
             return None
         return Coded(payload.fields["codes"], self.levels[None, None, :, None], self.bits, self.codes_per_row)

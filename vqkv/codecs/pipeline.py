@@ -107,13 +107,13 @@ class Chain(Codec):
 
     def _decode(self, payload: Payload) -> Tensor:
         """All stages in one kernel, if there is one that can undo them."""
-        packed = self.packed(payload)
+        packed = self.kernel_view(payload)
         if packed is not None:
             return decode(packed)
         return self._backward(self.quantizer.load(payload), [stage.side_of(payload) for stage in self._stages])
 
-    def packed(self, payload: Payload) -> Packed | None:
-        found = self.quantizer.packed(payload)
+    def kernel_view(self, payload: Payload) -> Packed | None:
+        found = self.quantizer.kernel_view(payload)
         for stage in reversed(self._stages):
-            found = None if found is None else stage.packed_before(found, stage.side_of(payload))
+            found = None if found is None else stage.kernel_view_before(found, stage.side_of(payload))
         return found

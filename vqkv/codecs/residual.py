@@ -114,7 +114,7 @@ class ResidualVQ(Quantizer):
         vectors = y.reshape(*y.shape[:3], -1, self.group_size)
         return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
-    def packed(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> Packed:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Stage(Part):
         """What it stored."""
         return {name: payload.fields[name] for name in self.side_fields}
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         """Tell kernels of rows before this stage, from what they are told of rows after it; None if they
         cannot undo it."""
         return None
@@ -81,7 +81,7 @@ class Quantizer(Stage):
 
     def load(self, payload: Payload) -> Tensor:
         """The inverse: values in float32, in memory of their own."""
-        packed = self.packed(payload)
+        packed = self.kernel_view(payload)
         if packed is not None:
             return decode(packed).unflatten(-1, self.row_shape)
         codes = unpack_codes(payload.fields["codes"], self.code_bits, self.codes_per_row)
@@ -91,7 +91,7 @@ class Quantizer(Stage):
         """Rows y as ``load`` would give them after ``store``, also before ``finalize``."""
         return self.decode(*self.encode(y))
 
-    def packed(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> Packed | None:
         """Stored codes as kernels read them; None if they cannot read them."""
         return None
 

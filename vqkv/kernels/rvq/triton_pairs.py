@@ -10,8 +10,6 @@ from torch import Tensor
 from vqkv.kernels.packing.triton import join
 from vqkv.kernels.tiles import GRID
 
-MAX_BITS = 8
-
 
 def encode_pairs(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
     """``naive.rvq_encode_packed`` for one codebook of pairs (1, codebook_size, 2) and bits up to 8.
@@ -42,7 +40,7 @@ def encode_pairs(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
 
 def are_pairs(codebooks: Tensor, bits: int) -> bool:
     """Tell whether ``encode_pairs`` can search these codebooks: one of pairs, and codes that fit in a byte."""
-    return len(codebooks) == 1 and codebooks.shape[-1] == 2 and bits <= MAX_BITS
+    return len(codebooks) == 1 and codebooks.shape[-1] == 2 and bits <= 8
 
 
 @triton.jit
