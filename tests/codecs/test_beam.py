@@ -105,9 +105,10 @@ def test_beam_4_cuts_the_error_by_15_percent_and_wider_beams_cut_more():
     assert losses == sorted(losses, reverse=True) and losses[2] < 0.85 * losses[0]
 
 
-def test_loss_and_usage_are_those_of_the_stored_codes():
+@pytest.mark.parametrize("beam", [1, 3])
+def test_loss_and_usage_are_those_of_the_stored_codes(beam):
     x = gaussian(1, 2, 900, 8)
-    quantizer = fitted(x, beam=3)
+    quantizer = fitted(x, beam=beam)
     codes, side = quantizer.encode(x)
     error = (x - quantizer.decode(codes, side)).square().sum() / x.square().sum()
     torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)

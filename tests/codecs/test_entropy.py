@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.codecs.entropy import Entropy, TableCoder
-from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pipeline import Chain
@@ -16,7 +15,6 @@ from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.streams import LARGEST
 from vqkv.codecs.transform import Grouping
-from vqkv.errors import DataError, UnknownNameError
 
 pytest.importorskip("constriction")
 KINDS = {
@@ -174,16 +172,3 @@ def test_other_quantizers_and_a_codebook_of_one_code(quantizer):
     packed = chain(quantizer)
     packed.ready = True
     assert torch.equal(codec.decode(codec.encode(x)), packed.decode(packed.encode(x)))
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(DataError, match="leaves storing its codes to others"):
-        Entropy(Entropy(rvq()))
-    with pytest.raises(DataError, match="leaves storing its codes to others"):
-        Entropy(Fallback(Chain([], rvq(), 8)))
-    with pytest.raises(UnknownNameError, match="adaptive"):
-        Entropy(rvq(), "adaptiv")
-    with pytest.raises(UnknownNameError, match="unknown context 'head'"):
-        Entropy(rvq(), context="head")
-    with pytest.raises(DataError, match=r"rows of \(16,\) do not begin with an axis of tokens"):
-        Chain([VectorScale()], Entropy(rvq(group_size=16)), 16)

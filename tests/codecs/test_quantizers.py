@@ -10,14 +10,14 @@ from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.grid import Grid, gaussian_grids
-from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.layout import MergeHeads
+from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax, VectorScale
 from vqkv.codecs.transform import Hadamard
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
 
 
@@ -222,31 +222,6 @@ def test_fitting_leaves_out_a_partial_block_and_encoding_refuses_it(codecs):
         codec.encode(gaussian(1, 2, 13, 8))
     with pytest.raises(DataError, match="shorter than the codec's block of 5"):
         presets.kivi(2, 5).key_codec().fit(gaussian(1, 2, 3, 8))
-
-
-def test_settings_that_do_not_fit_are_named():
-    with pytest.raises(DataError, match="bits 9 must be an integer from 1 to 8"):
-        AffineQuantizer(9)
-    with pytest.raises(UnknownNameError, match="16"):
-        Grid(17)
-    with pytest.raises(DataError, match="2, 3 and 4 have a grid"):
-        presets.higgs(5)
-    with pytest.raises(DataError, match="even number"):
-        Chain([], Grid(16), 7)
-    with pytest.raises(DataError, match="add a Grouping"):
-        Chain([], ProductVQ(2, 16, 4), 16)
-    with pytest.raises(DataError, match="divisible by blocks of 8"):
-        presets.vqq().key_codec(12)
-    with pytest.raises(DataError, match="not divisible by group_size 8"):
-        presets.vq().key_codec(12)
-    with pytest.raises(DataError, match="tokens 0 must be"):
-        TokenBlock(0)
-    with pytest.raises(DataError, match="share 1.5 must be"):
-        SparseOutliers(1.5)
-    with pytest.raises(DataError, match="at most 16 bits"):
-        presets.kvquant(block=4096).key_codec(64)
-    with pytest.raises(DataError, match="threshold nan"):
-        presets.vqq(float("nan")).key_codec()
 
 
 def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):

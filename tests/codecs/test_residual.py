@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.metrics import code_perplexity
 from vqkv.kernels import cpu, dispatch
 from vqkv.kernels import naive as reference
 from vqkv.kernels.rvq import loops
+from vqkv.kernels.rvq.tables import prepare
 
 
 def fitted(x, **settings):
@@ -108,7 +108,8 @@ def test_reduced_precision_settings_do_not_reach_the_kernel(beam):
 
 def test_tables_notice_that_a_codebook_was_written_to():
     x, codebooks = gaussian(100, 8), gaussian(2, 16, 8, seed=1)
-    cpu.rvq_encode(x, codebooks)
+    before = prepare(codebooks)
+    assert prepare(codebooks) is before and prepare(codebooks[:1]).flat.shape == (16, 8)
     codebooks.neg_()
     assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
     with torch.inference_mode():
@@ -126,13 +127,6 @@ def test_no_rows_give_no_codes():
 def test_every_stage_reduces_the_loss():
     loss = fitted(gaussian(1, 1, 4000, 8)).loss(gaussian(1, 1, 500, 8, seed=1))
     assert loss[0] < 0.6 and (loss[1:] < loss[:-1]).all()
-
-
-def test_loss_is_the_error_of_the_decoded_values():
-    x = gaussian(1, 2, 900, 8)
-    quantizer = fitted(x)
-    error = (x - quantizer.decode(*quantizer.encode(x))).square().sum() / x.square().sum()
-    torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)
 
 
 def test_usage_counts_every_vector_once_a_stage():
@@ -179,22 +173,6 @@ def test_learning_is_deterministic():
     for quantizer in runs:
         quantizer.partial_fit(x)
     assert torch.equal(runs[0].codebooks, runs[1].codebooks) and not torch.equal(runs[0].codebooks, runs[2].codebooks)
-
-
-def test_bad_settings_and_data_are_named():
-    with pytest.raises(DataError, match="stage 1 of 3.*32 codes need 32 distinct vectors.*leaves only 31"):
-        fitted(gaussian(1, 1, 31, 8))
-    with pytest.raises(DataError, match="stage 2 of 3"):
-        fitted(gaussian(1, 1, 32, 8))  # every vector its own code: nothing is left over
-    with pytest.raises(UnknownNameError, match="kmeans"):
-        ResidualVQ(init="kmean")
-    with pytest.raises(DataError, match="codebook_size 0 must be"):
-        ResidualVQ(codebook_size=0)
-    with pytest.raises(DataError, match="group_size 32: add a Grouping"):
-        ResidualVQ().build((1, 128))
-    huge = fitted(gaussian(1, 1, 500, 8) * 1e6)
-    with pytest.raises(DataError, match="overflows fp16"):
-        huge.finalize()
 
 
 def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry():

@@ -112,17 +112,6 @@ def test_sums_of_codes_have_torchs_bits(quantizers, rows, seed):
     assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
 
 
-def test_codebooks_are_rearranged_once_and_again_when_they_change():
-    codebooks, codes = gaussian(2, 16, 8), torch.zeros(1, 1, 3, 1, dtype=torch.uint8)
-    from vqkv.kernels.decoding.cpu import _rows
-
-    first = _rows(codebooks.unsqueeze(0))
-    assert _rows(codebooks.unsqueeze(0)) is first and _rows(codebooks[:1].unsqueeze(0)).shape == (16, 8)
-    codebooks.neg_()
-    expected = codebooks[:, 0].sum(dim=0).expand(1, 1, 3, 8)
-    assert torch.equal(cpu.decode(Coded(codes, codebooks.unsqueeze(0), 4, 1)), expected)
-
-
 @settings(deadline=None, max_examples=60)
 @given(bits=st.sampled_from([1, 2, 4, 8]), spare=st.integers(0, 1), dim=st.integers(1, 9), groups=st.integers(1, 9),
        rows=st.integers(0, 9), seed=st.integers(0, 100))  # fmt: skip
