@@ -157,7 +157,8 @@ def codes_and_bits(draw):
     shape = [*draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.integers(0, 41))]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     codes = torch.randint(0, 1 << bits, [*shape, 2], generator=generator)
-    codes = codes.to(draw(st.sampled_from([torch.int64, torch.int32, torch.int16, *[torch.uint8] * (bits <= 8)])))
+    types = [torch.int64, torch.int32, *[torch.int16] * (bits < 16), *[torch.uint8] * (bits <= 8)]
+    codes = codes.to(draw(st.sampled_from(types)))
     layout = draw(st.sampled_from(["contiguous", "strided", "transposed", "slice"]))
     if layout == "slice":
         return codes.flatten(-2)[..., 1:], bits

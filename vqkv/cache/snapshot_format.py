@@ -124,8 +124,8 @@ class StreamLayout:
             x = torch.cat([tensors[i] for i in places])
             for codec, start, stop in self._shares(number, x.shape[2]):
                 payload = codec.encode(x[:, :, start:stop])
-                for tensors in (payload.fields, payload.ragged):
-                    pieces += [raw_bytes(tensor) for _, tensor in sorted(tensors.items())]
+                for group in (payload.fields, payload.ragged):
+                    pieces += [raw_bytes(tensor) for _, tensor in sorted(group.items())]
         return b"".join(pieces)
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
