@@ -61,7 +61,7 @@ class Grid(Quantizer):
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
     def kernel_view(self, payload: Payload) -> Packed:
-        return Coded(payload.fields["codes"], self.grid[None, None], self.code_bits, self.codes_per_row)
+        return Coded(payload.fields["codes"], self.grid.view(1, 1, -1, DIM), self.code_bits, self.codes_per_row)
 
 
 def _pairs(x: Tensor) -> Tensor:

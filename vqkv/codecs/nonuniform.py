@@ -58,7 +58,7 @@ class NonUniform(Quantizer):
     def kernel_view(self, payload: Payload) -> Packed | None:
         if 8 % self.bits:
             return None
-        return Coded(payload.fields["codes"], self.levels[None, None, :, None], self.bits, self.codes_per_row)
+        return Coded(payload.fields["codes"], self.levels.view(1, 1, -1, 1), self.bits, self.codes_per_row)
 
     def _start(self, values: Tensor) -> None:
         learner = KMeans(2**self.bits, seed=self.seed)

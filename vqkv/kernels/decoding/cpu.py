@@ -22,8 +22,12 @@ def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None,
 
 
 def _coded(packed: Coded) -> Tensor:
-    alone = packed.codebooks.shape[:2] == (1, 1) and 8 % packed.bits == 0 and serves(packed.codes)
+    tables, num_quantizers, _, dim = packed.codebooks.shape
+    alone = tables == num_quantizers == 1 and 8 % packed.bits == 0 and serves(packed.codes)
     values = (_looked_up if alone else _summed)(packed)
+    if packed.scale is None and not packed.strided:
+        return values if alone else values.view(packed.shape)
+    values = values.view(*packed.codes.shape[:3], packed.groups, dim)
     if packed.scale is not None:
         values *= _by_group(packed)
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
@@ -31,19 +35,19 @@ def _coded(packed: Coded) -> Tensor:
 
 def _looked_up(packed: Coded) -> Tensor:
     """One codebook whose codes fill bytes evenly: all values of a byte are gathered at once."""
-    values = _by_byte(packed.codebooks, packed.bits).index_select(0, packed.codes.reshape(-1).int())
-    width = packed.codes.shape[3] * 8 // packed.bits * packed.codebooks.shape[3]
-    values = values.view(torch.float32).view(*packed.codes.shape[:3], width)[..., : packed.shape[3]]
-    return values.contiguous().unflatten(-1, (packed.groups, -1))
+    shape, width = packed.codes.shape, packed.groups * packed.codebooks.shape[3]
+    table = _by_byte(packed.codebooks, packed.bits)
+    values = table.index_select(0, packed.codes.reshape(-1).to(torch.int32)).view(torch.float32)
+    values = values.view(*shape[:3], shape[3] * 8 // packed.bits * packed.codebooks.shape[3])
+    return values if values.shape[3] == width else values[..., :width].contiguous()
 
 
 def _summed(packed: Coded) -> Tensor:
-    tables, num_quantizers, size, dim = packed.codebooks.shape
+    tables, num_quantizers, size, _ = packed.codebooks.shape
     codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
     first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
     places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
-    values = F.embedding_bag(places.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
-    return values.view(*packed.shape[:3], packed.groups, dim)
+    return F.embedding_bag(places.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
 
 
 @remembered
@@ -56,7 +60,8 @@ def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
     """Values that each of 256 bytes stands for, as one wide element where there is a type of that size."""
     codes = torch.arange(256).unsqueeze(-1) >> torch.arange(0, 8, bits) & (2**bits - 1)
     values = _rows(codebooks)[codes.clamp_max(codebooks.shape[2] - 1)].flatten(1)
-    return values.view(WIDE.get(values.shape[1], torch.float32))
+    wide = WIDE.get(values.shape[1])
+    return values if wide is None else values.view(wide).view(-1)  # one axis is gathered faster than two
 
 
 def _by_group(packed: Coded) -> Tensor:
