@@ -40,9 +40,10 @@ def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def affine_decode(packed: Affine) -> Tensor:
     """``decoding.naive.decode_affine``, in one pass where groups are whole bytes of up to 4 bits a code."""
-    if not serves(packed.codes) or packed.bits not in (1, 2, 4) or packed.group_size * packed.bits % 8:
+    size = packed.group_size
+    if not serves(packed.codes) or packed.bits not in (1, 2, 4) or size * packed.bits % 8:
         return decode_affine(packed, unpack_codes)
-    low, out = packed.low.float(), torch.empty(*packed.low.shape, packed.group_size, dtype=torch.float32)
+    low, out = packed.low.float(), torch.empty(*packed.low.shape, size, dtype=torch.float32)
     arrays = packed.codes.contiguous(), low.contiguous(), (packed.high.float() - low).contiguous(), out
     fixed, rows = [array.numpy() for array in arrays], out.shape[2]
     spread(lambda i, j: _decode(packed.bits)(i, j, *fixed), rows, COST * out.numel() // max(1, rows))
