@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention.triton import decode_attention
 from vqkv.kernels.decoding.triton import decode
-from vqkv.kernels.grid.triton import grid_encode_packed
 from vqkv.kernels.packed import Affine, Coded, Rope, Turn
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistics
@@ -81,7 +80,7 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load th
 for _bits in (2, 4, 8):
     CASES[f"affine_encode {_bits}"] = 128, lambda n=_bits: affine_encode(zeros(1, HEADS, TOKENS, HEAD_DIM), n, 64)
     CASES[f"grid {4 ** _bits if _bits < 8 else 64}"] = (
-        128, lambda n={2: 4, 4: 8, 8: 6}[_bits]: grid_encode_packed(zeros(1, 8, TOKENS, 64, 2), zeros(1, 2**n, 2), n)
+        128, lambda n={2: 4, 4: 8, 8: 6}[_bits]: rvq_encode_packed(zeros(1, 8, TOKENS, 64, 2), zeros(1, 2**n, 2), n)
     )  # fmt: skip
     for _turned in (False, True):
         CASES[f"decode affine {_bits}{' turned' * _turned}"] = (
