@@ -45,7 +45,7 @@ def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict, dict[str, Tensor]]:
-    """What ``save_checked`` wrote, which says that its format is ``kind``. Raises ``FormatError`` for a file that is
+    """Tensors and header that ``save_checked`` wrote as format ``kind``. Raises ``FormatError`` for a file that is
     missing, cut, damaged or altered, and for another format or version, before anything is made of it."""
     data = bytearray(path.read_bytes() if path.is_file() else b"")
     place = _checksum(data)
