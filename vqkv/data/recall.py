@@ -48,6 +48,19 @@ class RecallTask:
         tokens, answers, distance = (torch.tensor(column) for column in zip(*rows, strict=True))
         return RecallBatch(tokens, answers.bool(), distance)
 
+    def episodes(self, num_pairs: int, num_seqs: int, seed, between: torch.Tensor | None = None) -> RecallBatch:
+        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand between list and
+        queries."""
+        gap = 0 if between is None else between.shape[1]
+        half = len(self.bos) + num_pairs * self.line
+        plain = self.batch(half + num_pairs * self.line, num_seqs, seed, num_pairs)
+        if between is None:
+            return plain
+        parts = [(plain.tokens, between), (plain.answers, torch.zeros_like(between, dtype=torch.bool))]
+        tokens, answers = (torch.cat([x[:, :half], middle, x[:, half:]], 1) for x, middle in parts)
+        distance = torch.cat([plain.distance[:, :half], torch.zeros_like(between), plain.distance[:, half:] + gap], 1)
+        return RecallBatch(tokens, answers, distance * answers)
+
     def _sequence(self, seq_len, rng, num_pairs):
         tokens, distance = list(self.bos), [0] * len(self.bos)
         largest = (seq_len - len(self.bos)) // (2 * self.line)
