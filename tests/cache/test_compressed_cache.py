@@ -3,6 +3,7 @@
 import pytest
 import small_models
 import torch
+from projections import kv_sources
 from strategies import TOKENS as ALL
 from strategies import run
 from transformers import DynamicCache
@@ -10,7 +11,6 @@ from transformers import DynamicCache
 from vqkv import DataError, FormatError, calibrate, presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import tensor_bytes
-from vqkv.models.load import kv_sources
 
 SMALL = {"num_quantizers": 3, "codebook_size": 16, "group_size": 16}
 TOKENS = ALL[:, :48]

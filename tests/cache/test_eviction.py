@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preset_zoo import PREDICTED, SMALL
+from projections import kv_sources
 from strategies import exact
 from transformers import DynamicCache
 
@@ -18,7 +19,6 @@ from vqkv.cache.attention_mass import token_mask, watching_attention
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
-from vqkv.models.load import kv_sources
 from vqkv.study.experiments.ladder import compare_scores, random_tokens
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import small_models
 import torch
+from projections import kv_sources
 from strategies import TOKENS, feed, run
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, evaluate, load_model, presets
@@ -13,7 +14,6 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
 from vqkv.models.capture import capture
-from vqkv.models.load import kv_sources
 from vqkv.presets.plans import FromPrevious
 
 HIGGS_ERROR = 0.1076  # of a Gaussian, 16 points for pairs

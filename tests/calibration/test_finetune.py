@@ -7,6 +7,7 @@ import json
 import pytest
 import small_models
 import torch
+from projections import kv_sources
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import attention_weights
 from vqkv.cli import app
 from vqkv.codecs.part import codec_from_config
-from vqkv.models.load import kv_sources
 
 TOKENS = torch.randint(0, 400, (24, 40), generator=torch.Generator().manual_seed(0))
 PRESET = presets.vqllm(2, 16, 8)
@@ -68,21 +68,19 @@ def test_all_attention_weights_are_trained_and_nothing_else(models, name, preset
 def test_gradients_pass_straight_through(models, name):
     model = models[name]
     compressor = calibrate(model, TOKENS, PRESET, progress=False)
-    reading = StraightThrough(places(compressor), sink_tokens=2)
-    for source in kv_sources(model):
-        for role, module, part in (
-            ("key", source.key_module, source.key_part), ("value", source.value_module, source.value_part)
-        ):  # fmt: skip
-            x = torch.randn(2, 7, module_width(module, source), generator=torch.Generator().manual_seed(1))
-            x = x.unflatten(-1, (-1, 32)) if name == "qwen3" and role == "key" else x
-            x.requires_grad_()
-            read = reading._read(source, role, part, x)
-            flowing = torch.randn(read.shape, generator=torch.Generator().manual_seed(2))
+    turns = rotations(model)
+    reading = StraightThrough(places(compressor), turns, sink_tokens=2)
+    for layer, turn in zip(kv_layers(model), turns, strict=True):
+        shape = (2, layer.num_kv_heads, 7, layer.head_dim)
+        pair = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2)]
+        for role, x, read in zip(ROLES, pair, reading._read(layer.layer_idx, *pair), strict=True):
+            flowing = torch.randn(shape, generator=torch.Generator().manual_seed(3))
             assert torch.equal(torch.autograd.grad(read, x, flowing)[0], flowing)
-            exact, back = source.heads(x.detach(), part), source.heads(read.detach(), part)
-            expected = reading.codecs[role, source.layer_idx].quantize_dequantize(exact)
-            assert torch.equal(back[:, :, :2], exact[:, :, :2])
-            torch.testing.assert_close(back[:, :, 2:], expected[:, :, 2:], rtol=1e-6, atol=1e-6)
+            back = (lambda y: y) if role == "value" or turn is None else partial(turn.turned, back=True)
+            exact, read = back(x.detach()), back(read.detach())
+            expected = reading.codecs[role, layer.layer_idx].quantize_dequantize(exact)
+            torch.testing.assert_close(read[:, :, :2], exact[:, :, :2], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(read[:, :, 2:], expected[:, :, 2:], rtol=1e-5, atol=1e-5)
             if source.num_parts > 1:  # queries and the other role are left alone
                 others = [p for p in range(source.num_parts) if p != part]
                 assert all(torch.equal(source.heads(read, p), source.heads(x, p)) for p in others)

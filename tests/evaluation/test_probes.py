@@ -6,6 +6,7 @@ import math
 import pytest
 import small_models
 import torch
+from projections import kv_sources
 from transformers import AutoModelForCausalLM
 
 from vqkv import capture, presets
@@ -13,7 +14,7 @@ from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio, participation_ratio
-from vqkv.models.load import condition_number, kv_sources, projection_weight, untrained
+from vqkv.models.load import condition_number, projection_weight, untrained
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 

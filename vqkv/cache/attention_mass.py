@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError
-from vqkv.models.load import KVSource, kv_sources
+from vqkv.models.layers import KVLayer, kv_layers
 
 
 @contextmanager
@@ -24,8 +24,8 @@ def watching_attention(model, see: Callable[[int, Tensor], None]):
     before = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
     handles = []
     try:
-        for source in kv_sources(model):
-            handles.append(source.attention.register_forward_hook(partial(_tell, source, see)))
+        for layer in kv_layers(model):
+            handles.append(layer.attention.register_forward_hook(partial(_tell, layer, see)))
         model.set_attn_implementation("eager")
         yield
     finally:
@@ -34,19 +34,19 @@ def watching_attention(model, see: Callable[[int, Tensor], None]):
         model.set_attn_implementation(before)
 
 
-def _tell(source: KVSource, see, module, args, output) -> None:
+def _tell(layer: KVLayer, see, module, args, output) -> None:
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(weights, Tensor) or weights.ndim != 4:
         raise DataError(f"{type(module).__name__} returns no attention probabilities, so nothing can be read off them")
     sums = weights.detach().sum(dim=2, dtype=torch.float32)
-    see(source.layer_idx, sums.unflatten(1, (source.num_kv_heads, -1)).sum(dim=2))
+    see(layer.layer_idx, sums.unflatten(1, (layer.num_kv_heads, -1)).sum(dim=2))
 
 
 @torch.inference_mode()
 def attention_scores(model, tokens: Tensor, compressor=None, batch_size: int = 8) -> list[Tensor]:
     """Per layer, the attention that each of ``tokens`` (num_seqs, seq_len) received in one causal pass: fp32
     (num_seqs, num_kv_heads, seq_len). With a ``compressor``, attention reads all keys and values packed (in place)."""
-    found: dict[int, list[Tensor]] = {source.layer_idx: [] for source in kv_sources(model)}
+    found: dict[int, list[Tensor]] = {layer.layer_idx: [] for layer in kv_layers(model)}
     with watching_attention(model, lambda layer, scores: found[layer].append(scores)):
         for batch in tokens.to(model.device).split(batch_size):
             cache = None if compressor is None else compressor.new_cache(model, in_place=True)

@@ -4,8 +4,6 @@ Padding is never stored, and takes no place among sinks, window or blocks, so th
 what it would read alone. A batch without padding is one group, and nothing here touches its keys and values.
 """
 
-import threading
-import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +15,7 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import ForwardPass, TokenStore
 from vqkv.codecs.predictive import Known
 from vqkv.errors import DataError
+from vqkv.models.rotation import Rotation
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 HALF_WAY = "an earlier forward pass failed half-way: reset() the cache and feed the tokens again"
@@ -58,12 +57,12 @@ class Group:
 class Batch:
     """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
     do. ``direct``: in this pass attention may read quantized tokens as they are, as it passes over padding and nothing
-    else. Positions are read off the model's ``rotary`` embedding as it runs, so that left padding and explicit
-    position_ids are right."""
+    else. ``rotations``: of each layer's keys, where they are stored before them; positions are those that the
+    model is told, or what it takes without being told: the numbers of the slots."""
 
     compressor: object
     settings: LiveSettings
-    rotary: torch.nn.Module | None
+    rotations: list[Rotation | None]
     groups: list[Group] = field(default_factory=list)
     tokens: Tensor | None = None
     slots: int = 0
@@ -71,29 +70,31 @@ class Batch:
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
     running: bool = field(default=False, init=False)
     direct: bool = field(default=False, init=False)
-    _thread: int | None = field(default=None, init=False)  # the only one whose passes are this cache's; None: any
-    _position_ids: weakref.ref | None = field(default=None, init=False)
+    _seen: bool = field(default=False, init=False)  # the model that the cache was made for runs
+    _position_ids: Tensor | None = field(default=None, init=False)
     _places: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def new_group(self, rows: list[int]) -> Group:
         """Empty stores for these sequences."""
-        positions, settings = Positions(self.rotary), self.settings
-        own = None if self.rotary is None else positions
-        pairs = [(TokenStore(k, settings, own), TokenStore(v, settings)) for k, v in self.compressor.coders]
+        positions, settings = Positions(), self.settings
+        pairs = [
+            (TokenStore(k, settings, positions if rotation else None, rotation), TokenStore(v, settings))
+            for (k, v), rotation in zip(self.compressor.coders, self.rotations, strict=True)
+        ]
         return Group(rows, pairs, positions)
 
-    def see(self, attention_mask) -> None:
-        """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
+    def see(self, attention_mask, position_ids) -> None:
+        """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding. Raises
+        ``DataError`` for positions that are not (batch, new_slots)."""
+        if any(self.rotations) and position_ids is not None and position_ids.ndim != 2:
+            raise DataError(
+                f"position_ids of shape {tuple(position_ids.shape)}: keys can be stored before RoPE for one position a "
+                "token; use pre_rope=False"
+            )
+        self._seen, self._position_ids = True, position_ids
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
         self.direct = is_padding or attention_mask is None
-        self._thread = threading.get_ident()
-
-    def see_positions(self, module, args, kwargs) -> None:
-        """The rotary embedding runs with these arguments."""
-        if self._thread in (None, threading.get_ident()):
-            ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-            self._position_ids = weakref.ref(ids)  # lives as long as the forward pass, and no longer
 
     def check_complete(self) -> None:
         """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
@@ -102,25 +103,32 @@ class Batch:
 
     def begin(self, keys: Tensor) -> None:
         """Make place for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are
-        here, for a token in a slot that was padding, or if the rotary embedding did not run."""
+        here, for a token in a slot that was padding, or if it is another model that runs."""
         size, _, new_slots, _ = keys.shape
         if self.slots and size != self.size:
             raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
         new = self._new_tokens(new_slots, size)
-        position_ids, self._position_ids = self._position_ids and self._position_ids(), None
-        if position_ids is None and self.rotary is not None:
-            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
+        position_ids = self._positions(new_slots, keys.device)
         self.running, self._places = True, []
         if not self.slots:
             self.groups, self.size = [self.new_group(list(range(size)))], size
         if new is None:
-            self.groups[0].positions.advance(new_slots, keys, position_ids)
+            self.groups[0].positions.advance(new_slots, position_ids)
         else:
             self._advance(new, keys, position_ids)
         self.slots += new_slots
         readers, room = self.compressor.last_readers, self.settings.room(size)
         for group in self.groups:
             group.step = ForwardPass(Known(readers), Known(readers), room)
+
+    def _positions(self, new_slots: int, device) -> Tensor | None:
+        """Of the new slots (sequences or 1, new_slots); None where no key turns."""
+        told, self._position_ids, seen, self._seen = self._position_ids, None, self._seen, False
+        if not any(self.rotations):
+            return None
+        if not seen:
+            raise DataError("this cache was made for another model, which does not run: make a new one")
+        return torch.arange(self.slots, self.slots + new_slots, device=device)[None] if told is None else told
 
     def _new_tokens(self, new_slots: int, size: int) -> Tensor | None:
         """True where a new slot holds a token, on the CPU; None if all slots so far and now do."""
@@ -149,7 +157,7 @@ class Batch:
             ids = None
             if position_ids is not None:
                 ids = position_ids.expand(self.size, -1)[group.rows].gather(1, slots)
-            group.positions.advance(slots.shape[1], like, ids)
+            group.positions.advance(slots.shape[1], ids)
             self._places.append((torch.tensor(group.rows)[:, None], slots, everywhere))
 
     def _regroup(self, rows: list[int], counts: list[int]) -> None:
@@ -191,7 +199,7 @@ class Batch:
         self.running, self.direct, self._places = False, False, []
         for group in self.groups:
             group.step = None
-            group.positions.table = None
+            group.positions.tables = {}
 
     def reset(self) -> None:
         """Forget every token."""

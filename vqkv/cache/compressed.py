@@ -18,7 +18,8 @@ from vqkv.cache.packed_attention import packed_states, reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.cache.store import TokenStore
 from vqkv.kernels.precision import full_precision
-from vqkv.models.load import layer_devices, position_rotary
+from vqkv.models.layers import rotations
+from vqkv.models.load import layer_devices
 from vqkv.runtime.checks import check_whole
 
 
@@ -103,25 +104,20 @@ class CompressedCache(Cache):
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        rotary = position_rotary(model) if self.settings.pre_rope else None
-        self.batch = Batch(compressor, self.settings, rotary)
+        turns = rotations(model) if self.settings.pre_rope else [None] * self.settings.num_layers
+        self.batch = Batch(compressor, self.settings, turns)
         super().__init__(layers=[self.layer_class(i, self.batch) for i in range(self.settings.num_layers)])
         self._watch(model)
 
     def _watch(self, model) -> None:
-        """Have ``see`` called at the beginning of every forward pass, for its attention_mask."""
-        self._watch_positions()
+        """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
         watch(self, "see", model.base_model.register_forward_pre_hook, with_kwargs=True)
-
-    def _watch_positions(self) -> None:
-        if self.batch.rotary is not None:
-            watch(self.batch, "see_positions", self.batch.rotary.register_forward_pre_hook, with_kwargs=True)
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache."""
         if any(value is self for value in (*args, *kwargs.values())):
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-            self.batch.see(given.get("attention_mask"))
+            self.batch.see(given.get("attention_mask"), given.get("position_ids"))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
@@ -167,9 +163,9 @@ class CompressedCache(Cache):
         self.batch.select(indices)
 
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy with its own tokens; compressor and rotary embedding, which never change, are shared."""
+        """A copy with its own tokens; compressor and rotations, which never change, are shared."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        memo |= {id(shared): shared for shared in (self.compressor, self.batch.rotary, *coders)}
+        memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders)}
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -170,18 +170,17 @@ class EvictingCache(CompressedCache):
             layer.policy = policy
 
     def _watch(self, model) -> None:
-        """Have ``see`` and ``stop`` called as a forward pass begins and ends."""
-        self._watch_positions()
-        watch(self, "see", model.register_forward_pre_hook, with_kwargs=True)
+        """Have ``watch`` and ``stop`` called, too, as a forward pass begins and ends."""
+        super()._watch(model)
+        watch(self, "watch", model.register_forward_pre_hook, with_kwargs=True)
         watch(self, "stop", model.register_forward_hook, always_call=True)
 
-    def see(self, module, args, kwargs) -> None:
+    def watch(self, module, args, kwargs) -> None:
         """A forward pass begins: switch on eager attention, watched, if it ends in an eviction of this cache."""
         if not any(value is self for value in (*args, *kwargs.values())):
             return
         mask = kwargs.get("attention_mask")
-        self.batch.direct = mask is None or (isinstance(mask, Tensor) and bool(mask.all()))
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not self.batch.direct:
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
             raise DataError("a share of a padded sequence is no share of its tokens: pass sequences unpadded")
         if self.layers[0].evicts_next:
             self._watching = ExitStack()

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.errors import DataError
-from vqkv.kernels import decode_attention
+from vqkv.kernels import Rope, decode_attention
 from vqkv.kernels.naive import merge
 from vqkv.kernels.precision import full_precision
 
@@ -76,7 +76,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
         return None
     exact = [store.exact(x).float() for store, x in zip(stores, pair, strict=True)]
     keys = stores[0]
-    rope = keys.positions and keys.positions.rope(keys.parts[0])
+    rope = Rope(keys.rotation.angle.float().to(pair[0].device), keys.parts[0]) if keys.rotation else None
 
     def attend(query: Tensor, scaling: float) -> Tensor:
         """float32 of the query's shape: new tokens see those before them, and all that is stored."""

@@ -1,13 +1,14 @@
-"""Where cached tokens are: positions as the model's rotary embedding saw them, and those left after eviction."""
+"""Where cached tokens are: positions as the model was told them, and those left after eviction."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vqkv.cache.attention_mass import token_mask
-from vqkv.kernels import Rope, pack_codes, unpack_codes
+from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.models.rotation import Rotation
 
 
 @dataclass(eq=False)
@@ -36,54 +37,49 @@ class Kept:
 
 @dataclass(eq=False)
 class Positions:
-    """The position of every token of some sequences of equal length, and the model's own cos and sin for them.
+    """The position of every token of some sequences of equal length.
 
-    ``explicit`` (sequences or 1, seq_len), int32, is stored only where positions are not 0, 1, 2, ...; without
-    ``rotary``, the model's rotary embedding, tokens are just counted. ``table``: cos and sin of all tokens, made once
-    in a forward pass, as the model makes them for tensors ``like`` its own, then fp32.
+    ``explicit`` (sequences or 1, seq_len), int32, is stored only where positions are not 0, 1, 2, ... ``tables``: cos
+    and sin of all tokens by rotation, made once in a forward pass.
     """
 
-    rotary: torch.nn.Module | None
     explicit: Tensor | None = None
     seq_len: int = 0
-    like: Tensor | None = None
-    table: tuple[Tensor, Tensor] | None = None
+    tables: dict[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def advance(self, new_tokens: int, like: Tensor, position_ids: Tensor | None) -> None:
-        """Take in the positions (sequences or 1, new_tokens) of new tokens; None without RoPE."""
-        start, self.seq_len, self.table = self.seq_len, self.seq_len + new_tokens, None
-        if self.rotary is None:
+    def advance(self, new_tokens: int, position_ids: Tensor | None) -> None:
+        """Take in the positions (sequences or 1, new_tokens) of new tokens; None where nothing depends on them."""
+        start, self.seq_len, self.tables = self.seq_len, self.seq_len + new_tokens, {}
+        if position_ids is None:
             return
-        self.like = like.new_empty(0)
-        implicit = _count(start, self.seq_len, like.device)
         step = position_ids.to(torch.int32)
+        implicit = _count(start, self.seq_len, step.device)
         if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
-            before = _count(0, start, like.device) if self.explicit is None else self.explicit
+            before = _count(0, start, step.device) if self.explicit is None else self.explicit
             rows = max(before.shape[0], step.shape[0])
             self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
 
-    def turn(self, turn: Callable[..., Tensor], keys: Tensor, start: int, kept: Kept | None) -> Tensor:
+    def turn(
+        self, rotation: Rotation, turn: Callable[..., Tensor], keys: Tensor, start: int, kept: Kept | None
+    ) -> Tensor:
         """``rotate`` or ``unrotate`` fp32 keys of the stored tokens start, start + 1, ...; ``kept``: which of all are
         stored, if some are not."""
         stop = start + keys.shape[-2]
-        if self.table is None:
-            whole = _count(0, self.seq_len, self.like.device) if self.explicit is None else self.explicit
-            cos, sin = self.rotary.forward(self.like, whole)  # .forward: not through its hooks
-            self.table = cos.float(), sin.float()
+        if rotation not in self.tables:
+            whole = _count(0, self.seq_len, keys.device) if self.explicit is None else self.explicit
+            self.tables[rotation] = rotation.table(whole)
+        tables = [table.to(keys.device) for table in self.tables[rotation]]
         if kept is None:
-            return turn(keys, *(table[:, start:stop] for table in self.table))
+            return rotation.apply(turn, keys, *(table[:, start:stop] for table in tables))
         index = kept.tokens(self.seq_len)[..., start:stop]
-        wide = (table[:, None].expand(*keys.shape[:2], -1, -1) for table in self.table)
+        wide = (table[:, None].expand(*keys.shape[:2], -1, -1) for table in tables)
         cos, sin = (pick_rows(table, index).flatten(0, 1) for table in wide)
-        return turn(keys.flatten(0, 1)[:, None], cos, sin).view_as(keys)  # each head as a sequence of its own
-
-    def rope(self, start: int) -> Rope:
-        """RoPE of the keys from token ``start`` on, for kernels that rotate them."""
-        return Rope(self.rotary.inv_freq.float(), start, getattr(self.rotary, "attention_scaling", 1.0))
+        heads = keys.flatten(0, 1)[:, None]  # each as a sequence of its own
+        return rotation.apply(turn, heads, cos, sin).view_as(keys)
 
     def truncate(self, seq_len: int) -> None:
         """Forget all but the first ``seq_len`` tokens' positions."""
-        self.seq_len, self.table = seq_len, None
+        self.seq_len, self.tables = seq_len, {}
         if self.explicit is not None:
             self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
 
@@ -92,7 +88,7 @@ class Positions:
         explicit = self.explicit
         if explicit is not None and len(explicit) > 1:
             explicit = explicit[index.to(explicit.device)]
-        return Positions(self.rotary, explicit, self.seq_len)
+        return Positions(explicit, self.seq_len)
 
 
 def _count(start: int, stop: int, device) -> Tensor:

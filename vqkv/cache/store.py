@@ -14,6 +14,7 @@ from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView
 from vqkv.kernels.rope import rotate, unrotate
+from vqkv.models.rotation import Rotation
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
 ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
@@ -37,13 +38,14 @@ class TokenStore:
     ``payload`` holds the quantized tokens in order. ``holes`` are the numbers of those, ascending, that were taken back
     from the end of a block: as forgetting a part of a block would mean to quantize the rest anew, at the price of a
     second error, they stay and are never read. ``decoded``: what attention reads of the first ``upto`` quantized
-    tokens, if it is kept from step to step. ``positions``: of keys stored before RoPE; ``kept``: the tokens that these
-    keys are of, once some were evicted.
+    tokens, if it is kept from step to step. ``positions``: of keys stored before their ``rotation``; ``kept``: the
+    tokens that these keys are of, once some were evicted.
     """
 
     coder: PredictiveCodec
     settings: LiveSettings
     positions: Positions | None = None
+    rotation: Rotation | None = None
     kept: Kept | None = None
     sinks: Tensor | None = None
     payload: Payload | None = None
@@ -117,9 +119,10 @@ class TokenStore:
 
     def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
-        codec has a say in them, or their positions do not count up."""
+        codec has a say in them, their positions do not count up, or they turn in a way that kernels do not know."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
-        uneven = self.kept is not None or (self.positions is not None and self.positions.explicit is not None)
+        turns = self.positions is not None and (self.positions.explicit is not None or not self.rotation.llama)
+        uneven = self.kept is not None or turns
         if shared or uneven or self.holes or self.payload is None:
             return None
         return self.coder.codec.kernel_view(self.payload)
@@ -198,7 +201,7 @@ class TokenStore:
         return x[:, :, read.nonzero()[:, 0].to(x.device)]
 
     def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
-        return keys if self.positions is None else self.positions.turn(turn, keys, start, self.kept)
+        return keys if self.positions is None else self.positions.turn(self.rotation, turn, keys, start, self.kept)
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
         """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All

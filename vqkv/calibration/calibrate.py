@@ -16,7 +16,7 @@ from vqkv.calibration.together import finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.models.capture import capture, check_batch_size, check_rope, check_tokens
+from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.load import describe, fingerprint, layer_devices
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
@@ -47,8 +47,6 @@ def calibrate(
     check_batch_size(batch_size)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
-    if preset.pre_rope:
-        check_rope(model, tokens)
     if captured is not None:
         _check_captured(captured, model, tokens, preset)
         batch_size = captured.batch_size

@@ -20,7 +20,8 @@ from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import TrainedWeights, recomputing
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.models.capture import capture, check_batch_size, check_rope, check_tokens
+from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.layers import rotations
 from vqkv.models.load import describe, layer_devices
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
@@ -64,7 +65,7 @@ def finetune(
 
     Within ``processes.launched()`` every process calls this with the same arguments, works on its share of each batch
     and ends with the same weights. Raises ``DataError`` for arguments out of range, a preset that cannot be trained
-    with (blocks of tokens, predictors, keys after RoPE), or a loss or gradient that is not finite, naming the step.
+    with (blocks of tokens, predictors), or a loss or gradient that is not finite, naming the step.
     After an error or an interruption the model is as it was before.
     """
     _check(model, tokens, preset, lr, batch_size, micro_batch)
@@ -72,7 +73,8 @@ def finetune(
     micro_batch = micro_batch or batch_size
     places = [(role, layer) for layer in range(about["num_layers"]) for role in ROLES] if preset else []
     codecs = {place: getattr(preset, f"{place[0]}_codec")(about["head_dim"]) for place in places}
-    reading = StraightThrough(codecs, preset.sink_tokens if preset else 0)
+    turns = rotations(model) if preset and preset.pre_rope else [None] * about["num_layers"]
+    reading = StraightThrough(codecs, turns, preset.sink_tokens if preset else 0)
     with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
         run = _Run(model, weights, reading, lr, micro_batch)
         if codecs:
@@ -109,7 +111,9 @@ class _Run:
     def start(self, batch: Tensor) -> None:
         """Initialise the codebooks on the first batch."""
         with self._autocast():
-            found = dict(zip(ROLES, capture(self.model, current().share(batch), self.micro_batch), strict=True))
+            post_rope = not any(self.reading.turns)
+            captured = capture(self.model, current().share(batch), self.micro_batch, post_rope)
+            found = dict(zip(ROLES, captured, strict=True))
         codecs = [*self.reading.codecs.values()]
         together.learn(codecs, [found[role][layer] for role, layer in self.reading.codecs])
         together.agree(codecs, self.devices)
@@ -117,7 +121,7 @@ class _Run:
     def train(self, batches: tuple[Tensor, ...], progress: bool) -> None:
         """One step for each batch."""
         bar = tqdm(batches, desc="fine-tune", unit="step", disable=None if progress else True)
-        with bar, self.reading.reading(self.model):
+        with bar:
             for number, batch in enumerate(bar, 1):
                 try:
                     self.losses.append(self._step(batch))
@@ -142,7 +146,7 @@ class _Run:
         for part in current().share(batch).split(self.micro_batch):
             part = part.to(self.model.device)
             with self._autocast(), self.reading.record():
-                logits = self.model(part, use_cache=False).logits[:, :-1]
+                logits = self.model(part, past_key_values=self.reading.cache(self.model), use_cache=True).logits[:, :-1]
             targets = part[:, 1:].flatten().to(logits.device)
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
             loss.backward()
@@ -177,7 +181,6 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
     current().share(tokens.split(batch_size)[-1])  # the smallest batch
     if preset is not None:
         _check_preset(preset, describe(model)["head_dim"])
-        check_rope(model, tokens)
 
 
 def _check_preset(preset: Preset, head_dim: int) -> None:
@@ -187,8 +190,6 @@ def _check_preset(preset: Preset, head_dim: int) -> None:
     reason = None
     if preset.plan is not None:
         reason = "its layers are predicted from others"
-    elif not preset.pre_rope:
-        reason = "it stores keys after RoPE, and the projections make them before"
     elif any(codec.tokens_per_row > 1 for codec in (preset.key_codec(head_dim), preset.value_codec(head_dim))):
         reason = "it packs blocks of tokens, so that a token would be read before the rest of its block is known"
     if reason:

@@ -9,26 +9,26 @@ from torch import Tensor
 from vqkv.calibration import together
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import Place
-from vqkv.models.capture import hooked
-from vqkv.models.load import KVSource
+from vqkv.models.layers import Door
+from vqkv.models.rotation import Rotation
 
 
 class StraightThrough:
-    """While ``reading(model)``, every forward pass reads its keys and values, as the projections make them before RoPE,
-    through ``codecs`` in the state these are in. Gradients pass as if nothing had happened (van den Oord et al. 2017).
+    """A forward pass with ``cache(model)`` reads its keys and values through ``codecs`` in the state these are in, keys
+    turned back by ``turns``. Gradients pass as if nothing had happened (van den Oord et al. 2017).
 
     The first ``sink_tokens`` of each sequence stay exact. ``seen`` collects, while ``recording``, the exact keys and
     values (batch, num_kv_heads, seq_len, head_dim) by place.
     """
 
-    def __init__(self, codecs: dict[Place, Codec], sink_tokens: int = 0):
-        self.codecs, self.sink_tokens = codecs, sink_tokens
+    def __init__(self, codecs: dict[Place, Codec], turns: list[Rotation | None], sink_tokens: int = 0):
+        self.codecs, self.turns, self.sink_tokens = codecs, turns, sink_tokens
         self.seen: dict[Place, list[Tensor]] = {place: [] for place in codecs}
         self.recording = False
 
-    def reading(self, model):
-        """A context in which ``model`` reads through the codecs."""
-        return hooked(model, self._read)
+    def cache(self, model) -> Door:
+        """A cache for one forward pass, in which ``model`` reads through the codecs."""
+        return Door(model, self._read)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -48,22 +48,17 @@ class StraightThrough:
         together.learn([*learning.values()], batch)
         together.agree([*learning.values()], [x.device for x in batch])
 
-    def _read(self, source: KVSource, role: str, part: int, output: Tensor) -> Tensor | None:
-        place = role, source.layer_idx
+    def _read(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._through(("key", layer), keys, self.turns[layer]), self._through(("value", layer), values, None)
+
+    def _through(self, place: Place, x: Tensor, turn: Rotation | None) -> Tensor:
         if place not in self.codecs:
-            return None
+            return x
         with torch.no_grad():
-            x = source.heads(output.detach(), part)
+            exact = x.detach() if turn is None else turn.turned(x.detach().float(), back=True).to(x)
             if self.recording:
-                self.seen[place].append(x)
-            x_hat = self.codecs[place].quantize_dequantize(x)
-            x_hat[:, :, : self.sink_tokens] = x[:, :, : self.sink_tokens]
-            read = _replaced(source, output.detach(), part, x_hat)
-        return (output.float() + (read - output.float()).detach()).to(output.dtype)
-
-
-def _replaced(source: KVSource, output: Tensor, part: int, x: Tensor) -> Tensor:
-    """A projection's ``output`` in float32 with its ``part`` made of x (batch, num_kv_heads, seq_len, head_dim)."""
-    parts = [*output.float().flatten(2).chunk(source.num_parts, dim=-1)]
-    parts[part] = x.transpose(1, 2).flatten(2)
-    return torch.cat(parts, dim=-1).view(output.shape)
+                self.seen[place].append(exact)
+            read = self.codecs[place].quantize_dequantize(exact)
+            read[:, :, : self.sink_tokens] = exact[:, :, : self.sink_tokens]
+            read = read if turn is None else turn.turned(read.float())
+        return (x.float() + (read - x.float()).detach()).to(x.dtype)

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from vqkv.errors import DataError
-from vqkv.models.load import kv_sources
+from vqkv.models.layers import kv_layers
 
 
 def attention_weights(model) -> list[nn.Parameter]:
     """All weights of the attention blocks: projections with their biases, norms of queries and keys. Raises
     ``DataError`` for integer weights, which cannot be trained."""
-    found = dict.fromkeys(weight for source in kv_sources(model) for weight in source.attention.parameters())
+    found = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
     if not all(weight.is_floating_point() for weight in found):
         raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")
     return [*found]
@@ -62,7 +62,7 @@ def recomputing(model) -> Iterator[None]:
     """Inside, decoder layers keep nothing for the backward pass but their inputs. (transformers' own way of doing so
     wants layers in training mode, where dropout is on.)"""
     parents = {child: module for module in model.modules() for child in module.children()}
-    layers = [parents[source.attention] for source in kv_sources(model)]
+    layers = [parents[layer.attention] for layer in kv_layers(model)]
     before = [vars(layer).get("forward") for layer in layers]  # accelerate's, where it moves a layer's inputs
     for layer in layers:
         layer.forward = partial(recomputed, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -11,7 +11,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.load import kv_sources
+from vqkv.models.layers import kv_layers
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -226,7 +226,7 @@ def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float]]:
 def _held(model, cache) -> tuple[float, float]:
     """Exact and packed tokens of a sequence, on average over layers and heads."""
     report = cache.report()
-    per_token = 2 * sum(source.num_kv_heads * source.head_dim for source in kv_sources(model))
+    per_token = 2 * sum(layer.num_kv_heads * layer.head_dim for layer in kv_layers(model))
     values = max(1, per_token * report.batch_size)
     return (report.values - report.packed_values) / values, report.packed_values / values
 

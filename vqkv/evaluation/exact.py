@@ -10,7 +10,7 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import DataError
 from vqkv.evaluation.floor import floor_kl
 from vqkv.models.capture import capture
-from vqkv.models.load import kv_sources
+from vqkv.models.layers import kv_layers
 
 REMEMBERED = 1 << 28  # bytes of what is made of one batch: more is computed again
 
@@ -67,9 +67,9 @@ class ExactPass:
 def attention_outputs(model):
     """{layer: the attention block's outputs (batch, tokens, hidden_size) of every forward pass within the context}."""
     outputs, handles = {}, []
-    for source in kv_sources(model):
-        found = outputs.setdefault(source.layer_idx, [])
-        handles.append(source.attention.register_forward_hook(lambda m, a, o, found=found: found.append(o[0])))
+    for layer in kv_layers(model):
+        found = outputs.setdefault(layer.layer_idx, [])
+        handles.append(layer.attention.register_forward_hook(lambda m, a, o, found=found: found.append(o[0])))
     try:
         yield outputs
     finally:

@@ -15,7 +15,7 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import part_from_config
 from vqkv.errors import DataError, FormatError
-from vqkv.models.load import kv_sources
+from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
 
@@ -139,7 +139,7 @@ def dynamic_footprint(model) -> Footprint:
 
 def model_shape(model) -> Shape:
     """Raises ``DataError`` for a model without KV heads, or with layers of unequal ones."""
-    shapes = {(source.num_kv_heads, source.head_dim) for source in kv_sources(model)}
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in kv_layers(model)}
     if len(shapes) != 1:
         found = ", ".join(f"{heads} of {head_dim}" for heads, head_dim in sorted(shapes)) or "none"
         raise DataError(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ class Rotation:
     angle: Tensor
     head_dim: int
 
-    @property
+    def like(self, other: "Rotation") -> bool:
+        """True if it turns the same channels by the same angles, up to how well these can be known."""
+        alike = torch.equal(self.first, other.first) and torch.equal(self.second, other.second)
+        return alike and torch.allclose(self.angle, other.angle, rtol=1e-4, atol=1e-7)
+
+    @cached_property
     def llama(self) -> bool:
         """True if channel i turns with channel i + rotary_dim / 2, as kernels that rotate expect."""
         width = 2 * len(self.angle)
@@ -49,7 +55,7 @@ class Rotation:
         positions = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
         return self.apply(unrotate if back else rotate, keys, *self.table(positions))
 
-    @property
+    @cached_property
     def _order(self) -> Tensor:
         turned = torch.cat([self.first, self.second])
         rest = torch.ones(self.head_dim, dtype=torch.bool)

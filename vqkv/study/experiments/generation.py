@@ -8,7 +8,7 @@ import torch
 
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl, token_nll
-from vqkv.models.load import rotary_embedding
+from vqkv.models.layers import rotates
 from vqkv.study.bench.caches import REFERENCE, chosen, contenders, stored_bytes
 from vqkv.study.bench.generation import latency
 from vqkv.study.bench.peak import peak_memory
@@ -139,7 +139,7 @@ def _no_longer(who: dict) -> dict:
     """``who`` with held-out sequences no longer than a model with learned positions has."""
     model, *_ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
     num_seqs, length = who["test"]
-    if rotary_embedding(model) is None:
+    if not rotates(model):
         length = min(length, model.config.max_position_embeddings)
     return who | {"test": [num_seqs, length]}
 

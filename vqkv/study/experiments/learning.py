@@ -5,7 +5,7 @@ import torch
 from vqkv import presets
 from vqkv.evaluation.metrics import code_perplexity
 from vqkv.models.capture import capture
-from vqkv.models.load import kv_sources
+from vqkv.models.load import describe
 from vqkv.study.experiments.common import draw, frame, loaded
 from vqkv.study.sweep import per_process, sweep
 
@@ -62,11 +62,11 @@ def _layer_vectors(who: dict, corpus: str, split: str, role: str, layer: int, gr
     """Keys or values of one layer, cut into batches that hold ``count`` group vectors in all (test: one batch), and the
     source of their text."""
     (model, tokenizer, *_), sources = loaded(**who), {}
-    source = kv_sources(model)[layer]
-    per_token = source.num_kv_heads * source.head_dim // group_size
+    about = describe(model)
+    per_token = about["num_kv_heads"] * about["head_dim"] // group_size
     seq_len = min(512, count // per_token)
     num_seqs = -(-count // (per_token * seq_len))
     tokens = draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
     which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
     x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
-    return x.flatten(0, 2)[: count * group_size // source.head_dim][None, None], sources  # (1, 1, vectors, head_dim)
+    return x.flatten(0, 2)[: count * group_size // about["head_dim"]][None, None], sources  # (1, 1, vectors, head_dim)

@@ -5,7 +5,8 @@ import statistics
 import torch
 
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, rotary_embedding
+from vqkv.models.layers import rotates
+from vqkv.models.load import describe
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
 
@@ -22,7 +23,7 @@ def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed
         tokens = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
         keys, values = capture(model, tokens)
         roles = {"key": keys, "value": values}
-        if rotary_embedding(model) is not None:
+        if rotates(model):
             roles["key_post_rope"] = capture(model, tokens, post_rope=True)[0]
         for role, layers in roles.items():
             for layer, x in enumerate(layers):

@@ -8,7 +8,8 @@ from tqdm import tqdm
 from vqkv import presets
 from vqkv.codecs.learning.gram import Gram
 from vqkv.evaluation.metrics import bits_saved, participation_ratio
-from vqkv.models.load import condition_number, describe, kv_sources, projection_weight, rotary_embedding, untrained
+from vqkv.models.layers import kv_layers, rotates
+from vqkv.models.load import condition_number, describe, projection_weight, untrained
 from vqkv.study.experiments.common import draw, frame, load, subject
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.sweep import sweep
@@ -35,13 +36,13 @@ def predictability(
         trained, tokenizer = load(name, dtype, device, sources)
         wanted = {"train": train_seqs, "test": num_seqs}
         texts = [draw(corpus, tokenizer, split, seq_len, count, seed, sources) for split, count in wanted.items()]
-        variants = [("trained", 0), *([("after RoPE", 0)] if rotary_embedding(trained) else [])]
+        variants = [("trained", 0), *([("after RoPE", 0)] if rotates(trained) else [])]
         for variant, model_seed in tqdm([*variants, *(("untrained", s) for s in seeds)], desc=name, disable=None):
             model = untrained(trained, model_seed) if variant == "untrained" else trained
             sums = [probe_sums(model, x, [*group_of], post_rope=variant == "after RoPE", **settings) for x in texts]
             label = {"model": name, "variant": variant, "seed": model_seed} | _widths(model)
             for probe, group in group_of.items():
-                found = explained_variance(*sums, [probe], len(kv_sources(model)), strength)
+                found = explained_variance(*sums, [probe], len(kv_layers(model)), strength)
                 rows += [label | {"group": group} | row for row in found]
     return frame(rows, sources)
 
@@ -127,10 +128,10 @@ def _widths(model) -> dict:
 
 def _layers(model, sums: Gram) -> list[dict]:
     found = []
-    for source in kv_sources(model):
-        row = {"key_condition": condition_number(projection_weight(source, "key"))}
+    for layer in kv_layers(model):
+        row = {"key_condition": condition_number(projection_weight(layer, "key"))}
         for role, name in (("K", "key_rank"), ("V", "value_rank")):
-            block = [Block(role, source.layer_idx)]
+            block = [Block(role, layer.layer_idx)]
             row[name] = participation_ratio(sums.covariance(block, block))
         found.append(row)
     return found

@@ -11,7 +11,8 @@ from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluation.evaluate import evaluate, reconstruction_error
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, rotary_embedding
+from vqkv.models.layers import rotates
+from vqkv.models.load import describe
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import per_process, sweep
@@ -56,7 +57,7 @@ def _ablation_row(
     who = who | {"name": model}
     found = subject(**who)
     about = describe(found.model)
-    if block == "RoPE" and rotary_embedding(found.model) is None:
+    if block == "RoPE" and not rotates(found.model):
         return [], found.sources
     width = about["num_kv_heads"] * about["head_dim"]
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]

@@ -15,7 +15,7 @@ from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import bits_saved
 from vqkv.models.capture import capture, check_tokens
-from vqkv.models.load import kv_sources
+from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
 
 AQUA_STRENGTH = 1e-3  # of its ridge
@@ -98,7 +98,7 @@ def probe_sums(
     a time. ``forms``: what ``~name`` stands for. Raises ``DataError`` for too short sequences.
     """
     check_tokens(model, tokens)
-    layers, forms = range(len(kv_sources(model))), forms or {}
+    layers, forms = range(len(kv_layers(model))), forms or {}
     regressions = [probe.blocks(layer) for probe in probes for layer in layers if probe.exists(layer)]
     used = {block for sources, target in regressions for block in (*sources, target)}
     start = skip + max((block.lag for block in used), default=0)
@@ -135,8 +135,7 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
     sums = [probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test)]
     found = {
-        role: explained_variance(*sums, [probe], len(kv_sources(model)), AQUA_STRENGTH)
-        for role, probe in probes.items()
+        role: explained_variance(*sums, [probe], len(kv_layers(model)), AQUA_STRENGTH) for role, probe in probes.items()
     }
     return {role: [row["evr"] for row in rows] for role, rows in found.items()}
 

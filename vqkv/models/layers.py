@@ -1,0 +1,142 @@
+"""What a model hands to its cache: which of its layers attend, the shapes of their keys and values, how keys turn."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from vqkv.errors import DataError
+from vqkv.models.rotation import AnglesChangeError, Rotation, found_rotation
+
+CHANGING_ROPE = ("dynamic", "longrope")  # angles that depend on the length
+TOKENS = 64  # one-token sequences that are asked for their keys at each position
+LONGEST = 1 << 17  # position that is asked for
+NOT = "so they cannot be stored before RoPE: use pre_rope=False"
+OTHERS = (3, 77, 1001)  # positions at which what was found is checked
+
+_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
+_rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> theirs, where they were asked for
+
+
+class Door(DynamicCache):
+    """A cache that stores nothing, for one forward pass: ``see(layer_idx, keys, values)`` gets what a layer hands over,
+    keys after RoPE, and returns what attention reads in their place, or None."""
+
+    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
+        super().__init__(config=model.config)
+        self.see = see
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """As ``see`` says."""
+        return self.see(layer_idx, key_states, value_states) or (key_states, value_states)
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """A layer that stores keys and values: ``attention`` is the module that hands them over."""
+
+    layer_idx: int
+    attention: nn.Module
+    num_kv_heads: int
+    head_dim: int
+
+
+def kv_layers(model) -> list[KVLayer]:
+    """One ``KVLayer`` for each layer that hands keys and values to a cache, as seen in a forward pass of two tokens.
+
+    Raises ``DataError`` for a model of which some layers do not, or whose layers' shapes differ.
+    """
+    if model not in _layers:
+        _layers[model] = _seen_layers(model)
+    return _layers[model]
+
+
+def rotations(model) -> list[Rotation | None]:
+    """How each layer turns its keys by their position; None where it does not. The same tokens are asked for their keys
+    at several positions, each as a sequence of its own, in which nothing else depends on the position.
+
+    Raises ``DataError``, with the remedy, for angles that are not multiples of the position.
+    """
+    if model not in _rotations:
+        _rotations[model] = _seen_rotations(model)
+    return _rotations[model]
+
+
+def _seen_layers(model) -> list[KVLayer]:
+    running, found = [], {}
+
+    def see(layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        if keys.shape != values.shape:
+            raise DataError(
+                f"layer {layer_idx} of {type(model).__name__} has keys {tuple(keys.shape)} and values "
+                f"{tuple(values.shape)}: a cache needs the same shape of both"
+            )
+        found[layer_idx] = KVLayer(layer_idx, running[-1], keys.shape[1], keys.shape[3])
+
+    handles = [module.register_forward_pre_hook(lambda m, a: running.append(m)) for module in model.modules()]
+    handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
+    try:
+        forward(model, torch.ones(1, 2, dtype=torch.int64), see)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in found.values()}
+    if [*sorted(found)] != [*range(layers)] or len(shapes) > 1:
+        raise DataError(
+            f"{type(model).__name__}: {len(found)} of {layers} layers hand keys and values to a cache, of KV heads and "
+            f"head_dim {sorted(shapes)}; supported are decoders of which all do, of one shape"
+        )
+    return [found[i] for i in sorted(found)]
+
+
+@torch.inference_mode()
+def forward(model, tokens: Tensor, see, **arguments) -> None:
+    """A forward pass of tokens (batch, seq_len) through a ``Door``, with as few logits as the model can be asked for:
+    those of 128,000 words would take more memory than all keys and values."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1
+    model(tokens.to(model.device), past_key_values=Door(model, see), use_cache=True, **arguments)
+
+
+def rotates(model) -> bool:
+    """True if some layer turns its keys by their position."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    at = {position: _keys_at(model, position) for position in (0, 1)}
+    return any(found_rotation({p: keys[i] for p, keys in at.items()}) for i in range(len(kv_layers(model))))
+
+
+def _seen_rotations(model) -> list[Rotation | None]:
+    layers, config, name = kv_layers(model), model.config.get_text_config(decoder=True), type(model).__name__
+    if not rotates(model):
+        return [None] * len(layers)
+    if changing := [kind for kind in CHANGING_ROPE if kind in str(getattr(config, "rope_parameters", None))]:
+        raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {NOT}")
+    longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
+    wanted = [0, *(2**i for i in range(20)), *OTHERS]
+    at = {position: _keys_at(model, position) for position in wanted if position < longest}
+    found: list[Rotation | None] = []
+    for i in range(len(layers)):
+        try:
+            rotation = found_rotation({position: keys[i] for position, keys in at.items()})
+        except AnglesChangeError as error:
+            raise DataError(f"layer {i} of {name} turns its keys unevenly, {NOT}") from error
+        found.append(next((known for known in found if known and rotation and known.like(rotation)), rotation))
+    return found
+
+
+def _keys_at(model, position: int) -> list[Tensor]:
+    """(tokens, num_kv_heads, head_dim) of each layer, of the same one-token sequences."""
+    words = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.linspace(0, words - 1, TOKENS).long()[:, None]
+    found: dict[int, Tensor] = {}
+    forward(
+        model, tokens, lambda i, keys, values: found.update({i: keys[:, :, 0]}),
+        position_ids=torch.full_like(tokens, position, device=model.device),
+    )  # fmt: skip
+    return [found[i] for i in sorted(found)]
