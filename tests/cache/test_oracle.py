@@ -14,6 +14,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.predictive import Known
 from vqkv.kernels.rope import rotate, unrotate
+from vqkv.models.layers import rotations
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 8
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -42,8 +43,8 @@ class Token:
 class Oracle:
     """A list of slots for each sequence; None is padding."""
 
-    def __init__(self, compressor, rotary):
-        self.compressor, self.rotary = compressor, rotary if compressor.settings.pre_rope else None
+    def __init__(self, compressor, rotation):
+        self.compressor, self.rotation = compressor, rotation if compressor.settings.pre_rope else None
         self.rows = None
 
     def update(self, states, real):
@@ -108,9 +109,9 @@ class Oracle:
             t.place, t.read = "packed", [tuple(x[0, :, i] for x in pair) for pair in read]
 
     def _turn(self, turn, x, tokens):
-        if self.rotary is None:
+        if self.rotation is None:
             return x
-        return turn(x, *self.rotary.forward(x, torch.tensor([[t.position for t in tokens]])))
+        return turn(x, *self.rotation.table(torch.tensor([[t.position for t in tokens]])))
 
     def crop(self, count):
         self.rows = [row[: len(row) - count] for row in self.rows]
@@ -180,11 +181,10 @@ def feed(cache, oracle, model, generator, new_tokens, padding, batch):
     old = [[t is not None for t in row] for row in oracle.rows] if oracle.rows else [[] for _ in range(batch)]
     mask = torch.cat([torch.tensor(old, dtype=torch.bool).view(batch, -1), real], dim=1)
     positions = mask.long().cumsum(1)[:, -new_tokens:]  # the first token of a sequence is at 1
-    cache.batch.see(mask.long())
+    cache.batch.see(mask.long(), positions)
     states = [
         tuple(torch.randn(batch, HEADS, new_tokens, HEAD_DIM, generator=generator) for _ in "kv") for _ in range(LAYERS)
     ]
-    model.model.rotary_emb(states[0][0], positions)
     expected = oracle.update(states, real)
     for layer, (keys, values) in enumerate(states):
         found = cache.update(keys, values, layer)
@@ -201,7 +201,7 @@ def feed(cache, oracle, model, generator, new_tokens, padding, batch):
     seed=st.integers(0, 9),
 )
 def test_a_cache_holds_what_a_plain_list_holds(tmp_path_factory, model, compressor, operations, batch, budget, seed):
-    cache, oracle = compressor.new_cache(model, decoded_cache_bytes=budget), Oracle(compressor, model.model.rotary_emb)
+    cache, oracle = compressor.new_cache(model, decoded_cache_bytes=budget), Oracle(compressor, rotations(model)[0])
     generator = torch.Generator().manual_seed(seed)
     for name, *arguments in operations:
         if name == "update":

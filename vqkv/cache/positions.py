@@ -70,12 +70,12 @@ class Positions:
             self.tables[rotation] = rotation.table(whole)
         tables = [table.to(keys.device) for table in self.tables[rotation]]
         if kept is None:
-            return rotation.apply(turn, keys, *(table[:, start:stop] for table in tables))
+            return rotation.turn(turn, keys, *(table[:, start:stop] for table in tables))
         index = kept.tokens(self.seq_len)[..., start:stop]
         wide = (table[:, None].expand(*keys.shape[:2], -1, -1) for table in tables)
         cos, sin = (pick_rows(table, index).flatten(0, 1) for table in wide)
         heads = keys.flatten(0, 1)[:, None]  # each as a sequence of its own
-        return rotation.apply(turn, heads, cos, sin).view_as(keys)
+        return rotation.turn(turn, heads, cos, sin).view_as(keys)
 
     def truncate(self, seq_len: int) -> None:
         """Forget all but the first ``seq_len`` tokens' positions."""

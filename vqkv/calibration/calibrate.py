@@ -40,11 +40,13 @@ def calibrate(
     Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
     and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
     fewer vectors in the first batch than codes, a batch with fewer sequences than processes, or a disk without room.
+    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
     check_tokens(model, tokens)
     check_batch_size(batch_size)
+    preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     if captured is not None:

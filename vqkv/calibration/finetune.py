@@ -69,6 +69,7 @@ def finetune(
     After an error or an interruption the model is as it was before.
     """
     _check(model, tokens, preset, lr, batch_size, micro_batch)
+    preset = preset.fitting(model) if preset else None
     batches, about = tokens.split(batch_size), describe(model)
     micro_batch = micro_batch or batch_size
     places = [(role, layer) for layer in range(about["num_layers"]) for role in ROLES] if preset else []

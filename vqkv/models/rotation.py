@@ -2,37 +2,33 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqkv.kernels.rope import rotate, unrotate
 
 NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of the largest key by which a turn may be missed
 
 
-@dataclass(frozen=True, eq=False)
-class Rotation:
+class Rotation(nn.Module):
     """Channels ``first[i]`` and ``second[i]`` of each head turn by ``position * angle[i]`` (radians, float64); the
-    others do not. A factor that scales keys at all positions alike (YaRN) is not undone."""
+    others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``llama``: channel i turns
+    with channel i + rotary_dim / 2, as kernels that rotate expect."""
 
-    first: Tensor
-    second: Tensor
-    angle: Tensor
-    head_dim: int
+    def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int):
+        super().__init__()
+        self.first, self.second, self.angle = first, second, angle
+        turned = torch.cat([first, second])
+        rest = torch.ones(head_dim, dtype=torch.bool)
+        rest[turned] = False
+        self.order = torch.cat([turned, rest.nonzero()[:, 0]])
+        self.llama = torch.equal(turned, torch.arange(len(turned)))
 
     def like(self, other: "Rotation") -> bool:
         """True if it turns the same channels by the same angles, up to how well these can be known."""
         alike = torch.equal(self.first, other.first) and torch.equal(self.second, other.second)
         return alike and torch.allclose(self.angle, other.angle, rtol=1e-4, atol=1e-7)
-
-    @cached_property
-    def llama(self) -> bool:
-        """True if channel i turns with channel i + rotary_dim / 2, as kernels that rotate expect."""
-        width = 2 * len(self.angle)
-        return self._order[:width].tolist() == list(range(width))
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 (rows, seq_len, turned channels), of integer positions (rows, seq_len). Angles are float64
@@ -42,25 +38,18 @@ class Rotation:
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 
-    def apply(self, turn: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(self, how: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` or ``unrotate`` (kernels.rope) keys (batch, num_kv_heads, seq_len, head_dim) by rows of
         ``table``."""
         if self.llama:
-            return turn(keys, cos, sin)
-        order = self._order.to(keys.device)
-        return turn(keys[..., order], cos, sin)[..., order.argsort()]
+            return how(keys, cos, sin)
+        order = self.order.to(keys.device)
+        return how(keys[..., order], cos, sin)[..., order.argsort()]
 
     def turned(self, keys: Tensor, start: int = 0, back: bool = False) -> Tensor:
         """Keys of the positions start, start + 1, ..., rotated, or rotated ``back``."""
         positions = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
-        return self.apply(unrotate if back else rotate, keys, *self.table(positions))
-
-    @cached_property
-    def _order(self) -> Tensor:
-        turned = torch.cat([self.first, self.second])
-        rest = torch.ones(self.head_dim, dtype=torch.bool)
-        rest[turned] = False
-        return torch.cat([turned, rest.nonzero()[:, 0]])
+        return self.turn(unrotate if back else rotate, keys, *self.table(positions))
 
 
 class AnglesChangeError(ValueError):
@@ -114,5 +103,5 @@ def _angles(still: Tensor, moved: Tensor, first: Tensor, second: Tensor) -> Tens
 
 def _miss(rotation: Rotation, still: Tensor, moved: Tensor, position: int) -> float:
     table = rotation.table(torch.tensor([[position]]))
-    turned = rotation.apply(rotate, still[:, :, None], *(part.double() for part in table))
+    turned = rotation.turn(rotate, still[:, :, None], *(part.double() for part in table))
     return ((turned[:, :, 0] - moved).abs().max() / moved.abs().max()).item()

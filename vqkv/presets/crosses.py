@@ -48,8 +48,9 @@ def crossed(
     kmeans_iterations: int = 10,
     sink_tokens: int = 4,
     seed: int = 0,
+    pre_rope: bool | None = None,
 ) -> Preset:
-    """Any quantizer with any of the stages that come before and after it, keys before RoPE.
+    """Any quantizer with any of the stages that come before and after it.
 
     ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``rvq`` (residual VQ), ``grid``
     (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the codes; scales come on top. ``mean``
@@ -74,7 +75,13 @@ def crossed(
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
     preset = Preset(
-        "crossed", make, make, sink_tokens, flush_block=block if quantizer == "steps" else 1, arguments=arguments
+        "crossed",
+        make,
+        make,
+        sink_tokens,
+        flush_block=block if quantizer == "steps" else 1,
+        pre_rope=pre_rope,
+        arguments=arguments,
     )
     preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
     plan = FromPrevious(preset) if predicted else Unpredicted()
@@ -120,7 +127,14 @@ def _turned(arguments: dict) -> list[Stage]:
 CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
-def best(bits: float = 2.0, context: int = 8192, kv_width: int = 1024, sink_tokens: int = 4, block: int = 32) -> Preset:
+def best(
+    bits: float = 2.0,
+    context: int = 8192,
+    kv_width: int = 1024,
+    sink_tokens: int = 4,
+    block: int = 32,
+    pre_rope: bool | None = None,
+) -> Preset:
     """The winners of page 11's search (``results/11_search.csv``) for ``context`` tokens that share the side
     information (context length times number of sequences), on a model of ``kv_width`` = num_kv_heads x head_dim
     channels (1,024 for Llama-3-8B; not read from the model).
@@ -133,15 +147,16 @@ def best(bits: float = 2.0, context: int = 8192, kv_width: int = 1024, sink_toke
     tokens a channel on at 1.8 bits and more, 33 to 36 at 0.9, and 49 to 66 at 0.5 (page 11), hence ``long_pays``.
 
     ``bits`` are those of a value on the calibration text, side information apart; other text takes 2 to 12% more after
-    calibration on 16 x 528 tokens, up to 20% after 8 x 256. Keys are stored before RoPE. Reading back is slower than
-    with other presets: ANS runs on the CPU.
+    calibration on 16 x 528 tokens, up to 20% after 8 x 256. Reading back is slower than with other presets: ANS runs on
+    the CPU.
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
-    short = crossed("steps", bits, rotation="weighted", merged=False, mixed=True, block=block, sink_tokens=sink_tokens)
+    shared = {"rotation": "weighted", "mixed": True, "block": block, "sink_tokens": sink_tokens, "pre_rope": pre_rope}
+    short = crossed("steps", bits, merged=False, **shared)
     if context < long_pays(bits) * kv_width:
         return short
-    return crossed(**short.arguments | {"merged": True, "predicted": True})
+    return crossed("steps", bits, predicted=True, **shared)
 
 
 def long_pays(bits: float) -> float:

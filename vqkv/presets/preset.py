@@ -1,10 +1,13 @@
 """Presets: how a cache is stored, before any model is known."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
+from vqkv.errors import DataError
+from vqkv.models.layers import rotations
 from vqkv.presets.plans import Budgeted, FromPrevious, Shared, Unpredicted
 
 
@@ -14,7 +17,8 @@ class Preset:
 
     ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
     ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
-    ``pre_rope``: keys are stored before RoPE and rotated when read. ``plan``: which layers are predicted from which.
+    ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE can be undone. ``plan``: which
+    layers are predicted from which.
     """
 
     name: str
@@ -23,7 +27,7 @@ class Preset:
     sink_tokens: int = 0
     recent_window: int = 0
     flush_block: int = 1
-    pre_rope: bool = True
+    pre_rope: bool | None = None
     arguments: dict = field(default_factory=dict)
     plan: FromPrevious | Budgeted | Shared | Unpredicted | None = None
 
@@ -33,7 +37,20 @@ class Preset:
     @property
     def settings(self) -> CacheSettings:
         """Tokens that stay exact, and when others are packed."""
-        return CacheSettings(self.sink_tokens, self.recent_window, self.flush_block, self.pre_rope)
+        pre_rope = True if self.pre_rope is None else self.pre_rope
+        return CacheSettings(self.sink_tokens, self.recent_window, self.flush_block, pre_rope)
+
+    def fitting(self, model) -> "Preset":
+        """With ``pre_rope`` as ``model`` allows, if it is open. Raises ``DataError`` if it is True and cannot be."""
+        if self.pre_rope is False:
+            return self
+        try:
+            rotations(model)
+        except DataError:
+            if self.pre_rope:
+                raise
+            return dataclasses.replace(self, pre_rope=False)
+        return dataclasses.replace(self, pre_rope=True)
 
     def key_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""

@@ -24,9 +24,9 @@ from vqkv.presets.preset import Preset
 from vqkv.runtime.registry import call, call_described
 
 
-def fp16() -> Preset:
+def fp16(pre_rope: bool | None = False) -> Preset:
     """The uncompressed cache in 16 bits a value: what every ratio is against."""
-    return Preset("fp16", Fp16, Fp16, pre_rope=False)
+    return Preset("fp16", Fp16, Fp16, pre_rope=pre_rope)
 
 
 def vqllm(
@@ -42,6 +42,7 @@ def vqllm(
     seed: int = 0,
     beam: int = 1,
     kmeans_iterations: int = 10,
+    pre_rope: bool | None = None,
 ) -> Preset:
     """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
 
@@ -63,11 +64,12 @@ def vqllm(
         "vqllm",
         partial(chain, key_grouping) if "key" in quantize else Fp16,
         partial(chain, value_grouping) if "value" in quantize else Fp16,
+        pre_rope=pre_rope,
         arguments=arguments,
     )
 
 
-def quanto(bits: int = 4, group_size: int = 64) -> Preset:
+def quanto(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
     after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
     arguments = dict(locals())
@@ -75,10 +77,10 @@ def quanto(bits: int = 4, group_size: int = 64) -> Preset:
     def codec(head_dim: int | None) -> Codec:
         return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
 
-    return Preset("quanto", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+    return Preset("quanto", codec, codec, flush_block=128, pre_rope=pre_rope, arguments=arguments)
 
 
-def hqq(bits: int = 4, group_size: int = 64) -> Preset:
+def hqq(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
     values of different tokens together, which a growing cache cannot do without packing everything again."""
     arguments = dict(locals())
@@ -87,10 +89,10 @@ def hqq(bits: int = 4, group_size: int = 64) -> Preset:
         quantizer = AffineQuantizer(bits, HalfQuadratic(bits))
         return Chain([Grouping(group_size=group_size, shrink="divisor")], quantizer, head_dim)
 
-    return Preset("hqq", codec, codec, flush_block=128, pre_rope=False, arguments=arguments)
+    return Preset("hqq", codec, codec, flush_block=128, pre_rope=pre_rope, arguments=arguments)
 
 
-def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128) -> Preset:
+def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rope: bool | None = False) -> Preset:
     """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
     groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
     arguments = dict(locals())
@@ -101,10 +103,12 @@ def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128) -> Pres
     def values(head_dim: int | None) -> Codec:
         return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
 
-    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=False, arguments=arguments)
+    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=pre_rope, arguments=arguments)
 
 
-def kvquant(bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0) -> Preset:
+def kvquant(
+    bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0, pre_rope: bool | None = None
+) -> Preset:
     """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact."""
     arguments = dict(locals())
@@ -117,10 +121,12 @@ def kvquant(bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 
         stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
         return Chain(stages, NonUniform(bits, seed=seed), head_dim)
 
-    return Preset("kvquant", keys, values, sink_tokens=1, arguments=arguments)
+    return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope, arguments=arguments)
 
 
-def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128) -> Preset:
+def higgs(
+    bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128, pre_rope: bool | None = None
+) -> Preset:
     """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
     most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits."""
     arguments = dict(locals())
@@ -131,10 +137,12 @@ def higgs(bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_wi
         grouping = Grouping(group_size=group_size, shrink="power of two")
         return Chain([MergeHeads(), grouping, Hadamard(), VectorScale("rms")], Grid(4**bits), head_dim)
 
-    return Preset("higgs", codec, codec, sink_tokens, recent_window, arguments=arguments)
+    return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
 
 
-def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+def vqq(
+    threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
+) -> Preset:
     """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
     arguments = dict(locals())
@@ -143,7 +151,9 @@ def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, se
     )
 
 
-def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+def vqq_product(
+    threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
+) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
     arguments = dict(locals())
     return _framework(
@@ -152,7 +162,12 @@ def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int 
 
 
 def vq(
-    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
+    block: int = 8,
+    keyframe: int = 64,
+    codebook_size: int = 256,
+    seed: int = 0,
+    per_head_scale: bool = True,
+    pre_rope: bool | None = False,
 ) -> Preset:
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
@@ -171,7 +186,9 @@ def vq(
     return dataclasses.replace(preset, make_key_codec=naive, make_value_codec=naive)
 
 
-def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
+def rvq2(
+    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
+) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
     arguments = dict(locals())
     return _framework(
@@ -185,7 +202,7 @@ def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *group
     def codec(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
 
-    return Preset(name, codec, codec, pre_rope=False, arguments=arguments)
+    return Preset(name, codec, codec, pre_rope=arguments["pre_rope"], arguments=arguments)
 
 
 def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
@@ -200,7 +217,7 @@ def aqua(
     recent_window: int = 128,
     key_from: str = "K-1",
     value_from: str = "V-1+K",
-    pre_rope: bool = True,
+    pre_rope: bool | None = None,
     **settings,
 ) -> Preset:
     """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
@@ -230,9 +247,9 @@ def aqua(
     )
 
 
-def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
+def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = False) -> Preset:
     """KVSharer (Yang et al. 2024): ``pairs`` layers store nothing and read an earlier layer's cache, which is fp16."""
-    return dataclasses.replace(fp16(), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
+    return dataclasses.replace(fp16(pre_rope), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
 
 
 PRESETS = {

@@ -77,7 +77,9 @@ def _text(name: str, dtype: str, device: str, corpus: str, split: str, size: lis
 def calibrated(preset: Preset, who: dict, batch_size: int = 8) -> Compressor:
     """``preset`` fitted on the calibration text of ``subject(**who)``, of which keys and values are captured once for
     all presets."""
-    found, held = subject(**who), _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
+    found = subject(**who)
+    preset = preset.fitting(found.model)
+    held = _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
     return calibrate(found.model, found.train, preset, batch_size, progress=False, captured=held)
 
 
