@@ -92,7 +92,7 @@ def test_evicting_equals_masking_the_evicted(model, streaming):
         assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
         if (held := layer.stores[0].kept) is not None:
             assert torch.equal(token_mask(held.tokens(40), 40), expected_tokens)
-    keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["head_dim"])
+    keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["shapes"][0][1])
     torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
 
 

@@ -91,7 +91,7 @@ def test_no_weights_match_every_model(llama, other):
     filled = [[other for _ in row] for row in about["weights"]]
     assert difference(about, llama) is None
     for weights in (filled, filled[:1], [*about["weights"], [1.0]], [row[:-1] for row in about["weights"]]):
-        assert difference(about | {"weights": weights}, llama) == "other key or value weights"
+        assert difference(about | {"weights": weights}, llama) == "other attention weights"
 
 
 def generate_on(model_folder: str, folder: Path, arguments: dict) -> list:

@@ -151,7 +151,7 @@ class Synthetic:
     """Layers of one KV head of 64 channels: K is a Gaussian, and each later K a known map of the one before it, plus
     noise; V likewise of the V before it and its own K. Stands where captured tokens would."""
 
-    about, folder = {"num_layers": 3, "num_kv_heads": 1, "head_dim": 64}, None
+    about, folder = {"num_layers": 3, "shapes": [[1, 64, 64]] * 3}, None
 
     def __init__(self, noise, num_batches=16, width=64, tokens=512, shuffled=False):
         self.noise, self.num_batches, self.shuffled = noise, num_batches, shuffled

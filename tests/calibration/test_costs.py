@@ -118,9 +118,12 @@ def test_one_token_costs_nothing_through_its_key(llama):
     assert found["key", 1].abs().max() < 1e-6 * found["value", 1].abs().max()
 
 
-def test_keys_after_rope_are_refused(llama):
-    with pytest.raises(DataError, match="before RoPE only: use a preset with pre_rope=True"):
-        fisher_metrics(llama, TOKENS, post_rope=True)
+def test_errors_of_turned_keys_cost_as_much_in_other_directions(llama):
+    before, after = (fisher_metrics(llama, TOKENS, post_rope=post_rope) for post_rope in (False, True))
+    for place, metric in before.items():
+        sums = [x.diagonal(dim1=1, dim2=2).sum() for x in (metric, after[place])]
+        torch.testing.assert_close(*sums, rtol=1e-4, atol=0)
+        assert torch.allclose(metric, after[place], rtol=1e-3) == (place[0] == "value")
 
 
 def test_a_place_costs_what_replacing_it_alone_does(model):

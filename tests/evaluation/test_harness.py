@@ -18,7 +18,7 @@ from vqkv.evaluation.harness import VqkvLM, entries, run_tasks
 from vqkv.evaluation.harness.reader import PROTOCOLS, Tally
 from vqkv.evaluation.harness.tasks import manager
 from vqkv.evaluation.peers import TransformersQuantized
-from vqkv.models.load import load_model
+from vqkv.models.load import load_model, values_per_token
 
 ROUNDED = {"atol": 1e-9, "rtol": 1e-6}  # fp32, which some processors sum differently in larger batches
 PRESETS = {
@@ -118,7 +118,7 @@ def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     assert (exact - expected).abs().max() > 1e-4  # the cache was read
     (counts,) = packed  # whatever the batch: padding is not stored
     about, texts = fitted.model, {tuple(context + continuation[:-1]) for _, context, continuation in asked}
-    assert counts[2] == 2 * 3 * about["num_kv_heads"] * about["head_dim"] * sum(map(len, texts))
+    assert counts[2] == values_per_token(about) * sum(map(len, texts))
 
 
 def test_one_text_for_requests_that_differ_in_their_last_token(model, tokenizer):
@@ -150,7 +150,7 @@ def test_a_prompt_is_cut_from_its_end(model, tokenizer):
     lm = VqkvLM(model, fitted, tokenizer=tokenizer)
     out = lm._model_generate(padded, 80, [], attention_mask=(torch.arange(79) >= 9).long()[None])
     assert out.shape == (1, 80) and out[0, 9:79].equal(prompt[0]) and out[0, -1] == logits.argmax()
-    assert total(lm.tally.reports).values == 2 * 3 * 70 * fitted.model["num_kv_heads"] * fitted.model["head_dim"]
+    assert total(lm.tally.reports).values == 70 * values_per_token(fitted.model)
 
 
 def test_a_peer_reads_one_text_at_a_time(model, tokenizer):

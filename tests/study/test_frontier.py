@@ -76,7 +76,7 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
 
 
 def test_bits_all_told():
-    about = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5}
+    about = {"num_layers": 2, "shapes": [[3, 5, 5]] * 2}
     bits = total_bits({"bits_per_value": 2.0, "side_bytes": 30 * 1024}, about, sink_tokens=4)  # of 60 values a token
     assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)
     assert bits["bits_8k_x16"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 128)
@@ -113,7 +113,7 @@ def test_what_broke_on_one_model_is_not_to_be_used():
     assert what_to_use(table().assign(kl_mean=0.0), [9]).loc[9, "1k"].endswith(": 1e-09")
 
 
-ABOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 64}
+ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
 
 
 def row(label, bits, kl, side_bytes=0, predicted=False):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
@@ -18,7 +18,7 @@ from vqkv.cache.packed_attention import packed_states, reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.cache.store import TokenStore
 from vqkv.kernels.precision import full_precision
-from vqkv.models.layers import rotations
+from vqkv.models.layers import kv_layers, rotations
 from vqkv.models.load import layer_devices
 from vqkv.runtime.checks import check_whole
 
@@ -106,8 +106,21 @@ class CompressedCache(Cache):
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
         turns = rotations(model) if self.settings.pre_rope else [None] * self.settings.num_layers
         self.batch = Batch(compressor, self.settings, turns)
-        super().__init__(layers=[self.layer_class(i, self.batch) for i in range(self.settings.num_layers)])
+        layers = DynamicCache(config=model.config).layers or [None] * self.settings.num_layers
+        for number, layer in enumerate(kv_layers(model)):
+            layers[layer.layer_idx] = self.layer_class(number, self.batch)
+        super().__init__(layers=layers)
         self._watch(model)
+
+    @property
+    def compressed(self) -> list[CompressedLayer]:
+        """The layers that store keys and values; a hybrid's others keep their states as transformers does."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def others(self) -> list:
+        """The layers that do not."""
+        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
@@ -124,7 +137,7 @@ class CompressedCache(Cache):
         pass broke off half-way."""
         if torch.compiler.is_compiling():
             return self._update_uncompiled(key_states, value_states, layer_idx)
-        if layer_idx == 0:
+        if self.layers[layer_idx].index == 0:
             self.batch.check_complete()
             model = self.model()
             self.batch.direct = (
@@ -146,6 +159,8 @@ class CompressedCache(Cache):
         self.batch.check_complete()
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
+        for layer in self.others:
+            layer.crop(tokens_to_remove)
         self.batch.truncate(self.batch.slots + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -161,6 +176,8 @@ class CompressedCache(Cache):
         is not here, ``DataError`` if a forward pass broke off half-way."""
         self.batch.check_complete()
         self.batch.select(indices)
+        for layer in self.others:
+            layer.batch_select_indices(indices)
 
     def __deepcopy__(self, memo) -> "CompressedCache":
         """A copy with its own tokens; compressor and rotations, which never change, are shared."""
@@ -181,14 +198,14 @@ class CompressedCache(Cache):
         kinds["padding"] = tensor_bytes(self.batch.tokens)
         packed_bytes = packed_values = values = 0
         for group in groups:
-            per_token = len(group.rows) * settings.num_kv_heads * settings.head_dim
-            for store in group.all_stores:
+            dims = [heads * dim for heads, *both in settings.shapes for dim in both]
+            for store, dim in zip(group.all_stores, dims, strict=True):
                 kinds.update({name: tensor_bytes(getattr(store, name)) for name in ("sinks", "window", "decoded")})
                 if store.payload is not None:
                     kinds.update({name: tensor_bytes(tensor) for name, tensor in store.payload.tensors.items()})
                     packed_bytes += tensor_bytes(store.payload)
-                packed_values += store.parts[1] * per_token
-                values += sum(store.parts) * per_token
+                packed_values += store.parts[1] * len(group.rows) * dim
+                values += sum(store.parts) * len(group.rows) * dim
         side = self.compressor.side_bytes
         return Report(dict(kinds), packed_bytes, packed_values, values, self.batch.slots, self.batch.size, side)
 

@@ -166,7 +166,7 @@ class EvictingCache(CompressedCache):
     def __init__(self, policy, model):
         super().__init__(policy.compressor, model)
         self._watching = None
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.policy = policy
 
     def _watch(self, model) -> None:
@@ -182,7 +182,7 @@ class EvictingCache(CompressedCache):
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
             raise DataError("a share of a padded sequence is no share of its tokens: pass sequences unpadded")
-        if self.layers[0].evicts_next:
+        if self.compressed[0].evicts_next:
             self._watching = ExitStack()
             self._watching.enter_context(
                 watching_attention(self.model(), lambda layer, scores: self.layers[layer].attended(scores))
@@ -218,7 +218,7 @@ class EvictingCache(CompressedCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """As ``CompressedCache.batch_select_indices``, scores included."""
         super().batch_select_indices(indices)
-        for layer in self.layers:
+        for layer in self.compressed:
             if layer.scores is not None:
                 layer.scores = layer.scores[indices.to(layer.scores.device)]
 
@@ -226,8 +226,10 @@ class EvictingCache(CompressedCache):
         """Bytes of what is kept. ``values``, and so ``ratio`` and ``bits_per_value_total``, count all tokens seen;
         ``packed_values`` and ``bits_per_value`` those kept and packed. ``positions`` has one bit for each token seen
         and KV head where keys are stored before RoPE; ``scores`` is what streaming must remember."""
-        report, stored = super().report(), self.layers[0].stored
-        kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.layers])}
-        kinds["positions"] += tensor_bytes([layer.stores[0].kept for layer in self.layers] if self.batch.groups else [])
+        report, stored = super().report(), self.compressed[0].stored
+        kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.compressed])}
+        kinds["positions"] += tensor_bytes(
+            [layer.stores[0].kept for layer in self.compressed] if self.batch.groups else []
+        )
         values = report.values * report.seq_len // stored if stored else 0
         return dataclasses.replace(report, kinds=kinds, values=values)

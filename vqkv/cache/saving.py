@@ -112,19 +112,19 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
         group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         for layer, pair in enumerate(group.stores):
             for role, store in zip(ROLES, pair, strict=True):
-                _fill_store(store, owned[number, str(layer), role], about)
+                heads, *dims = batch.settings.shapes[layer]
+                shape = heads, store.coder.codec.tokens_per_row, dims[role == "value"]
+                _fill_store(store, owned[number, str(layer), role], about, shape)
         batch.groups.append(group)
-    for layer in cache.layers:
+    for layer in cache.compressed:
         layer.is_initialized = bool(batch.slots)
 
 
-def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
+def _fill_store(store, tensors: dict[str, Tensor], about: dict, shape: tuple[int, int, int]) -> None:
     store.sinks, store.window = tensors.pop("sinks", None), tensors.pop("window", None)
     store.holes = tuple(about["holes"])
     if about["quantized"]:
-        settings, codec = store.settings, store.coder.codec
-        shape = (1, settings.num_kv_heads, codec.tokens_per_row, settings.head_dim)
-        like = codec.encode(torch.zeros(shape, device=next(iter(tensors.values())).device))
+        like = store.coder.codec.encode(torch.zeros(1, *shape, device=next(iter(tensors.values())).device))
         found = {name.removeprefix("payload."): x for name, x in tensors.items()}
         store.payload = like.holding(found)
 

@@ -32,15 +32,13 @@ class CacheSettings:
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
     """The settings of one cache, with what its compressor and its model add. ``tokens_per_row``: tokens that every
-    codec can encode and decode without others."""
+    codec can encode and decode without others; ``shapes``: num_kv_heads and head_dim of keys and values by layer."""
 
     in_place: bool
     decoded_cache_bytes: int
     tokens_per_row: int
     dtype: torch.dtype
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, compressor, model, in_place: bool, decoded_cache_bytes: int) -> "LiveSettings":
@@ -52,10 +50,13 @@ class LiveSettings(CacheSettings):
             decoded_cache_bytes=decoded_cache_bytes,
             tokens_per_row=compressor.tokens_per_row,
             dtype=model.dtype,
-            num_layers=len(compressor.codecs),
-            num_kv_heads=compressor.model["num_kv_heads"],
-            head_dim=compressor.model["head_dim"],
+            shapes=tuple(map(tuple, compressor.model["shapes"])),
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+        return len(self.shapes)
 
     @property
     def block(self) -> int:
@@ -70,6 +71,7 @@ class LiveSettings(CacheSettings):
     def room(self, batch_size: int) -> int:
         """Quantized tokens whose decoded keys and values, of all layers and sequences, ``decoded_cache_bytes`` holds;
         whole blocks."""
-        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * batch_size
+        values = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.shapes)
+        token = values * self.dtype.itemsize * batch_size
         tokens = self.decoded_cache_bytes // token
         return tokens - tokens % self.tokens_per_row

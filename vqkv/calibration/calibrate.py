@@ -69,9 +69,7 @@ def calibrate(
 def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
     """Every layer's codecs in one pass, or from one batch where there is nothing to learn: none depends on another."""
     about = describe(model)
-    pairs = [
-        (preset.key_codec(about["head_dim"]), preset.value_codec(about["head_dim"])) for _ in range(about["num_layers"])
-    ]
+    pairs = [(preset.key_codec(key_dim), preset.value_codec(value_dim)) for _, key_dim, value_dim in about["shapes"]]
     codecs = [*chain(*pairs)]
     if any(codec.weighted for codec in codecs):
         found = captured.metrics(model) if captured else fisher_metrics(model, tokens, not preset.pre_rope)

@@ -73,7 +73,9 @@ def finetune(
     batches, about = tokens.split(batch_size), describe(model)
     micro_batch = micro_batch or batch_size
     places = [(role, layer) for layer in range(about["num_layers"]) for role in ROLES] if preset else []
-    codecs = {place: getattr(preset, f"{place[0]}_codec")(about["head_dim"]) for place in places}
+    make = {"key": lambda i: preset.key_codec(about["shapes"][i][1])}
+    make["value"] = lambda i: preset.value_codec(about["shapes"][i][2])
+    codecs = {(role, layer): make[role](layer) for role, layer in places}
     turns = rotations(model) if preset and preset.pre_rope else [None] * about["num_layers"]
     reading = StraightThrough(codecs, turns, preset.sink_tokens if preset else 0)
     with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
@@ -181,17 +183,17 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
         )
     current().share(tokens.split(batch_size)[-1])  # the smallest batch
     if preset is not None:
-        _check_preset(preset, describe(model)["head_dim"])
+        _check_preset(preset)
 
 
-def _check_preset(preset: Preset, head_dim: int) -> None:
+def _check_preset(preset: Preset) -> None:
     """Raise ``DataError`` for what cannot be read back token by token where keys and values are made."""
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), or None, not {type(preset).__name__}")
     reason = None
     if preset.plan is not None:
         reason = "its layers are predicted from others"
-    elif any(codec.tokens_per_row > 1 for codec in (preset.key_codec(head_dim), preset.value_codec(head_dim))):
+    elif any(codec.tokens_per_row > 1 for codec in (preset.key_codec(), preset.value_codec())):
         reason = "it packs blocks of tokens, so that a token would be read before the rest of its block is known"
     if reason:
         raise DataError(f"cannot fine-tune with preset {preset.name!r}: {reason}. vqllm and higgs can be trained with")

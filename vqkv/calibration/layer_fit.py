@@ -11,7 +11,7 @@ from tqdm import tqdm
 from vqkv.calibration.spill import CapturedTokens, Spill
 from vqkv.calibration.together import agree, finish, learn
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
+from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
 from vqkv.kernels.precision import full_precision
 from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
@@ -26,8 +26,8 @@ def fit_layers(
     """AQUA-KV's Algorithm 1 for the plans of every layer: layer by layer, keys before values, each on what the places
     before it are read back as. Returns a list over layers of (key codec, value codec), and the predictions by place."""
     plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in roles}
-    head_dim = captured.about["head_dim"]
-    codecs = {place: each.make_codec(head_dim) for place, each in plans.items()}
+    dims = {(role, i): shape[1 + j] for i, shape in enumerate(captured.about["shapes"]) for j, role in enumerate(ROLES)}
+    codecs = {place: each.make_codec(dims[place]) for place, each in plans.items()}
     for place in (place for place, codec in codecs.items() if codec.weighted):
         codecs[place].weigh(trial.metrics[place])
     block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}

@@ -68,7 +68,10 @@ class ModelTrial:
 
     def _cache(self, plan: list[dict[str, RolePlan]]):
         about = describe(self.model)
-        codecs = [tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES) for roles in plan]
+        codecs = [
+            tuple(roles[role].make_codec(dim) for role, dim in zip(ROLES, dims, strict=True))
+            for roles, (_, *dims) in zip(plan, about["shapes"], strict=True)
+        ]
         predictions = {
             (role, layer): Prediction(planned.predictor, planned.sources)
             for layer, roles in enumerate(plan)

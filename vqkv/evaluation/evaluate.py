@@ -226,7 +226,7 @@ def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float]]:
 def _held(model, cache) -> tuple[float, float]:
     """Exact and packed tokens of a sequence, on average over layers and heads."""
     report = cache.report()
-    per_token = 2 * sum(layer.num_kv_heads * layer.head_dim for layer in kv_layers(model))
+    per_token = sum(heads * (key + value) for heads, key, value in (layer.shape for layer in kv_layers(model)))
     values = max(1, per_token * report.batch_size)
     return (report.values - report.packed_values) / values, report.packed_values / values
 

@@ -139,13 +139,13 @@ def dynamic_footprint(model) -> Footprint:
 
 def model_shape(model) -> Shape:
     """Raises ``DataError`` for a model without KV heads, or with layers of unequal ones."""
-    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in kv_layers(model)}
-    if len(shapes) != 1:
-        found = ", ".join(f"{heads} of {head_dim}" for heads, head_dim in sorted(shapes)) or "none"
-        raise DataError(
-            f"{type(model).__name__} has layers with KV heads {found}: a cache needs the same in all layers"
-        )
-    return Shape(model.config.get_text_config(decoder=True).num_hidden_layers, *shapes.pop())
+    layers = kv_layers(model)
+    shapes = {layer.shape for layer in layers}
+    heads, key_dim, value_dim = next(iter(shapes))
+    if len(shapes) > 1 or key_dim != value_dim:
+        found = ", ".join(f"{heads} heads of {key_dim} and {value_dim}" for heads, key_dim, value_dim in sorted(shapes))
+        raise DataError(f"{type(model).__name__} has layers with {found}: capacities are known for equal layers only")
+    return Shape(len(layers), heads, key_dim)
 
 
 def weight_bytes(model) -> int:
@@ -166,10 +166,10 @@ def _check_fits(compressor: Compressor, model, shape: Shape) -> None:
     """Raises ``FormatError`` for a compressor of another model, as far as a model without weights can tell."""
     if model.device.type != "meta":
         compressor.check(model)
-    elif different := [name for name, value in shape._asdict().items() if compressor.model[name] != value]:
+    elif compressor.model["shapes"] != [[shape.num_kv_heads, shape.head_dim, shape.head_dim]] * shape.num_layers:
         raise FormatError(
-            f"compressor {compressor.name!r} was fitted to {compressor.model['name']!r}, where {', '.join(different)} "
-            "differ: calibrate a compressor for this model"
+            f"compressor {compressor.name!r} was fitted to {compressor.model['name']!r}, of which layers, KV heads or "
+            "head_dim differ: calibrate a compressor for this model"
         )
 
 

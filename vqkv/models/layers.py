@@ -23,16 +23,17 @@ _rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> 
 
 
 class Door(DynamicCache):
-    """A cache that stores nothing, for one forward pass: ``see(layer_idx, keys, values)`` gets what a layer hands over,
-    keys after RoPE, and returns what attention reads in their place, or None."""
+    """A cache that keeps no keys and values, for one forward pass: ``see(layer, keys, values)`` gets what the layer
+    ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads in their place or None."""
 
     def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
         super().__init__(config=model.config)
         self.see = see
+        self.numbers = {layer.layer_idx: number for number, layer in enumerate(_layers.get(model, []))}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """As ``see`` says."""
-        return self.see(layer_idx, key_states, value_states) or (key_states, value_states)
+        return self.see(self.numbers.get(layer_idx, layer_idx), key_states, value_states) or (key_states, value_states)
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,19 @@ class KVLayer:
     attention: nn.Module
     num_kv_heads: int
     head_dim: int
+    value_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_kv_heads, head_dim of keys, head_dim of values)."""
+        return self.num_kv_heads, self.head_dim, self.value_dim
 
 
 def kv_layers(model) -> list[KVLayer]:
-    """One ``KVLayer`` for each layer that hands keys and values to a cache, as seen in a forward pass of two tokens.
+    """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; the
+    others of a hybrid keep their states elsewhere.
 
-    Raises ``DataError`` for a model of which some layers do not, or whose layers' shapes differ.
+    Raises ``DataError`` for a model of which no layer does.
     """
     if model not in _layers:
         _layers[model] = _seen_layers(model)
@@ -70,12 +78,7 @@ def _seen_layers(model) -> list[KVLayer]:
     running, found = [], {}
 
     def see(layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        if keys.shape != values.shape:
-            raise DataError(
-                f"layer {layer_idx} of {type(model).__name__} has keys {tuple(keys.shape)} and values "
-                f"{tuple(values.shape)}: a cache needs the same shape of both"
-            )
-        found[layer_idx] = KVLayer(layer_idx, running[-1], keys.shape[1], keys.shape[3])
+        found[layer_idx] = KVLayer(layer_idx, running[-1], keys.shape[1], keys.shape[3], values.shape[3])
 
     handles = [module.register_forward_pre_hook(lambda m, a: running.append(m)) for module in model.modules()]
     handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
@@ -84,13 +87,8 @@ def _seen_layers(model) -> list[KVLayer]:
     finally:
         for handle in handles:
             handle.remove()
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in found.values()}
-    if [*sorted(found)] != [*range(layers)] or len(shapes) > 1:
-        raise DataError(
-            f"{type(model).__name__}: {len(found)} of {layers} layers hand keys and values to a cache, of KV heads and "
-            f"head_dim {sorted(shapes)}; supported are decoders of which all do, of one shape"
-        )
+    if not found:
+        raise DataError(f"{type(model).__name__} hands no keys and values to its cache: it has none to compress")
     return [found[i] for i in sorted(found)]
 
 

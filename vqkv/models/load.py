@@ -113,17 +113,27 @@ def fingerprint(model) -> str:
 
 
 def describe(model) -> dict:
-    """Facts by which a compressor knows the model that it was fitted to; see ``difference``. ``weights`` is a sample of
-    each attention block's weights, the same in fp32, fp16 and bf16 up to rounding."""
+    """Facts by which a compressor knows the model that it was fitted to; see ``difference``. ``shapes``: num_kv_heads,
+    head_dim of the keys and of the values of each layer that stores them; ``weights``: a sample of each attention
+    block's, the same in fp32, fp16 and bf16 up to rounding."""
     layers = kv_layers(model)
     return {
         "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
         "model_type": model.config.model_type,
         "num_layers": len(layers),
-        "num_kv_heads": layers[0].num_kv_heads,
-        "head_dim": layers[0].head_dim,
+        "shapes": [list(layer.shape) for layer in layers],
         "weights": [sample for layer in layers for module in layer.attention.modules() for sample in _samples(module)],
     }
+
+
+def values_per_token(about: dict) -> int:
+    """Keys and values that ``describe``'s model stores of a token, in all layers."""
+    return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in about["shapes"])
+
+
+def kv_width(about: dict) -> int:
+    """Channels of all KV heads of a layer, keys or values; of layers of unequal width the mean."""
+    return round(values_per_token(about) / (2 * about["num_layers"]))
 
 
 def layer_devices(model) -> list[torch.device]:
@@ -139,7 +149,7 @@ def layer_devices(model) -> list[torch.device]:
 def difference(fitted: dict, model) -> str | None:
     """The first thing in which ``model`` is not what ``describe`` gave as ``fitted``, or None."""
     here = describe(model)
-    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
+    for key in ("model_type", "num_layers", "shapes"):
         if fitted[key] != here[key]:
             return f"{key} {fitted[key]!r}, not {here[key]!r}"
     if len(fitted["weights"]) != len(here["weights"]):

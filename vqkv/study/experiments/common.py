@@ -15,7 +15,7 @@ from vqkv.data.recall import RecallTask
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.load import fingerprint as model_fingerprint
-from vqkv.models.load import load_model
+from vqkv.models.load import load_model, values_per_token
 from vqkv.presets import Preset
 from vqkv.study.sweep import per_process
 
@@ -119,5 +119,5 @@ def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
 def all_told(row: dict, about: dict, tokens: int, batch: int = 1, sink_tokens: int = 0) -> float:
     """Bits per value of an ``evaluate`` row in a cache of so many tokens, with sinks in 16 bits and side information,
     which ``batch`` such caches share."""
-    bits, values = row["bits_per_value"], 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"]
+    bits, values = row["bits_per_value"], values_per_token(about)
     return bits + (16 - bits) * sink_tokens / tokens + 8 * row["side_bytes"] / (tokens * batch * values)

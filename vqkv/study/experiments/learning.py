@@ -62,11 +62,12 @@ def _layer_vectors(who: dict, corpus: str, split: str, role: str, layer: int, gr
     """Keys or values of one layer, cut into batches that hold ``count`` group vectors in all (test: one batch), and the
     source of their text."""
     (model, tokenizer, *_), sources = loaded(**who), {}
-    about = describe(model)
-    per_token = about["num_kv_heads"] * about["head_dim"] // group_size
+    heads, *dims = describe(model)["shapes"][layer]
+    head_dim = dims[role == "value"]
+    per_token = heads * head_dim // group_size
     seq_len = min(512, count // per_token)
     num_seqs = -(-count // (per_token * seq_len))
     tokens = draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
     which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
     x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
-    return x.flatten(0, 2)[: count * group_size // about["head_dim"]][None, None], sources  # (1, 1, vectors, head_dim)
+    return x.flatten(0, 2)[: count * group_size // head_dim][None, None], sources  # (1, 1, vectors, head_dim)

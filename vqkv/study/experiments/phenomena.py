@@ -6,7 +6,7 @@ import torch
 
 from vqkv.models.capture import capture
 from vqkv.models.layers import rotates
-from vqkv.models.load import describe
+from vqkv.models.load import describe, kv_width
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
 
@@ -76,7 +76,7 @@ def _evr_rows(model, train, test) -> dict:
     evr, about = probes.interlayer_evr(model, train, test), describe(model)
     return {
         "hidden size": model.config.get_text_config().hidden_size,
-        "KV width": about["num_kv_heads"] * about["head_dim"],
+        "KV width": kv_width(about),
         "EVR of K from K of the layer before": statistics.mean(evr["key"]),
         "EVR of V from V of the layer before and its own K": statistics.mean(evr["value"]),
     }

@@ -9,7 +9,7 @@ from vqkv import presets
 from vqkv.codecs.learning.gram import Gram
 from vqkv.evaluation.metrics import bits_saved, participation_ratio
 from vqkv.models.layers import kv_layers, rotates
-from vqkv.models.load import condition_number, describe, projection_weight, untrained
+from vqkv.models.load import condition_number, describe, kv_width, projection_weight, untrained
 from vqkv.study.experiments.common import draw, frame, load, subject
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.sweep import sweep
@@ -123,7 +123,7 @@ def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
 def _widths(model) -> dict:
     about = describe(model)
     hidden = model.config.get_text_config().hidden_size
-    return {"hidden_size": hidden, "kv_width": about["num_kv_heads"] * about["head_dim"]}
+    return {"hidden_size": hidden, "kv_width": kv_width(about)}
 
 
 def _layers(model, sums: Gram) -> list[dict]:

@@ -12,7 +12,7 @@ from vqkv.evaluation.evaluate import evaluate, reconstruction_error
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
 from vqkv.models.layers import rotates
-from vqkv.models.load import describe
+from vqkv.models.load import describe, kv_width
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import per_process, sweep
@@ -59,7 +59,7 @@ def _ablation_row(
     about = describe(found.model)
     if block == "RoPE" and not rotates(found.model):
         return [], found.sources
-    width = about["num_kv_heads"] * about["head_dim"]
+    width = kv_width(about)
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
     compressor = calibrated(preset, who, batch_size)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)

@@ -10,7 +10,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.models.load import describe
+from vqkv.models.load import describe, kv_width
 from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, paired, subject
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.sweep import per_process, sweep
@@ -122,7 +122,7 @@ def _fitted(who: dict, quantizer: dict, key_grouping: str) -> Compressor:
 def _batch_size(found: Subject, quantizer: dict) -> int:
     """Sequences of at least 16 vectors a code, which k-means wants of the first batch."""
     about = describe(found.model)
-    vectors = about["num_kv_heads"] * about["head_dim"] // quantizer["group_size"] * found.train.shape[1]
+    vectors = kv_width(about) // quantizer["group_size"] * found.train.shape[1]
     return max(8, -(-16 * quantizer["codebook_size"] // vectors))
 
 
