@@ -12,6 +12,7 @@ from vqkv.calibration.costs import fisher_metrics
 from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
+from vqkv.calibration.survival import warn_if_destroyed
 from vqkv.calibration.together import finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
@@ -40,7 +41,7 @@ def calibrate(
     Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
     and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
     fewer vectors in the first batch than codes, a batch with fewer sequences than processes, or a disk without room.
-    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone.
+    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns if little of some layer is left.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
@@ -63,7 +64,10 @@ def calibrate(
             plan = preset.plan.arrange(preset, trial)
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
-    return Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
+    compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
+    if current().first:
+        warn_if_destroyed(compressor, model, tokens)
+    return compressor
 
 
 def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
