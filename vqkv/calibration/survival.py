@@ -38,6 +38,6 @@ def _message(name: str, layer: int, role: str, x: torch.Tensor, bits: float, los
     head, channel = divmod(int((mean + spread).argmax()), x.shape[-1])
     return (
         f"{name} loses {lost:.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
-        f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median channel's spread is {spread.median():.3g}. "
+        f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median spread is {spread.median():.3g}. "
         "Presets that survive this: kivi and kvquant (scales by channel), vqllm, best (means apart)"
     )
