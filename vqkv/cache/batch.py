@@ -58,11 +58,13 @@ class Batch:
     """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
     do. ``direct``: in this pass attention may read quantized tokens as they are, as it passes over padding and nothing
     else. ``rotations``: of each layer's keys, where they are stored before them; positions are those that the
-    model is told, or what it takes without being told: the numbers of the slots."""
+    model is told, or what it takes without being told: the numbers of the slots. ``reaches``: by layer, how many of the
+    last tokens are kept, as later queries see no others; None: all."""
 
     compressor: object
     settings: LiveSettings
     rotations: list[Rotation | None]
+    reaches: list[int | None]
     groups: list[Group] = field(default_factory=list)
     tokens: Tensor | None = None
     slots: int = 0
@@ -78,8 +80,11 @@ class Batch:
         """Empty stores for these sequences."""
         positions, settings = Positions(), self.settings
         pairs = [
-            (TokenStore(k, settings, positions if rotation else None, rotation), TokenStore(v, settings))
-            for (k, v), rotation in zip(self.compressor.coders, self.rotations, strict=True)
+            (
+                TokenStore(k, settings, positions if rotation else None, rotation, reach=reach),
+                TokenStore(v, settings, reach=reach),
+            )
+            for (k, v), rotation, reach in zip(self.compressor.coders, self.rotations, self.reaches, strict=True)
         ]
         return Group(rows, pairs, positions)
 
@@ -200,6 +205,8 @@ class Batch:
         for group in self.groups:
             group.step = None
             group.positions.tables = {}
+            for store in group.all_stores if self.tokens is None else ():  # padded sequences do not line up
+                store.drop()
 
     def reset(self) -> None:
         """Forget every token."""

@@ -17,6 +17,8 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.packed_attention import packed_states, reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.cache.store import TokenStore
+from vqkv.codecs.predictive import ROLES
+from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.layers import kv_layers, rotations
 from vqkv.models.load import layer_devices
@@ -28,8 +30,6 @@ class CompressedLayer(CacheLayerMixin):
     """One layer of a ``CompressedCache``. What it stores is in ``batch``, which all layers share."""
 
     is_compileable = False
-    is_croppable = True
-    is_sliding = False
 
     index: int
     batch: Batch
@@ -41,6 +41,21 @@ class CompressedLayer(CacheLayerMixin):
     def stores(self) -> tuple[TokenStore, TokenStore]:
         """This layer's keys and values, of the first group of sequences."""
         return self.batch.groups[0].stores[self.index]
+
+    @property
+    def is_sliding(self) -> bool:
+        """True if its queries see the last tokens only."""
+        return self.batch.reaches[self.index] is not None
+
+    @property
+    def first(self) -> int:
+        """The number of the first token that is still here."""
+        return self.stores[0].first if self.batch.groups else 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """False once tokens were dropped that a cropped cache would need."""
+        return not self.first
 
     def lazy_initialization(self, key_states, value_states) -> None:
         """Nothing to allocate: payloads grow by concatenation."""
@@ -74,7 +89,7 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         """(length of keys the next ``query_length`` queries read, offset)."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + length, 0
+        return self.get_seq_length() - self.first + length, self.first
 
     def get_max_length(self) -> int:
         """-1: grows without a limit."""
@@ -92,8 +107,8 @@ class CompressedCache(Cache):
     ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
     sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what
     attention reads of quantized tokens is kept from step to step, the oldest tokens first; by default nothing, so that
-    every step decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window keep
-    all their tokens, of which the model's mask shows attention the last. One forward pass at a time.
+    every step decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window drop
+    blocks of tokens that no query can see any more. One forward pass at a time.
     """
 
     layer_class = CompressedLayer
@@ -105,8 +120,12 @@ class CompressedCache(Cache):
         self.compressor, self.model = compressor, weakref.ref(model)
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
         turns = rotations(model) if self.settings.pre_rope else [None] * self.settings.num_layers
-        self.batch = Batch(compressor, self.settings, turns)
-        layers = DynamicCache(config=model.config).layers or [None] * self.settings.num_layers
+        layers = DynamicCache(config=model.config).layers
+        windows = [getattr(layers[layer.layer_idx], "sliding_window", None) for layer in kv_layers(model)]
+        self.reaches = [window and window - 1 for window in windows]
+        # where layers are predicted from each other their tokens must line up
+        kept = [None] * len(windows) if compressor.predictions else self.reaches
+        self.batch = Batch(compressor, self.settings, turns, kept)
         for number, layer in enumerate(kv_layers(model)):
             layers[layer.layer_idx] = self.layer_class(number, self.batch)
         super().__init__(layers=layers)
@@ -159,6 +178,8 @@ class CompressedCache(Cache):
         self.batch.check_complete()
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
+        if tokens_to_remove and not self.is_croppable:
+            raise DataError("tokens that a cropped cache would need have left a sliding window: reset() it")
         for layer in self.others:
             layer.crop(tokens_to_remove)
         self.batch.truncate(self.batch.slots + tokens_to_remove)
@@ -196,18 +217,22 @@ class CompressedCache(Cache):
         kinds = Counter(sinks=0, window=0, decoded=0)
         kinds["positions"] = tensor_bytes([group.positions.explicit for group in groups])
         kinds["padding"] = tensor_bytes(self.batch.tokens)
-        packed_bytes = packed_values = values = 0
+        packed_bytes = packed_values = values = dynamic = 0
         for group in groups:
             dims = [heads * dim for heads, *both in settings.shapes for dim in both]
             for store, dim in zip(group.all_stores, dims, strict=True):
+                size = len(group.rows) * dim
                 kinds.update({name: tensor_bytes(getattr(store, name)) for name in ("sinks", "window", "decoded")})
                 if store.payload is not None:
                     kinds.update({name: tensor_bytes(tensor) for name, tensor in store.payload.tensors.items()})
                     packed_bytes += tensor_bytes(store.payload)
-                packed_values += store.parts[1] * len(group.rows) * dim
-                values += sum(store.parts) * len(group.rows) * dim
-        side = self.compressor.side_bytes
-        return Report(dict(kinds), packed_bytes, packed_values, values, self.batch.slots, self.batch.size, side)
+                packed_values += store.parts[1] * size
+                values += sum(store.parts) * size
+            seen = group.positions.seq_len
+            reaches = [reach for reach in self.reaches for _ in ROLES]
+            dynamic += len(group.rows) * sum(min(seen, reach or seen) * dim for reach, dim in zip(reaches, dims))
+        shape = self.batch.slots, self.batch.size
+        return Report(dict(kinds), packed_bytes, packed_values, values, *shape, self.compressor.side_bytes, dynamic)
 
     def __repr__(self) -> str:
         return f"CompressedCache({self.compressor.name}: {self.report()})"

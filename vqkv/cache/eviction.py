@@ -232,4 +232,4 @@ class EvictingCache(CompressedCache):
             [layer.stores[0].kept for layer in self.compressed] if self.batch.groups else []
         )
         values = report.values * report.seq_len // stored if stored else 0
-        return dataclasses.replace(report, kinds=kinds, values=values)
+        return dataclasses.replace(report, kinds=kinds, values=values, dynamic_values=values)

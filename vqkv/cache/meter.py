@@ -13,7 +13,8 @@ FP16_BITS = 16
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Bytes of one cache by kind. ``values`` counts the cached elements of K and V of all tokens, ``packed_values``
-    those whose tokens are packed; ``kinds`` maps a kind of storage (codes, scale, sinks, window, ...) to bytes."""
+    those whose tokens are packed; ``kinds`` maps a kind of storage (codes, scale, sinks, window, ...) to bytes.
+    ``dynamic_values``: those that transformers' ``DynamicCache`` would hold, without what no sliding window sees."""
 
     kinds: dict[str, int]
     packed_bytes: int
@@ -22,6 +23,7 @@ class Report:
     seq_len: int
     batch_size: int
     side_bytes: int
+    dynamic_values: int | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -40,8 +42,9 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """Bytes of the live fp16 cache of the same tokens over ``cache_bytes`` (side information apart)."""
-        return self.values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
+        """Bytes of transformers' cache of the same tokens in fp16 over ``cache_bytes`` (side information apart)."""
+        values = self.values if self.dynamic_values is None else self.dynamic_values
+        return values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
 
     def as_dict(self) -> dict:
         """Everything as plain numbers, for a table or JSON."""
@@ -63,7 +66,8 @@ def total(reports: list[Report]) -> Report:
     sums = [sum(getattr(r, name) for r in reports) for name in ("packed_bytes", "packed_values", "values")]
     rows = sum(report.batch_size for report in reports)
     longest, side = (max((getattr(r, name) for r in reports), default=0) for name in ("seq_len", "side_bytes"))
-    return Report(dict(kinds), *sums, longest, rows, side)
+    dynamic = sum(r.values if r.dynamic_values is None else r.dynamic_values for r in reports)
+    return Report(dict(kinds), *sums, longest, rows, side, dynamic)
 
 
 def tensor_bytes(*objects) -> int:

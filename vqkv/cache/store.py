@@ -39,7 +39,8 @@ class TokenStore:
     from the end of a block: as forgetting a part of a block would mean to quantize the rest anew, at the price of a
     second error, they stay and are never read. ``decoded``: what attention reads of the first ``upto`` quantized
     tokens, if it is kept from step to step. ``positions``: of keys stored before their ``rotation``; ``kept``: the
-    tokens that these keys are of, once some were evicted.
+    tokens that these keys are of, once some were evicted. ``reach``: how many of the last tokens a later query can see,
+    of a layer with a sliding window; ``first``: the number of the first token that is still here.
     """
 
     coder: PredictiveCodec
@@ -53,6 +54,8 @@ class TokenStore:
     holes: tuple[int, ...] = ()
     decoded: Tensor | None = None
     upto: int = 0
+    reach: int | None = None
+    first: int = 0
 
     @property
     def quantized(self) -> int:
@@ -100,7 +103,7 @@ class TokenStore:
         """Store new tokens, then quantize the oldest of those beyond the sinks and the recent window."""
         states = states.detach()  # a stored graph would hold every activation
         settings, (sinks, quantized, window) = self.settings, self.parts
-        if sinks < settings.sink_tokens and states.shape[2]:
+        if sinks < settings.sink_tokens and states.shape[2] and not self.first:
             head = states[:, :, : settings.sink_tokens - sinks]
             self.sinks = _append(self.sinks, _checked(head, settings.exact))
             sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
@@ -116,6 +119,20 @@ class TokenStore:
         payload = self.coder.encode(self._turn(unrotate, old, sinks + quantized), step.fresh)
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = left
+
+    def drop(self) -> None:
+        """Forget tokens that no later query can see: all sinks, then whole blocks."""
+        sinks, quantized, window = self.parts
+        spare = 0 if self.reach is None or self.holes else sinks + quantized + window - self.reach
+        if spare <= 0 or spare < sinks:
+            return
+        gone = min(quantized, spare - sinks)
+        gone -= gone % self.settings.block
+        self.sinks, self.first = None, self.first + sinks + gone
+        if gone:
+            self.payload = self.payload.tokens(gone, quantized) if gone < quantized else None
+            self.decoded = None if self.upto <= gone else self.decoded[:, :, gone:].clone()
+            self.upto = max(0, self.upto - gone)
 
     def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
@@ -201,7 +218,9 @@ class TokenStore:
         return x[:, :, read.nonzero()[:, 0].to(x.device)]
 
     def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
-        return keys if self.positions is None else self.positions.turn(self.rotation, turn, keys, start, self.kept)
+        if self.positions is None:
+            return keys
+        return self.positions.turn(self.rotation, turn, keys, self.first + start, self.kept)
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
         """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All
