@@ -107,3 +107,24 @@ def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
     other = small_models.load("gpt2", tmp_path)
     with pytest.raises(FormatError, match="was fitted to .* with model_type"):
         compressor.new_cache(other)
+
+
+@pytest.mark.parametrize(
+    "preset", [presets.fp16(), presets.quanto(4, 32), presets.vqllm(2, 16, 8), presets.kivi(4, 8, 4)]
+)
+@pytest.mark.parametrize("name", sorted(small_models.SLIDING))
+def test_sliding_windows_drop_what_no_query_sees(name, preset, tmp_path):
+    """The text is read as if all had been kept, and what is counted is what transformers' own cache holds."""
+    model = small_models.sliding(name, tmp_path)
+    compressor = calibrate(model, TOKENS, preset, progress=False)
+    cache, whole, dynamic = compressor.new_cache(model), compressor.new_cache(model), DynamicCache(config=model.config)
+    whole.batch.reaches = [None] * len(whole.batch.reaches)
+    read, kept, _ = (run(model, each) for each in (cache, whole, dynamic))
+    torch.testing.assert_close(read, kept, rtol=1e-4, atol=1e-4)
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in dynamic.layers)
+    report = cache.report()
+    assert report.dynamic_values == held and report.ratio == pytest.approx(2 * held / report.cache_bytes)
+    assert report.cache_bytes < whole.report().cache_bytes
+    assert report.cache_bytes == tensor_bytes(cache) - tensor_bytes(compressor)
+    with pytest.raises(DataError, match="have left a sliding window"):
+        cache.crop(-1)

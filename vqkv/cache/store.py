@@ -121,14 +121,17 @@ class TokenStore:
         self.window = left
 
     def drop(self) -> None:
-        """Forget tokens that no later query can see: all sinks, then whole blocks."""
+        """Forget tokens that no later query can see: all sinks, whole blocks, and once none is left the window's."""
         sinks, quantized, window = self.parts
         spare = 0 if self.reach is None or self.holes else sinks + quantized + window - self.reach
         if spare <= 0 or spare < sinks:
             return
         gone = min(quantized, spare - sinks)
         gone -= gone % self.settings.block
-        self.sinks, self.first = None, self.first + sinks + gone
+        waiting = spare - sinks - gone if gone == quantized else 0
+        self.sinks, self.first = None, self.first + sinks + gone + waiting
+        if waiting:
+            self.window = self.window[:, :, waiting:].clone()
         if gone:
             self.payload = self.payload.tokens(gone, quantized) if gone < quantized else None
             self.decoded = None if self.upto <= gone else self.decoded[:, :, gone:].clone()
