@@ -1,7 +1,9 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
+from scipy.stats import bootstrap
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -9,6 +11,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
+from vqkv.models.load import kv_sources
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -39,12 +42,14 @@ def evaluate(
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest ``step_size`` tokens at a time). ``batch_size``: sequences at a time, by
-    default 8, or as few as keep logits below ``LOGITS`` values. ``reconstruction``: whether to measure the MSE of K
-    and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence.
+    them, then decode and score the rest ``step_size`` tokens at a time). Only tokens that read something packed are
+    scored. ``batch_size``: sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values.
+    ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each`` and
+    ``top1_each``, lists with one number a sequence.
 
-    Returns perplexities, KL(exact || compressed) in nats (mean, and std and worst over sequences), top-1 agreement,
-    relative MSE of K, V and attention output, and the byte meter's numbers.
+    Returns perplexities, KL(exact || compressed) in nats (mean with a 95% bootstrap interval over sequences, std and
+    worst), top-1 agreement, relative MSE of K, V and attention output, the byte meter's numbers, how many tokens of a
+    sequence were scored, and how many exact tokens (its own piece's included) such a token saw on average.
 
     ``exact``: an ``ExactPass`` of ``model``, which remembers the model's own predictions where many compressors are
     compared on the same tokens; for as long as the model is not changed. Within ``processes.launched()`` every process
@@ -64,8 +69,10 @@ def evaluate(
 
     def measure(number: int) -> Sums:
         batch, marks = batches[number].to(model.device), marked[number]
-        cache = compressor.new_cache(model, in_place=protocol == "in_place")
-        sums = _compare(exact, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
+        in_place = protocol == "in_place"
+        cache = compressor.new_cache(model, in_place=in_place)
+        first = compressor.settings.sink_tokens if in_place else start
+        sums = _compare(exact, cache, batch, pieces, first, None if marks is None else marks.to(model.device))
         return sums | (_reconstruction(exact, compressor, batches[number]) if reconstruction else {})
 
     totals = _all_batches(measure, len(batches))
@@ -117,7 +124,18 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
 
 
 def _spread(kl: Tensor) -> dict:
-    return {"kl_mean": kl.mean().item(), "kl_std": kl.std(correction=0).item(), "kl_worst": kl.max().item()}
+    low, high = bootstrap_interval(kl)
+    std, worst = kl.std(correction=0).item(), kl.max().item()
+    return {"kl_mean": kl.mean().item(), "kl_low": low, "kl_high": high, "kl_std": std, "kl_worst": worst}
+
+
+def bootstrap_interval(x: Tensor) -> tuple[float, float]:
+    """95% percentile interval of the mean of ``x`` (num_seqs), by drawing sequences anew (Efron & Tibshirani 1993,
+    chapter 13); NaN of fewer than two."""
+    if len(x) < 2 or not x.isfinite().all():
+        return float("nan"), float("nan")
+    draws = bootstrap((x.double().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0)
+    return float(draws.confidence_interval.low), float(draws.confidence_interval.high)
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
@@ -164,21 +182,23 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     return [prompt_len] + [step_size] * whole + [rest] * (rest > 0), prompt_len
 
 
-def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> dict:
-    """Per-sequence sums and means of one batch."""
+def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Sums:
+    """Per-sequence means over the scored tokens of one batch, and sums."""
     model = exact_pass.model
     exact, exact_attention = exact_pass(tokens)
-    exact = exact[:, start:-1]
     with attention_outputs(model) as packed_attention:
-        logits = _read_packed(model, cache, tokens.split(pieces, dim=1))
-    logits, targets = torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
+        logits, exact_tokens = _read_packed(model, cache, tokens.split(pieces, dim=1))
+    read = [sum(pieces[:i]) for i, count in enumerate(exact_tokens) if count is not None]
+    start = max(start, read[0])
+    exact, logits, targets = exact[:, start:-1], torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),
         "nll": token_nll(logits, targets).mean(1),
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
+        "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
         "attention_mse": _attention_sums(exact_attention, packed_attention, start),
-        "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED]),
+        "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED] + [targets.shape[1]]),
     }
     if answers is not None:
         marked = answers[:, start + 1 :]
@@ -187,27 +207,48 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> di
     return out
 
 
-def _read_packed(model, cache, pieces) -> list[Tensor]:
-    """Logits of each piece. Raises ``DataError`` if the last one, which may be the only one, reads nothing packed."""
-    *before, last = pieces
-    logits = [model(piece, past_key_values=cache, use_cache=True).logits for piece in before]
-    read = cache.report().packed_values
-    logits.append(model(last, past_key_values=cache, use_cache=True).logits)
-    if not (read if before else cache.report().packed_values):  # in place: packed before it is read
+def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float | None]]:
+    """Logits of each piece, and how many exact tokens the cache held when it was read; None while nothing was packed.
+    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+    logits, exact_tokens = [], []
+    for piece in pieces:
+        before = _exact_tokens(model, cache)
+        logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
+        exact_tokens.append(before)
+    if len(pieces) == 1:  # in place: packed before it is read
+        exact_tokens = [_exact_tokens(model, cache)]
+    if exact_tokens[-1] is None:
         raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
-    return logits
+    return logits, exact_tokens
+
+
+def _exact_tokens(model, cache) -> float | None:
+    """Tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
+    report = cache.report()
+    per_token = 2 * sum(source.num_kv_heads * source.head_dim for source in kv_sources(model)) * report.batch_size
+    return (report.values - report.packed_values) / per_token if report.packed_values else None
+
+
+def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Tensor:
+    """Exact tokens that each token reads: those stored before its piece, the piece's up to itself unless it is the only
+    one, which is read packed."""
+    own = [torch.arange(1.0, length + 1) * (len(pieces) > 1) for length in pieces]
+    return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 
 
 def _summary(batches: list[Sums]) -> dict:
     kept_apart = ("report", "attention_mse", *ROLES_MSE)
     joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in kept_apart}
-    report = dict(zip(MEASURED, sum(b["report"] for b in batches).tolist(), strict=True))
-    first = dict(zip(MEASURED, batches[0]["report"].tolist(), strict=True))
+    names = (*MEASURED, "scored_tokens")
+    report = dict(zip(names, sum(b["report"] for b in batches).tolist(), strict=True))
+    first = dict(zip(names, batches[0]["report"].tolist(), strict=True))
     packed, kl = report["packed_values"], joined["kl"]
     recall = {name: joined[name].mean().item() for name in ("recall_exact", "recall") if name in joined}
     return {
         "num_seqs": len(kl),
         "seq_len": first["seq_len"],
+        "scored_tokens": first["scored_tokens"],
+        "exact_neighbours": joined["exact_neighbours"].mean().item(),
         "ppl_exact": joined["nll_exact"].mean().exp().item(),
         "ppl": joined["nll"].mean().exp().item(),
         **_spread(kl),
