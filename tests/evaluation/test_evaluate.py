@@ -13,8 +13,9 @@ from vqkv.cache.store import ForwardPass
 from vqkv.codecs.predictive import Known
 from vqkv.data.recall import RecallTask
 from vqkv.evaluation import metrics
-from vqkv.evaluation.evaluate import evaluate_restored
+from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
+from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
 
 
@@ -88,6 +89,43 @@ def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
     for _ in range(2):
         forgetful.keys_and_values(tokens, post_rope)
     assert len(calls) == 4
+
+
+def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
+    """Blocks of 16 in pieces of 8: the first two pieces read nothing packed. Each later one sees what waits for its
+    block, and its own piece up to itself."""
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 16), progress=False)
+    settings = dataclasses.replace(compressor.settings, recent_window=0, flush_block=16)
+    compressor = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
+    row = evaluate(mini[0], compressor, tokens, chunk_size=8)
+    held = [0, 8, 0, 8, 0, 8]  # exact tokens stored before the pieces from token 16 on
+    seen = [stored + i for stored in held for i in range(1, 9)][:-1]  # the last token has no successor to predict
+    assert row["scored_tokens"] == 64 - 16 - 1
+    assert row["exact_neighbours"] == pytest.approx(sum(seen) / len(seen))
+    alone = [evaluate(mini[0], compressor, tokens[i : i + 1], chunk_size=8)["kl_mean"] for i in range(3)]
+    assert sum(alone) / 3 == pytest.approx(row["kl_mean"], rel=1e-4)
+    in_place = evaluate(mini[0], compressor, tokens, "in_place")
+    assert in_place["exact_neighbours"] == 0 and in_place["scored_tokens"] == 63
+
+
+def test_an_fp16_cache_lies_at_its_own_floor(mini, tokens, one_bit):
+    fp16 = vqkv.calibrate(mini[0], tokens, presets.fp16(), progress=False)
+    for protocol in ("in_place", "chunked", "snapshot"):
+        row = evaluate(mini[0], fp16, tokens, protocol, reconstruction=False)
+        assert 0.2 < row["kl_mean"] / row["kl_floor"] < 5
+        assert evaluate(mini[0], one_bit, tokens, protocol, reconstruction=False)["kl_floor"] < 1e-2 * row["top1"]
+    floor = noise_floor(ExactPass(mini[0]), tokens)
+    assert floor["fp32, read in pieces"] < floor["fp16"] < floor["bf16"] < 1e-3
+
+
+def test_bootstrap_interval_holds_the_mean_and_narrows_with_more_sequences():
+    x = torch.arange(400.0) % 7
+    (low, high), (few_low, few_high) = bootstrap_interval(x), bootstrap_interval(x[:20])
+    half = 1.96 * x.std(correction=0).item() / 20
+    assert low == pytest.approx(x.mean().item() - half, abs=0.03)
+    assert high == pytest.approx(x.mean().item() + half, abs=0.03)
+    assert few_high - few_low > 3 * (high - low)
+    assert all(math.isnan(end) for end in bootstrap_interval(x[:1]))
 
 
 def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):

@@ -47,9 +47,10 @@ def evaluate(
     ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each`` and
     ``top1_each``, lists with one number a sequence.
 
-    Returns perplexities, KL(exact || compressed) in nats (mean with a 95% bootstrap interval over sequences, std and
-    worst), top-1 agreement, relative MSE of K, V and attention output, the byte meter's numbers, how many tokens of a
-    sequence were scored, and how many exact tokens (its own piece's included) such a token saw on average.
+    Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
+    and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
+    MSE of K, V and attention output; the byte meter's numbers; how many tokens of a sequence were scored, and how many
+    exact tokens (its own piece's included) such a token saw on average.
 
     ``exact``: an ``ExactPass`` of ``model``, which remembers the model's own predictions where many compressors are
     compared on the same tokens; for as long as the model is not changed. Within ``processes.launched()`` every process
@@ -58,7 +59,7 @@ def evaluate(
     Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
     packed token to be read.
     """
-    exact = ExactPass(model, entries=0) if exact is None else exact
+    exact = ExactPass(model, entries=1) if exact is None else exact
     _check_arguments(model, tokens, protocol, answers, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
@@ -196,6 +197,7 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         "nll": token_nll(logits, targets).mean(1),
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
+        "kl_floor": exact_pass.floor(tokens, pieces)[:, start:-1].mean(1),
         "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
         "attention_mse": _attention_sums(exact_attention, packed_attention, start),
         "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED] + [targets.shape[1]]),
@@ -252,6 +254,7 @@ def _summary(batches: list[Sums]) -> dict:
         "ppl_exact": joined["nll_exact"].mean().exp().item(),
         "ppl": joined["nll"].mean().exp().item(),
         **_spread(kl),
+        "kl_floor": joined["kl_floor"].mean().item(),
         "top1": joined["top1"].mean().item(),
         **_mean_ratios(batches, "attention_mse"),
         "bits_per_value": 8 * report["packed_bytes"] / packed if packed else float("nan"),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import DataError
+from vqkv.evaluation.floor import floor_kl
 from vqkv.models.capture import capture
 from vqkv.models.load import kv_sources
 
@@ -40,6 +41,14 @@ class ExactPass:
         """Keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
         kind = "keys after RoPE" if post_rope else "keys before RoPE"
         return self._remembered(kind, tokens, lambda: capture(self.model, tokens, post_rope=post_rope))
+
+    def floor(self, tokens: Tensor, pieces: list[int]) -> Tensor:
+        """KL (batch, seq_len) between the model and itself with an fp16 cache that is read in these pieces."""
+
+        def compute() -> tuple:
+            return (floor_kl(self.model, self(tokens)[0], tokens, pieces, torch.float16),)
+
+        return self._remembered(f"floor of {pieces}", tokens, compute)[0]
 
     def _remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
         """``compute()``, or what it was for the same tokens."""
