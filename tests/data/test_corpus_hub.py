@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import HUB_CORPORA, check_corpus, documents
+from vqkv.data.corpus import HUB_CORPORA, SPLITS, check_corpus, documents
 from vqkv.data.windows import tokenizer_hash
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -44,10 +44,12 @@ def test_without_a_test_split_documents_are_held_out(tokenizer, tmp_path):
         f"redpajama@{folders.redpajama(tmp_path / 'red')}",
         f"slimpajama@{folders.slimpajama(tmp_path / 'slim', test=False)}",
     ):
-        train, test = (set(documents(name, split)) for split in ("train", "test"))
-        assert not train & test and len(train | test) == 120 and 0 < len(test) < 20
+        found = [set(documents(name, split)) for split in SPLITS]
+        assert sum(map(len, found)) == len(set.union(*found)) == 120 and all(0 < len(held) < 20 for held in found[1:])
     name = f"slimpajama@{folders.slimpajama(tmp_path / 'both')}"
     assert all(text.startswith("test") for text in documents(name, "test"))
+    train, validation = (set(documents(name, split)) for split in ("train", "validation"))
+    assert not train & validation and all(text.startswith("train") for text in train | validation) and validation
 
 
 def test_joined_windows_are_those_of_the_whole_text(tokenizer, tmp_path):
