@@ -1,8 +1,9 @@
 """Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini``.
 
-One script for any device; a killed run goes on from ``--state``, written every five minutes. Three stages: walks along
-random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), walks and repeats
-over the whole vocabulary likewise, then text with a fifth of repeats and a tenth of recall. AdamW, because the models
+One script for any device; a killed run goes on from ``--state``, written every five minutes. Two stages: walks along
+random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then of words from a
+set that doubles each time this is learned, up to the whole vocabulary; then text with a fifth of repeats and a tenth of
+recall. AdamW, because the models
 that the four sources study were trained with it, and their outlier channels are partly its doing. The learning rate
 warms up, stays constant and decays over the last fifth of ``--tokens``; the state before the decay is kept, so that a
 longer run goes on as if there had been none.
@@ -29,14 +30,14 @@ from vqkv.reference.measure import abilities, packed_bits_per_byte
 from vqkv.reference.rows import IGNORE, WORDS, TokenStream, Words, far_repeat, recall, repeats, walk
 from vqkv.runtime.machine import processor
 
-LEARNING_RATES = (5e-4, 5e-4, 1e-3)  # by stage
-WEIGHT_DECAYS = (0.0, 0.0, 0.1)
+LEARNING_RATES = (5e-4, 1e-3)  # by stage
+WEIGHT_DECAYS = (0.0, 0.1)
 WARMUP_STEPS = 200
 DECAY_SHARE = 0.2
 SAVE_SECONDS = 300
 MEASURE_TOKENS = 500_000
-FIRST_MEASURE_TOKENS = 100_000  # in the first two stages
-PASSED_LOSS = 0.6  # nats, over 50 steps, at which the next stage begins; a walk's jumps alone cost 0.22
+FIRST_MEASURE_TOKENS = 100_000  # in the first stage
+PASSED_LOSS = 0.6  # nats, over 50 steps, at which the walks' words double; a walk's jumps alone cost 0.22
 PASSED = 0.85  # recall at which rows of twice as many pairs begin
 MOST_PAIRS = 32
 # (from this many tokens on, shapes (sequences, tokens) of a step, one of which is drawn)
@@ -57,26 +58,26 @@ class Mixture:
         self.text = TokenStream(data / "train.bin", tokenizer)
         self.vocabulary = np.arange(1, len(tokenizer))
         self.words = Words.of(tokenizer)
-        self.few = self.words.keys[:WORDS]
+        others = np.setdiff1d(self.vocabulary, self.words.all)
+        self.order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
 
     def shape(self, stage: int, tokens: int, seed: int) -> tuple[int, int]:
         """(sequences, tokens a sequence) of a step."""
-        shapes = FIRST_SHAPES if stage < 2 else [row[1] for row in SHAPES if row[0] <= tokens][-1]
+        shapes = FIRST_SHAPES if stage == 0 else [row[1] for row in SHAPES if row[0] <= tokens][-1]
         return shapes[np.random.default_rng([seed, 2]).integers(len(shapes))]
 
-    def batch(self, rows: int, seq_len: int, stage: int, pairs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        self, rows: int, seq_len: int, stage: int, words: int, pairs: int, seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, labels), both (rows, seq_len) int64; labels are -100 where nothing can be known."""
         rng = np.random.default_rng([seed, 3])
-        found = [self._row(rng, seq_len, stage, pairs) for _ in range(rows)]
+        found = [self._row(rng, seq_len, stage, words, pairs) for _ in range(rows)]
         tokens, labels = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*found))
         return tokens, labels
 
-    def _row(self, rng, seq_len: int, stage: int, pairs: int):
+    def _row(self, rng, seq_len: int, stage: int, words: int, pairs: int):
         if stage == 0:
-            return walk(rng, seq_len, self.few)
-        if stage == 1:
-            words = rng.choice(self.vocabulary, rng.integers(4, seq_len // 3), replace=False)
-            return walk(rng, seq_len, words) if rng.random() < 0.5 else repeats(rng, seq_len, self.vocabulary)
+            return walk(rng, seq_len, rng.choice(self.order[:words], min(words, WORDS), replace=False))
         kind = rng.choice([*SHARES, "text"], p=[*SHARES.values(), 1 - sum(SHARES.values())])
         if kind == "recall":
             return self._recall(rng, seq_len, pairs)
@@ -106,7 +107,16 @@ class Trainer:
         torch.manual_seed(0)
         self.model = ARCHITECTURES[name]().to(device)
         self.optimizer = _optimizer(self.model)
-        self.log = {"tokens": 0, "steps": 0, "stage": 0, "pairs": 2, "loss": [], "measured": [], "runs": []}
+        self.log = {
+            "tokens": 0,
+            "steps": 0,
+            "stage": 0,
+            "words": WORDS,
+            "pairs": 2,
+            "loss": [],
+            "measured": [],
+            "runs": [],
+        }
         if (state / "log.json").exists():
             self._resume()
 
@@ -138,7 +148,7 @@ class Trainer:
         log = self.log
         rows, seq_len = self.mixture.shape(log["stage"], log["tokens"], log["steps"])
         rows *= CUDA_ROWS if self.device == "cuda" else 1
-        loss = self.loss(*self.mixture.batch(rows, seq_len, log["stage"], log["pairs"], log["steps"]))
+        loss = self.loss(*self.mixture.batch(rows, seq_len, log["stage"], log["words"], log["pairs"], log["steps"]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
@@ -168,10 +178,9 @@ class Trainer:
                 if len(losses) == 50:
                     log["loss"].append([log["tokens"], round(sum(losses) / len(losses), 4)])
                     losses.clear()
-                    if log["stage"] < 2 and log["loss"][-1][1] < PASSED_LOSS:
-                        log["stage"] += 1
-                        bar.write(f"stage {log['stage']} at {log['tokens']:,} tokens")
-                every = MEASURE_TOKENS if log["stage"] == 2 else FIRST_MEASURE_TOKENS
+                    if log["stage"] == 0 and log["loss"][-1][1] < PASSED_LOSS:
+                        self._widen(bar)
+                every = MEASURE_TOKENS if log["stage"] == 1 else FIRST_MEASURE_TOKENS
                 if before // every != log["tokens"] // every:
                     self._measure(bar)
                 if time.monotonic() - saved > SAVE_SECONDS:
@@ -184,12 +193,19 @@ class Trainer:
                 bar.update(log["tokens"] - before)
         self.save_state()
 
+    def _widen(self, bar) -> None:
+        """Walk among twice as many words or, when those were all, begin with text."""
+        log = self.log
+        log["stage"] = int(log["words"] == len(self.mixture.order))
+        log["words"] = min(2 * log["words"], len(self.mixture.order))
+        bar.write(f"stage {log['stage']}, {log['words']} words at {log['tokens']:,} tokens")
+
     def _measure(self, bar) -> None:
         """Log recall by pairs and distance, induction, bits per byte; go on to what is harder once it is passed."""
         log, words = self.log, self.mixture.words
         self.model.eval()
-        row = {"tokens": log["tokens"], "stage": log["stage"], "pairs": log["pairs"]}
-        row |= abilities(self.model, self.tokenizer, words, self.validation if log["stage"] == 2 else None, windows=32)
+        row = {"tokens": log["tokens"], "stage": log["stage"], "words": log["words"], "pairs": log["pairs"]}
+        row |= abilities(self.model, self.tokenizer, words, self.validation if log["stage"] == 1 else None, windows=32)
         if row["recall"][str(log["pairs"])] >= PASSED:
             log["pairs"] = min(MOST_PAIRS, 2 * log["pairs"])
         self.model.train()

@@ -46,13 +46,15 @@ class Subject(NamedTuple):
 
 
 def subject(
-    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None
-) -> Subject:
+    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None,
+    held_out: str = "test",
+) -> Subject:  # fmt: skip
     """A model and its calibration and held-out tokens, ``train`` and ``test`` as (num_seqs, seq_len); all arguments are
-    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given."""
+    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given; ``held_out``: their split,
+    ``validation`` for what chooses among designs."""
     model, tokenizer, sources, exact = loaded(name=name, dtype=dtype, device=device)
     how = {"name": name, "dtype": dtype, "device": device, "corpus": corpus}
-    seeds = {"train": seed, "test": seed if test_seed is None else test_seed}
+    seeds = {"train": seed, held_out: seed if test_seed is None else test_seed}
     texts = [_text(split=split, size=size, seed=seeds[split], **how) for split, size in zip(seeds, (train, test))]
     for _, drawn in texts:
         sources = sources | drawn
