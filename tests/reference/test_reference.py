@@ -75,13 +75,17 @@ def _interrupt():
 
 
 def test_labels_stand_where_something_can_be_known(tokenizer, data):
-    words, rng = rows.Words.of(tokenizer, 64), np.random.default_rng(0)
+    words, rng = rows.Words.of(tokenizer), np.random.default_rng(0)
     assert not set(words.keys) & set(words.values)
     text = rows.TokenStream(data / "train.bin", tokenizer)
     for _ in range(20):
         row, labels = rows.repeats(rng, 64, words.all)
         for at in np.flatnonzero(labels != rows.IGNORE):  # the pair stood there before
             assert (row[at - 1], row[at]) in set(itertools.pairwise(row[:at])) and labels[at] == row[at]
+        row, labels = rows.walk(rng, 64, words.keys[:16])
+        for at in np.flatnonzero(labels != rows.IGNORE):  # and whatever follows this word, always the same does
+            assert (row[at - 1], row[at]) in set(itertools.pairwise(row[:at])) and labels[at] == row[at]
+        assert 20 < (labels != rows.IGNORE).sum() < 60
         row, labels, distance = rows.recall(rng, 96, words, 4, text.span(rng, 30))
         for at in np.flatnonzero(labels != rows.IGNORE):
             assert row[at] == labels[at] == row[at - distance[at]] and row[at - 1] == row[at - distance[at] - 1]
@@ -92,13 +96,24 @@ def test_labels_stand_where_something_can_be_known(tokenizer, data):
 
 def test_every_kind_of_row_is_a_function_of_the_seed(tokenizer, data):
     mixture = train.Mixture(data, tokenizer)
-    for stage in (0, 1, 2):
+    for stage, words in ((0, 16), (0, 300), (1, 4096)):
         for seed in range(4):
-            first, again = (mixture.batch(6, 128, stage, 8, seed) for _ in range(2))
+            first, again = (mixture.batch(6, 128, stage, words, 8, seed) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
             assert first[0].shape == first[1].shape == (6, 128)
             assert ((first[1] == rows.IGNORE) | (first[1] == first[0])).all()
-        assert not torch.equal(mixture.batch(6, 128, stage, 8, 0)[0], mixture.batch(6, 128, stage, 8, 1)[0])
+        assert not torch.equal(
+            mixture.batch(6, 128, stage, words, 8, 0)[0], mixture.batch(6, 128, stage, words, 8, 1)[0]
+        )
+
+
+def test_walks_widen_up_to_the_whole_vocabulary_and_then_comes_text(data, tmp_path, monkeypatch):
+    trainer = train.Trainer("gpt2-mini", "cpu", data, tmp_path, 100)
+    seen = []
+    while trainer.log["stage"] == 0:
+        seen.append(trainer.log["words"])
+        trainer._widen(SimpleNamespace(write=lambda text: None))
+    assert seen[:3] == [16, 32, 64] and seen[-1] == len(trainer.tokenizer) - 1 and len(seen) < 12
 
 
 def test_what_is_measured_of_a_model_is_what_it_does(tokenizer, data):
@@ -115,7 +130,7 @@ def test_what_is_measured_of_a_model_is_what_it_does(tokenizer, data):
                     logits[row, i, ids[before[0] + 1] if before else 0] = 1.0
             return SimpleNamespace(logits=logits)
 
-    words = rows.Words.of(tokenizer, 64)
+    words = rows.Words.of(tokenizer)
     accuracy, queries, distance = measure.recall_accuracy(LooksBack(), words, 4, rows=3)
     assert accuracy == 1.0 and queries == 12 and 0 < distance < 24
     untrained = train.ARCHITECTURES["llama-mini"]()

@@ -28,8 +28,8 @@ can rerun it without a model hub. It is a reference for measuring KV-cache compr
 
 The `train` split of the bundled text ({documents:,} documents: source of Python's library and of the pinned packages,
 and their prose), random repeats, and key-value recall of random words. A document of which an edited copy is held out
-was left out; `vqkv/data/splits/train.txt` lists the others by content hash. First repeats of 64 words alone, then
-repeats over the whole vocabulary, then text with a fifth of repeats and a tenth of recall.
+was left out; `vqkv/data/splits/train.txt` lists the others by content hash. First walks along random cycles of 16
+words, then of ever more words up to the whole vocabulary, then text with a fifth of repeats and a tenth of recall.
 
 | run | tokens | time | on |
 |---|---|---|---|

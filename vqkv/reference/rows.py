@@ -29,9 +29,9 @@ class Words:
     bos: int
 
     @classmethod
-    def of(cls, tokenizer, count: int | None = None) -> "Words":
-        """The first ``count`` words of the tokenizer, or all."""
-        words = np.array(single_token_words(tokenizer)[:count])
+    def of(cls, tokenizer) -> "Words":
+        """All words of the tokenizer."""
+        words = np.array(single_token_words(tokenizer))
         (newline,) = tokenizer.encode("\n", add_special_tokens=False)
         return cls(words[::2], words[1::2], newline, tokenizer.bos_token_id)
 
@@ -49,7 +49,7 @@ def walk(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np
     at, row, labels, walked = 0, [], [], set()
     for jump in rng.random(seq_len) < JUMP:
         known = not jump and at in walked
-        walked |= set() if jump else {at}
+        walked |= {at} if row and not jump else set()
         at = int(rng.integers(len(cycle))) if jump else (at + 1) % len(cycle)
         row.append(cycle[at])
         labels.append(cycle[at] if known else IGNORE)
