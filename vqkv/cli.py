@@ -12,7 +12,7 @@ import yaml
 from vqkv import presets
 from vqkv.cache import saving
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.snapshot_format import SIZES, dtype_name
+from vqkv.cache.snapshot_format import SIZES
 from vqkv.cache.snapshots import MAGIC, SnapshotReader
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
@@ -207,7 +207,7 @@ def _file(path: Path) -> str:
         made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
         return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
     stream = SnapshotReader(path)
-    about = {"dtype": dtype_name(stream.layout.dtype)} | {name: getattr(stream.layout, name) for name in SIZES}
+    about = {name: getattr(stream.layout, name) for name in ("dtype", *SIZES)}
     return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
 
 

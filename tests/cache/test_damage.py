@@ -11,7 +11,7 @@ from saved_states import TOKENS, feed, half_way, made, same_state
 from snapshot_zoo import SMALL, cache, ends_of, same, small, write
 
 from vqkv import CompressedCache, Compressor, FormatError, calibrate
-from vqkv.cache.compressor_folder import FILE, FORMAT, VERSION
+from vqkv.cache.compressor import FILE, FORMAT, VERSION
 from vqkv.cache.snapshots import MAGIC, SnapshotReader
 from vqkv.runtime.files import save_checked
 

@@ -14,12 +14,12 @@ from transformers import DynamicCache
 
 import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
-from vqkv.cache import eviction as evict
 from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.eviction import H2O, heavy_hitters
+from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 from vqkv.models.load import kv_sources
+from vqkv.study.experiments.ladder import compare_scores, random_tokens
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -93,8 +93,8 @@ def test_evicting_equals_masking_the_evicted(model, streaming):
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (kept + 1, 40 - kept)
     for layer, expected_tokens in zip(cache.layers, alive, strict=True):
         assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
-        if (positions := layer.stores[0].positions) is not None:
-            assert torch.equal(token_mask(positions.tokens(), 40), expected_tokens)
+        if (held := layer.stores[0].kept) is not None:
+            assert torch.equal(token_mask(held.tokens(40), 40), expected_tokens)
     keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["head_dim"])
     torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
 
@@ -222,13 +222,6 @@ def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why
         assert sum(stream.layers[2].stores[1].parts) == 165
 
 
-@pytest.mark.parametrize("name", ["aqua-higgs", "kvsharer"])
-def test_layers_that_read_one_another_cannot_evict_each_on_its_own(llama, name):
-    compressor = calibrate(llama, TOKENS, PREDICTED[name], progress=False)
-    with pytest.raises(DataError, match="use a compressor without predictors"):
-        H2O(compressor)
-
-
 def test_generate_beams_copies_and_reset(llama):
     policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
     kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -258,6 +251,9 @@ def test_what_cannot_be_right_is_refused(llama):
         policy.new_cache(llama, in_place=True)
     with pytest.raises(DataError, match="packs blocks of 16 tokens"):
         H2O(calibrate(llama, TOKENS, SMALL["kivi"], progress=False), streaming=True).new_cache(llama)
+    for name in ("aqua-higgs", "kvsharer"):  # each layer of which would evict tokens of its own
+        with pytest.raises(DataError, match="use a compressor without predictors"):
+            H2O(calibrate(llama, TOKENS, PREDICTED[name], progress=False))
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
@@ -304,7 +300,7 @@ def test_heavy_hitters_beat_random_tokens_and_more_is_better(mini):
 
     whole, most, half = row(1.0), row(0.75), row(0.5)
     assert whole["kl_mean"] < 1e-5 < most["kl_mean"] < half["kl_mean"]
-    assert half["kl_mean"] < 0.5 * row(0.5, choose=evict.random_tokens(0))["kl_mean"]
+    assert half["kl_mean"] < 0.5 * row(0.5, choose=random_tokens(0))["kl_mean"]
     assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
     chunked = evaluate(mini[0], H2O(base, 0.5, streaming=True), tokens, "chunked")
     assert chunked["ratio"] == pytest.approx(2 / (1 + 4 / 256), rel=1e-3) and chunked["kl_mean"] > 1e-3
@@ -314,10 +310,10 @@ def test_scores_from_packed_keys_against_exact_ones(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
     base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
     rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
-    assert min(evict.compare_scores(mini[0], base, tokens)) > 0.97
-    overlaps, by_chance = evict.compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
+    assert min(compare_scores(mini[0], base, tokens)) > 0.97
+    overlaps, by_chance = compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
     assert len(overlaps) == 6 and all(by_chance < overlap < 0.99 for overlap in overlaps)
-    scores = evict.attention_scores(mini[0], tokens)
+    scores = attention_scores(mini[0], tokens)
     assert scores[3].shape == (2, 2, 96)
     torch.testing.assert_close(
         scores[3].sum(dim=(1, 2)), torch.full((2,), 96.0 * 6)

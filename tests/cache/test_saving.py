@@ -144,7 +144,7 @@ def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
     one.save_pretrained(tmp_path)
     again = Compressor.from_pretrained(tmp_path)
     again.name, again.notes = "other", {"another": "note"}
-    assert again.fingerprint == one.fingerprint == one.to("cpu").fingerprint
+    assert again.fingerprint == one.fingerprint
     again.codecs[1][0].quantizer.codebooks[0, 0, 0] += 0.01
     others = [again, Compressor("other", one.codecs, dataclasses.replace(one.settings, recent_window=3), one.model)]
     others += [calibrate(llama, TOKENS, EVERY[name], progress=False) for name in ("vqllm", "beam", "kivi", "quanto")]
@@ -154,7 +154,9 @@ def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
 def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
     kivi.new_cache(llama).save(tmp_path / "cache")
     other = calibrate(llama, TOKENS, EVERY["higgs"], progress=False)
-    with pytest.raises(FormatError, match=r"saved with compressor 'kivi' \(\w{16}\), not 'higgs' \(\w{16}\)"):
+    with pytest.raises(
+        FormatError, match=r"saved with compressor 'kivi' with fingerprint \w{64}, not 'higgs' with fingerprint \w{64}:"
+    ):
         CompressedCache.load(tmp_path / "cache", other, llama)
     changes = {
         "dtype float32, not .* with dtype bfloat16": llama.config._name_or_path,
@@ -165,10 +167,6 @@ def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
         model = load_model(str(folder), "bfloat16" if "dtype" in message else None)[0]
         with pytest.raises(FormatError, match=f"saved with model .* with {message}"):
             CompressedCache.load(tmp_path / "cache", kivi, model)
-
-
-def test_weights_are_compared(llama, kivi, tmp_path):
-    kivi.new_cache(llama).save(tmp_path / "cache")
     model = load_model(llama.config._name_or_path)[0]
     CompressedCache.load(tmp_path / "cache", kivi, model)
     with torch.no_grad():
@@ -211,7 +209,7 @@ def test_other_files_are_refused(llama, kivi, tmp_path):
         (tmp_path, "missing"),
         (tmp_path / "text", "no vqkv-cache"),
         (tmp_path / "empty", "no vqkv-cache"),
-        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 3: save a cache"),
+        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 4: save a cache"),
     ):
         for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
             with pytest.raises(FormatError, match=message):

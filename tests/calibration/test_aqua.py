@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 import small_models
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from strategies import TOKENS, feed, run
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, evaluate, load_model, presets
@@ -71,9 +69,12 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
             assert torch.equal(got[:, :, 32:], exact[:, :, 32:])
 
 
-def test_in_place_equals_restoring_every_layer_by_hand(llama):
+@pytest.mark.parametrize(
+    ("preset", "within"),
+    [(presets.vqllm(3, 16, 16), 1e-3), (presets.aqua(presets.vqllm(2, 16, 16), sink_tokens=0, recent_window=0), 2e-3)],
+)
+def test_in_place_equals_restoring_every_layer_by_hand(llama, preset, within):
     """In place, the model sees what is restored of x for x; hooks on the projections do the same without a cache."""
-    preset = presets.aqua(presets.vqllm(2, 16, 16), sink_tokens=0, recent_window=0)
     compressor = calibrate(llama, TOKENS, preset, progress=False)
     known, handles = compressor.new_pass(), []
     for source, coders in zip(kv_sources(llama), compressor.coders, strict=True):
@@ -88,7 +89,7 @@ def test_in_place_equals_restoring_every_layer_by_hand(llama):
     for handle in handles:
         handle.remove()
     ours = run(llama, compressor.new_cache(llama, in_place=True), TOKENS[:2], (80,))
-    torch.testing.assert_close(ours, by_hand, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(ours, by_hand, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
@@ -137,27 +138,6 @@ def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
     # every layer's keys and values once; what was packed now is decoded where a later place reads it (all but the last)
     assert sorted(lengths) == [packed_now] * 5 + [history] * 6
     assert cache.batch.groups[0].step is None
-
-
-@settings(deadline=None, max_examples=15)
-@given(pieces=st.lists(st.integers(1, 20), min_size=2, max_size=6), cut=st.integers(1, 20))
-def test_pieces_and_crops_do_not_change_what_is_stored(gpt2_compressor, pieces, cut):
-    model, compressor, keys, values = gpt2_compressor
-    total = sum(pieces)
-    keys, values = ([x[:, :, :total] for x in role] for role in (keys, values))
-    whole, split = compressor.new_cache(model), compressor.new_cache(model)
-    feed(whole, keys, values, (total,))
-    feed(split, keys, values, pieces)
-    cut = min(cut, total - 1)
-    split.crop(-cut)
-    feed(split, [k[:, :, total - cut :] for k in keys], [v[:, :, total - cut :] for v in values], (cut,))
-    for a, b in zip(whole.layers, split.layers, strict=True):
-        assert a.stores[0].parts == b.stores[0].parts == a.stores[1].parts
-    assert whole.report().cache_bytes == split.report().cache_bytes
-    last = [[x[:, :, :1] for x in role] for role in (keys, values)]
-    for layer in zip(*(feed(cache, *last, (1,))[0] for cache in (whole, split)), strict=True):
-        for a, b in zip(*layer, strict=True):  # a code may fall the other way where rounding differs
-            assert relative_mse(a, b) < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +224,6 @@ def test_bytes_are_counted_as_side_information(fitted):
     assert fitted.predictor_bytes == 2 * layers * ((width + 1) * width + (2 * width + 1) * width)
     grids = sum(codec.side_bytes for pair in fitted.codecs for codec in pair)
     assert fitted.side_bytes == fitted.predictor_bytes + grids
-
-
-def test_saved_and_loaded_it_stores_the_same(llama, fitted, tmp_path):
-    fitted.save_pretrained(tmp_path)
-    again = Compressor.from_pretrained(tmp_path)
-    assert torch.equal(run(llama, again.new_cache(llama)), run(llama, fitted.new_cache(llama)))
-    assert again.side_bytes == fitted.side_bytes and again.predictions.keys() == fitted.predictions.keys()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import small_models
 import torch
 
 from vqkv import DataError, calibrate, presets
-from vqkv.calibration.costs import cost_curves, fisher_metrics, metrics
+from vqkv.calibration.costs import cost_curves, fisher_metrics
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, kv_sources
@@ -59,7 +59,7 @@ def places(model):
 def test_fisher_predicts_what_small_errors_cost(model):
     """Noise of the same size in all channels at every token: half of the trace times its variance, within a third for
     this many tokens."""
-    found = metrics(model, TOKENS)
+    found = fisher_metrics(model, TOKENS)
     assert set(found) == set(places(model))
     for place, metric in found.items():
         torch.testing.assert_close(metric, metric.mT)
@@ -119,7 +119,7 @@ def test_one_token_costs_nothing_through_its_key(llama):
 
 def test_keys_after_rope_are_refused(llama):
     with pytest.raises(DataError, match="before RoPE only: use a preset with pre_rope=True"):
-        metrics(llama, TOKENS, post_rope=True)
+        fisher_metrics(llama, TOKENS, post_rope=True)
 
 
 def test_a_place_costs_what_replacing_it_alone_does(model):

@@ -30,6 +30,7 @@ LONG = torch.randint(1, 4096, (3, 320), generator=torch.Generator().manual_seed(
 PIECES = (1, 1, 4, 17, 18, 1, 128, 5, 88, 1)  # sinks half full, blocks of 16 and of 128 almost full and packed
 RAGGED = {name: SMALL[name] for name in ("vqq", "vqq_product")} | {f"{name}+ans": CODED[name] for name in CODED}
 FIXED = {name: preset for name, preset in SMALL.items() if name not in RAGGED} | PREDICTED
+FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, flush_block=24)
 
 
 def load(name, folder, **settings):
@@ -221,14 +222,6 @@ def test_a_compressor_of_another_model(llama, tmp_path):
         capacity(GPT2Config(n_layer=2, n_head=2, n_embd=32), compressor, 1)
     with pytest.raises(FormatError, match="was fitted to"):
         capacity(load("qwen3", tmp_path), compressor, 1)
-
-
-def test_a_compressor_with_settings_of_its_own(llama):
-    compressor = calibrate(llama, TOKENS, replace(SMALL["kivi"], sink_tokens=3, flush_block=24), progress=False)
-    needed, cache = footprint(llama, compressor), compressor.new_cache(llama)
-    assert needed.block == math.lcm(16, 24)
-    for seq_len in feed(llama, cache, LONG[:1], (58, 1, 60)):
-        assert cache.report().cache_bytes == needed.cache_bytes(seq_len)
 
 
 def test_models_that_are_refused():

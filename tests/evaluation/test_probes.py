@@ -12,10 +12,10 @@ from vqkv import capture, presets
 from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.learning.ridge import Ridge, predict
 from vqkv.errors import DataError
-from vqkv.evaluation import probes
 from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio, participation_ratio
-from vqkv.evaluation.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.models.load import condition_number, kv_sources, projection_weight, untrained
+from vqkv.study.experiments import probes
+from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 
 REACHING = ["K-1", "V-1+K", "K-1+V-1", "K@T-1", "V-1+K@T-2", "K-2+V-1@T-1"]
 TINY = 1e-12  # a ridge that does nothing

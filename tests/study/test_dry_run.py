@@ -11,8 +11,8 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from vqkv.errors import DataError
-from vqkv.evaluation import configs
 from vqkv.study import driver as study
+from vqkv.study import known_models as configs
 from vqkv.study.dry_run import dry_run
 
 

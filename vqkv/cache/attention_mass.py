@@ -79,30 +79,6 @@ def heavy_hitters(
     return (stored - 1 - order[..., :kept]).sort(dim=-1).values
 
 
-def random_tokens(seed: int = 0) -> Callable[..., Tensor]:
-    """A rule in place of ``heavy_hitters`` that draws the kept tokens at random, the newest apart: the control."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def choose(scores: Tensor, *shares, **counts) -> Tensor:
-        drawn = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
-        return heavy_hitters(drawn.to(scores.device), *shares, **counts)
-
-    return choose
-
-
-def compare_scores(
-    model, compressor, tokens: Tensor, retain: float = 0.75, recent: float = 0.1, batch_size: int = 8
-) -> list[float]:
-    """The share, in each layer, of the tokens that an exact pass keeps which are kept too if attention reads packed
-    keys and values; mean over sequences and heads."""
-    exact, packed = (attention_scores(model, tokens, reads, batch_size) for reads in (None, compressor))
-    shares = []
-    for pair in zip(exact, packed, strict=True):
-        ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
-        shares.append((ours & theirs).sum().item() / ours.sum().item())
-    return shares
-
-
 def token_mask(index: Tensor, length: int) -> Tensor:
     """Indices (..., kept) -> bool (..., length)."""
     return index.new_zeros((*index.shape[:-1], length), dtype=torch.bool).scatter_(-1, index, True)

@@ -5,13 +5,14 @@ what it would read alone. A batch without padding is one group, and nothing here
 """
 
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.cache.positions import KeptPositions, Positions, Rotary
+from vqkv.cache.positions import Positions
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import ForwardPass, TokenStore
 from vqkv.codecs.predictive import Known
@@ -42,8 +43,12 @@ class Group:
             store.truncate(seq_len)
         self.positions.truncate(seq_len)
 
-    def select(self, index: Tensor, rows: list[int]) -> "Group":
-        """A copy with its sequences ``index``, which become ``rows`` of the batch."""
+    def select(self, index: list[int], rows: list[int]) -> "Group":
+        """A copy with its sequences ``index``, which become ``rows`` of the batch; the group itself if they are all."""
+        if index == list(range(len(self.rows))):
+            self.rows = rows
+            return self
+        index = torch.tensor(index)
         positions = self.positions.select(index)
         stores = [tuple(store.select(index, positions) for store in pair) for pair in self.stores]
         return Group(rows, stores, positions)
@@ -52,13 +57,13 @@ class Group:
 @dataclass(eq=False)
 class Batch:
     """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
-    do. ``evicts``: each layer keeps tokens of its own. ``direct``: in this pass attention may read quantized tokens as
-    they are, as it passes over padding and nothing else."""
+    do. ``direct``: in this pass attention may read quantized tokens as they are, as it passes over padding and nothing
+    else. Positions are read off the model's ``rotary`` embedding as it runs, so that left padding and explicit
+    position_ids are right."""
 
     compressor: object
     settings: LiveSettings
-    rotary: Rotary | None
-    evicts: bool = False
+    rotary: torch.nn.Module | None
     groups: list[Group] = field(default_factory=list)
     tokens: Tensor | None = None
     slots: int = 0
@@ -66,26 +71,29 @@ class Batch:
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
     running: bool = field(default=False, init=False)
     direct: bool = field(default=False, init=False)
+    _thread: int | None = field(default=None, init=False)  # the only one whose passes are this cache's; None: any
+    _position_ids: weakref.ref | None = field(default=None, init=False)
     _places: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def new_group(self, rows: list[int]) -> Group:
         """Empty stores for these sequences."""
         positions, settings = Positions(self.rotary), self.settings
-
-        def keys(coder):
-            if self.rotary is None:
-                return TokenStore(coder, settings)
-            return TokenStore(coder, settings, KeptPositions(positions) if self.evicts else positions)
-
-        return Group(rows, [(keys(k), TokenStore(v, settings)) for k, v in self.compressor.coders], positions)
+        own = None if self.rotary is None else positions
+        pairs = [(TokenStore(k, settings, own), TokenStore(v, settings)) for k, v in self.compressor.coders]
+        return Group(rows, pairs, positions)
 
     def see(self, attention_mask) -> None:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding."""
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
         self.direct = is_padding or attention_mask is None
-        if self.rotary is not None:
-            self.rotary.thread = threading.get_ident()
+        self._thread = threading.get_ident()
+
+    def see_positions(self, module, args, kwargs) -> None:
+        """The rotary embedding runs with these arguments."""
+        if self._thread in (None, threading.get_ident()):
+            ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+            self._position_ids = weakref.ref(ids)  # lives as long as the forward pass, and no longer
 
     def check_whole(self) -> None:
         """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
@@ -94,12 +102,14 @@ class Batch:
 
     def begin(self, keys: Tensor) -> None:
         """Make place for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are
-        here, or for a token in a slot that was padding."""
+        here, for a token in a slot that was padding, or if the rotary embedding did not run."""
         size, _, new_slots, _ = keys.shape
         if self.slots and size != self.size:
             raise DataError(f"the cache holds {self.size} sequences, but {size} came: reset() it or make a new one")
         new = self._new_tokens(new_slots, size)
-        position_ids = None if self.rotary is None else self.rotary.take()
+        position_ids, self._position_ids = self._position_ids and self._position_ids(), None
+        if position_ids is None and self.rotary is not None:
+            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
         self.running, self._places = True, []
         if not self.slots:
             self.groups, self.size = [self.new_group(list(range(size)))], size
@@ -133,7 +143,7 @@ class Batch:
 
     def _advance(self, new: Tensor, like: Tensor, position_ids: Tensor | None) -> None:
         self.tokens = torch.cat([self._tokens(self.size), new], dim=1)
-        self._divide(new.sum(dim=1))
+        self._regroup(list(range(self.size)), new.sum(dim=1).tolist())
         for group in self.groups:
             slots, everywhere = (_slots(mask[group.rows]).to(like.device) for mask in (new, self.tokens))
             ids = None
@@ -142,18 +152,16 @@ class Batch:
             group.positions.advance(slots.shape[1], like, ids)
             self._places.append((torch.tensor(group.rows)[:, None], slots, everywhere))
 
-    def _divide(self, counts: Tensor) -> None:
-        """Part the groups' sequences by ``counts`` (size)."""
-        groups = []
-        for group in self.groups:
-            own = counts[group.rows]
-            if (own == own[0]).all():
-                groups.append(group)
-                continue
-            for count in own.unique():
-                index = (own == count).nonzero().flatten()
-                groups.append(group.select(index, [group.rows[i] for i in index]))
-        self.groups = groups
+    def _regroup(self, rows: list[int], counts: list[int]) -> None:
+        """Let the batch be the sequences ``rows``; those of a group whose ``counts`` differ part."""
+        here = {row: (number, i) for number, group in enumerate(self.groups) for i, row in enumerate(group.rows)}
+        parts: dict[tuple[int, int], dict[int, int]] = {}  # group and count -> new row -> sequence in the group
+        for new, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            number, i = here[row]
+            parts.setdefault((number, count), {})[new] = i
+        self.groups = [
+            self.groups[number].select(list(own.values()), list(own)) for (number, _), own in sorted(parts.items())
+        ]
 
     def places(self, device) -> list[tuple[Tensor, Tensor, Tensor]]:
         """By group: its sequences (rows, 1), the slots of their new tokens and of all; nothing without padding."""
@@ -183,7 +191,7 @@ class Batch:
         self.running, self.direct, self._places = False, False, []
         for group in self.groups:
             group.step = None
-            group.positions.done()
+            group.positions.table = None
 
     def reset(self) -> None:
         """Forget every token."""
@@ -196,35 +204,26 @@ class Batch:
             return
         if slots <= 0:
             return self.reset()
-        counts = torch.full((self.size,), slots)
+        counts = [slots] * self.size
         if self.tokens is not None:
             self.tokens = self.tokens[:, :slots].clone()
-            counts = self.tokens.sum(dim=1)
-            self._divide(counts)
+            counts = self.tokens.sum(dim=1).tolist()
+            self._regroup(list(range(self.size)), counts)
         for group in self.groups:
-            group.truncate(int(counts[group.rows[0]]))
+            group.truncate(counts[group.rows[0]])
         self.slots = slots
 
     def select(self, indices: Tensor) -> None:
-        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for
-        one that is not here, or for none; what is stored is then as it was."""
+        """Keep (or repeat) the sequences that ``indices`` (integers or a boolean mask) names, at least one. Raises
+        ``IndexError`` for one that is not here; what is stored is then as it was."""
         if not self.slots:
             return
-        indices = torch.as_tensor(indices).cpu()
-        indices = indices.nonzero().flatten() if indices.dtype is torch.bool else indices.long().flatten()
-        if not len(indices) or not ((indices >= -self.size) & (indices < self.size)).all():
-            raise DataError(f"sequences {indices.tolist()} of a cache that holds {self.size}: name some of these")
-        indices = indices % self.size
-        groups = []
-        for group in self.groups:
-            place = {row: i for i, row in enumerate(group.rows)}
-            rows = [i for i, row in enumerate(indices.tolist()) if row in place]
-            if rows:
-                groups.append(group.select(torch.tensor([place[int(indices[i])] for i in rows]), rows))
-        self.groups, self.size = groups, len(indices)
+        indices = torch.arange(self.size)[torch.as_tensor(indices).cpu()]
+        self._regroup(indices.tolist(), [0] * len(indices))
+        self.size = len(indices)
         self.tokens = None if self.tokens is None else self.tokens[indices]
         room = self.settings.room(self.size)
-        for store in (store for group in groups for store in group.all_stores):
+        for store in (store for group in self.groups for store in group.all_stores):
             store.trim(room)
 
 

@@ -15,12 +15,11 @@ from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.hooks import watch
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.packed_attention import packed_states, reads_packed
-from vqkv.cache.positions import Rotary
-from vqkv.cache.settings import LiveSettings
+from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.cache.store import TokenStore
-from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import layer_devices, position_rotary
+from vqkv.runtime.checks import check_whole
 
 
 @dataclass(eq=False)
@@ -64,7 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         return tuple(store.update(x, group.step) for store, x in zip(group.stores[self.index], pair, strict=True))
 
     def _end(self) -> None:
-        if self.index == self.batch.settings.last_layer:
+        if self.index == self.batch.settings.num_layers - 1:
             self.batch.end()
 
     def get_seq_length(self) -> int:
@@ -97,24 +96,26 @@ class CompressedCache(Cache):
     """
 
     layer_class = CompressedLayer
-    evicts = False
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
-        if type(decoded_cache_bytes) is not int or decoded_cache_bytes < 0:
-            raise DataError(f"decoded_cache_bytes {decoded_cache_bytes!r} must be a whole number of bytes from 0 on")
+        check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        module = position_rotary(model) if self.settings.pre_rope else None
-        rotary = None if module is None else Rotary(module)
-        self.batch = Batch(compressor, self.settings, rotary, self.evicts)
+        rotary = position_rotary(model) if self.settings.pre_rope else None
+        self.batch = Batch(compressor, self.settings, rotary)
         super().__init__(layers=[self.layer_class(i, self.batch) for i in range(self.settings.num_layers)])
         self._watch(model)
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask."""
+        self._watch_positions()
         watch(self, "see", model.base_model.register_forward_pre_hook, with_kwargs=True)
+
+    def _watch_positions(self) -> None:
+        if self.batch.rotary is not None:
+            watch(self.batch, "see_positions", self.batch.rotary.register_forward_pre_hook, with_kwargs=True)
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache."""
@@ -160,15 +161,15 @@ class CompressedCache(Cache):
         self.batch_select_indices(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``DataError`` for one that is
-        not here, or if a forward pass broke off half-way."""
+        """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``IndexError`` for one that
+        is not here, ``DataError`` if a forward pass broke off half-way."""
         self.batch.check_whole()
         self.batch.select(indices)
 
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy with its own tokens; the compressor, which never changes, is shared."""
+        """A copy with its own tokens; compressor and rotary embedding, which never change, are shared."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        memo |= {id(shared): shared for shared in (self.compressor, *coders)}
+        memo |= {id(shared): shared for shared in (self.compressor, self.batch.rotary, *coders)}
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

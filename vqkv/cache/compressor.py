@@ -4,19 +4,23 @@ import hashlib
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vqkv.cache.compressed import CompressedCache
-from vqkv.cache.compressor_folder import read, write
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, last_readers
 from vqkv.errors import FormatError
 from vqkv.models.load import difference
 from vqkv.runtime.checks import whole_blocks
-from vqkv.runtime.files import tensors_sha256
+from vqkv.runtime.files import claim, load_checked, save_checked, tensors_sha256
+
+FORMAT, VERSION = "vqkv-compressor", 3
+FILE = "compressor.safetensors"
 
 
 class Compressor:
@@ -60,18 +64,13 @@ class Compressor:
         text = json.dumps(self._described(), sort_keys=True)
         return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
-    def to(self, device) -> "Compressor":
-        """Move everything learned to ``device``, in place."""
-        return self.to_layers([device] * len(self.codecs))
-
-    def to_layers(self, devices: list[torch.device]) -> "Compressor":
+    def to_layers(self, devices: list[torch.device]) -> None:
         """Move what each layer has learned to that layer's device, in place."""
         for layer, device in enumerate(devices):
             for coder in self.coders[layer]:
                 coder.codec.to(device)
                 if coder.prediction is not None:
                     coder.prediction.predictor.to(device)
-        return self
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
         """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
@@ -106,10 +105,33 @@ class Compressor:
             )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``compressor.safetensors`` into ``folder``. It is moved into place when it is whole; until then an
-        older compressor there stays. Raises ``FormatError`` if ``folder`` is a file."""
+        """Write ``compressor.safetensors`` into ``folder``, with all but what was learned as JSON. It is moved into
+        place when it is whole; until then an older compressor there stays. Raises ``FormatError`` if ``folder`` is a
+        file."""
+        folder = Path(folder)
+        if folder.is_file():
+            raise FormatError(f"{folder} is a file: name a folder for the compressor")
+        folder.mkdir(parents=True, exist_ok=True)
         about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
-        write(folder, about, self._learned())
+        own = {name: tensor.clone() for name, tensor in self._learned().items()}  # codecs may share what they learned
+        save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
+
+    @classmethod
+    def from_pretrained(cls, folder) -> "Compressor":
+        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, cut or altered."""
+        remedy = "save a compressor with compressor.save_pretrained(...)"
+        about, tensors = load_checked(Path(folder) / FILE, FORMAT, VERSION, remedy)
+        predictions = {}
+        for entry in about["predictions"]:
+            role, layer = place = tuple(entry["place"])
+            predictor = codec_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
+            predictions[place] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
+        codecs = [
+            tuple(codec_from_config(config, claim(tensors, f"{layer}.{role}.")) for role, config in zip(ROLES, pair))
+            for layer, pair in enumerate(about["codecs"])
+        ]
+        settings = CacheSettings(**about["settings"])
+        return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
 
     def _described(self) -> dict:
         """All but what was learned, as JSON."""
@@ -135,11 +157,6 @@ class Compressor:
             for (role, layer), prediction in self.predictions.items()
             for name, tensor in prediction.predictor.state_dict().items()
         }
-
-    @classmethod
-    def from_pretrained(cls, folder) -> "Compressor":
-        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, cut or altered."""
-        return read(folder, cls)
 
     def __repr__(self) -> str:
         layers = len(self.codecs)

@@ -5,6 +5,7 @@ a ``CompressedCache`` hand over what it stores instead of decoding it. Everythin
 that kernels cannot read) goes to transformers' ``sdpa``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.errors import DataError
-from vqkv.kernels import Packed, Rope, decode_attention
+from vqkv.kernels import decode_attention
 from vqkv.kernels.naive import merge
 from vqkv.kernels.precision import full_precision
 
@@ -29,32 +30,12 @@ UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for att
 
 
 @dataclass
-class PackedGroup:
-    """Tokens of some sequences of equal length as attention reads them: packed ones, and exact ones, which are sinks,
-    recent window and the new tokens, (sequences, num_kv_heads, tokens, head_dim)."""
-
-    keys: Packed
-    values: Packed
-    rope: Rope | None  # of packed keys that are stored before it
-    exact_keys: Tensor
-    exact_values: Tensor
-
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """query (sequences, num_heads, new_tokens, head_dim), rotated, -> float32 of that shape. New tokens see those
-        before them, and all that is stored."""
-        with full_precision(query.device):
-            parts = [decode_attention(query, self.keys, self.values, scaling, self.rope)]
-            if self.exact_keys.shape[2]:
-                parts.append(_causal(query.float(), self.exact_keys.float(), self.exact_values.float(), scaling))
-            return merge(parts)[0] if len(parts) > 1 else parts[0][0]
-
-
-@dataclass
 class PackedStates:
-    """Stand for keys and for values where a ``CompressedCache`` hands them to attention: ``groups`` of sequences.
-    ``places``: of each group the sequences, the slots of their new tokens and of all; empty where nothing is padded."""
+    """Stand for keys and for values where a ``CompressedCache`` hands them to attention: ``groups`` of sequences, each
+    a function of query (sequences, num_heads, new_tokens, head_dim) and scaling. ``places``: of each group the
+    sequences, the slots of their new tokens and of all; empty where nothing is padded."""
 
-    groups: list[PackedGroup]
+    groups: list[Callable[[Tensor, float], Tensor]]
     places: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def __getattr__(self, name: str):
@@ -67,10 +48,10 @@ class PackedStates:
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
         if not self.places:
-            return self.groups[0].attend(query, scaling).to(query.dtype)
+            return self.groups[0](query, scaling).to(query.dtype)
         out = torch.zeros_like(query)
         for group, (rows, new, _) in zip(self.groups, self.places, strict=True):
-            found = group.attend(query[rows, :, new].transpose(1, 2), scaling)
+            found = group(query[rows, :, new].transpose(1, 2), scaling)
             out[rows, :, new] = found.transpose(1, 2).to(out.dtype)
         return out
 
@@ -87,14 +68,25 @@ def packed_states(batch: Batch, layer: int, keys: Tensor, parts: list[tuple[Grou
     return PackedStates(groups, batch.places(keys.device))
 
 
-def _packed_group(layer: int, group: Group, pair: Pair) -> PackedGroup | None:
-    keys, values = group.stores[layer]
-    sinks, turned = keys.parts[0], keys.positions is not None
-    rope = keys.positions.rope(sinks) if turned else None
-    packed = keys.packed(group.step.past), values.packed(group.step.past)
-    if None in packed or (turned and rope is None):
+def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, float], Tensor] | None:
+    """Attention to all tokens of a group, the new ``pair`` included; None if they must be decoded."""
+    stores = group.stores[layer]
+    packed = [store.packed(group.step.past) for store in stores]
+    if None in packed:
         return None
-    return PackedGroup(*packed, rope, keys.exact(pair[0]), values.exact(pair[1]))
+    exact = [store.exact(x).float() for store, x in zip(stores, pair, strict=True)]
+    keys = stores[0]
+    rope = keys.positions and keys.positions.rope(keys.parts[0])
+
+    def attend(query: Tensor, scaling: float) -> Tensor:
+        """float32 of the query's shape: new tokens see those before them, and all that is stored."""
+        with full_precision(query.device):
+            parts = [decode_attention(query, *packed, scaling, rope)]
+            if exact[0].shape[2]:
+                parts.append(_causal(query.float(), *exact, scaling))
+            return merge(parts)[0] if len(parts) > 1 else parts[0][0]
+
+    return attend
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):

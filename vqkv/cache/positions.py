@@ -1,112 +1,89 @@
 """Where cached tokens are: positions as the model's rotary embedding saw them, and those left after eviction."""
 
-import threading
-import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vqkv.cache.attention_mass import token_mask
-from vqkv.cache.hooks import watch
-from vqkv.errors import DataError
 from vqkv.kernels import Rope, pack_codes, unpack_codes
-from vqkv.kernels.rope import rotate, unrotate
 
 
-class Rotary:
-    """A model's rotary embedding, and the position_ids that it was given in the forward pass that is running.
+@dataclass(eq=False)
+class Kept:
+    """Tokens of one layer that eviction left, for each KV head: ``bits`` (uint8, batch x num_kv_heads x bytes) has a
+    bit for each of the first ``upto`` tokens of all that were seen, set if the token is kept; later ones all are."""
 
-    The positions are read off the embedding as it runs, so left padding and explicit position_ids are right.
-    """
+    bits: Tensor
+    upto: int
 
-    def __init__(self, module):
-        self.module = module
-        self._ids: weakref.ref | None = None
-        self.thread: int | None = None  # the only one whose passes are this cache's; None: any
-        watch(self, "see", module.register_forward_pre_hook, with_kwargs=True)
+    @classmethod
+    def of(cls, index: Tensor, seq_len: int) -> "Kept":
+        """Of ``seq_len`` tokens those that ``index`` (batch, num_kv_heads, kept) names."""
+        return cls(pack_codes(token_mask(index, seq_len), 1), seq_len)
 
-    def __deepcopy__(self, memo) -> "Rotary":
-        """A copy that watches the same rotary embedding on its own."""
-        memo[id(self)] = twin = Rotary(self.module)
-        return twin
+    def tokens(self, seq_len: int) -> Tensor:
+        """The numbers of the kept ones among ``seq_len`` tokens: (batch, num_kv_heads, kept)."""
+        first = unpack_codes(self.bits, 1, self.upto)
+        new = torch.ones(*first.shape[:2], seq_len - self.upto, dtype=first.dtype, device=first.device)
+        return torch.cat([first, new], dim=-1).nonzero()[:, -1].view(*first.shape[:2], -1)
 
-    def see(self, module, args, kwargs) -> None:
-        """The embedding runs with these arguments."""
-        if self.thread in (None, threading.get_ident()):
-            ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-            self._ids = weakref.ref(ids)  # lives as long as the forward pass, and no longer
-
-    def take(self) -> Tensor:
-        """This pass's position_ids (batch or 1, new_tokens). Raises ``DataError`` if the embedding did not run."""
-        ids, self._ids = self._ids and self._ids(), None
-        if ids is None:
-            raise DataError("this cache was made for another model, whose rotary embedding did not run: make a new one")
-        return ids
-
-    def tables(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32, of positions (batch or 1, seq_len)."""
-        cos, sin = self.module.forward(like, position_ids)  # .forward: not through the hook
-        return cos.float(), sin.float()
+    def select(self, index: Tensor) -> "Kept":
+        """Those of the sequences ``index``."""
+        return Kept(self.bits[index.to(self.bits.device)], self.upto)
 
 
 @dataclass(eq=False)
 class Positions:
-    """The position of every cached token of some sequences of equal length, and the model's own cos and sin for them.
+    """The position of every token of some sequences of equal length, and the model's own cos and sin for them.
 
     ``explicit`` (sequences or 1, seq_len), int32, is stored only where positions are not 0, 1, 2, ...; without
-    ``rotary`` just the tokens are counted.
+    ``rotary``, the model's rotary embedding, tokens are just counted. ``table``: cos and sin of all tokens, made once
+    in a forward pass, as the model makes them for tensors ``like`` its own, then fp32.
     """
 
-    rotary: Rotary | None
+    rotary: torch.nn.Module | None
     explicit: Tensor | None = None
     seq_len: int = 0
-    _table: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    _like: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+    like: Tensor | None = None
+    table: tuple[Tensor, Tensor] | None = None
 
     def advance(self, new_tokens: int, like: Tensor, position_ids: Tensor | None) -> None:
         """Take in the positions (sequences or 1, new_tokens) of new tokens; None without RoPE."""
-        start, self.seq_len = self.seq_len, self.seq_len + new_tokens
+        start, self.seq_len, self.table = self.seq_len, self.seq_len + new_tokens, None
         if self.rotary is None:
             return
+        self.like = like.new_empty(0)
         implicit = _count(start, self.seq_len, like.device)
         step = position_ids.to(torch.int32)
         if self.explicit is not None or not torch.equal(step, implicit.expand_as(step)):
             before = _count(0, start, like.device) if self.explicit is None else self.explicit
             rows = max(before.shape[0], step.shape[0])
             self.explicit = torch.cat([before.expand(rows, -1), step.expand(rows, -1)], dim=1)
-        self._like, self._table = like.new_empty(0), None
 
-    def rotate(self, keys: Tensor, start: int) -> Tensor:
-        """fp32 keys of tokens start, start + 1, ... -> the keys that attention reads."""
-        return rotate(keys, *self.tables(start, keys.shape[-2]))
+    def turn(self, turn: Callable[..., Tensor], keys: Tensor, start: int, kept: Kept | None) -> Tensor:
+        """``rotate`` or ``unrotate`` fp32 keys of the stored tokens start, start + 1, ...; ``kept``: which of all are
+        stored, if some are not."""
+        stop = start + keys.shape[-2]
+        if self.table is None:
+            whole = _count(0, self.seq_len, self.like.device) if self.explicit is None else self.explicit
+            cos, sin = self.rotary.forward(self.like, whole)  # .forward: not through its hooks
+            self.table = cos.float(), sin.float()
+        if kept is None:
+            return turn(keys, *(table[:, start:stop] for table in self.table))
+        index = kept.tokens(self.seq_len)[..., start:stop]
+        wide = (table[:, None].expand(*keys.shape[:2], -1, -1) for table in self.table)
+        cos, sin = (pick_rows(table, index).flatten(0, 1) for table in wide)
+        return turn(keys.flatten(0, 1)[:, None], cos, sin).view_as(keys)  # each head as a sequence of its own
 
-    def unrotate(self, keys: Tensor, start: int) -> Tensor:
-        """The keys that attention reads -> fp32 keys before RoPE."""
-        return unrotate(keys, *self.tables(start, keys.shape[-2]))
-
-    def rope(self, start: int) -> Rope | None:
-        """RoPE of the keys from token ``start`` on, for kernels that rotate them; None if their positions do not count
-        up from there."""
-        if self.explicit is not None:
-            return None
-        module = self.rotary.module
-        return Rope(module.inv_freq.float(), start, getattr(module, "attention_scaling", 1.0))
-
-    def tables(self, start: int, length: int) -> tuple[Tensor, ...]:
-        """cos and sin of the tokens start, start + 1, ...; those of all are made once in a forward pass."""
-        if self._table is None:
-            whole = _count(0, self.seq_len, self._like.device) if self.explicit is None else self.explicit
-            self._table = self.rotary.tables(whole, self._like)
-        return tuple(table[:, start : start + length] for table in self._table)
-
-    def done(self) -> None:
-        """Drop the cos and sin of all tokens."""
-        self._table = None
+    def rope(self, start: int) -> Rope:
+        """RoPE of the keys from token ``start`` on, for kernels that rotate them."""
+        return Rope(self.rotary.inv_freq.float(), start, getattr(self.rotary, "attention_scaling", 1.0))
 
     def truncate(self, seq_len: int) -> None:
         """Forget all but the first ``seq_len`` tokens' positions."""
-        self.seq_len, self._table = seq_len, None
+        self.seq_len, self.table = seq_len, None
         if self.explicit is not None:
             self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
 
@@ -115,13 +92,7 @@ class Positions:
         explicit = self.explicit
         if explicit is not None and len(explicit) > 1:
             explicit = explicit[index.to(explicit.device)]
-        twin = Positions(self.rotary, explicit, self.seq_len)
-        twin._like = self._like
-        return twin
-
-    def select_from(self, whole: "Positions", index: Tensor) -> "Positions":
-        """A layer's own positions of the sequences ``index``, whose positions are ``whole``: the same ones."""
-        return whole
+        return Positions(self.rotary, explicit, self.seq_len)
 
 
 def _count(start: int, stop: int, device) -> Tensor:
@@ -132,49 +103,3 @@ def pick_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` (batch, num_kv_heads, kept) of ``x`` (batch, num_kv_heads, rows, ...), each head its own."""
     index = index.view(*index.shape, *[1] * (x.ndim - 3))
     return x.gather(2, index.expand(*index.shape[:3], *x.shape[3:]))
-
-
-@dataclass(eq=False)
-class KeptPositions:
-    """The positions of one layer's stored keys: those of ``whole``, less the evicted tokens', for each KV head.
-
-    ``bits`` (uint8, batch x num_kv_heads x bytes) has a bit for each of the first ``upto`` tokens, set if the token is
-    kept; all tokens from ``upto`` on are. ``start`` below counts stored tokens.
-    """
-
-    whole: Positions
-    bits: Tensor | None = None
-    upto: int = 0
-
-    def rotate(self, keys: Tensor, start: int) -> Tensor:
-        """fp32 keys -> the keys that attention reads."""
-        return self.whole.rotate(keys, start) if self.bits is None else self._turn(rotate, keys, start)
-
-    def unrotate(self, keys: Tensor, start: int) -> Tensor:
-        """The keys that attention reads -> fp32 keys before RoPE."""
-        return self.whole.unrotate(keys, start) if self.bits is None else self._turn(unrotate, keys, start)
-
-    def rope(self, start: int) -> Rope | None:
-        """None once tokens were evicted: positions then do not count up."""
-        return self.whole.rope(start) if self.bits is None else None
-
-    def keep(self, chosen: Tensor) -> None:
-        """Of the stored tokens, forget all but ``chosen`` (batch, num_kv_heads, kept)."""
-        chosen = chosen if self.bits is None else self.tokens().gather(-1, chosen)
-        self.bits, self.upto = pack_codes(token_mask(chosen, self.whole.seq_len), 1), self.whole.seq_len
-
-    def tokens(self) -> Tensor:
-        """The numbers of the stored tokens among all seen: (batch, num_kv_heads, stored)."""
-        kept = unpack_codes(self.bits, 1, self.upto)
-        new = torch.ones(*kept.shape[:2], self.whole.seq_len - self.upto, dtype=kept.dtype, device=kept.device)
-        return torch.cat([kept, new], dim=-1).nonzero()[:, -1].view(*kept.shape[:2], -1)
-
-    def select_from(self, whole: Positions, index: Tensor) -> "KeptPositions":
-        """Those of the sequences ``index``, whose positions are ``whole``."""
-        return KeptPositions(whole, None if self.bits is None else self.bits[index.to(self.bits.device)], self.upto)
-
-    def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
-        index = self.tokens()[..., start : start + keys.shape[-2]]
-        tables = self.whole.tables(0, self.whole.seq_len)
-        cos, sin = (pick_rows(table[:, None].expand(*keys.shape[:2], -1, -1), index).flatten(0, 1) for table in tables)
-        return turn(keys.flatten(0, 1)[:, None], cos, sin).view_as(keys)  # each head as a sequence of its own

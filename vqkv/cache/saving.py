@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.batch import Group
-from vqkv.cache.holes import tokens_read
 from vqkv.codecs.payload import payload_from
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.load import describe, fingerprint
 from vqkv.runtime.files import load_checked, save_checked
 
-FORMAT, VERSION = "vqkv-cache", 3
-DIGITS = 16  # of a fingerprint, in messages
+FORMAT, VERSION = "vqkv-cache", 4
 
 
 def save(cache, path) -> None:
@@ -42,8 +40,7 @@ def save(cache, path) -> None:
     header = {
         "format": FORMAT,
         "version": VERSION,
-        "compressor": _about_compressor(cache.compressor),
-        "model": _about_model(model),
+        **_made_for(cache.compressor, model),
         "in_place": cache.settings.in_place,
         "batch_size": cache.batch.size,
         "slots": cache.batch.slots,
@@ -74,22 +71,18 @@ def inspect(path) -> dict:
     return about | {"file_bytes": file_bytes, "header_bytes": file_bytes - stored} | header["report"]
 
 
-def _about_compressor(compressor) -> dict:
-    return {"name": compressor.name, "fingerprint": compressor.fingerprint}
-
-
-def _about_model(model) -> dict:
+def _made_for(compressor, model) -> dict[str, dict]:
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
     about = {name: value for name, value in describe(model).items() if name != "weights"}
-    about |= {"dtype": str(model.dtype).removeprefix("torch.")}
-    return about | {"rope_parameters": json.dumps(rope, sort_keys=True, default=str), "weights": fingerprint(model)}
+    about |= {"dtype": str(model.dtype).removeprefix("torch."), "weights": fingerprint(model)}
+    about |= {"rope_parameters": json.dumps(rope, sort_keys=True, default=str)}
+    return {"compressor": {"name": compressor.name, "fingerprint": compressor.fingerprint}, "model": about}
 
 
 def _about_group(group: Group) -> dict:
     """A group's sequences and how many tokens of each are stored how: the same in all layers, keys and values."""
     sinks, _, window = (store := group.all_stores[0]).parts
-    holes = [[int(edge) for edge in hole] for hole in store.holes]
-    return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": holes, "window": window}
+    return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": store.holes, "window": window}
 
 
 def _tensors(batch) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +110,7 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(about["rows"])
         group.positions.explicit = owned[number,].get("positions")
-        quantized = tokens_read(about["holes"], about["quantized"])
-        group.positions.seq_len = about["sinks"] + quantized + about["window"]
+        group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         for layer, pair in enumerate(group.stores):
             for role, store in zip(ROLES, pair, strict=True):
                 _fill_store(store, owned[number, str(layer), role], about)
@@ -129,7 +121,7 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
 
 def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
     store.sinks, store.window = tensors.pop("sinks", None), tensors.pop("window", None)
-    store.holes = tuple(map(tuple, about["holes"]))
+    store.holes = tuple(about["holes"])
     if about["quantized"]:
         settings, codec = store.settings, store.coder.codec
         shape = (1, settings.num_kv_heads, codec.tokens_per_row, settings.head_dim)
@@ -140,18 +132,14 @@ def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
 
 def _check_made_for(header: dict, path, compressor, model) -> None:
     """Raise ``FormatError`` if either is not what the cache was made for: which of them, what it was and what it is."""
-    found = []
-    was, here = header["compressor"], _about_compressor(compressor)
-    if was["fingerprint"] != here["fingerprint"]:
-        names = [f"{about['name']!r} ({about['fingerprint'][:DIGITS]})" for about in (was, here)]
-        found.append("compressor {}, not {}".format(*names))
-    was, here = header["model"], _about_model(model)
-    other = next((key for key in here if key != "name" and was[key] != here[key]), None)
-    if other:
-        names = [f"{about['name']!r} with {other} {about[other]}" for about in (was, here)]
-        found.append("model {}, not {}".format(*names))
-    if found:
-        raise FormatError(f"{path} was saved with {', and with '.join(found)}: load it with what it was saved with")
+    for kind, here in _made_for(compressor, model).items():
+        was = header[kind]
+        for key in here:
+            if key != "name" and was[key] != here[key]:
+                found, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, here))
+                raise FormatError(
+                    f"{path} was saved with {kind} {found}, not {given}: load it with what it was saved with"
+                )
 
 
 def _read(path) -> tuple[dict, dict[str, Tensor]]:

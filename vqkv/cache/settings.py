@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from vqkv.errors import DataError
+from vqkv.runtime.checks import check_whole
+
+MOST = 1 << 62  # tokens or bytes
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,8 @@ class CacheSettings:
     def __post_init__(self):
         if type(self.pre_rope) is not bool:
             raise DataError(f"pre_rope {self.pre_rope!r} must be True or False")
-        for label, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
-            value = getattr(self, label)
-            if type(value) is not int or value < least:
-                raise DataError(f"{label} {value!r} must be a whole number from {least} on")
+        for name, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
+            check_whole(name, getattr(self, name), least, MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +67,9 @@ class LiveSettings(CacheSettings):
         """Type of sinks and window: the model's if it has 16 bits, else fp16."""
         return self.dtype if self.dtype.itemsize == 2 else torch.float16
 
-    @property
-    def last_layer(self) -> int:
-        """The layer with which a forward pass ends."""
-        return self.num_layers - 1
-
     def room(self, batch_size: int) -> int:
         """Quantized tokens whose decoded keys and values, of all layers and sequences, ``decoded_cache_bytes`` holds;
         whole blocks."""
-        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * max(1, batch_size)
+        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * batch_size
         tokens = self.decoded_cache_bytes // token
         return tokens - tokens % self.tokens_per_row

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,6 @@ KEYFRAME, DELTA = KINDS
 SIZES = ("num_layers", "batch_size", "num_kv_heads", "head_dim", "interval")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 NAMES = ("exact", "fp32", "fp16", "int4")
-Take = Callable[[torch.dtype, tuple[int, ...]], Tensor]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -62,18 +61,19 @@ class Verbatim(Codec):
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Contents of a header. ``places``: for each kind of step, which tensors (layer by layer, keys before values) go
-    through which of ``codecs``; ``rest`` stores the tokens after their last whole block."""
+    """Contents of a header. ``keyframes`` and ``deltas``: which of ``codecs`` each tensor of such a step goes through,
+    layer by layer, keys before values; ``id`` tells the stream from others that begin alike."""
 
     num_layers: int
     batch_size: int
     num_kv_heads: int
     head_dim: int
     interval: int
-    dtype: torch.dtype
+    keyframes: list[int]
+    deltas: list[int]
+    dtype: str
     codecs: list[Codec]
-    rest: Codec
-    places: dict[str, dict[int, list[int]]]
+    id: str
 
     @classmethod
     def parse(cls, data: bytes) -> "StreamLayout":
@@ -81,13 +81,7 @@ class StreamLayout:
         tensors = load_tensors(data)
         about = json.loads(raw_bytes(tensors.pop("header")).tobytes())
         codecs = [codec_from_config(config, claim(tensors, f"{i}.")) for i, config in enumerate(about["codecs"])]
-        rest = Verbatim(about["head_dim"], about["dtype"])
-        places = {
-            kind: {number: [i for i, other in enumerate(about[kind]) if other == number] for number in about[kind]}
-            for kind in KINDS
-        }
-        sizes = {name: about[name] for name in SIZES}
-        return cls(**sizes, dtype=DTYPES[about["dtype"]], codecs=codecs, rest=rest, places=places)
+        return cls(**about | {"codecs": codecs})
 
     @property
     def side_bytes(self) -> int:
@@ -110,44 +104,50 @@ class StreamLayout:
         shape = (self.batch_size, self.num_kv_heads, *new[0].shape[-2:-1], self.head_dim)
         most = math.inf if all(isinstance(codec, Verbatim) for codec in self.codecs) else FP16_MAX
         for i, x in enumerate(new):
-            if tuple(x.shape) != shape or x.dtype != self.dtype:
+            if tuple(x.shape) != shape or dtype_name(x.dtype) != self.dtype:
                 raise DataError(
-                    f"layer {i // 2} has {tuple(x.shape)} {dtype_name(x.dtype)}, expected {dtype_name(self.dtype)} "
+                    f"layer {i // 2} has {tuple(x.shape)} {dtype_name(x.dtype)}, expected {self.dtype} "
                     f"(batch {shape[0]}, num_kv_heads {shape[1]}, new_tokens, head_dim {shape[-1]}), all layers alike"
                 )
             check_values(x, most=most)
 
     def encode(self, kind: str, tensors: list[Tensor]) -> bytes:
-        """A step's bytes. Tensors of one codec are encoded as one batch: a step of one token is many small ones."""
+        """A step's bytes."""
         pieces = []
-        for number, places in self.places[kind].items():
-            x = torch.cat([tensors[i] for i in places])
-            for codec, start, stop in self._shares(number, x.shape[2]):
-                payload = codec.encode(x[:, :, start:stop])
-                pieces += [raw_bytes(payload.tensors[name]) for name in _names(payload)]
+        for places, codec, start, stop in self._shares(kind, tensors[0].shape[2]):
+            payload = codec.encode(torch.cat([tensors[i][:, :, start:stop] for i in places]))
+            pieces += [raw_bytes(payload.tensors[name]) for name in _names(payload)]
         return b"".join(pieces)
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
         """The tensors of a step of so many tokens."""
-        take, tensors, size = _taker(data), {}, self.batch_size
-        for number, places in self.places[kind].items():
-            parts = []
-            for codec, start, stop in self._shares(number, tokens):
-                payload = self._payload(take, codec, size * len(places), stop - start)
-                rows = torch.arange(size * len(places)).split(size)
-                parts.append([codec.decode(payload.batch_select(own), self.dtype) for own in rows])
-            tensors |= dict(zip(places, (torch.cat(own, dim=2) for own in zip(*parts, strict=True)), strict=True))
-        return [tensors[i] for i in range(2 * self.num_layers)]
+        left, parts, size = io.BytesIO(data), [[] for _ in range(2 * self.num_layers)], self.batch_size
+        for places, codec, start, stop in self._shares(kind, tokens):
+            payload = self._payload(left, codec, size * len(places), stop - start)
+            for i, own in zip(places, torch.arange(size * len(places)).split(size), strict=True):
+                parts[i].append(codec.decode(payload.batch_select(own), DTYPES[self.dtype]))
+        return [torch.cat(own, dim=2) for own in parts]
 
-    def _shares(self, number: int, tokens: int) -> list[tuple[Codec, int, int]]:
-        """Who stores which tokens (start, stop)."""
-        whole = tokens - tokens % self.codecs[number].tokens_per_row
-        shares = [(self.codecs[number], 0, whole), (self.rest, whole, tokens)]
-        return [share for share in shares if share[1] < share[2]]
+    def _shares(self, kind: str, tokens: int) -> Iterator[tuple[list[int], Codec, int, int]]:
+        """Tensors, who stores them, and which of their tokens (start, stop). Tensors of one codec are one batch, as a
+        step of one token is many small ones; tokens after its last whole block are stored as they are."""
+        numbers = getattr(self, kind)
+        for number in dict.fromkeys(numbers):
+            codec, places = self.codecs[number], [i for i, other in enumerate(numbers) if other == number]
+            whole = tokens - tokens % codec.tokens_per_row
+            if whole:
+                yield places, codec, 0, whole
+            if whole < tokens:
+                yield places, Verbatim(self.head_dim, self.dtype), whole, tokens
 
-    def _payload(self, take: Take, codec: Codec, batch_size: int, tokens: int) -> Payload:
+    def _payload(self, left: io.BytesIO, codec: Codec, batch_size: int, tokens: int) -> Payload:
         """The next payload; of what shapes and types is seen in one that the codec makes of zeros. How many ragged
         pieces there are follows from the fields."""
+
+        def take(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+            piece = bytearray(left.read(math.prod(shape) * dtype.itemsize))  # memory of its own
+            return torch.frombuffer(piece, dtype=dtype).reshape(shape) if piece else torch.empty(shape, dtype=dtype)
+
         like = codec.encode(torch.zeros(1, self.num_kv_heads, codec.tokens_per_row, self.head_dim))
         header, rows = like.header(), (batch_size, like.shape[1], tokens // codec.tokens_per_row)
         tensors = {name: take(like.fields[name].dtype, rows + like.fields[name].shape[3:]) for name in header["fields"]}
@@ -162,17 +162,6 @@ class StreamLayout:
 def _names(payload: Payload) -> list[str]:
     header = payload.header()
     return [*header["fields"], *header.get("ragged", ())]
-
-
-def _taker(data: bytes) -> Take:
-    """A function that takes the next tensor of a type and a shape off the front of ``data``, in memory of its own."""
-    left = io.BytesIO(data)
-
-    def take(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        piece = bytearray(left.read(math.prod(shape) * dtype.itemsize))
-        return torch.frombuffer(piece, dtype=dtype).reshape(shape) if piece else torch.empty(shape, dtype=dtype)
-
-    return take
 
 
 def check_stored(stored):
@@ -203,7 +192,7 @@ def header_of(new: list[Tensor], stored: dict, interval: int) -> bytes:
     about = dict(zip(SIZES, (len(new) // 2, batch, heads, head_dim, interval), strict=True))
     about |= {kind: [numbers[id(codec)] for codec in chosen[kind]] for kind in KINDS}
     about |= {"dtype": dtype_name(new[0].dtype), "codecs": [codec.config() for codec in codecs.values()]}
-    about["id"] = os.urandom(8).hex()  # or a step of another stream that began alike could pass for this one's
+    about["id"] = os.urandom(8).hex()
     tensors = {
         f"{number}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
         for number, codec in enumerate(codecs.values())
@@ -215,18 +204,14 @@ def header_of(new: list[Tensor], stored: dict, interval: int) -> bytes:
 
 def _codecs(stored: str | list[Codec], new: list[Tensor]) -> list[Codec]:
     """The codec of every tensor."""
-    if isinstance(stored, str):
-        return [_named_codec(stored, new[0])] * len(new)
+    head_dim = new[0].shape[-1]
+    if stored == "int4":
+        int4 = Chain([Grouping(group_size=64, shrink="divisor")], AffineQuantizer(4), head_dim)
+        stored = [int4.fit(new[0][:1, :, :1])]  # it has nothing to learn
+    elif stored == "fp16":
+        stored = [Fp16(head_dim)]
+    elif isinstance(stored, str):
+        stored = [Verbatim(head_dim, "float32" if stored == "fp32" else dtype_name(new[0].dtype))]
     if len(stored) not in (1, len(new)):
         raise DataError(f"codecs of {len(stored) // 2} layers for a cache of {len(new) // 2}")
     return stored * (len(new) // len(stored))
-
-
-def _named_codec(name: str, x: Tensor) -> Codec:
-    head_dim = x.shape[-1]
-    if name == "int4":
-        int4 = Chain([Grouping(group_size=64, shrink="divisor")], AffineQuantizer(4), head_dim)
-        return int4.fit(x[:1, :, :1])  # it has nothing to learn
-    return (
-        Fp16(head_dim) if name == "fp16" else Verbatim(head_dim, "float32" if name == "fp32" else dtype_name(x.dtype))
-    )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.cache.holes import Holes, tokens_read, truncated_holes, without_holes
-from vqkv.cache.positions import KeptPositions, Positions, pick_rows
+from vqkv.cache.positions import Kept, Positions, pick_rows
 from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels import Packed
+from vqkv.kernels.rope import rotate, unrotate
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
 ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
@@ -34,17 +34,21 @@ class ForwardPass:
 class TokenStore:
     """Full-precision sinks, quantized tokens, full-precision recent window: (batch, num_kv_heads, tokens, head_dim).
 
-    ``payload`` holds the quantized tokens in order, those in ``holes`` included. ``decoded``: what attention reads of
-    the first ``upto`` quantized tokens, if it is kept from step to step. ``positions``: of keys stored before RoPE.
+    ``payload`` holds the quantized tokens in order. ``holes`` are the numbers of those, ascending, that were taken back
+    from the end of a block: as forgetting a part of a block would mean to quantize the rest anew, at the price of a
+    second error, they stay and are never read. ``decoded``: what attention reads of the first ``upto`` quantized
+    tokens, if it is kept from step to step. ``positions``: of keys stored before RoPE; ``kept``: the tokens that these
+    keys are of, once some were evicted.
     """
 
     coder: PredictiveCodec
     settings: LiveSettings
-    positions: Positions | KeptPositions | None = None
+    positions: Positions | None = None
+    kept: Kept | None = None
     sinks: Tensor | None = None
     payload: Payload | None = None
     window: Tensor | None = None
-    holes: Holes = ()
+    holes: tuple[int, ...] = ()
     decoded: Tensor | None = None
     upto: int = 0
 
@@ -61,7 +65,7 @@ class TokenStore:
 
     def count(self, stop: int) -> int:
         """Tokens that are read among the first ``stop`` quantized ones."""
-        return tokens_read(self.holes, stop)
+        return stop - sum(hole < stop for hole in self.holes)
 
     def update(self, states: Tensor, step: ForwardPass) -> Tensor:
         """Store new tokens; return all tokens as attention reads them: decoded history and, unless ``in_place``, the
@@ -107,16 +111,18 @@ class TokenStore:
         states = states.float() if self.window is None else torch.cat([self.window.float(), states.float()], dim=2)
         old = states[:, :, :flush]
         left = _checked(states[:, :, flush:], settings.exact) if states.shape[2] > flush else None
-        old = old if self.positions is None else self.positions.unrotate(old, sinks + quantized)
-        payload = self.coder.encode(old, step.fresh)
+        payload = self.coder.encode(self._turn(unrotate, old, sinks + quantized), step.fresh)
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = left
 
     def packed(self, known: Known) -> Packed | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
-        codec has a say in them."""
+        codec has a say in them, or their positions do not count up."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
-        return None if shared or self.holes or self.payload is None else self.coder.codec.packed(self.payload)
+        uneven = self.kept is not None or (self.positions is not None and self.positions.explicit is not None)
+        if shared or uneven or self.holes or self.payload is None:
+            return None
+        return self.coder.codec.packed(self.payload)
 
     def exact(self, states: Tensor) -> Tensor:
         """Sinks, window and the new ``states``, side by side."""
@@ -127,8 +133,11 @@ class TokenStore:
         sinks, quantized, _ = self.parts
         self.window = _first(self.window, seq_len - sinks - quantized)
         if seq_len < sinks + quantized:
-            rows = self.settings.tokens_per_row
-            self.holes, stop = truncated_holes(self.holes, max(0, seq_len - sinks), rows)
+            end, rows = max(0, seq_len - sinks), self.settings.tokens_per_row
+            for hole in self.holes:
+                end += hole < end
+            stop = end + -end % rows
+            self.holes = (*(hole for hole in self.holes if hole < end), *range(end, stop))
             self.payload = self.payload.tokens(0, stop) if stop else None
             self.upto = min(self.upto, stop)
             self.decoded = _first(self.decoded, self.count(self.upto))
@@ -144,8 +153,15 @@ class TokenStore:
         tensors = {name: getattr(self, name) for name in ("sinks", "window", "decoded")}
         chosen = {name: None if x is None else x[index.to(x.device)] for name, x in tensors.items()}
         chosen["payload"] = None if self.payload is None else self.payload.batch_select(index)
-        own = None if self.positions is None else self.positions.select_from(positions, index)
-        return dataclasses.replace(self, **chosen, positions=own)
+        chosen["kept"] = None if self.kept is None else self.kept.select(index)
+        return dataclasses.replace(self, **chosen, positions=self.positions and positions)
+
+    def number(self, chosen: Tensor) -> None:
+        """Note whose keys are left, if of the stored tokens only ``chosen`` (batch, num_kv_heads, kept) will be."""
+        if self.positions is not None:
+            seq_len = self.positions.seq_len
+            chosen = chosen if self.kept is None else self.kept.tokens(seq_len).gather(-1, chosen)
+            self.kept = Kept.of(chosen, seq_len)
 
     def evict(self, chosen: Tensor) -> None:
         """Drop all quantized tokens but ``chosen`` (batch, num_kv_heads, kept), numbers of stored tokens among which
@@ -169,9 +185,20 @@ class TokenStore:
             number = self.count(last) - self.count(first)
             into = out if len(pieces) == 1 else out.narrow(2, place - start, number)
             payload = self.payload if last - first == self.quantized else self.payload.tokens(first, last)
-            x = without_holes(self.holes, self.coder.decode(payload, known), first)
-            into.copy_(x if self.positions is None else self.positions.rotate(x, place))
+            x = self._without_holes(self.coder.decode(payload, known), first)
+            into.copy_(self._turn(rotate, x, place))
             place += number
+
+    def _without_holes(self, x: Tensor, first: int) -> Tensor:
+        """x, the quantized tokens from the ``first``-th on, less those that are never read."""
+        if not self.holes:
+            return x
+        read = torch.ones(x.shape[2], dtype=torch.bool)
+        read[[hole - first for hole in self.holes if 0 <= hole - first < len(read)]] = False
+        return x[:, :, read.nonzero()[:, 0].to(x.device)]
+
+    def _turn(self, turn, keys: Tensor, start: int) -> Tensor:
+        return keys if self.positions is None else self.positions.turn(turn, keys, start, self.kept)
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
         """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All

@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration.costs import metrics
+from vqkv.calibration.costs import fisher_metrics
 from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
@@ -74,13 +74,11 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     ]
     codecs = [*chain(*pairs)]
     if any(codec.weighted for codec in codecs):
-        found = captured.metrics(model) if captured else metrics(model, tokens, not preset.pre_rope)
+        found = captured.metrics(model) if captured else fisher_metrics(model, tokens, not preset.pre_rope)
         for layer, pair in enumerate(pairs):
             for role, codec in zip(ROLES, pair, strict=True):
                 codec.weigh(found[role, layer])
-    batches = captured.tokens.split(captured.batch_size) if captured else tokens.split(batch_size)
-    if not any(codec.learns for codec in codecs):
-        batches = batches[:1]
+    batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
     bar = tqdm(batches, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
     for number, batch in enumerate(bar):
         if captured:

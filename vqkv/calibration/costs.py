@@ -19,26 +19,22 @@ FISHER_SEQS, FISHER_TOKENS = 8, 1024  # of a sequence: a backward pass keeps all
 COST_TOKENS = 1024  # of a sequence, for each place again
 
 
-def metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
-    """``fisher_metrics`` of the first ``FISHER_SEQS`` sequences. Raises ``DataError`` for keys after RoPE."""
-    if post_rope and position_rotary(model) is not None:
-        raise DataError("what errors of keys cost is known before RoPE only: use a preset with pre_rope=True")
-    return fisher_metrics(model, tokens[:FISHER_SEQS])
-
-
-def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
+def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
     """For each place, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's predictions about
     a head's key (before RoPE) or value. An error e costs about e' F e / 2 nats of KL, all told: which queries look at
     a key, how much attention a value gets, and what later layers make of it.
 
     From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on ``tokens``
-    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of each sequence are used, one sequence at a time. Raises
-    ``DataError`` for a model that makes NaN or infinity.
+    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences are used, one sequence at a
+    time. Raises ``DataError`` for keys after RoPE, and for a model that makes NaN or infinity.
     """
+    if post_rope and position_rotary(model) is not None:
+        raise DataError("what errors of keys cost is known before RoPE only: use a preset with pre_rope=True")
+    tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]
     sums: dict[Place, Tensor] = {}
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
-        for sequence in tokens[:, :FISHER_TOKENS].clone().split(1):
+        for sequence in tokens.clone().split(1):
             added: dict[Place, tuple] = {}  # source, its part of the projection, and zeros that gradients are taken for
 
             def perturb(source, role, part, output, added=added):
@@ -56,7 +52,7 @@ def fisher_metrics(model, tokens: Tensor, seed: int = 0) -> dict[Place, Tensor]:
             for (place, (source, part, _)), gradient in zip(added.items(), gradients, strict=True):
                 rows = source.heads(gradient, part)[0].float()
                 sums[place] = sums.get(place, 0) + rows.mT @ rows
-    return {place: total / tokens[:, :FISHER_TOKENS].numel() for place, total in sums.items()}
+    return {place: total / tokens.numel() for place, total in sums.items()}
 
 
 @torch.inference_mode()

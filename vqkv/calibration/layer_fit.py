@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def fit_layers(
     return [(codecs["key", layer], codecs["value", layer]) for layer in range(len(plan))], predictions
 
 
+@dataclass
 class LayerFit:
     """Fits one place after another on captured keys and values, and keeps what later places read of them.
 
@@ -48,9 +50,12 @@ class LayerFit:
     whole ``block``.
     """
 
-    def __init__(self, captured: CapturedTokens, restored: Spill, readers, sink_tokens: int, block: int, device):
-        self.captured, self.restored, self.readers = captured, restored, readers
-        self.sink_tokens, self.block, self.device = sink_tokens, block, device
+    captured: CapturedTokens
+    restored: Spill
+    readers: dict[Place, Place]
+    sink_tokens: int
+    block: int
+    device: object
 
     def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""

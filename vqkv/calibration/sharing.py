@@ -68,12 +68,13 @@ class ModelTrial:
 
     def _cache(self, plan: list[dict[str, RolePlan]]):
         about = describe(self.model)
-        codecs, predictions = [], {}
-        for layer, roles in enumerate(plan):
-            codecs.append(tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES))
-            for role in ROLES:
-                if roles[role].predictor is not None:
-                    predictions[role, layer] = Prediction(roles[role].predictor, roles[role].sources)
+        codecs = [tuple(roles[role].make_codec(about["head_dim"]) for role in ROLES) for roles in plan]
+        predictions = {
+            (role, layer): Prediction(planned.predictor, planned.sources)
+            for layer, roles in enumerate(plan)
+            for role, planned in roles.items()
+            if planned.predictor is not None
+        }
         settings = CacheSettings(pre_rope=not self.captured.post_rope)
         compressor = Compressor("trial", codecs, settings, about, predictions=predictions)
         return compressor.new_cache(self.model, in_place=True)

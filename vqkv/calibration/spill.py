@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vqkv.calibration.costs import metrics
+from vqkv.calibration.costs import fisher_metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
-from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.capture import capture
 from vqkv.models.load import describe, fingerprint
 from vqkv.runtime.processes import current
 
@@ -62,8 +62,6 @@ class CapturedTokens(Spill):
     """
 
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
-        check_tokens(model, tokens)
-        check_batch_size(batch_size)
         super().__init__(folder)
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
         self.about, self.weights, self._metrics = describe(model), fingerprint(model), None
@@ -92,7 +90,7 @@ class CapturedTokens(Spill):
         return keys, values
 
     def metrics(self, model) -> dict[Place, Tensor]:
-        """``costs.metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
+        """``fisher_metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
         if self._metrics is None:
-            self._metrics = metrics(model, self.tokens, self.post_rope)
+            self._metrics = fisher_metrics(model, self.tokens, self.post_rope)
         return self._metrics

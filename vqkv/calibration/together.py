@@ -3,7 +3,7 @@
 Codecs know nothing of processes. Anywhere but in ``processes.launched()`` nothing is gathered and nothing is sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load, save
@@ -49,12 +49,6 @@ def finish(codecs: Sequence[Codec], devices: Sequence[torch.device]) -> None:
 
 def agree(parts: Sequence[Part], devices: Sequence[torch.device]) -> None:
     """Let every process take over what each part's own process has learned, also amid learning."""
-    for number, state in _told(parts):
-        load_learned(parts[number], {name: tensor.to(devices[number]) for name, tensor in state.items()})
-
-
-def _told(parts: Sequence[Part]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The numbers of parts that other processes learn, and what these have learned."""
     processes = current()
     if processes.count == 1:
         return
@@ -62,5 +56,6 @@ def _told(parts: Sequence[Part]) -> Iterator[tuple[int, dict[str, Tensor]]]:
     mine = {f"{i}.{name}": x.cpu().contiguous() for i, state in states.items() for name, x in state.items()}
     for rank, message in enumerate(processes.exchange(save(mine))):
         tensors = load(message)
-        if rank != processes.rank:
-            yield from ((i, claim(tensors, f"{i}.")) for i in _owned(len(parts), rank))
+        for number in _owned(len(parts), rank) if rank != processes.rank else ():
+            state = claim(tensors, f"{number}.")
+            load_learned(parts[number], {name: tensor.to(devices[number]) for name, tensor in state.items()})

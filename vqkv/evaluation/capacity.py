@@ -15,21 +15,26 @@ Not counted, so ``reserve_gb`` should leave room for it: activations and logits,
 decoded tokens that a cache is told to keep; the framework itself, and memory that its allocator cannot use.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.evaluation.configs import architecture
-from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
+from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
+from vqkv.models.load import LOADING_ERRORS
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 
 GB = 10**9
 MOST = 1 << 40  # tokens or sequences, where a search ends
+REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,39 @@ def capacity(
         fp16_batch_size=fp16[1],
         model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
     )
+
+
+def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device, which
+    knows shapes but holds no numbers. See ``capacity``."""
+    model = model_or_config
+    if isinstance(model, (PreTrainedConfig, dict)):
+        model = _laid_out(model, dtype)
+    elif dtype is not None or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise DataError(
+            f"pass a transformers model without a dtype, or its config, not {type(model).__name__}, {dtype}"
+        )
+    model_shape(model)  # refuses layers of unequal KV heads
+    if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
+        raise DataError(
+            f"{type(model).__name__} has layers with a sliding window, whose DynamicCache stops growing: set "
+            "sliding_window=None (and layer_types to full_attention) in the config to count every token"
+        )
+    return model
+
+
+def _laid_out(config: PreTrainedConfig | dict, dtype) -> nn.Module:
+    try:
+        config = AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config)
+        dtype = dtype or getattr(config, "dtype", None) or torch.float16
+        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        if getattr(config, "quantization_config", None):
+            raise ValueError("it has quantized weights, whose bytes it does not tell")
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    except REFUSALS as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DataError(f"no causal language model can be laid out of this config in {dtype}: {reason}") from error
 
 
 def _name(model) -> str:

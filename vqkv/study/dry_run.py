@@ -11,9 +11,9 @@ from huggingface_hub.utils import get_session
 
 from vqkv.data.corpus import SPLITS, check_corpus
 from vqkv.errors import DataError
-from vqkv.evaluation.capacity import GB
-from vqkv.evaluation.configs import architecture, check_model, config_of, quiet_hub
+from vqkv.evaluation.capacity import GB, architecture
 from vqkv.evaluation.footprint import weight_bytes
+from vqkv.study.known_models import check_model, config_of, quiet_hub
 
 MODELS = ("model", "second_model")
 HUB_SECONDS = 3  # that the hub has to answer once; else only copies on this machine are looked for
@@ -71,7 +71,7 @@ def _from_here(only: bool) -> Iterator[None]:
 def _weights(name: str) -> str:
     """Bytes of the model's weights, as text; nothing where its config is not to be had."""
     try:
-        config, _ = config_of(name)
+        config = config_of(name)
         config.sliding_window = None  # which changes no weight
         model = architecture(config)
     except DataError:

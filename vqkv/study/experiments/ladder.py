@@ -2,15 +2,16 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from vqkv import presets
+from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.eviction import H2O, attention_scores, compare_scores, heavy_hitters, random_tokens
+from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
@@ -172,6 +173,30 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
         label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
         rows.append(label | {key: row[key] for key in ("kl_mean", "kl_std", "kl_worst", "top1", "ratio")})
     return rows, found.sources
+
+
+def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
+    """A rule in place of ``heavy_hitters`` that draws the kept tokens at random, the newest apart: the control."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(scores: torch.Tensor, *shares, **counts) -> torch.Tensor:
+        drawn = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
+        return heavy_hitters(drawn.to(scores.device), *shares, **counts)
+
+    return choose
+
+
+def compare_scores(
+    model, compressor, tokens: torch.Tensor, retain: float = 0.75, recent: float = 0.1, batch_size: int = 8
+) -> list[float]:
+    """The share, in each layer, of the tokens that an exact pass keeps which are kept too if attention reads packed
+    keys and values; mean over sequences and heads."""
+    exact, packed = (attention_scores(model, tokens, reads, batch_size) for reads in (None, compressor))
+    shares = []
+    for pair in zip(exact, packed, strict=True):
+        ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
+        shares.append((ours & theirs).sum().item() / ours.sum().item())
+    return shares
 
 
 @per_process(maxsize=1)

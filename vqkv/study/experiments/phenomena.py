@@ -4,9 +4,9 @@ import statistics
 
 import torch
 
-from vqkv.evaluation import probes
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, rotary_embedding
+from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
 
 

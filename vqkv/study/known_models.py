@@ -1,22 +1,17 @@
-"""Configs of models: fetched, known by heart, and laid out as models without memory."""
+"""Models that profiles name: their configs, fetched or known by heart, and why one cannot be reached."""
 
-import copy
 import logging
 import os
 from contextlib import contextmanager
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from vqkv.errors import DataError
-from vqkv.evaluation.footprint import model_shape
+from vqkv.evaluation.capacity import REFUSALS
 from vqkv.models.load import BUNDLED, LOADING_ERRORS
 
-REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-# What sizes depend on, as in the config.json of each model that profiles name, for when that cannot be reached.
+# What sizes depend on, as in the config.json of each of these models, for when that cannot be reached.
 KNOWN_CONFIGS = {
     "openai-community/gpt2": {"model_type": "gpt2"},  # transformers' defaults
     "TinyLlama/TinyLlama_v1.1": {
@@ -46,15 +41,14 @@ KNOWN_CONFIGS = {
 }  # fmt: skip
 
 
-def config_of(name: str) -> tuple[PreTrainedConfig, str]:
-    """A model's config, fetched if need be, and where it is from. Raises ``DataError`` if neither the hub nor ``vqkv``
-    knows it."""
+def config_of(name: str) -> PreTrainedConfig:
+    """A model's config, fetched if need be. Raises ``DataError`` if neither the hub nor ``vqkv`` knows it."""
     try:
-        return AutoConfig.from_pretrained(BUNDLED.get(name, name)), "its config"
+        return AutoConfig.from_pretrained(BUNDLED.get(name, name))
     except REFUSALS as error:
         if name not in KNOWN_CONFIGS:
             raise DataError(f"no estimate is possible: the config of {name!r} cannot be reached") from error
-        return AutoConfig.for_model(**KNOWN_CONFIGS[name]), "the sizes that vqkv knows of it"
+        return AutoConfig.for_model(**KNOWN_CONFIGS[name])
 
 
 def check_model(name: str) -> None:
@@ -90,36 +84,3 @@ def quiet_hub():
         yield
     finally:
         logger.setLevel(before)
-
-
-def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
-    """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device, which
-    knows shapes but holds no numbers. See ``capacity``."""
-    model = model_or_config
-    if isinstance(model, (PreTrainedConfig, dict)):
-        model = _laid_out(model, dtype)
-    elif dtype is not None or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise DataError(
-            f"pass a transformers model without a dtype, or its config, not {type(model).__name__}, {dtype}"
-        )
-    model_shape(model)  # refuses layers of unequal KV heads
-    if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
-        raise DataError(
-            f"{type(model).__name__} has layers with a sliding window, whose DynamicCache stops growing: set "
-            "sliding_window=None (and layer_types to full_attention) in the config to count every token"
-        )
-    return model
-
-
-def _laid_out(config: PreTrainedConfig | dict, dtype) -> nn.Module:
-    try:
-        config = AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config)
-        dtype = dtype or getattr(config, "dtype", None) or torch.float16
-        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        if getattr(config, "quantization_config", None):
-            raise ValueError("it has quantized weights, whose bytes it does not tell")
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    except REFUSALS as error:
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise DataError(f"no causal language model can be laid out of this config in {dtype}: {reason}") from error
