@@ -3,9 +3,12 @@
 import json
 import random
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+# Seconds after each reading of several files, so that a process does not end before Arrow's threads: tests go on.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 TEXT = "the of and a key value cache codebook vector layer attention token error head größe naïve 1999 @-@ ( ) , . ;"
 WORDS = TEXT.split(" ")
 

@@ -12,7 +12,7 @@ from snapshot_zoo import FRAMING, SMALL, cache, coded_pairs, cut, feed, same, sm
 
 from vqkv import presets
 from vqkv.cache.snapshots import MAGIC, SnapshotReader, SnapshotWriter
-from vqkv.codecs import Fp16
+from vqkv.codecs.exact import Fp16
 from vqkv.errors import DataError, FormatError, UnknownNameError
 
 

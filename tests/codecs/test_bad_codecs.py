@@ -5,22 +5,25 @@ from functools import cache, partial
 
 import pytest
 import torch
-from codec_zoo import gaussian, same
+from codec_zoo import chain, gaussian, same
 from preset_zoo import EVERY
 
-from vqkv import DataError, presets
+from vqkv import DataError, UnknownNameError, presets
 from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
-from vqkv.codecs import (
-    AffineQuantizer,
-    Chain,
-    Fallback,
-    Grouping,
-    HalfQuadratic,
-    NonUniform,
-    ProductVQ,
-    ResidualVQ,
-    codec_from_config,
-)
+from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.grid import Grid
+from vqkv.codecs.layout import TokenBlock
+from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.product import ProductVQ
+from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.scaling import HalfQuadratic, VectorScale
+from vqkv.codecs.transform import Grouping, Hadamard
 
 
 @cache
@@ -193,6 +196,7 @@ SEEDS, DECAYS = (-1, 2**63, "a", 1.0, None, True), (1, -0.1, float("nan"), "x", 
         (ResidualVQ, "kmeans_iterations", (-1, 10**9, "x", 2.0)),
         (ResidualVQ, "num_quantizers", (0, 65, True)),
         (ResidualVQ, "beam", (0, 257)),
+        (EntropyCodedScalar, "bits", (0, 0.001, 10.5, -1.0, float("nan"), float("inf"), "2", None, True)),
         (HalfQuadratic, "bits", (0, 9, 1000, 2.0, "4", True)),
         (HalfQuadratic, "iterations", (0, -1, 10**9, 2.0, None)),
         (HalfQuadratic, "norm", (0, -1, 1.1, float("nan"), "x")),
@@ -206,3 +210,49 @@ def test_settings_beyond_reason_are_named(make, name, values):
         with pytest.raises(DataError, match=name):
             make(**{name: value})
     assert make()
+
+
+UNFIT = [
+    (lambda: chain(head_dim=20), r"head_dim 20 is not divisible by group_size 8: use one of \[1, 2, 4, 5, 10, 20\]"),
+    (lambda: chain(head_dim=None).fit(gaussian(1, 1, 200, 20)), "head_dim 20 is not divisible"),
+    (lambda: chain().fit(gaussian(1, 1, 3, 16)), "20 codes need 20 distinct"),
+    (lambda: Chain([Hadamard()], ResidualVQ(group_size=12), 12), "power of two, not 12"),
+    (lambda: Chain([VectorScale(), VectorScale("rms")], ResidualVQ()), r"store \['scale', 'scale'\]"),
+    (lambda: Chain([], Grid(16), 7), "even number"),
+    (lambda: Chain([], ProductVQ(2, 16, 4), 16), "add a Grouping"),
+    (lambda: Chain([], ResidualVQ(), 128), "group_size 32: add a Grouping"),
+    (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 31, 8)), "stage 1 of 3.*32 codes need 32.*leaves only 31"),
+    (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 32, 8)), "stage 2 of 3"),  # every vector its own code
+    (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 500, 8) * 1e6), "a code overflows fp16"),
+    (lambda: Fp16(16).encode(gaussian(1, 1, 1, 16) * 1e6), "overflows fp16"),
+    (lambda: Entropy(Entropy(rvq())), "leaves storing its codes to others"),
+    (lambda: Entropy(Fallback(Chain([], rvq(), 8))), "leaves storing its codes to others"),
+    (lambda: Chain([], Entropy(rvq(group_size=16)), 16), r"rows of \(16,\) do not begin with an axis of tokens"),
+    (lambda: AffineQuantizer(9), "bits 9 must be an integer from 1 to 8"),
+    (lambda: ResidualVQ(codebook_size=0), "codebook_size 0 must be"),
+    (lambda: TokenBlock(0), "tokens 0 must be"),
+    (lambda: SparseOutliers(1.5), "share 1.5 must be"),
+    (lambda: presets.higgs(5), "2, 3 and 4 have a grid"),
+    (lambda: presets.vqq().key_codec(12), "divisible by blocks of 8"),
+    (lambda: presets.vq().key_codec(12), "not divisible by group_size 8"),
+    (lambda: presets.kvquant(block=4096).key_codec(64), "at most 16 bits"),
+    (lambda: presets.vqq(float("nan")).key_codec(), "threshold nan"),
+]
+UNKNOWN = [
+    (lambda: Grouping("stridded"), "strided"), (lambda: VectorScale("sdt"), "std"), (lambda: Grid(17), "16"),
+    (lambda: ResidualVQ(init="kmean"), "kmeans"), (lambda: Entropy(rvq(), "adaptiv"), "adaptive"),
+    (lambda: Entropy(rvq(), context="head"), "unknown context 'head'"),
+]  # fmt: skip
+
+
+def rvq(**settings):
+    return ResidualVQ(**{"num_quantizers": 3, "codebook_size": 32, "group_size": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [*((make, DataError, message) for make, message in UNFIT), *((make, UnknownNameError, m) for make, m in UNKNOWN)],
+)
+def test_what_does_not_fit_is_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv.codecs import ResidualVQ
+from vqkv.codecs.residual import ResidualVQ
 from vqkv.kernels import cpu, dispatch
 from vqkv.kernels.rvq import beam as fast
 from vqkv.kernels.rvq import naive as reference
@@ -96,17 +96,6 @@ def test_squares_that_leave_the_range_of_fp32(scale):
     assert torch.equal(cpu.rvq_encode(x, codebooks, 4), reference.rvq_encode(x, codebooks, 4))
 
 
-def test_reduced_precision_settings_do_not_reach_the_beam():
-    x, codebooks = gaussian(300, 32), gaussian(3, 100, 32, seed=1)
-    expected = cpu.rvq_encode(x, codebooks, 3)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(cpu.rvq_encode(x, codebooks, 3), expected)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 def test_beam_4_cuts_the_error_by_15_percent_and_wider_beams_cut_more():
     x, train = gaussian(1, 1, 3000, 8, seed=1), gaussian(1, 1, 12000, 8)
     quantizer = fitted(train)
@@ -116,9 +105,10 @@ def test_beam_4_cuts_the_error_by_15_percent_and_wider_beams_cut_more():
     assert losses == sorted(losses, reverse=True) and losses[2] < 0.85 * losses[0]
 
 
-def test_loss_and_usage_are_those_of_the_stored_codes():
+@pytest.mark.parametrize("beam", [1, 3])
+def test_loss_and_usage_are_those_of_the_stored_codes(beam):
     x = gaussian(1, 2, 900, 8)
-    quantizer = fitted(x, beam=3)
+    quantizer = fitted(x, beam=beam)
     codes, side = quantizer.encode(x)
     error = (x - quantizer.decode(codes, side)).square().sum() / x.square().sum()
     torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)

@@ -1,6 +1,7 @@
 """What every codec keeps: payloads cut and join, settings and tensors rebuild it, extremes stay finite."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from codec_zoo import HEAD_DIM, HEADS, KINDS, gaussian, same, unfitted_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs import Payload, codec_from_config, payload_from
-from vqkv.codecs.part import load_learned
+from vqkv import presets
+from vqkv.codecs.part import codec_from_config, load_learned
+from vqkv.codecs.payload import Payload
 
-WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "adaptive")
+WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "adaptive", "ans by stage")
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
 
@@ -32,9 +34,10 @@ def test_payloads_commute_with_tokens_and_batch(codecs, kind, batch, blocks, cut
         assert same(Payload.concat([codec.encode(x[:, :, : cut * rows]), codec.encode(x[:, :, cut * rows :])]), payload)
     assert sum(part.nbytes for part in parts) == payload.nbytes
     assert torch.equal(codec.decode(payload.tokens(-rows)), whole[:, :, -rows:])
+    assert codec.decode(payload.tokens(0, 0)).shape == (batch, HEADS, 0, HEAD_DIM)
     index = torch.tensor([batch - 1, 0])
     assert torch.equal(codec.decode(payload.batch_select(index)), whole[index])
-    copied = payload_from(json.loads(json.dumps(payload.header())), dict(payload.tensors))
+    copied = parts[0].holding(payload.tensors)
     assert same(copied, payload) and torch.equal(codec.decode(copied), whole)
 
 
@@ -48,6 +51,16 @@ def test_saved_and_reloaded_codecs_agree_bit_for_bit(codecs, kind):
     assert same(again.encode(x), payload)
     assert torch.equal(again.decode(payload), codec.decode(payload))
     assert again.side_bytes == codec.side_bytes
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "transform coder"])
+def test_a_missing_package_is_named_with_the_remedy(codecs, kind, monkeypatch):
+    codec, fresh, x = codecs[kind], unfitted_codecs()[kind], gaussian(1, HEADS, 60, HEAD_DIM)  # settings do without it
+    payload = codec.encode(x)
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    for use in (lambda: codec.encode(x), lambda: codec.decode(payload), lambda: fresh.fit(x)):
+        with pytest.raises(ImportError, match="pip install constriction"):
+            use()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,3 +92,40 @@ def test_what_is_read_back_while_learning_is_what_a_cache_gives_later_and_anothe
         error = (before - codec.finalize().quantize_dequantize(x)).square().mean() / x.square().mean()
         assert error < 1e-3  # a few vectors are as near to one code as to another
     assert torch.equal(codec.quantize_dequantize(x), codec.decode(codec.encode(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_payload_stay_as_they_are(codecs, kind):
+    """What is decoded shares no memory with the payload."""
+    codec = codecs[kind]
+    x = gaussian(2, HEADS, 2 * codec.tokens_per_row, HEAD_DIM)
+    values = x.clone()
+    payload = codec.encode(x)
+    assert torch.equal(x, values)
+    before = {name: tensor.clone() for name, tensor in payload.tensors.items()}
+    first = codec.decode(payload)
+    expected = first.clone()
+    first.fill_(7)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in payload.tensors.items())
+    assert torch.equal(codec.decode(payload), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_types_are_rounded_from_float32(codecs, kind):
+    codec = codecs[kind]
+    payload = codec.encode(gaussian(1, HEADS, codec.tokens_per_row, HEAD_DIM))
+    if "scale" in payload.fields:
+        payload.fields["scale"].fill_(60000.0)  # times a code beyond 1.1: more than fp16 holds
+    exact = codec.decode(payload)
+    assert kind != "contiguous" or exact.abs().max() > 65504
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        expected = exact.clamp(-65504, 65504) if dtype == torch.float16 else exact
+        assert torch.equal(codec.decode(payload, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_the_arithmetic_of_decoding_can_be_traced_as_one_graph(bits):
+    codec = presets.quanto(bits, 8).key_codec(HEAD_DIM).fit(gaussian(1, 2, 8, HEAD_DIM))
+    payload = codec.encode(gaussian(1, 2, 8, HEAD_DIM))
+    traced = torch.compile(codec._decode, backend="eager", fullgraph=True)  # around it the precision is asked for
+    assert torch.equal(traced(payload), codec.decode(payload))

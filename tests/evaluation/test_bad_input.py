@@ -22,7 +22,8 @@ from vqkv import (
     presets,
 )
 from vqkv.cache.meter import tensor_bytes
-from vqkv.codecs import Fp16, VectorScale
+from vqkv.codecs.exact import Fp16
+from vqkv.codecs.scaling import VectorScale
 from vqkv.data.corpus import documents
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))

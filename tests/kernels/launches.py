@@ -1,5 +1,5 @@
 """Every Triton kernel as it is launched at Llama-3-8B's shapes, compiled for a GPU that need not be there: run without
-TRITON_INTERPRET, with a compute capability (90: Hopper) as the argument; prints what ptxas and the disassembler say."""
+TRITON_INTERPRET, with compute capabilities (90: Hopper) as arguments; prints what ptxas and the disassembler say."""
 
 import json
 import re
@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention.triton import decode_attention
 from vqkv.kernels.decoding.triton import decode
-from vqkv.kernels.grid.triton import grid_encode_packed
 from vqkv.kernels.packed import Affine, Coded, Rope, Turn
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistics
@@ -81,7 +80,7 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load th
 for _bits in (2, 4, 8):
     CASES[f"affine_encode {_bits}"] = 128, lambda n=_bits: affine_encode(zeros(1, HEADS, TOKENS, HEAD_DIM), n, 64)
     CASES[f"grid {4 ** _bits if _bits < 8 else 64}"] = (
-        128, lambda n={2: 4, 4: 8, 8: 6}[_bits]: grid_encode_packed(zeros(1, 8, TOKENS, 64, 2), zeros(1, 2**n, 2), n)
+        128, lambda n={2: 4, 4: 8, 8: 6}[_bits]: rvq_encode_packed(zeros(1, 8, TOKENS, 64, 2), zeros(1, 2**n, 2), n)
     )  # fmt: skip
     for _turned in (False, True):
         CASES[f"decode affine {_bits}{' turned' * _turned}"] = (
@@ -124,21 +123,19 @@ def launches(run: Callable[[], object]) -> list[tuple[ASTSource, dict]]:
     return found
 
 
-def compiled(source: ASTSource, options: dict, arch: int) -> dict:
-    """Bytes of stack a thread and of shared memory a program, registers a thread, and bits of the widest load."""
+def compiled(source: ASTSource, options: dict, arch: int, wanted: int) -> dict:
+    """Bytes of stack a thread and of shared memory a program, registers a thread, and bits of the widest load, which
+    the disassembler takes a quarter of a second to find and is not asked where none is ``wanted``."""
     code = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.asm["cubin"])
         file.flush()
-        usage, machine = (
-            subprocess.run(
-                [triton.knobs.nvidia.cuobjdump.path, option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
+        asked = ["-res-usage", *["-sass"] * bool(wanted)]
+        command = [triton.knobs.nvidia.cuobjdump.path, *asked, file.name]
+        machine = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     widths = [int(width) for load in LOAD.findall(machine) for width in re.findall(r"\.(64|128)\b", load) or [32]]
     bulk = 128 * bool(re.search(r"UTMALDG|UBLKCP", machine))
-    found = {name: int(re.search(rf"{name.upper()[:5]}\w*:(\d+)", usage)[1]) for name in ("reg", "stack")}
+    found = {name: int(re.search(rf"{name.upper()[:5]}\w*:(\d+)", machine)[1]) for name in ("reg", "stack")}
     return found | {"shared": code.metadata.shared, "widest": max([*widths, bulk])}
 
 
@@ -147,7 +144,8 @@ if __name__ == "__main__":
     for name, (widest, run) in CASES.items():
         for number, (source, options) in enumerate(launches(run)):
             wanted = widest if number == 0 else 0
-            about = {"case": name, "kernel": source.fn.__name__, "wanted": wanted}
-            rows.append(about | compiled(source, options, int(sys.argv[1])))
-            print(rows[-1], file=sys.stderr, flush=True)
+            for arch in map(int, sys.argv[1:]):
+                about = {"arch": arch, "case": name, "kernel": source.fn.__name__, "wanted": wanted}
+                rows.append(about | compiled(source, options, arch, wanted))
+                print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps(rows))

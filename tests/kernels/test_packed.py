@@ -53,19 +53,19 @@ def test_kernels_read_what_a_codec_stores(name, role):
     codec = getattr(READ[name], role)(64).fit(values())
     payload = codec.encode(values())
     for twin in (reference.decode, kernels.decode):
-        torch.testing.assert_close(twin(codec.packed(payload)), codec.decode(payload), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(twin(codec.kernel_view(payload)), codec.decode(payload), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NOT_READ)
 def test_what_kernels_cannot_read_is_not_offered(name):
     codec = NOT_READ[name].key_codec(64)
     codec = codec if codec.ready else codec.fit(values())
-    assert codec.packed(codec.encode(values())) is None
+    assert codec.kernel_view(codec.encode(values())) is None
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_span_of_tokens_is_a_span_of_what_is_decoded(name):
     codec = READ[name].value_codec(64).fit(values())
-    packed = codec.packed(codec.encode(values()))
+    packed = codec.kernel_view(codec.encode(values()))
     part = kernels.decode(packed.tokens(64, 128))
     torch.testing.assert_close(part, kernels.decode(packed)[:, :, 64:128])

@@ -71,7 +71,7 @@ def packed_states(batch: Batch, layer: int, keys: Tensor, parts: list[tuple[Grou
 def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, float], Tensor] | None:
     """Attention to all tokens of a group, the new ``pair`` included; None if they must be decoded."""
     stores = group.stores[layer]
-    packed = [store.packed(group.step.past) for store in stores]
+    packed = [store.kernel_view(group.step.past) for store in stores]
     if None in packed:
         return None
     exact = [store.exact(x).float() for store, x in zip(stores, pair, strict=True)]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.batch import Group
-from vqkv.codecs.payload import payload_from
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.load import describe, fingerprint
@@ -127,7 +126,7 @@ def _fill_store(store, tensors: dict[str, Tensor], about: dict) -> None:
         shape = (1, settings.num_kv_heads, codec.tokens_per_row, settings.head_dim)
         like = codec.encode(torch.zeros(shape, device=next(iter(tensors.values())).device))
         found = {name.removeprefix("payload."): x for name, x in tensors.items()}
-        store.payload = payload_from(like.header(), found)  # the header is the same for all that a codec encodes
+        store.payload = like.holding(found)
 
 
 def _check_made_for(header: dict, path, compressor, model) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -20,7 +20,7 @@ from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.part import codec_from_config
-from vqkv.codecs.payload import Payload, payload_from
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.transform import Grouping
 from vqkv.errors import DataError, UnknownNameError
@@ -116,7 +116,8 @@ class StreamLayout:
         pieces = []
         for places, codec, start, stop in self._shares(kind, tensors[0].shape[2]):
             payload = codec.encode(torch.cat([tensors[i][:, :, start:stop] for i in places]))
-            pieces += [raw_bytes(payload.tensors[name]) for name in _names(payload)]
+            for group in (payload.fields, payload.ragged):
+                pieces += [raw_bytes(tensor) for _, tensor in sorted(group.items())]
         return b"".join(pieces)
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
@@ -149,19 +150,11 @@ class StreamLayout:
             return torch.frombuffer(piece, dtype=dtype).reshape(shape) if piece else torch.empty(shape, dtype=dtype)
 
         like = codec.encode(torch.zeros(1, self.num_kv_heads, codec.tokens_per_row, self.head_dim))
-        header, rows = like.header(), (batch_size, like.shape[1], tokens // codec.tokens_per_row)
-        tensors = {name: take(like.fields[name].dtype, rows + like.fields[name].shape[3:]) for name in header["fields"]}
-        if ragged := header.get("ragged"):
-            counts = payload_from({**header, "ragged": []}, tensors).counts
-            for name in ragged:
-                piece = like.ragged[name]
-                tensors[name] = take(piece.dtype, (int(counts(name).sum()), *piece.shape[1:]))
-        return payload_from(header, tensors)
-
-
-def _names(payload: Payload) -> list[str]:
-    header = payload.header()
-    return [*header["fields"], *header.get("ragged", ())]
+        rows = (batch_size, like.shape[1], tokens // codec.tokens_per_row)
+        fields = {name: take(x.dtype, rows + x.shape[3:]) for name, x in sorted(like.fields.items())}
+        counts = replace(like, fields=fields, ragged={}).counts
+        ragged = {n: take(x.dtype, (int(counts(n).sum()), *x.shape[1:])) for n, x in sorted(like.ragged.items())}
+        return replace(like, fields=fields, ragged=ragged)
 
 
 def check_stored(stored):

@@ -115,14 +115,14 @@ class TokenStore:
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = left
 
-    def packed(self, known: Known) -> Packed | None:
+    def kernel_view(self, known: Known) -> Packed | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
         codec has a say in them, or their positions do not count up."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
         uneven = self.kept is not None or (self.positions is not None and self.positions.explicit is not None)
         if shared or uneven or self.holes or self.payload is None:
             return None
-        return self.coder.codec.packed(self.payload)
+        return self.coder.codec.kernel_view(self.payload)
 
     def exact(self, states: Tensor) -> Tensor:
         """Sinks, window and the new ``states``, side by side."""
@@ -170,9 +170,9 @@ class TokenStore:
         rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
         if rows.shape[-1] == quantized:
             return
-        if type(self.payload) is not Payload or self.payload.shape[:2] != rows.shape[:2]:
+        if self.payload.ragged or self.payload.shape != (*rows.shape[:2], quantized):
             raise DataError(
-                f"this codec's {type(self.payload).__name__} of shape {self.payload.shape} mixes heads or has rows of "
+                f"this codec's payload of shape {self.payload.shape} mixes heads or has rows of "
                 "unequal size, from which one head's tokens cannot be dropped: use H2O(..., streaming=False)"
             )
         fields = {name: pick_rows(x, rows) for name, x in self.payload.fields.items()}

@@ -87,7 +87,7 @@ class Codec(Part):
         with full_precision(values.device):
             return self._quantize_dequantize(values)
 
-    def packed(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> Packed | None:
         """A payload as kernels read it without decoding it all; None if they cannot."""
         return None
 

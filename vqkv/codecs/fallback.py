@@ -10,24 +10,8 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer
 from vqkv.errors import DataError
-from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.kernels import pack_codes
 from vqkv.runtime.checks import FP16_MAX, MAX_HEAD_DIM
-
-
-@dataclass(eq=False)
-class MaskedPayload(Payload):
-    """Rows of ``units`` blocks. ``fields["mask"]`` has a bit for each block: 1, the block owns a piece of every ragged
-    tensor but ``exact``; 0, it owns a piece of ``exact``."""
-
-    units: int = 0
-
-    def mask(self) -> Tensor:
-        """Bool (batch, num_kv_heads, rows, units)."""
-        return unpack_codes(self.fields["mask"], 1, self.units).bool()
-
-    def counts(self, name: str) -> Tensor:
-        ones = self.mask().sum(dim=-1)
-        return self.units - ones if name == "exact" else ones
 
 
 @dataclass(eq=False)
@@ -70,7 +54,7 @@ class Fallback(Quantizer):
         ragged["exact"] = blocks[0, 0, ~good].clamp(-FP16_MAX, FP16_MAX).half()
         batch, heads, rows = y.shape[:3]
         mask = good.view(rows, batch, heads, self._units).permute(1, 2, 0, 3)
-        return MaskedPayload({"mask": pack_codes(mask.byte(), 1)}, ragged=ragged, units=self._units)
+        return Payload({"mask": pack_codes(mask.byte(), 1)}, ragged=ragged, units=self._units)
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:
         blocks = self._blocks(y)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed, grid_encode_packed, rvq_decode, rvq_encode
+from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode, rvq_encode_packed
 
 DIM = 2
 
@@ -55,16 +55,13 @@ class Grid(Quantizer):
         return rvq_encode(_pairs(x), self.grid.unsqueeze(0)).squeeze(-1), {}
 
     def store(self, y: Tensor) -> Payload:
-        return Payload({"codes": grid_encode_packed(_pairs(y), self.grid.unsqueeze(0), self.code_bits)})
+        return Payload({"codes": rvq_encode_packed(_pairs(y), self.grid.unsqueeze(0), self.code_bits)})
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
-    def points(self) -> Tensor:
-        return self.grid
-
-    def packed(self, payload: Payload) -> Packed:
-        return Coded(payload.fields["codes"], self.grid[None, None], self.code_bits, self.codes_per_row)
+    def kernel_view(self, payload: Payload) -> Packed:
+        return Coded(payload.fields["codes"], self.grid.view(1, 1, -1, DIM), self.code_bits, self.codes_per_row)
 
 
 def _pairs(x: Tensor) -> Tensor:

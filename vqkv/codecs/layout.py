@@ -32,7 +32,7 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         """Codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
         size = inner.codes.shape[3]
         if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning import Ema, KMeans, Statistics
+from vqkv.codecs.learning.ema import Ema
+from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.kernels import Coded, Packed, pack_codes, unpack_codes
+from vqkv.kernels.cpu import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30
@@ -38,7 +41,8 @@ class NonUniform(Quantizer):
         if self.levels is None:
             self._start(values)
         else:
-            self.levels = self._ema.update(self._statistics(values))[:, 0].sort().values
+            statistics = (found.unsqueeze(0) for found in self._statistics(values))
+            self.levels = self._ema.update(*statistics)[0, :, 0].sort().values
 
     def finalize(self) -> None:
         """Round to fp16."""
@@ -51,20 +55,21 @@ class NonUniform(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
-    def points(self) -> Tensor:
-        return self.levels
+    def kernel_view(self, payload: Payload) -> Packed | None:
+        if 8 % self.bits:
+            return None
+        return Coded(payload.fields["codes"], self.levels.view(1, 1, -1, 1), self.bits, self.codes_per_row)
 
     def _start(self, values: Tensor) -> None:
         learner = KMeans(2**self.bits, seed=self.seed)
         self.levels = learner.start(values)[:, 0].sort().values
         learner.codebook = self.levels[:, None]
         for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
-            self.levels = learner.solve(self._statistics(values))[:, 0]
-        self._ema = Ema()
-        self._ema.start(self.levels[:, None], self._statistics(values).counts)
+            self.levels = learner.solve(*self._statistics(values))[:, 0]
+        self._ema = Ema(self.levels[None, :, None], self._statistics(values)[0].unsqueeze(0))
 
-    def _statistics(self, values: Tensor) -> Statistics:
-        return Statistics.of(values, self._nearest(values[:, 0]), 2**self.bits)
+    def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return sums_by_code(values, self._nearest(values[:, 0]), 2**self.bits)
 
     def _sample(self, values: Tensor) -> Tensor:
         if len(values) <= SAMPLES:

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vqkv.errors import DataError
-
-TENSOR_DICTS = ("fields", "ragged")
+from vqkv.kernels import unpack_codes
 
 
 @dataclass(eq=False)
@@ -18,19 +16,17 @@ class Payload:
 
     ``fields``: named tensors, each (batch, num_kv_heads, rows, ...). ``ragged``: tensors whose size depends on the
     data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), which makes concatenation along
-    tokens a plain ``cat``; how many pieces each row owns follows from ``fields``, by ``counts``. Every tensor is
+    tokens a plain ``cat``; how many pieces each row owns follows from ``fields``, see ``counts``. Every tensor is
     contiguous and owns its storage, so ``nbytes`` is what the payload really occupies.
+
+    Two fields say how many pieces of ragged tensors a row owns. ``lengths``: so many. ``mask``: a bit for each of its
+    ``units`` blocks, 1, the block owns a piece of every ragged tensor but ``exact``; 0, it owns a piece of ``exact``.
     """
 
     fields: dict[str, Tensor]
     tokens_per_row: int = 1
     ragged: dict[str, Tensor] = field(default_factory=dict)
-
-    registry = {}  # class name -> class: what ``payload_from`` may build
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        Payload.registry[cls.__name__] = cls
+    units: int = 0
 
     def __post_init__(self):
         self.fields = {name: _own(tensor) for name, tensor in self.fields.items()}
@@ -38,7 +34,14 @@ class Payload:
 
     def counts(self, name: str) -> Tensor:
         """Pieces of ``ragged[name]`` that each row owns: int64 (batch, num_kv_heads, rows)."""
-        raise NotImplementedError
+        if "lengths" in self.fields:
+            return self.fields["lengths"].long()
+        ones = self.mask().sum(dim=-1)
+        return self.units - ones if name == "exact" else ones
+
+    def mask(self) -> Tensor:
+        """Bool (batch, num_kv_heads, rows, units)."""
+        return unpack_codes(self.fields["mask"], 1, self.units).bool()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,11 +63,10 @@ class Payload:
         """Everything stored, by name."""
         return self.fields | self.ragged
 
-    def header(self) -> dict:
-        """All that ``payload_from`` needs beside ``tensors``, as JSON-able values."""
-        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in TENSOR_DICTS}
-        names = {group: sorted(getattr(self, group)) for group in TENSOR_DICTS}
-        return {"payload": type(self).__name__, **settings, **names}
+    def holding(self, tensors: dict[str, Tensor]) -> "Payload":
+        """Other tokens of the same codec: ``tensors`` have the same names."""
+        groups = {group: {name: tensors[name] for name in getattr(self, group)} for group in ("fields", "ragged")}
+        return dataclasses.replace(self, **groups)
 
     @staticmethod
     def concat(payloads: "list[Payload]") -> "Payload":
@@ -75,12 +77,9 @@ class Payload:
         return dataclasses.replace(first, fields=fields, ragged=ragged)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
-        """A copy of tokens ``start:stop`` (Python slice rules). Raises ``DataError`` if that cuts a block of tokens."""
+        """A copy of tokens ``start:stop`` (Python slice rules), which are whole blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
-        each, stop = self.tokens_per_row, max(start, stop)
-        if start % each or stop % each:
-            raise DataError(f"tokens {start}:{stop} cut through a block of {each} tokens: use multiples of it")
-        rows = slice(start // each, stop // each)
+        rows = slice(start // self.tokens_per_row, max(start, stop) // self.tokens_per_row)
         return self._part(lambda tensor: tensor[:, :, rows])
 
     def batch_select(self, index) -> "Payload":
@@ -93,17 +92,6 @@ class Payload:
         fields = {name: choose(tensor) for name, tensor in self.fields.items()}
         ragged = {name: tensor[_pieces(self.counts(name), choose)] for name, tensor in self.ragged.items()}
         return dataclasses.replace(self, fields=fields, ragged=ragged)
-
-
-Payload.registry["Payload"] = Payload
-
-
-def payload_from(header: dict, tensors: dict[str, Tensor]) -> Payload:
-    """The payload that ``header()`` and ``tensors`` describe."""
-    settings = dict(header)
-    cls = Payload.registry[settings.pop("payload")]
-    groups = {group: {name: tensors[name] for name in settings.pop(group)} for group in TENSOR_DICTS}
-    return cls(**groups, **settings)
 
 
 def _pieces(counts: Tensor, choose) -> Tensor:

@@ -29,6 +29,7 @@ class Chain(Codec):
 
     def __post_init__(self):
         self._stages, self._parts = (*self.stages,), (*self.stages, self.quantizer)  # faster to go through than modules
+        self._viewed = all(type(stage).kernel_view_before is not Stage.kernel_view_before for stage in self._stages)
         self.stages = nn.ModuleList(self.stages)
         self.tokens_per_row = math.prod([stage.tokens_per_row for stage in self._stages])
         stored = [name for part in self._parts for name in part.side_fields]
@@ -107,13 +108,13 @@ class Chain(Codec):
 
     def _decode(self, payload: Payload) -> Tensor:
         """All stages in one kernel, if there is one that can undo them."""
-        packed = self.packed(payload)
+        packed = self.kernel_view(payload)
         if packed is not None:
             return decode(packed)
         return self._backward(self.quantizer.load(payload), [stage.side_of(payload) for stage in self._stages])
 
-    def packed(self, payload: Payload) -> Packed | None:
-        found = self.quantizer.packed(payload)
+    def kernel_view(self, payload: Payload) -> Packed | None:
+        found = self.quantizer.kernel_view(payload) if self._viewed else None
         for stage in reversed(self._stages):
-            found = None if found is None else stage.packed_before(found, stage.side_of(payload))
+            found = None if found is None else stage.kernel_view_before(found, stage.side_of(payload))
         return found

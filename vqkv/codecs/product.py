@@ -69,7 +69,7 @@ class ProductVQ(Quantizer):
         values = [rvq_decode(piece.unsqueeze(-1), codebook) for piece, codebook in pieces]
         return torch.cat(values, dim=-1).flatten(-2).unflatten(-1, self.row_shape)
 
-    def packed(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> Packed:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
 
     def _join(self) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning import Ema, KMeans, Statistics
+from vqkv.codecs.learning.ema import Ema
+from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
@@ -77,18 +78,15 @@ class ResidualVQ(Quantizer):
 
     def _follow(self, x: Tensor) -> None:
         """One moving-average step of every stage on x (rows, group_size)."""
-        codes, samples = rvq_encode(x, self.codebooks), [None] * self.num_quantizers
-        counted = [Statistics(*stage) for stage in zip(*rvq_statistics(x, codes, self.codebooks), strict=True)]
-        if self.revive:
-            rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
-            samples = self._residuals(x[rows], codes[rows])
-        stages = zip(self._emas, counted, samples, strict=True)
-        self.codebooks = torch.stack([ema.update(statistics, sample) for ema, statistics, sample in stages])
+        codes = rvq_encode(x, self.codebooks)
+        rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
+        samples = self._residuals(x[rows], codes[rows]) if self.revive else ()
+        self.codebooks = self._ema.update(*rvq_statistics(x, codes, self.codebooks), samples)
 
     def finalize(self) -> None:
         """Round to fp16. Raises ``DataError`` if a code overflows it."""
         self.codebooks = self.codebooks.half()
-        self._emas = []
+        self._ema = None
         if not torch.isfinite(self.codebooks).all():
             raise DataError("a code overflows fp16: put a scale before the quantizer")
 
@@ -116,7 +114,7 @@ class ResidualVQ(Quantizer):
         vectors = y.reshape(*y.shape[:3], -1, self.group_size)
         return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
-    def packed(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> Packed:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:
@@ -144,7 +142,7 @@ class ResidualVQ(Quantizer):
 
     def _start(self, x: Tensor) -> None:
         sample = residual = before = self._subsample(x)
-        codebooks, self._emas = [], []
+        codebooks, counts = [], []
         for k in range(self.num_quantizers):
             learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
             if self.init == "random":
@@ -152,12 +150,12 @@ class ResidualVQ(Quantizer):
             else:
                 self._fit_stage(learner, k, sample, before, residual)
             codes = learner.assign(residual)
-            counts = Statistics.of(residual, codes, self.codebook_size).counts * (len(x) / len(residual))
-            self._emas.append(Ema(self.decay, revive=self.revive, seed=self.seed + k))
-            self._emas[k].start(learner.codebook, counts if self.init == "kmeans" else torch.ones_like(counts))
+            counted = torch.bincount(codes, minlength=self.codebook_size).double() * (len(x) / len(residual))
+            counts.append(counted if self.init == "kmeans" else torch.ones_like(counted))
             codebooks.append(learner.codebook)
             before, residual = residual, residual - learner.codebook[codes]
         self.codebooks = torch.stack(codebooks)
+        self._ema = Ema(self.codebooks, torch.stack(counts), self.decay, self.revive, self.seed)
 
     def _fit_stage(self, learner: KMeans, stage: int, sample: Tensor, before: Tensor, residual: Tensor) -> None:
         try:

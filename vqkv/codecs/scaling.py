@@ -46,7 +46,7 @@ class VectorScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"].float().unsqueeze(-1))
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         return _scaled(inner, side["scale"])
 
 
@@ -70,7 +70,7 @@ class HeadScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         return _scaled(inner, side["scale"])
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
 from vqkv.errors import DataError
-from vqkv.kernels import Packed, by_byte, decode, lookup, pack_codes, unpack_codes
-from vqkv.kernels.derived import remembered
+from vqkv.kernels import Packed, decode, pack_codes, unpack_codes
 
 Side = dict[str, Tensor]
 
@@ -52,7 +51,7 @@ class Stage(Part):
         """What it stored."""
         return {name: payload.fields[name] for name in self.side_fields}
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         """Tell kernels of rows before this stage, from what they are told of rows after it; None if they
         cannot undo it."""
         return None
@@ -82,11 +81,7 @@ class Quantizer(Stage):
 
     def load(self, payload: Payload) -> Tensor:
         """The inverse: values in float32, in memory of their own."""
-        points = self.points()
-        if points is not None and 8 % self.code_bits == 0:
-            found = lookup(payload.fields["codes"], _by_byte(points, self.code_bits))
-            return found[..., : math.prod(self.row_shape)].contiguous().unflatten(-1, self.row_shape)
-        packed = self.packed(payload)
+        packed = self.kernel_view(payload)
         if packed is not None:
             return decode(packed).unflatten(-1, self.row_shape)
         codes = unpack_codes(payload.fields["codes"], self.code_bits, self.codes_per_row)
@@ -96,11 +91,7 @@ class Quantizer(Stage):
         """Rows y as ``load`` would give them after ``store``, also before ``finalize``."""
         return self.decode(*self.encode(y))
 
-    def points(self) -> Tensor | None:
-        """What each of its 2^code_bits codes stands for, (codes, ...), if codes are no more than numbers of these."""
-        return None
-
-    def packed(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> Packed | None:
         """Stored codes as kernels read them; None if they cannot read them."""
         return None
 
@@ -109,9 +100,3 @@ class Quantizer(Stage):
         squared error of rows y, fewest bits first; ``with_bits`` of one of these makes an unfitted one like this, with
         so many bits. Raises ``DataError`` for one whose bits cannot be chosen."""
         raise DataError(f"{type(self).__name__} cannot trade bits for error: use EntropyCodedScalar or ResidualVQ")
-
-
-@remembered
-def _by_byte(points: Tensor, bits: int) -> Tensor:
-    """Values that each byte of codes stands for."""
-    return by_byte(points.float().view(len(points), -1), bits)

@@ -4,7 +4,6 @@ Needs the package ``constriction``, which is imported when codes are first learn
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,14 +14,6 @@ from vqkv.codecs.stage import Quantizer
 
 LARGEST = 1 << 16  # frequencies are 1 to this, less one in uint16: a code without a frequency cannot be written down
 SMOOTHING = 0.5  # added to every code's count: one that calibration never saw is rare, not impossible
-
-
-@dataclass(eq=False)
-class StreamPayload(Payload):
-    """``fields["lengths"]`` says how many pieces of the ragged tensors each row owns."""
-
-    def counts(self, name: str) -> Tensor:
-        return self.fields["lengths"].long()
 
 
 class StreamQuantizer(Quantizer):
@@ -38,7 +29,7 @@ class StreamQuantizer(Quantizer):
     @abstractmethod
     def coders(self) -> list: ...
 
-    def store(self, y: Tensor) -> StreamPayload:
+    def store(self, y: Tensor) -> Payload:
         """``lengths``, the bytes of each row's stream (int16 where that is always enough), and the streams."""
         codes, side = self.encode(y)
         by_table, coders = self.by_table(codes), self.coders()
@@ -48,7 +39,7 @@ class StreamQuantizer(Quantizer):
         lengths = torch.tensor([len(s) for s in streams], dtype=torch.int16 if small else torch.int32)
         stream = torch.from_numpy(np.frombuffer(bytearray(b"".join(streams)), np.uint8))
         fields = {"lengths": lengths.view(by_table.shape[:3]).permute(1, 2, 0).to(y.device), **side}
-        return StreamPayload(fields, ragged={"stream": stream.to(y.device)})
+        return Payload(fields, ragged={"stream": stream.to(y.device)})
 
     def load(self, payload: Payload) -> Tensor:
         lengths, stream, coders = payload.counts("stream").permute(2, 0, 1), payload.ragged["stream"], self.coders()

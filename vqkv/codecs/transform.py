@@ -67,7 +67,7 @@ class Grouping(Stage):
         y = y.flatten(-2)
         return y.gather(-1, self.order.argsort().expand(y.shape)) if self.kind == "random" else y
 
-    def packed_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
         if self.kind == "strided" and isinstance(inner, Coded):
             return dataclasses.replace(inner, strided=True)
         return inner if self.kind == "contiguous" else None

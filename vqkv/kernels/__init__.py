@@ -5,8 +5,6 @@ from vqkv.kernels.dispatch import (
     affine_encode,
     decode,
     decode_attention,
-    grid_encode_packed,
-    lookup,
     pack_codes,
     rvq_decode,
     rvq_encode,
@@ -15,13 +13,10 @@ from vqkv.kernels.dispatch import (
     unpack_codes,
     using,
     which,
-    which_attention,
 )
 from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
-from vqkv.kernels.packing.cpu import by_byte
 
 __all__ = [
-    "Affine", "Coded", "Packed", "Rope", "Turn", "affine_encode", "by_byte", "decode", "decode_attention",
-    "grid_encode_packed", "lookup", "pack_codes", "rvq_decode", "rvq_encode", "rvq_encode_packed",
-    "rvq_statistics", "unpack_codes", "using", "which", "which_attention",
+    "Affine", "Coded", "Packed", "Rope", "Turn", "affine_encode", "decode", "decode_attention", "pack_codes",
+    "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes", "using", "which",
 ]  # fmt: skip

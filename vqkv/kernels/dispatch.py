@@ -19,10 +19,10 @@ from vqkv.kernels.packed import Affine, Packed, Rope, Turn
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
     "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
-    "rvq_statistics": "rvq", "affine_encode": "affine", "grid_encode_packed": "grid", "decode": "decoding",
-    "decode_attention": "attention", "pack_codes": "packing", "unpack_codes": "packing", "lookup": "packing",
+    "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
+    "pack_codes": "packing", "unpack_codes": "packing",
 }  # fmt: skip
-WITHOUT_TRITON = ("rvq_decode", "lookup")
+WITHOUT_TRITON = ("rvq_decode",)
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace
@@ -47,11 +47,15 @@ def using(name: str) -> Iterator[None]:
             del _wanted[thread]
 
 
-def which(operation: str, x: Tensor) -> str:
-    """The implementation that would serve ``operation`` for tensors where ``x`` is."""
+def which(operation: str, x: Tensor, *about) -> str:
+    """The implementation that would serve ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
+    Triton's module, if it has one, is to be asked."""
     asked = _wanted.get(threading.get_ident()) if _wanted else None
     wanted = asked[-1] if asked else "triton" if _on_gpu(x) else "cpu"
-    return "cpu" if wanted == "triton" and operation in WITHOUT_TRITON else wanted
+    if wanted != "triton":
+        return wanted
+    served = operation not in WITHOUT_TRITON and (not about or _module(operation, wanted).serves(*about))
+    return wanted if served else "cpu"
 
 
 @cache
@@ -65,14 +69,8 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _find(operation: str, x: Tensor, *about):
-    """The function that serves ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of Triton's module,
-    if it has one, is to be asked."""
-    return getattr(_module(operation, _serving(operation, x, *about)), operation)
-
-
-def _serving(operation: str, x: Tensor, *about) -> str:
-    name = which(operation, x)
-    return "cpu" if name == "triton" and about and not _module(operation, name).serves(*about) else name
+    """The function that serves ``operation``, see ``which``."""
+    return getattr(_module(operation, which(operation, x, *about)), operation)
 
 
 def _module(operation: str, name: str) -> ModuleType:
@@ -105,11 +103,6 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
     return _find("rvq_statistics", x)(x, codes, codebooks)
 
 
-def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
-    """Pairs x (..., groups, 2) -> the nearest points of a grid (1, points, 2), packed as ``rvq_encode_packed`` does."""
-    return _find("grid_encode_packed", x, codebooks, bits)(x, codebooks, bits)
-
-
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     """x (batch, num_kv_heads, seq_len, head_dim) -> codes of 2, 4 or 8 bits between the ends of every group."""
     return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
@@ -129,11 +122,6 @@ def decode_attention(
     return _find("decode_attention", query, query, keys, values, rope)(query, keys, values, scaling, rope)
 
 
-def which_attention(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> str:
-    """``which`` for ``decode_attention`` of these: the Triton kernel does not read every shape."""
-    return _serving("decode_attention", query, query, keys, values, rope)
-
-
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes (..., count) of any integer type, all from 0 to 2^bits - 1, -> uint8 (..., ceil(count * bits / 8))."""
     return _find("pack_codes", codes)(codes, bits)
@@ -142,8 +130,3 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
     return _find("unpack_codes", packed)(packed, bits, count)
-
-
-def lookup(packed: Tensor, table: Tensor) -> Tensor:
-    """Every byte replaced by its row of a table: uint8 (..., size), (256, values) -> (..., size * values)."""
-    return _find("lookup", packed)(packed, table)

@@ -25,11 +25,6 @@ class Affine:
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * 8 // self.bits))
 
     @property
-    def complete(self) -> bool:
-        """Tell whether every bit pattern stands for a value."""
-        return True
-
-    @property
     def group_size(self) -> int:
         """Channels that share their ends."""
         return self.shape[3] // self.low.shape[3]
@@ -61,13 +56,6 @@ class Coded:
         """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.groups * self.codebooks.shape[3]))
 
-    @property
-    def complete(self) -> bool:
-        """Tell whether every bit pattern stands for a value: 2^bits codes, in strings as long as these make them."""
-        tables, num_quantizers, size, _ = self.codebooks.shape
-        whole = self.codes.shape[3] == -(-self.groups * num_quantizers * self.bits // 8)
-        return size == 1 << self.bits and whole and self.groups % tables == 0
-
     def tokens(self, start: int, stop: int) -> "Coded":
         """The tokens start, ..., stop - 1, whole blocks of a scale; no copy."""
         scale, each = self.scale, self.tokens_per_scale
@@ -95,13 +83,10 @@ class Rope:
     start: int = 0
     scaling: float = 1.0
 
-    def after(self, tokens: int) -> "Rope":
-        """Of the keys that come so many tokens later."""
-        return dataclasses.replace(self, start=self.start + tokens)
-
-    def turn(self, seq_len: int) -> Turn:
-        """cos and sin of all positions; angles in float64, as positions beyond 2^16 leave fp32 too few bits."""
-        positions = torch.arange(self.start, self.start + seq_len, device=self.inv_freq.device)
+    def turn(self, stop: int, first: int = 0) -> Turn:
+        """cos and sin of the keys first, ..., stop - 1; angles in float64, as positions beyond 2^16 leave fp32 too few
+        bits."""
+        positions = torch.arange(self.start + first, self.start + stop, device=self.inv_freq.device)
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
         return Turn((angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float())

@@ -30,7 +30,8 @@ def in_processes(workers: int, function: Callable, calls: dict[str, tuple]) -> I
 
     What a call raises is raised here, with its name in a note; ``RuntimeError`` when a process died."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
+    count = min(workers, len(calls))  # a process takes seconds to start
+    with ProcessPoolExecutor(count, context, _end_with_parent) as pool:
         names = {pool.submit(function, *arguments): name for name, arguments in calls.items()}
         try:
             yield from _results(as_completed(names), names)

@@ -1,50 +1,37 @@
 """Codebooks that follow a stream: exponential moving averages of counts and sums."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-from vqkv.codecs.learning.kmeans import Statistics
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
 
 
-@dataclass
 class Ema:
-    """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``EPS``.
+    """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``EPS``; of several
+    stages at once: codebooks (stages, codebook_size, dim), and counts (stages, codebook_size) in vectors a batch, to
+    begin from.
 
     ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` vectors a batch is replaced by a random vector of
-    the current batch. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's update).
+    the current batch, drawn from ``seed`` + stage. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's
+    update).
     """
 
-    decay: float = 0.99
-    revive: bool = False
-    seed: int = 0
-
-    def __post_init__(self):
-        self._generator = torch.Generator().manual_seed(self.seed)
-
-    def start(self, codebook: Tensor, counts: Tensor) -> None:
-        """Begin from codebook (codebook_size, dim) and counts (codebook_size,) in vectors a batch."""
-        self.codebook = codebook
+    def __init__(self, codebooks: Tensor, counts: Tensor, decay: float = 0.99, revive: bool = False, seed: int = 0):
+        self.codebooks, self.decay = codebooks, decay
         self.counts = counts.double()
-        self.sums = codebook.double() * self.counts.unsqueeze(-1)
+        self.sums = codebooks.double() * self.counts.unsqueeze(-1)
+        self._generators = [torch.Generator().manual_seed(seed + k) for k in range(len(codebooks))] if revive else []
 
-    def update(self, statistics: Statistics, samples: Tensor | None = None) -> Tensor:
-        """One step on a batch's statistics; ``samples`` (rows, dim) are vectors of it that dead codes may become."""
-        self.counts = torch.lerp(statistics.counts, self.counts, self.decay)
-        self.sums = torch.lerp(statistics.sums, self.sums, self.decay)
-        if self.revive and samples is not None:
-            self._revive(samples)
-        total = self.counts.sum()
-        smoothed = (self.counts + EPS) / (total + len(self.counts) * EPS) * total
-        self.codebook = (self.sums / smoothed.unsqueeze(-1)).to(self.codebook.dtype)
-        return self.codebook
-
-    def _revive(self, samples: Tensor) -> None:
-        dead = (self.counts < REVIVE_BELOW).nonzero().squeeze(-1)
-        picks = torch.randint(len(samples), (len(dead),), generator=self._generator).to(samples.device)
-        self.counts[dead] = REVIVE_BELOW
-        self.sums[dead] = samples[picks].double() * REVIVE_BELOW
+    def update(self, counts: Tensor, sums: Tensor, samples=()) -> Tensor:
+        """One step on a batch's float64 counts and sums; ``samples``: for each stage, vectors of it (rows, dim) that
+        dead codes may become."""
+        self.counts, self.sums = torch.lerp(counts, self.counts, self.decay), torch.lerp(sums, self.sums, self.decay)
+        for counts, sums, generator, vectors in zip(self.counts, self.sums, self._generators, samples):
+            dead = (counts < REVIVE_BELOW).nonzero().squeeze(-1)
+            picks = torch.randint(len(vectors), (len(dead),), generator=generator).to(vectors.device)
+            counts[dead], sums[dead] = REVIVE_BELOW, vectors[picks].double() * REVIVE_BELOW
+        total = self.counts.sum(-1, keepdim=True)
+        smoothed = (self.counts + EPS) / (total + self.counts.shape[-1] * EPS) * total
+        self.codebooks = (self.sums / smoothed.unsqueeze(-1)).to(self.codebooks.dtype)
+        return self.codebooks

@@ -11,24 +11,11 @@ from vqkv.kernels.cpu import sums_by_code
 
 
 @dataclass
-class Statistics:
-    """Per code, how many vectors chose it and their sum."""
-
-    counts: Tensor  # (codebook_size,) float64
-    sums: Tensor  # (codebook_size, dim) float64
-
-    @classmethod
-    def of(cls, x: Tensor, codes: Tensor, codebook_size: int) -> "Statistics":
-        """Of vectors x (rows, dim) and their codes (rows,): the same bits every time."""
-        return cls(*sums_by_code(x, codes, codebook_size))
-
-
-@dataclass
 class KMeans:
     """Lloyd's algorithm from distinct random vectors.
 
     A cluster that loses all its vectors is moved onto one of the vectors that fit worst, the worst first.
-    ``fit`` does all. Step by step: ``start`` once, then every iteration ``solve`` takes the ``Statistics``.
+    ``fit`` does all. Step by step: ``start`` once, then every iteration ``solve`` takes what ``sums_by_code`` says.
     """
 
     codebook_size: int
@@ -41,7 +28,7 @@ class KMeans:
         self.start(x)
         for _ in range(self.iterations):
             codes = self.assign(x)
-            self.solve(Statistics.of(x, codes, self.codebook_size), spare=self._worst(x, codes))
+            self.solve(*sums_by_code(x, codes, self.codebook_size), spare=self._worst(x, codes))
         return self.codebook
 
     def start(self, x: Tensor) -> Tensor:
@@ -53,10 +40,10 @@ class KMeans:
         """Index of the nearest code of every vector."""
         return rvq_encode(x, self.codebook.unsqueeze(0)).squeeze(-1)
 
-    def solve(self, statistics: Statistics, spare: Tensor | None = None) -> Tensor:
+    def solve(self, counts: Tensor, sums: Tensor, spare: Tensor | None = None) -> Tensor:
         """Means of the clusters. Empty ones take the rows of ``spare`` in order; without spares they stay."""
-        empty = statistics.counts == 0
-        means = statistics.sums / statistics.counts.clamp(min=1).unsqueeze(-1)
+        empty = counts == 0
+        means = sums / counts.clamp(min=1).unsqueeze(-1)
         codebook = torch.where(empty.unsqueeze(-1), self.codebook, means.to(self.codebook.dtype))
         if spare is not None:
             places = empty.nonzero().squeeze(-1)[: len(spare)]

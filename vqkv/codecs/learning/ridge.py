@@ -75,8 +75,3 @@ def _gram(x: Tensor) -> Tensor:
     rows = [torch.cat([part.T @ other for other in parts[i:]], dim=1) for i, part in enumerate(parts)]
     upper = torch.cat([F.pad(row, (x.shape[1] - row.shape[1], 0)) for row in rows]).triu()
     return upper + upper.triu(1).T
-
-
-def predict(weights: Tensor, x: Tensor) -> Tensor:
-    """[x, 1] W for x (n, in_features)."""
-    return x.to(weights.dtype) @ weights[:-1] + weights[-1]

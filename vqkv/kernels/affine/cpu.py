@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.affine import naive
+from vqkv.kernels.decoding.naive import decode_affine
 from vqkv.kernels.machine import compiled, index, serves, spread
 from vqkv.kernels.packed import Affine
-from vqkv.kernels.packing.cpu import pack_codes
+from vqkv.kernels.packing.cpu import pack_codes, unpack_codes
 
 COST = 8  # additions that a value is worth
 WHOLE = np.float32(1 << 23)  # a float32 that large has no fraction
@@ -21,7 +22,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     groups = x.detach().float().contiguous().unflatten(-1, (-1, group_size))
     if not serves(groups) or not groups.numel():
         return naive.affine_encode(x, bits, group_size)
-    low, high = (end.clamp(-65504, 65504).half() for end in ends(groups))
+    low, high = (end.clamp(-65504, 65504).half() for end in _ends(groups))
     codes = torch.empty(groups.shape, dtype=torch.uint8)
     arrays = groups.view(-1, group_size), low.float().view(-1), high.float().view(-1), codes.view(-1, group_size)
     fixed = [array.numpy() for array in arrays]
@@ -29,7 +30,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     return Affine(pack_codes(codes.flatten(-2), bits), low, high, bits)
 
 
-def ends(x: Tensor) -> tuple[Tensor, Tensor]:
+def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest of the last axis, of 0 and -0 the first."""
     low, high = x.amin(dim=-1), x.amax(dim=-1)
     if (low * high).all():
@@ -37,22 +38,16 @@ def ends(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.aminmax(x, dim=-1)  # several times slower, but knows which zero comes first
 
 
-def decodes(bits: int, out: Tensor) -> bool:
-    """Tell whether ``affine_decode`` is for codes of so many bits and memory like ``out``, which has its last axis."""
-    return serves(out) and out.dtype is torch.float32 and bits in (1, 2, 4) and out.shape[-1] * bits % 8 == 0
-
-
-def affine_decode(packed: Tensor, bits: int, low: Tensor, high: Tensor, out: Tensor) -> None:
-    """out = code / (2^bits - 1) * (high - low) + low, for what ``decodes`` accepts.
-
-    ``packed`` uint8 (batch, num_kv_heads, rows, bytes); ``low`` and ``high`` float16 (batch, num_kv_heads, rows,
-    groups), each for equally many bytes in a row; ``out`` float32 (batch, num_kv_heads, rows, groups, values of a
-    group), any strides.
-    """
-    low = low.float()
-    arrays = packed.contiguous(), low.contiguous(), (high.float() - low).contiguous(), out
-    fixed = [array.numpy() for array in arrays]
-    spread(lambda i, j: _decode(bits)(i, j, *fixed), out.shape[2], COST * out.numel() // out.shape[2])
+def affine_decode(packed: Affine) -> Tensor:
+    """``decoding.naive.decode_affine``, in one pass where groups are whole bytes of up to 4 bits a code."""
+    size = packed.group_size
+    if not serves(packed.codes) or packed.bits not in (1, 2, 4) or size * packed.bits % 8:
+        return decode_affine(packed, unpack_codes)
+    low, out = packed.low.float(), torch.empty(*packed.low.shape, size, dtype=torch.float32)
+    arrays = packed.codes.contiguous(), low.contiguous(), (packed.high.float() - low).contiguous(), out
+    fixed, rows = [array.numpy() for array in arrays], out.shape[2]
+    spread(lambda i, j: _decode(packed.bits)(i, j, *fixed), rows, COST * out.numel() // max(1, rows))
+    return out.flatten(-2)
 
 
 @compiled()

@@ -4,47 +4,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.errors import FormatError
-from vqkv.kernels.affine import cpu as affine
-from vqkv.kernels.decoding.naive import decode_affine
+from vqkv.kernels.affine.cpu import affine_decode
 from vqkv.kernels.derived import remembered
+from vqkv.kernels.machine import serves
 from vqkv.kernels.packed import Affine, Coded, Packed, Turn
 from vqkv.kernels.packing.cpu import unpack_codes
 from vqkv.kernels.rope import rotate
 
+WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32 values -> a type of their size
+
 
 def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
-    """``naive.decode``. Raises ``FormatError`` for a code that there is not."""
-    values = _affine(packed) if isinstance(packed, Affine) else _coded(packed)
+    """``naive.decode``."""
+    values = affine_decode(packed) if isinstance(packed, Affine) else _coded(packed)
     values = values if base is None else values.add_(base)
     return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
 
 
-def _affine(packed: Affine) -> Tensor:
-    out = torch.empty(*packed.low.shape, packed.group_size, dtype=torch.float32, device=packed.codes.device)
-    if not affine.decodes(packed.bits, out):
-        return decode_affine(packed, unpack_codes)
-    affine.affine_decode(packed.codes, packed.bits, packed.low, packed.high, out)
-    return out.flatten(-2)
-
-
 def _coded(packed: Coded) -> Tensor:
-    tables, num_quantizers, size, dim = packed.codebooks.shape
-    codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
-    if not packed.complete and codes.numel() and int(codes.max()) >= size:
-        raise FormatError(f"a code is not below codebook_size {size}: altered payload")
-    first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
-    places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
-    values = F.embedding_bag(places.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
-    values = values.view(*packed.shape[:3], packed.groups, dim)
+    tables, num_quantizers, _, dim = packed.codebooks.shape
+    alone = tables == num_quantizers == 1 and 8 % packed.bits == 0 and serves(packed.codes)
+    values = (_looked_up if alone else _summed)(packed)
+    if packed.scale is None and not packed.strided:
+        return values if alone else values.view(packed.shape)
+    values = values.view(*packed.codes.shape[:3], packed.groups, dim)
     if packed.scale is not None:
         values *= _by_group(packed)
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
 
 
+def _looked_up(packed: Coded) -> Tensor:
+    """One codebook whose codes fill bytes evenly: all values of a byte are gathered at once."""
+    shape, width = packed.codes.shape, packed.groups * packed.codebooks.shape[3]
+    table = _by_byte(packed.codebooks, packed.bits)
+    values = table.index_select(0, packed.codes.reshape(-1).to(torch.int32)).view(torch.float32)
+    values = values.view(*shape[:3], shape[3] * 8 // packed.bits * packed.codebooks.shape[3])
+    return values if values.shape[3] == width else values[..., :width].contiguous()
+
+
+def _summed(packed: Coded) -> Tensor:
+    tables, num_quantizers, size, _ = packed.codebooks.shape
+    codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
+    first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
+    places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
+    return F.embedding_bag(places.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
+
+
 @remembered
 def _rows(codebooks: Tensor) -> Tensor:
     return codebooks.float().flatten(0, 2)
+
+
+@remembered
+def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
+    """Values that each of 256 bytes stands for, as one wide element where there is a type of that size."""
+    codes = torch.arange(256).unsqueeze(-1) >> torch.arange(0, 8, bits) & (2**bits - 1)
+    values = _rows(codebooks)[codes.clamp_max(codebooks.shape[2] - 1)].flatten(1)
+    wide = WIDE.get(values.shape[1])
+    return values if wide is None else values.view(wide).view(-1)  # one axis is gathered faster than two
 
 
 def _by_group(packed: Coded) -> Tensor:

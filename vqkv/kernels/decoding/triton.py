@@ -43,13 +43,13 @@ def _decode_coded(packed: Coded, out: Tensor, base: Tensor | None, turn: Turn | 
     scale = packed.scale
     words, word = words_of(packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous())
     halves = halve(packed, turn.cos.shape[-1] if turn else 0, DECODE["vector"])
-    tile = tile_of(out.shape, halves, turn is not None, DECODE["coded"]["values"])
-    _coded[tile.grid](
+    grid, constants = tile_of(out.shape, halves, turn is not None, DECODE["coded"]["values"])
+    _coded[grid](
         words, packed.codebooks.contiguous(), scale if scale is not None else words, *_frame(out, base, turn),
         words.shape[-1], *words.stride()[:3], *(scale.stride() if scale is not None else (0, 0, 0, 0)),
         packed.tokens_per_scale, scale.shape[-1] if scale is not None else 0,
         packed.groups, dim, tables, num_quantizers, size, packed.bits, word, spanned(packed.bits, word), packed.strided,
-        *tile.constants(), num_warps=DECODE["coded"]["num_warps"], num_stages=1,
+        *constants, num_warps=DECODE["coded"]["num_warps"], num_stages=1,
     )  # fmt: skip
 
 
@@ -60,11 +60,11 @@ def _decode_affine(packed: Affine, out: Tensor, base: Tensor | None, turn: Turn 
     codes = packed.codes if packed.codes.stride(-1) == 1 else packed.codes.contiguous()
     words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
     halves = halve(packed, turn.cos.shape[-1] if turn else 0, _most(packed.bits, word))
-    tile = tile_of(out.shape, halves, turn is not None, DECODE["affine"]["values"])
-    _affine[tile.grid](
+    grid, constants = tile_of(out.shape, halves, turn is not None, DECODE["affine"]["values"])
+    _affine[grid](
         words, low, high, *_frame(out, base, turn), *words.stride()[:3], *low.stride(),
         packed.group_size, packed.bits, word,
-        *tile.constants(), num_warps=DECODE["affine"]["num_warps"], num_stages=1,
+        *constants, num_warps=DECODE["affine"]["num_warps"], num_stages=1,
     )  # fmt: skip
 
 

@@ -53,30 +53,17 @@ def _power(*numbers: int) -> int:
     return union & -union
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A program's rows: one token of ``heads`` heads after the other, ``tokens`` of them."""
-
-    grid: tuple[int]
-    heads: int
-    tokens: int
-    halves: Halves
-
-    def constants(self) -> tuple[int, ...]:
-        """The kernels' last arguments: HEADS, TOKENS, RUNS, CHUNKS, V, TURNED, PAIRS, and RUNS and PAIRS padded."""
-        halves = self.halves
-        padded = triton.next_power_of_2(halves.runs), triton.next_power_of_2(halves.pairs)
-        return self.heads, self.tokens, halves.runs, halves.chunks, halves.vector, halves.turned, halves.pairs, *padded
-
-
-def tile_of(shape: torch.Size, halves: Halves, turned: bool, values: int) -> Tile:
-    """About ``values`` values a program, for an output of ``shape``."""
+def tile_of(shape: torch.Size, halves: Halves, turned: bool, values: int) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid for an output of ``shape``, about ``values`` values a program, and the kernels' last arguments: HEADS
+    and TOKENS of a program, RUNS, CHUNKS, V, TURNED, PAIRS, and RUNS and PAIRS padded."""
     batch, heads, tokens, _ = shape
-    width = 2 * triton.next_power_of_2(halves.runs) * triton.next_power_of_2(halves.pairs) * halves.vector
+    padded = triton.next_power_of_2(halves.runs), triton.next_power_of_2(halves.pairs)
+    width = 2 * padded[0] * padded[1] * halves.vector
     rows = max(1, values * min(halves.vector, 4) // 4 // width)  # small chunks take more registers a value
     together = min(rows, DECODE["heads"], heads & -heads) if turned else 1
     rows = max(1, min(rows // together, triton.next_power_of_2(tokens)))
-    return Tile((batch * (heads // together) * triton.cdiv(tokens, rows),), together, rows, halves)
+    grid = (batch * (heads // together) * triton.cdiv(tokens, rows),)
+    return grid, (together, rows, halves.runs, halves.chunks, halves.vector, halves.turned, halves.pairs, *padded)
 
 
 @triton.jit

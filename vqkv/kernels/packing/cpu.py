@@ -1,4 +1,4 @@
-"""n-bit codes <-> bytes, and bytes -> rows of a table, on a CPU: eight codes, which fill whole bytes, at a time."""
+"""n-bit codes <-> bytes on a CPU: eight codes, which fill whole bytes, at a time."""
 
 from functools import cache
 
@@ -11,7 +11,6 @@ from vqkv.kernels.machine import compiled, index, serves
 from vqkv.kernels.packing import naive
 
 EIGHT, WORD = index(8), index(64)  # bits
-ELEMENT = {4: torch.float32, 8: torch.float64, 16: torch.complex128}  # bytes -> a type of that size
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -38,23 +37,6 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     codes = torch.empty(*packed.shape[:-1], units.shape[-1] * 8 // bits, dtype=dtype)
     _loops(bits)[1](units.view(-1, bits).numpy(), codes.view(-1, 8).numpy())
     return codes[..., :count].contiguous()
-
-
-def by_byte(table: Tensor, bits: int) -> Tensor:
-    """Values that each byte of codes stands for: table (2^bits, values), ``bits`` dividing 8 -> (256, values of all
-    codes of a byte), for ``lookup``."""
-    shifts = torch.arange(0, 8, bits, device=table.device)
-    codes = (torch.arange(256, device=table.device).unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return table[codes].flatten(1).contiguous()
-
-
-def lookup(packed: Tensor, table: Tensor) -> Tensor:
-    """``naive.lookup``, for which a byte's values are gathered as one wide element."""
-    wide = ELEMENT.get(table.shape[1] * table.itemsize)
-    if wide is None or not serves(packed):
-        return naive.lookup(packed, table.to(packed.device))
-    values = table.view(wide).view(-1).index_select(0, packed.reshape(-1).to(torch.int32)).view(table.dtype)
-    return values.view(*packed.shape[:-1], packed.shape[-1] * table.shape[1])
 
 
 @cache

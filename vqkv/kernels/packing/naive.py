@@ -18,8 +18,3 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     string = (packed.to(torch.int32).unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1).flatten(-2)
     codes = string[..., : count * bits].unflatten(-1, (count, bits))
     return (codes << torch.arange(bits, device=packed.device)).sum(dim=-1)
-
-
-def lookup(packed: Tensor, table: Tensor) -> Tensor:
-    """Every byte replaced by its row of a table: uint8 (..., size), (256, values) -> (..., size * values)."""
-    return table[packed.long()].flatten(-2)

@@ -15,6 +15,7 @@ from torch import Tensor
 from vqkv.kernels.packing.triton import as_string, pack_codes, store_rows
 from vqkv.kernels.rvq.triton_beam import encode_beam
 from vqkv.kernels.rvq.triton_codebooks import NO_CODE, as_operand, code_vectors, load_vectors, prepare, score_tile
+from vqkv.kernels.rvq.triton_pairs import are_pairs, encode_pairs
 from vqkv.kernels.rvq.triton_statistics import rvq_statistics
 from vqkv.kernels.tiles import ENCODE
 
@@ -39,6 +40,8 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """``naive.rvq_encode_packed``: x (..., groups, dim), any strides -> uint8 (..., ceil(groups *
     num_quantizers * bits / 8))."""
+    if are_pairs(codebooks, bits):
+        return encode_pairs(x, codebooks, bits)
     string = x.shape[-2] * len(codebooks) * bits
     words, tile = _words(string), _tile(x, beam)
     padded = triton.next_power_of_2(x.shape[-2]) * triton.next_power_of_2(beam)

@@ -53,7 +53,7 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> BenchCase:
     scaling = query.shape[-1] ** -0.5
     expected, _ = reference.decode_attention(query, keys, values, scaling, rope)
     run = partial(kernels.decode_attention, query, keys, values, scaling, rope)
-    name = f"vqkv ({kernels.which_attention(query, keys, values, rope)})"
+    name = f"vqkv ({kernels.which(OPERATION, query, query, keys, values, rope)})"
     case.add(name, run, expected, itemgetter(0))
     case.add(DECODED, partial(decoded, query, keys, values, rope), expected)
     return case

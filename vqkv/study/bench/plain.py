@@ -39,7 +39,7 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
     return torch.stack(counts), torch.stack(sums)
 
 
-def grid_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
+def rvq_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
     """vectors (..., dim), points (1, codes, dim) -> packed codes of the nearest."""
     codes = nearest(vectors.reshape(-1, vectors.shape[-1]), points[0].float()).view(vectors.shape[:-1])
     return pack_codes(codes.to(torch.uint8), bits)

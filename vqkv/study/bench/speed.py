@@ -16,7 +16,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.study.bench import attention, stored, vectors
 from vqkv.study.bench.caches import GEOMETRIES
 from vqkv.study.bench.case import BenchCase, Sizes
-from vqkv.study.bench.rows import Rows
+from vqkv.study.bench.rows import PROBES, Rows
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.tables import write_atomically
 
@@ -57,7 +57,8 @@ def speed(sizes: Sizes, only: list[str], threads: int, repetitions: int) -> list
         bar = tqdm(only or OPERATIONS, desc="bench", unit="operation", leave=False, disable=None)
         for name in bar:
             bar.set_postfix_str(name)
-            rows.probe()
+            if repetitions >= PROBES or not rows.probed:  # with fewer, it is no measurement
+                rows.probe()
             for case in OPERATIONS[name](sizes):
                 rows.time(case.entries, repetitions)
     return rows.table()

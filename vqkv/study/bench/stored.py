@@ -83,7 +83,7 @@ def grid_encode(sizes: Sizes) -> Iterator[BenchCase]:
         case = BenchCase("grid_encode", f"grid {size}", label(sizes.stored), work)
         expected = reference.rvq_encode_packed(pairs[:, :1, :CHECKED], points, bits)
         arguments = (pairs, points, bits)
-        case.add_both("grid_encode_packed", pairs, *arguments, expected=expected, read=lambda x: x[:, :1, :CHECKED])
+        case.add_both("rvq_encode_packed", pairs, *arguments, expected=expected, read=lambda x: x[:, :1, :CHECKED])
         yield case
 
 

@@ -1,4 +1,4 @@
-"""Pairs of values to the nearest of a grid's points on a GPU (HIGGS): search and packing in one pass."""
+"""Pairs of values to the nearest of a grid's points on a GPU (HIGGS, section 4): search and packing in one pass."""
 
 from math import gcd
 
@@ -10,12 +10,9 @@ from torch import Tensor
 from vqkv.kernels.packing.triton import join
 from vqkv.kernels.tiles import GRID
 
-MAX_BITS = 8
 
-
-def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
-    """x (..., groups, 2), codebooks (1, codebook_size, 2) -> uint8 (..., ceil(groups * bits / 8)): the codes of
-    ``naive.grid_encode_packed``, for bits up to 8.
+def encode_pairs(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
+    """``naive.rvq_encode_packed`` for one codebook of pairs (1, codebook_size, 2) and bits up to 8.
 
     Distances are fp32, so a pair between two points may go to the one that is farther by about 1e-7 of its own size
     times the points'; exact ties go to the lower index.
@@ -41,9 +38,9 @@ def grid_encode_packed(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def serves(codebooks: Tensor, bits: int) -> bool:
-    """Tell whether the kernel can search these codebooks: one of pairs, and codes that fit in a byte."""
-    return len(codebooks) == 1 and codebooks.shape[-1] == 2 and bits <= MAX_BITS
+def are_pairs(codebooks: Tensor, bits: int) -> bool:
+    """Tell whether ``encode_pairs`` can search these codebooks: one of pairs, and codes that fit in a byte."""
+    return len(codebooks) == 1 and codebooks.shape[-1] == 2 and bits <= 8
 
 
 @triton.jit
