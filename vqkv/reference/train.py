@@ -1,9 +1,9 @@
 """Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini``.
 
 One script for any device; a killed run goes on from ``--state``, written every five minutes. Two stages: walks along
-random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then of words from a
-set that doubles each time this is learned, up to the whole vocabulary; then text with a fifth of repeats and a tenth of
-recall. AdamW, because the models
+random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then also of 16
+others, and of twice as many sets of 16 each time this is learned, up to the whole vocabulary; then text with a fifth of
+repeats and a tenth of recall. AdamW, because the models
 that the four sources study were trained with it, and their outlier channels are partly its doing. The learning rate
 warms up, stays constant and decays over the last fifth of ``--tokens``; the state before the decay is kept, so that a
 longer run goes on as if there had been none.
@@ -59,7 +59,8 @@ class Mixture:
         self.vocabulary = np.arange(1, len(tokenizer))
         self.words = Words.of(tokenizer)
         others = np.setdiff1d(self.vocabulary, self.words.all)
-        self.order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
+        order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
+        self.order = order[: len(order) // WORDS * WORDS]
 
     def shape(self, stage: int, tokens: int, seed: int) -> tuple[int, int]:
         """(sequences, tokens a sequence) of a step."""
@@ -77,7 +78,8 @@ class Mixture:
 
     def _row(self, rng, seq_len: int, stage: int, words: int, pairs: int):
         if stage == 0:
-            return walk(rng, seq_len, rng.choice(self.order[:words], min(words, WORDS), replace=False))
+            start = WORDS * rng.integers(words // WORDS)  # other sets of 16 would make counting them help again
+            return walk(rng, seq_len, self.order[start : start + WORDS])
         kind = rng.choice([*SHARES, "text"], p=[*SHARES.values(), 1 - sum(SHARES.values())])
         if kind == "recall":
             return self._recall(rng, seq_len, pairs)
