@@ -121,7 +121,8 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     cache = DynamicCache([tuple(x.to(model.device, model.dtype) for x in pair) for pair in pairs])
     logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
     kl, top1 = token_kl(expected, logits).mean(1), top1_agreement(expected, logits).mean(1)
-    return _spread(kl) | {"top1": top1.mean().item()}
+    floor = exact.floor(tokens, [start, tokens.shape[1] - start])[:, start:-1].mean().item()
+    return _spread(kl) | {"kl_floor": floor, "top1": top1.mean().item()}
 
 
 def _spread(kl: Tensor) -> dict:

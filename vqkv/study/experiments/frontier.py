@@ -80,7 +80,9 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     label = {"model": model, "design": design, "bits": bits}
     label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
-    return [label | {name: row[name] for name in ("bits_per_value", "kl_mean", "top1", "side_bytes")}], found.sources
+    return [
+        label | {name: row[name] for name in ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes")}
+    ], found.sources
 
 
 def frontier(
