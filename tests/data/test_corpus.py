@@ -43,6 +43,17 @@ def test_local_files_and_folders(tokenizer, tmp_path):
         load_corpus(str(tmp_path / "empty"), tokenizer)
 
 
+def test_what_is_learned_from_is_not_reported_on(tokenizer, tmp_path):
+    for folder, numbers in (("ours", range(60)), ("theirs", range(60, 120)), ("both", range(60))):
+        (tmp_path / folder).mkdir()
+        for i in numbers:
+            (tmp_path / folder / f"{folder}{i}.txt").write_text(f"document {i} says so\n" * 20)
+    ours, theirs, both = (tmp_path / folder for folder in ("ours", "theirs", "both"))
+    assert load_corpus(f"train={ours},test={theirs}", tokenizer, "train", seq_len=16, num_seqs=4).shape == (4, 16)
+    with pytest.raises(DataError, match="are also in .*take them out of one"):
+        load_corpus(f"train={ours},test={both}", tokenizer, "test", seq_len=16, num_seqs=1)
+
+
 def test_bad_names_and_sizes(tokenizer, tmp_path):
     with pytest.raises(UnknownNameError, match="Did you mean 'python-stdlib'"):
         load_corpus("python-stdlb", tokenizer)

@@ -66,6 +66,7 @@ def load_corpus(
     split or packing, and ``DataError`` if the corpus cannot be read or holds fewer windows than asked for.
     """
     _check(split, seq_len, num_seqs, num_docs, packing)
+    _check_apart(name)
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
@@ -126,6 +127,20 @@ def _find(name: str) -> HubCorpus | list[tuple[str, Path]] | None:
         return HUB_CORPORA[name]
     files = text_files(name)
     return find(name) if files is None else files
+
+
+def _check_apart(name: str) -> None:
+    """Raise ``DataError`` if one local text is to be learned from and another, which has documents in common with it,
+    to be reported on. (Data sets are streamed, and cannot be compared beforehand.)"""
+    match = PAIR.fullmatch(str(name))
+    if match is None or match["train"] == match["test"] or not all(isinstance(_find(n), list) for n in match.groups()):
+        return
+    learned, held = (set(documents(match[key], split)) for key, split in (("train", "train"), ("test", "test")))
+    if shared := learned & (held | set(documents(match["test"], "validation"))):
+        raise DataError(
+            f"{len(shared)} documents of {match['test']!r} are also in {match['train']!r}, the first begins "
+            f"{min(shared)[:40]!r}: take them out of one, or name one corpus for all splits, which are then disjoint"
+        )
 
 
 def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:
