@@ -42,7 +42,7 @@ class RecallTask:
         self.line = len(self.newline) + 2
 
     def batch(self, seq_len: int, num_seqs: int, seed, num_pairs: int | None = None) -> RecallBatch:
-        """``num_seqs`` sequences; ``num_pairs`` a sequence, or (None) episodes of random size until it is full."""
+        """``num_seqs`` sequences of episodes of ``num_pairs`` pairs, or (None) of random size, until they are full."""
         if num_pairs is not None and not 1 <= num_pairs <= len(self.keys):
             raise DataError(
                 f"num_pairs {num_pairs} must be from 1 to {len(self.keys)}, the number of keys to draw from"
@@ -51,6 +51,19 @@ class RecallTask:
         rows = [self._sequence(seq_len, rng, num_pairs) for _ in range(num_seqs)]
         tokens, answers, distance = (torch.tensor(column) for column in zip(*rows, strict=True))
         return RecallBatch(tokens, answers.bool(), distance)
+
+    def episodes(self, num_pairs: int, num_seqs: int, seed, between: torch.Tensor | None = None) -> RecallBatch:
+        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand between list and
+        queries."""
+        gap = 0 if between is None else between.shape[1]
+        half = len(self.bos) + num_pairs * self.line
+        plain = self.batch(half + num_pairs * self.line, num_seqs, seed, num_pairs)
+        if between is None:
+            return plain
+        parts = [(plain.tokens, between), (plain.answers, torch.zeros_like(between, dtype=torch.bool))]
+        tokens, answers = (torch.cat([x[:, :half], middle, x[:, half:]], 1) for x, middle in parts)
+        distance = torch.cat([plain.distance[:, :half], torch.zeros_like(between), plain.distance[:, half:] + gap], 1)
+        return RecallBatch(tokens, answers, distance * answers)
 
     def _sequence(self, seq_len, rng, num_pairs):
         tokens, distance = list(self.bos), [0] * len(self.bos)

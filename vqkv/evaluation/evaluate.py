@@ -45,7 +45,7 @@ def evaluate(
     them, then decode and score the rest ``step_size`` tokens at a time). Only tokens that read something packed are
     scored. ``batch_size``: sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values.
     ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each`` and
-    ``top1_each``, lists with one number a sequence.
+    ``top1_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
 
     Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
     and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
@@ -79,7 +79,8 @@ def evaluate(
     totals = _all_batches(measure, len(batches))
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
-        row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in ("kl", "top1")}
+        names = ("kl", "top1", "recall", "recall_exact") if answers is not None else ("kl", "top1")
+        row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in names}
     return row | (_mean_ratios(totals, *ROLES_MSE) if reconstruction else {})
 
 

@@ -126,7 +126,7 @@ def _rows(model: str, seed: int, systems: list[str], bits: float, who: dict, **s
 def _row(
     found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, recall_seqs: int, chunk_size: int
 ) -> dict:
-    compressor, share = _compressor(found, system, bits, who, vqllm, learning)
+    compressor, share = fitted_system(found, system, bits, who, vqllm, learning)
     every = torch.ones_like(found.test, dtype=torch.bool)
     row = evaluate(found.model, compressor, found.test, answers=every, chunk_size=chunk_size, exact=found.exact)
     row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
@@ -137,8 +137,9 @@ def _row(
     return {"system": system, "nominal_bits": bits} | row
 
 
-def _compressor(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
-    """The maker of caches, and the share of tokens that it keeps."""
+def fitted_system(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
+    """The maker of caches of a published system, of a design or of one of these with eviction, and the share of tokens
+    that it keeps."""
     system, _, retain = system.partition(" + h2o ")
     if system in vqllm:
         compressor = _residual(system, who, vqllm, learning)

@@ -195,7 +195,7 @@ def recall_by_pairs(model, tokenizer, pairs: list[int], num_seqs: int, seed: int
     """Greedy accuracy of key-value recall, by how many pairs are listed; each is asked for once."""
     task, found = RecallTask(tokenizer), {}
     for count in pairs:
-        batch = task.batch(len(task.bos) + 2 * count * task.line, num_seqs, seed, num_pairs=count)
+        batch = task.episodes(count, num_seqs, seed)
         guesses = model(batch.tokens.to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
         found[count] = (guesses == batch.tokens[:, 1:])[batch.answers[:, 1:]].float().mean().item()
     return found

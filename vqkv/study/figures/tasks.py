@@ -5,7 +5,8 @@ import itertools
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.frontier import OURS, PUBLISHED
+from vqkv.study.figures.style import PALETTE, by_model
 
 NOTHING = "#f2f2f2"
 NAMES = {
@@ -108,4 +109,23 @@ def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):
     axes[0].set_ylabel("mean accuracy of six tasks,\nchange (points)")
     axes[1].set_title(f"here: {here}", loc="left")
     axes[1].set_ylabel("perplexity,\nchange (%)")
+    return fig
+
+
+def recall_plane(table, pairs: int, gap: int, designs=()):
+    """Key-value recall against stored bits, a point for each system with the 95% interval of what it loses; the line at
+    the top is the exact cache. One panel per model."""
+    fig, axes, panels = by_model(table[(table["pairs"] == pairs) & (table["gap"] == gap)], (11, 4.4))
+    names = {name: (PALETTE[colour], marker) for name, (colour, marker) in PUBLISHED.items()}
+    names |= {name: (PALETTE[colour], marker) for name, (colour, marker, _) in zip(designs, OURS)}
+    for ax, model, mine in panels:
+        ax.axhline(100 * mine["recall_exact"].max(), color=PALETTE["fp16"], linewidth=1, label="exact cache")
+        for name, (colour, marker) in names.items():
+            rows = mine[mine["system"].str.startswith(name)].sort_values("bits_per_value")
+            error = [rows["high"] - rows["lost"], rows["lost"] - rows["low"]]
+            style = {"fmt": marker + ("-" if name in designs else ""), "color": colour, "capsize": 2, "label": name}
+            ax.errorbar(rows["bits_per_value"], 100 * rows["recall"], error, **style)
+        ax.set(title=model, xlabel="stored bits per value", xlim=(0, 6), ylim=(0, 103))
+    axes[0, 0].set_ylabel(f"recall of {pairs} pairs (%)")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     return fig

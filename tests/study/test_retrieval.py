@@ -1,0 +1,51 @@
+"""What caches lose of recall."""
+
+import pandas as pd
+import pytest
+import torch
+
+from vqkv import DataError
+from vqkv.data.recall import RecallTask
+from vqkv.study import figures
+from vqkv.study.experiments import first_lost, retrieval
+
+SETTINGS = dict(
+    models=["vqkv/llama-mini"], corpus="python-stdlib", pairs=[4], far_pairs=2, gaps=[20], num_seqs=4, train_seqs=4,
+    seq_len=128, vqllm={"vqllm 2x16": [2, 16]}, designs=["steps, principal"], bits=[2.0], codebook_size=16,
+    kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32", device="cpu",
+)  # fmt: skip
+
+
+def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
+    table = retrieval(**SETTINGS)
+    exact = table[table["system"] == "fp16"]
+    assert (exact["lost"] == 0).all() and (exact["bits_per_value"] == 16).all()
+    assert set(table["system"]) >= {"quanto 2", "kivi 2", "higgs 2", "vqllm 2x16", "steps, principal"}
+    assert set(zip(table["pairs"], table["gap"], table["answers"])) == {(4, 0, 16), (2, 20, 8)}
+    assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
+    assert figures.recall_plane(table, 4, 0, ["steps, principal"]).axes
+
+
+def test_the_first_rate_that_loses_is_the_largest(tokenizer):
+    rows = [("vqllm 8x16", 2.2, 1.0), ("vqllm 3x16", 0.9, 12.0), ("vqllm 1x16", 0.4, 60.0), ("kivi 2", 3.0, 0.0)]
+    table = pd.DataFrame(rows, columns=["system", "bits_per_value", "low"]).assign(model="m", pairs=16, gap=0)
+    found = first_lost(table)
+    assert found.loc[("m", 16, 0), "vqllm"] == 0.9 and "kivi" not in found
+
+
+def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer):
+    task = RecallTask(tokenizer)
+    between = torch.full((3, 11), 7)
+    batch = task.episodes(5, 3, seed=1, between=between)
+    assert batch.answers.sum(1).tolist() == [5] * 3 and not (set(task.keys) & set(task.values))
+    for row, column in batch.answers.nonzero().tolist():
+        back = int(batch.distance[row, column])
+        assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
+        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]
+    assert task.episodes(5, 3, seed=1).tokens.shape[1] == batch.tokens.shape[1] - 11
+
+
+@pytest.mark.parametrize("pairs", [0, 129])
+def test_more_pairs_than_keys_are_refused(tokenizer, pairs):
+    with pytest.raises(DataError, match="number of keys"):
+        RecallTask(tokenizer).episodes(pairs, 1, seed=0)
