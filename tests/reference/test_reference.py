@@ -113,7 +113,7 @@ def test_walks_widen_up_to_the_whole_vocabulary_and_then_comes_text(data, tmp_pa
     while trainer.log["stage"] == 0:
         seen.append(trainer.log["words"])
         trainer._widen(SimpleNamespace(write=lambda text: None))
-    assert seen[:3] == [16, 32, 64] and seen[-1] == len(trainer.mixture.order) and len(seen) < 12
+    assert seen[:3] == [16, 20, 25] and seen[-1] == len(trainer.mixture.order) and len(seen) < 30
 
 
 def test_what_is_measured_of_a_model_is_what_it_does(tokenizer, data):

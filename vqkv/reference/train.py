@@ -1,9 +1,9 @@
 """Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini``.
 
 One script for any device; a killed run goes on from ``--state``, written every five minutes. Two stages: walks along
-random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then also of 16
-others, and of twice as many sets of 16 each time this is learned, up to the whole vocabulary; then text with a fifth of
-repeats and a tenth of recall. AdamW, because the models
+random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then of 16 words out
+of a quarter more each time this is learned, up to the whole vocabulary; then text with a fifth of repeats and a tenth
+of recall. AdamW, because the models
 that the four sources study were trained with it, and their outlier channels are partly its doing. The learning rate
 warms up, stays constant and decays over the last fifth of ``--tokens``; the state before the decay is kept, so that a
 longer run goes on as if there had been none.
@@ -37,7 +37,7 @@ DECAY_SHARE = 0.2
 SAVE_SECONDS = 300
 MEASURE_TOKENS = 500_000
 FIRST_MEASURE_TOKENS = 100_000  # in the first stage
-PASSED_LOSS = 0.6  # nats, over 50 steps, at which the walks' words double; a walk's jumps alone cost 0.22
+PASSED_LOSS = 0.6  # nats, over 50 steps, at which the walks' words become more; a walk's jumps alone cost 0.22
 PASSED = 0.85  # recall at which rows of twice as many pairs begin
 MOST_PAIRS = 32
 # (from this many tokens on, shapes (sequences, tokens) of a step, one of which is drawn)
@@ -59,8 +59,7 @@ class Mixture:
         self.vocabulary = np.arange(1, len(tokenizer))
         self.words = Words.of(tokenizer)
         others = np.setdiff1d(self.vocabulary, self.words.all)
-        order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
-        self.order = order[: len(order) // WORDS * WORDS]
+        self.order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
 
     def shape(self, stage: int, tokens: int, seed: int) -> tuple[int, int]:
         """(sequences, tokens a sequence) of a step."""
@@ -78,8 +77,7 @@ class Mixture:
 
     def _row(self, rng, seq_len: int, stage: int, words: int, pairs: int):
         if stage == 0:
-            start = WORDS * rng.integers(words // WORDS)  # other sets of 16 would make counting them help again
-            return walk(rng, seq_len, self.order[start : start + WORDS])
+            return walk(rng, seq_len, rng.choice(self.order[:words], WORDS, replace=False))
         kind = rng.choice([*SHARES, "text"], p=[*SHARES.values(), 1 - sum(SHARES.values())])
         if kind == "recall":
             return self._recall(rng, seq_len, pairs)
@@ -196,10 +194,11 @@ class Trainer:
         self.save_state()
 
     def _widen(self, bar) -> None:
-        """Walk among twice as many words or, when those were all, begin with text."""
+        """Walk among more words or, when those were all, begin with text. By a quarter: in rows of which most words are
+        new, counting them is learned first, and nothing more for a long time."""
         log = self.log
         log["stage"] = int(log["words"] == len(self.mixture.order))
-        log["words"] = min(2 * log["words"], len(self.mixture.order))
+        log["words"] = min(log["words"] * 5 // 4, len(self.mixture.order))
         bar.write(f"stage {log['stage']}, {log['words']} words at {log['tokens']:,} tokens")
 
     def _measure(self, bar) -> None:
