@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import yaml
 
 from vqkv import presets
 from vqkv.cache import saving
-from vqkv.cache.compressor import Compressor
+from vqkv.cache.compressor import FILE, Compressor
 from vqkv.cache.snapshot_format import SIZES
 from vqkv.cache.snapshots import MAGIC, SnapshotReader
 from vqkv.calibration.calibrate import calibrate
@@ -40,7 +39,7 @@ READABLE = (
 @app.command("calibrate")
 def calibrate_command(
     model: Model,
-    out: Annotated[Path, typer.Argument(help="folder for the compressor")],
+    out: Annotated[Path, typer.Argument(help="folder for the compressor", file_okay=False)],
     preset: Annotated[str, typer.Option(help=f"one of: {', '.join(presets.PRESETS)}")] = "vqllm",
     parameter: Parameter = [],  # noqa: B006
     corpus: Corpus = "python",
@@ -65,7 +64,7 @@ def calibrate_command(
 @app.command("finetune")
 def finetune_command(
     model: Model,
-    out: Annotated[Path, typer.Argument(help="folder for the fine-tuned model (OUT/model) and OUT/compressor")],
+    out: Annotated[Path, typer.Argument(help="folder for OUT/model, fine-tuned, and OUT/compressor", file_okay=False)],
     preset: Annotated[
         str, typer.Option(help="vqllm, higgs, or none: the control, the same steps without quantization")
     ] = "vqllm",
@@ -93,9 +92,10 @@ def finetune_command(
         if processes.first:
             loaded.save_pretrained(out / "model")
             tokenizer.save_pretrained(out / "model")
-            shutil.rmtree(out / "compressor", ignore_errors=True)  # of another run into this folder
             if made.compressor is not None:
                 made.compressor.save_pretrained(out / "compressor")
+            else:  # one of another run into this folder is not this model's
+                (out / "compressor" / FILE).unlink(missing_ok=True)
             losses = f"loss of the first batch {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}"
             typer.echo(f"{len(made.losses)} steps, {losses}, mean {sum(made.losses) / len(made.losses):.4f}: {out}")
 

@@ -192,6 +192,8 @@ def test_a_cache_can_be_saved_reset_cropped_and_reordered(llama, name, tmp_path)
     swapped.reorder_cache(torch.tensor([1, 0]))
     one = copy.deepcopy(cache)
     one.batch_select_indices(torch.tensor([False, True]))
+    with pytest.raises(IndexError, match="no sequence is chosen"):
+        one.batch_select_indices(torch.tensor([], dtype=torch.long))
     expected = run(llama, copy.deepcopy(cache), more, (5,))
     torch.testing.assert_close(run(llama, swapped, more.flip(0), (5,)).flip(0), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(run(llama, one, more[1:], (5,)), expected[1:], rtol=1e-3, atol=1e-3)

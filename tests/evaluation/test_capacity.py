@@ -120,7 +120,7 @@ def footprints(draw):
     return Footprint(
         weights=draw(number),
         side_information=draw(number),
-        packed=draw(st.integers(0, 300)),
+        block_bytes=draw(st.integers(0, 300)),
         block=draw(st.integers(1, 9)),
         exact=draw(st.integers(1, 40)),
         working=draw(number),

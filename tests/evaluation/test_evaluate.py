@@ -133,6 +133,8 @@ def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):
         evaluate(mini[0], one_bit, tokens, "chunkd")
     with pytest.raises(DataError, match="at least 3 tokens"):
         evaluate(mini[0], one_bit, tokens[:, :2])
+    with pytest.raises(DataError, match="calibrate"):
+        evaluate(mini[0], presets.vqllm(), tokens)
 
 
 def test_metrics_against_numbers_worked_out_by_hand():

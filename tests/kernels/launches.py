@@ -17,10 +17,10 @@ from triton.runtime.jit import JITFunction
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention.triton import decode_attention
 from vqkv.kernels.decoding.triton import decode
-from vqkv.kernels.packed import Affine, Coded, Rope, Turn
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.kernels.tiles import ATTENTION
+from vqkv.kernels.view import Affine, Coded, Rope, Turn
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
          torch.int16: "i16", torch.uint8: "u8"}  # fmt: skip

@@ -9,7 +9,7 @@ from gpu_guard import DEVICE, amid, apart, close, gaussian, guarded  # noqa: F40
 
 from vqkv.kernels import naive
 from vqkv.kernels.decoding.triton import decode
-from vqkv.kernels.packed import Affine, Coded, Packed, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView, Turn
 
 FP32 = 1e-6  # sums in the same order, but products may be fused
 ROUNDED = {torch.float32: FP32, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter truncates to bf16
@@ -43,7 +43,7 @@ def affine(head_dim: int, group_size: int, bits: int, tokens=3, heads=1) -> Affi
     return Affine(amid(packed.codes), amid(packed.low), amid(packed.high), bits)
 
 
-def same(packed: Packed, rotary_dim: int = 0, base: torch.Tensor | None = None, dtype=torch.float32) -> None:
+def same(packed: KernelView, rotary_dim: int = 0, base: torch.Tensor | None = None, dtype=torch.float32) -> None:
     turned = turn(packed.shape[2], rotary_dim)
     close(decode(packed, base, turned, dtype), naive.decode(packed, base, turned, dtype), ROUNDED[dtype])
 

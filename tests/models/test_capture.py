@@ -39,9 +39,12 @@ def test_a_model_is_known_again_in_another_dtype_but_not_with_other_weights(mode
     before, name = describe(model), fingerprint(model)
     for dtype in (torch.float16, torch.bfloat16):
         assert difference(before, copy.deepcopy(model).to(dtype)) is None
-    with torch.no_grad():
-        kv_sources(model)[1].value_module.weight.mul_(1.5)
-    assert difference(before, model) == "other key or value weights" and fingerprint(model) != name
+    attention = kv_sources(model)[1].attention
+    for projection in ("k_proj", "v_proj") if hasattr(attention, "k_proj") else ("c_attn",):
+        changed = copy.deepcopy(model)
+        with torch.no_grad():
+            getattr(kv_sources(changed)[1].attention, projection).weight.mul_(1.5)
+        assert difference(before, changed) == "other key or value weights" and fingerprint(changed) != name
 
 
 def test_unknown_model_names_the_known_ones():

@@ -8,7 +8,7 @@ import torch
 
 from vqkv.errors import DataError
 from vqkv.kernels import naive as reference
-from vqkv.kernels.packed import Affine
+from vqkv.kernels.view import Affine
 from vqkv.study import experiments
 from vqkv.study.bench import attention, case, formats, peers, plain, roofline, timing
 from vqkv.study.bench import rows as rows_bench

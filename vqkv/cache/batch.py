@@ -95,7 +95,7 @@ class Batch:
             ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
             self._position_ids = weakref.ref(ids)  # lives as long as the forward pass, and no longer
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
         if self.running:
             raise DataError(HALF_WAY)
@@ -219,6 +219,8 @@ class Batch:
         if not self.slots:
             return
         indices = torch.arange(self.size)[torch.as_tensor(indices).cpu()]
+        if not len(indices):
+            raise IndexError("no sequence is chosen: reset() forgets them all")
         self._regroup(indices.tolist(), [0] * len(indices))
         self.size = len(indices)
         self.tokens = None if self.tokens is None else self.tokens[indices]

@@ -129,7 +129,7 @@ class CompressedCache(Cache):
         if torch.compiler.is_compiling():
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if layer_idx == 0:
-            self.batch.check_whole()
+            self.batch.check_complete()
             model = self.model()
             self.batch.direct = (
                 self.batch.direct
@@ -147,7 +147,7 @@ class CompressedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
         a forward pass broke off half-way, ``ValueError`` for a positive number."""
-        self.batch.check_whole()
+        self.batch.check_complete()
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
         self.batch.truncate(self.batch.slots + tokens_to_remove)
@@ -163,7 +163,7 @@ class CompressedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``IndexError`` for one that
         is not here, ``DataError`` if a forward pass broke off half-way."""
-        self.batch.check_whole()
+        self.batch.check_complete()
         self.batch.select(indices)
 
     def __deepcopy__(self, memo) -> "CompressedCache":

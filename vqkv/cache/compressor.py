@@ -64,6 +64,11 @@ class Compressor:
         text = json.dumps(self._described(), sort_keys=True)
         return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
+    def to(self, device) -> "Compressor":
+        """Move everything learned to ``device``, in place."""
+        self.to_layers([device] * len(self.codecs))
+        return self
+
     def to_layers(self, devices: list[torch.device]) -> None:
         """Move what each layer has learned to that layer's device, in place."""
         for layer, device in enumerate(devices):

@@ -87,8 +87,6 @@ class EvictingLayer(CompressedLayer):
     """One layer of an ``EvictingCache``, which keeps tokens of its own. ``policy`` is its ``H2O``; ``scores`` the
     attention received by each stored token, while needed; ``new`` the keys and values that are stored once attention
     has told which of them matter.
-
-    There is one group of sequences: padding is told from tokens by the little attention that it gets.
     """
 
     is_croppable = False
@@ -160,7 +158,7 @@ class EvictingCache(CompressedCache):
     """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``.
 
     A pass that ends in an eviction runs with the model's eager attention, which hooks on ``model`` switch on for this
-    cache alone. Left padding is right, as padded tokens score lowest and are evicted first; right padding is not.
+    cache alone. Sequences are of equal length: a share of tokens is no share of padding.
     """
 
     layer_class = EvictingLayer
@@ -183,6 +181,8 @@ class EvictingCache(CompressedCache):
             return
         mask = kwargs.get("attention_mask")
         self.batch.direct = mask is None or (isinstance(mask, Tensor) and bool(mask.all()))
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not self.batch.direct:
+            raise DataError("a share of a padded sequence is no share of its tokens: pass sequences unpadded")
         if self.layers[0].evicts_next:
             self._watching = ExitStack()
             self._watching.enter_context(

@@ -32,7 +32,7 @@ def save(cache, path) -> None:
     path = Path(path)
     if path.is_dir():
         raise FormatError(f"{path} is a folder: name a file for the cache")
-    cache.batch.check_whole()
+    cache.batch.check_complete()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
     report = cache.report()

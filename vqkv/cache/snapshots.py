@@ -32,7 +32,7 @@ State = tuple[list[Tensor], list[Tensor]]
 
 
 class Step(NamedTuple):
-    """What a stream holds of a step. ``tokens``: its own; ``seq_len``: those of the snapshot it completes."""
+    """Contents of one step of a stream. ``tokens``: its own; ``seq_len``: those of the snapshot it completes."""
 
     kind: str
     tokens: int

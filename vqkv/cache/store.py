@@ -12,7 +12,7 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
-from vqkv.kernels import Packed
+from vqkv.kernels import KernelView
 from vqkv.kernels.rope import rotate, unrotate
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
@@ -115,7 +115,7 @@ class TokenStore:
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = left
 
-    def kernel_view(self, known: Known) -> Packed | None:
+    def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
         codec has a say in them, or their positions do not count up."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader

@@ -7,7 +7,7 @@ from torch import Tensor
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.scaling import MinMax
 from vqkv.codecs.stage import Quantizer, Side
-from vqkv.kernels import Affine, Packed, affine_encode
+from vqkv.kernels import Affine, KernelView, affine_encode
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class AffineQuantizer(Quantizer):
         low, high = (end.reshape(y.shape[:-1]) for end in (found.low, found.high))
         return Payload({"codes": found.codes, "low": low, "high": high})
 
-    def kernel_view(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> KernelView | None:
         if self.bits not in (2, 4, 8) or self.codes_per_row * self.bits % 8:
             return None
         low, high = (end if end.ndim == 4 else end.unsqueeze(-1) for end in self.side_of(payload).values())

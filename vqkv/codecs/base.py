@@ -9,7 +9,7 @@ from torch import Tensor
 from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
 from vqkv.errors import DataError
-from vqkv.kernels import Packed
+from vqkv.kernels import KernelView
 from vqkv.kernels.precision import full_precision
 from vqkv.runtime.checks import FP16_MAX, check_values, whole_blocks
 
@@ -87,7 +87,7 @@ class Codec(Part):
         with full_precision(values.device):
             return self._quantize_dequantize(values)
 
-    def kernel_view(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> KernelView | None:
         """A payload as kernels read it without decoding it all; None if they cannot."""
         return None
 

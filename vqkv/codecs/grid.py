@@ -12,7 +12,7 @@ from torch import Tensor
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode, rvq_encode_packed
+from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed
 
 DIM = 2
 
@@ -60,7 +60,7 @@ class Grid(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
-    def kernel_view(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.grid.view(1, 1, -1, DIM), self.code_bits, self.codes_per_row)
 
 

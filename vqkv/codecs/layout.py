@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
-from vqkv.kernels import Coded, Packed
+from vqkv.kernels import Coded, KernelView
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
-    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
         """Codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
         size = inner.codes.shape[3]
         if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:

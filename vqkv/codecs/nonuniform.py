@@ -11,7 +11,7 @@ from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed, pack_codes, unpack_codes
+from vqkv.kernels import Coded, KernelView, pack_codes, unpack_codes
 from vqkv.kernels.cpu import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
@@ -55,7 +55,7 @@ class NonUniform(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
-    def kernel_view(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> KernelView | None:
         if 8 % self.bits:
             return None
         return Coded(payload.fields["codes"], self.levels.view(1, 1, -1, 1), self.bits, self.codes_per_row)

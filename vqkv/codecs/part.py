@@ -69,7 +69,7 @@ def part_from_config(config):
     settings = {key: part_from_config(value) for key, value in config.items()}
     name = settings.pop("part")
     if name not in Part.registry:
-        raise FormatError(f"unknown codec part {name!r}: load it with the vqkv that saved it, or calibrate anew")
+        raise FormatError(f"unknown codec part {name!r}: import the module that defines it, or calibrate anew")
     return Part.registry[name](**settings)
 
 

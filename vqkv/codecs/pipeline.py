@@ -10,7 +10,7 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import Packed, decode
+from vqkv.kernels import KernelView, decode
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Chain(Codec):
             return decode(packed)
         return self._backward(self.quantizer.load(payload), [stage.side_of(payload) for stage in self._stages])
 
-    def kernel_view(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> KernelView | None:
         found = self.quantizer.kernel_view(payload) if self._viewed else None
         for stage in reversed(self._stages):
             found = None if found is None else stage.kernel_view_before(found, stage.side_of(payload))

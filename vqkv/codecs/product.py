@@ -10,7 +10,7 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode
+from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode
 from vqkv.runtime.checks import MAX_SEED
 
 
@@ -69,7 +69,7 @@ class ProductVQ(Quantizer):
         values = [rvq_decode(piece.unsqueeze(-1), codebook) for piece, codebook in pieces]
         return torch.cat(values, dim=-1).flatten(-2).unflatten(-1, self.row_shape)
 
-    def kernel_view(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
 
     def _join(self) -> None:

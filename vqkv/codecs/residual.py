@@ -11,7 +11,7 @@ from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
+from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.runtime.checks import MAX_SEED
 
 INITS = ("kmeans", "random")
@@ -114,7 +114,7 @@ class ResidualVQ(Quantizer):
         vectors = y.reshape(*y.shape[:3], -1, self.group_size)
         return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
-    def kernel_view(self, payload: Payload) -> Packed:
+    def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
 
     def loss(self, x: Tensor) -> Tensor:

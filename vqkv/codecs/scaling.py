@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed
+from vqkv.kernels import Coded, KernelView
 from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
@@ -46,7 +46,7 @@ class VectorScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"].float().unsqueeze(-1))
 
-    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
         return _scaled(inner, side["scale"])
 
 
@@ -70,7 +70,7 @@ class HeadScale(Stage):
         """y * scale."""
         return y.mul_(side["scale"][(..., *[None] * len(self._row_axes))])
 
-    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
         return _scaled(inner, side["scale"])
 
 
@@ -135,7 +135,7 @@ class HalfQuadratic(MinMax):
         return error.sign() * (size - size.clamp_min(1e-12).pow(self.norm - 1) / self.beta).clamp_min(0)
 
 
-def _scaled(inner: Packed, scale: Tensor) -> Packed | None:
+def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
     """``inner`` with one scale for each row, or one for each of some of its groups."""
     scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
     fits = isinstance(inner, Coded) and inner.scale is None and scale.ndim == 4 and inner.groups % scale.shape[3] == 0

@@ -7,7 +7,7 @@ from torch import Tensor
 from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
 from vqkv.errors import DataError
-from vqkv.kernels import Packed, decode, pack_codes, unpack_codes
+from vqkv.kernels import KernelView, decode, pack_codes, unpack_codes
 
 Side = dict[str, Tensor]
 
@@ -48,10 +48,10 @@ class Stage(Part):
         raise NotImplementedError
 
     def side_of(self, payload: Payload) -> Side:
-        """What it stored."""
+        """Side values of a stored row."""
         return {name: payload.fields[name] for name in self.side_fields}
 
-    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
         """Tell kernels of rows before this stage, from what they are told of rows after it; None if they
         cannot undo it."""
         return None
@@ -91,7 +91,7 @@ class Quantizer(Stage):
         """Rows y as ``load`` would give them after ``store``, also before ``finalize``."""
         return self.decode(*self.encode(y))
 
-    def kernel_view(self, payload: Payload) -> Packed | None:
+    def kernel_view(self, payload: Payload) -> KernelView | None:
         """Stored codes as kernels read them; None if they cannot read them."""
         return None
 

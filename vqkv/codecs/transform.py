@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, Packed
+from vqkv.kernels import Coded, KernelView
 from vqkv.runtime.checks import MAX_SEED
 
 ADMITTED = {  # which divisors of the channels may stand for group_size
@@ -67,7 +67,7 @@ class Grouping(Stage):
         y = y.flatten(-2)
         return y.gather(-1, self.order.argsort().expand(y.shape)) if self.kind == "random" else y
 
-    def kernel_view_before(self, inner: Packed, side: Side) -> Packed | None:
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
         if self.kind == "strided" and isinstance(inner, Coded):
             return dataclasses.replace(inner, strided=True)
         return inner if self.kind == "contiguous" else None

@@ -60,7 +60,7 @@ def evaluate(
     packed token to be read.
     """
     exact = ExactPass(model, entries=1) if exact is None else exact
-    _check_arguments(model, tokens, protocol, answers, exact)
+    _check_arguments(model, compressor, tokens, protocol, answers, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
     check_batch_size(batch_size)
@@ -84,9 +84,11 @@ def evaluate(
     return row | (_mean_ratios(totals, *ROLES_MSE) if reconstruction else {})
 
 
-def _check_arguments(model, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
+def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
     if protocol not in PROTOCOLS:
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
+    if not hasattr(compressor, "new_cache"):
+        raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
     check_tokens(model, tokens)
     if tokens.shape[1] < 3:
         raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")

@@ -46,14 +46,14 @@ class Shape(NamedTuple):
 class Footprint:
     """Bytes that a model and a cache occupy, for any number of tokens and sequences.
 
-    Once: ``weights`` and ``side_information``. For each sequence: ``packed`` for ``block`` packed tokens, ``exact`` for
-    a token in sinks or window, and ``working`` for a token of the layer that is being read. ``values``: elements of K
-    and V in a token.
+    Once: ``weights`` and ``side_information``. For each sequence: ``block_bytes`` for ``block`` packed tokens,
+    ``exact`` for a token in sinks or window, and ``working`` for a token of the layer that is being read. ``values``:
+    elements of K and V in a token.
     """
 
     weights: int
     side_information: int
-    packed: int | Fraction
+    block_bytes: int | Fraction
     block: int
     exact: int
     working: int
@@ -64,7 +64,7 @@ class Footprint:
     @property
     def bits_per_value(self) -> float:
         """Stored bits for each value of the packed tokens."""
-        return float(8 * self.packed / (self.block * self.values))
+        return float(8 * self.block_bytes / (self.block * self.values))
 
     @property
     def fixed(self) -> int:
@@ -84,7 +84,7 @@ class Footprint:
         return {
             "weights": self.weights,
             "side_information": self.side_information,
-            "packed": math.ceil(batch_size * (packed // self.block) * self.packed),
+            "packed": math.ceil(batch_size * (packed // self.block) * self.block_bytes),
             "sinks": batch_size * sinks * self.exact,
             "window": batch_size * window * self.exact,
             "working": batch_size * seq_len * self.working,
@@ -116,10 +116,11 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
         codecs, predictors = _arranged(preset, shape)
         side, predicted = sum(codec.side_bytes for codec in codecs) + sum(predictors), bool(predictors)
     block = math.lcm(settings.flush_block, *(codec.tokens_per_row for codec in codecs))
+    stored = _block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape)
     return Footprint(
         weights=weight_bytes(model),
         side_information=side,
-        packed=_block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape),
+        block_bytes=stored,
         block=block,
         exact=_token_bytes(shape, model),
         working=shape.width * (2 * model.dtype.itemsize + 4 * PREDICTING * predicted),

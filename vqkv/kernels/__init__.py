@@ -14,9 +14,9 @@ from vqkv.kernels.dispatch import (
     using,
     which,
 )
-from vqkv.kernels.packed import Affine, Coded, Packed, Rope, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView, Rope, Turn
 
 __all__ = [
-    "Affine", "Coded", "Packed", "Rope", "Turn", "affine_encode", "decode", "decode_attention", "pack_codes",
+    "Affine", "Coded", "KernelView", "Rope", "Turn", "affine_encode", "decode", "decode_attention", "pack_codes",
     "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes", "using", "which",
 ]  # fmt: skip

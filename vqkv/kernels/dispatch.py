@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import cpu, naive
-from vqkv.kernels.packed import Affine, Packed, Rope, Turn
+from vqkv.kernels.view import Affine, KernelView, Rope, Turn
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
@@ -108,14 +108,14 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
 
 
-def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
     shape), then rotated by ``turn``."""
     return _find("decode", packed.codes, packed)(packed, base, turn, dtype)
 
 
 def decode_attention(
-    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+    query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (batch, num_heads, new_tokens, head_dim) to packed keys and values, unmasked: float32 output
     of the query's shape and its log-sum-exp (batch, num_heads, new_tokens). See ``attention.naive``."""

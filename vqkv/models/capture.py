@@ -68,8 +68,8 @@ def check_tokens(model, tokens: torch.Tensor) -> None:
             f"token ids from {tokens.min()} to {tokens.max()}, but the model knows 0 to {vocab_size - 1}: "
             "use the model's own tokenizer"
         )
-    longest = model.config.get_text_config().max_position_embeddings
-    if rotary_embedding(model) is None and tokens.shape[1] > longest:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and rotary_embedding(model) is None and tokens.shape[1] > longest:
         raise DataError(f"{tokens.shape[1]} tokens, but the model learned {longest} positions: use shorter sequences")
 
 

@@ -193,7 +193,7 @@ def describe(model) -> dict:
         "weights": [
             sample
             for source in sources
-            for module in dict.fromkeys((source.key_module, source.value_module))
+            for module in dict.fromkeys((*_key_modules(source), source.value_module))
             for sample in _samples(module)
         ],
     }
@@ -225,6 +225,11 @@ def difference(fitted: dict, model) -> str | None:
     return None
 
 
+def _key_modules(source: KVSource) -> tuple[nn.Module, ...]:
+    """What makes a layer's keys: a projection and, in some architectures, a norm after it."""
+    return getattr(source.attention, "k_proj", source.key_module), source.key_module
+
+
 def _samples(module: nn.Module) -> list[list[float]]:
     """Of each of its parameters."""
     with _fetched(module):
@@ -246,6 +251,8 @@ def _kv_source(module: nn.Module) -> KVSource | None:
     if isinstance(getattr(module, "k_proj", None), nn.Module) and isinstance(
         getattr(module, "v_proj", None), nn.Module
     ):
+        if not hasattr(module, "layer_idx") or not hasattr(module, "head_dim"):
+            return None
         head_dim = module.head_dim
         key = getattr(module, "k_norm", None) or module.k_proj
         width = module.v_proj.weight.shape[0]

@@ -31,6 +31,7 @@ from vqkv.reference.rows import IGNORE, WORDS, TokenStream, Words, far_repeat, r
 from vqkv.runtime.machine import processor
 
 LEARNING_RATES = (5e-4, 1e-3)  # by stage
+EMBEDDING_RATE = 4  # times as high: a good rate falls with the width, but not that of embeddings (arXiv 2203.03466)
 WEIGHT_DECAYS = (0.0, 0.1)
 WARMUP_STEPS = 200
 DECAY_SHARE = 0.2
@@ -152,7 +153,7 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[log["stage"]] * self._scale()
+            group["lr"] = LEARNING_RATES[log["stage"]] * self._scale() * group["times"]
         self.optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAYS[log["stage"]]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -247,9 +248,13 @@ class Trainer:
 
 
 def _optimizer(model) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    others = [p for p in model.parameters() if all(p is not e for e in embeddings)]
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": 0.1, "times": 1},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0, "times": 1},
+        {"params": embeddings, "weight_decay": 0.0, "times": EMBEDDING_RATE},
+    ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95), fused=True)
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,15 +23,17 @@ CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file in ``path``'s folder that takes its place at the end of the ``with``, once it is on the disk. If that
     fails or is interrupted, what was at ``path`` stays. Raises ``OSError`` for a missing folder or a full disk."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-        try:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}: make it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # a temporary file would be its owner's alone
+    try:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
@@ -45,7 +46,7 @@ def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict, dict[str, Tensor]]:
-    """What ``save_checked`` wrote, which says that its format is ``kind``. Raises ``FormatError`` for a file that is
+    """Tensors and header that ``save_checked`` wrote as format ``kind``. Raises ``FormatError`` for a file that is
     missing, cut, damaged or altered, and for another format or version, before anything is made of it."""
     data = bytearray(path.read_bytes() if path.is_file() else b"")
     place = _checksum(data)

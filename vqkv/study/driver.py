@@ -169,7 +169,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     only: Annotated[list[str], typer.Option(help="Notebooks by the start of their names: 01, or 01,03.")] = [],  # noqa: B006
-    profile: Annotated[str, typer.Option(help="A set of parameters from vqkv/profiles.")] = "default",
+    profile: Annotated[str, typer.Option(help="A set of parameters from vqkv/study/profiles.")] = "default",
     parameter: Annotated[list[str], typer.Option("-p", metavar="NAME=VALUE", help="One parameter.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Folder for notebooks, results and figures.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables anew.")] = False,

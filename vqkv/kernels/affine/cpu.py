@@ -10,8 +10,8 @@ from torch import Tensor
 from vqkv.kernels.affine import naive
 from vqkv.kernels.decoding.naive import decode_affine
 from vqkv.kernels.machine import compiled, index, serves, spread
-from vqkv.kernels.packed import Affine
 from vqkv.kernels.packing.cpu import pack_codes, unpack_codes
+from vqkv.kernels.view import Affine
 
 COST = 8  # additions that a value is worth
 WHOLE = np.float32(1 << 23)  # a float32 that large has no fraction

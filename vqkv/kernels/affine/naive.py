@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from vqkv.kernels.packed import Affine
 from vqkv.kernels.packing.naive import pack_codes
+from vqkv.kernels.view import Affine
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:

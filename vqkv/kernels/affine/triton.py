@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vqkv.kernels.packed import Affine
 from vqkv.kernels.packing.triton import join, pack_codes
 from vqkv.kernels.tiles import AFFINE
+from vqkv.kernels.view import Affine
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:

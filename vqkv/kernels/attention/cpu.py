@@ -4,13 +4,13 @@ from torch import Tensor
 
 from vqkv.kernels.attention.naive import merge
 from vqkv.kernels.decoding.cpu import decode
-from vqkv.kernels.packed import Coded, Packed, Rope
+from vqkv.kernels.view import Coded, KernelView, Rope
 
 PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
 
 
 def decode_attention(
-    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+    query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
     grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
@@ -24,7 +24,7 @@ def decode_attention(
     return out.view(query.shape), total.view(query.shape[:3])
 
 
-def _spans(keys: Packed, values: Packed) -> list[tuple[int, int]]:
+def _spans(keys: KernelView, values: KernelView) -> list[tuple[int, int]]:
     batch, num_kv_heads, seq_len, head_dim = keys.shape
     whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
     step = max(1, PIECE // (batch * num_kv_heads * head_dim * whole)) * whole

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.decoding.naive import decode
-from vqkv.kernels.packed import Packed, Rope
+from vqkv.kernels.view import KernelView, Rope
 
 
 def decode_attention(
-    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+    query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (batch, num_heads, new_tokens, head_dim) to all of ``keys`` and ``values``: float32 output of
     the query's shape, and its log-sum-exp (batch, num_heads, new_tokens), for ``merge``.

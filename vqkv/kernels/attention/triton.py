@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.attention.triton_halves import channels_of, columns, half_tile
-from vqkv.kernels.packed import Affine, Coded, Packed, Rope
 from vqkv.kernels.tiles import ATTENTION
+from vqkv.kernels.view import Affine, Coded, KernelView, Rope
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def decode_attention(
-    query: Tensor, keys: Packed, values: Packed, scaling: float, rope: Rope | None = None
+    query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
     batch, num_heads, new_tokens, head_dim = query.shape
@@ -46,7 +46,7 @@ def decode_attention(
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def serves(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None) -> bool:
+def serves(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
     """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
     if rows > ATTENTION["most_rows"] or not keys.shape[2] or keys.shape[3] != values.shape[3]:
@@ -55,7 +55,7 @@ def serves(query: Tensor, keys: Packed, values: Packed, rope: Rope | None = None
     return turned and all(_halves(packed) for packed in (keys, values))
 
 
-def _halves(packed: Packed) -> bool:
+def _halves(packed: KernelView) -> bool:
     half = packed.shape[3] // 2
     if isinstance(packed, Affine):
         each = 32 // packed.bits  # codes of a word
@@ -79,7 +79,7 @@ def _empty(query: Tensor, splits: int, rows: int, head_dim: int) -> tuple[Tensor
     return out, out.new_empty(splits, rows)
 
 
-def _kind(packed: Packed) -> str:
+def _kind(packed: KernelView) -> str:
     if isinstance(packed, Affine):
         return "affine"
     return "product" if packed.codebooks.shape[1] == 1 and packed.codebooks.shape[3] > 2 else "coded"
@@ -102,7 +102,7 @@ def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[
     return -(-tiles // per_split), per_split * tile
 
 
-def _turns(rope: Rope | None, seq_len: int, keys: Packed, tile: int) -> tuple[Tensor, ...]:
+def _turns(rope: Rope | None, seq_len: int, keys: KernelView, tile: int) -> tuple[Tensor, ...]:
     """cos and sin (tiles, rotary_dim / 2) of every tile's first position, and of a tile's positions from there."""
     if rope is None:
         return keys.codes, keys.codes, keys.codes, keys.codes  # not read
@@ -113,7 +113,7 @@ def _turns(rope: Rope | None, seq_len: int, keys: Packed, tile: int) -> tuple[Te
     return tuple(f(angle).float() for angle in angles for f in (torch.cos, torch.sin))
 
 
-def _tensors(packed: Packed) -> tuple[Tensor, ...]:
+def _tensors(packed: KernelView) -> tuple[Tensor, ...]:
     """codes, low or scale, high, codebooks; something that is not read where there is none."""
     codes = packed.codes.contiguous()
     codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()  # they are read as 32-bit words
@@ -123,7 +123,7 @@ def _tensors(packed: Packed) -> tuple[Tensor, ...]:
     return codes, scale, codes, packed.codebooks.contiguous()
 
 
-def _constants(packed: Packed) -> tuple:
+def _constants(packed: KernelView) -> tuple:
     """KIND, BITS, ROW_BYTES, GROUPS, DIM, QUANTIZERS, SIZE, TABLES, SCALE_TOKENS (0: no scale), STRIDED."""
     if isinstance(packed, Affine):
         return "affine", packed.bits, packed.codes.shape[3], packed.low.shape[3], 0, 0, 0, 0, 0, False

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from vqkv.kernels.packed import Affine, Coded, Packed, Turn
 from vqkv.kernels.packing.naive import unpack_codes
 from vqkv.kernels.rope import rotate
+from vqkv.kernels.view import Affine, Coded, KernelView, Turn
 
 
-def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
     shape), then rotated by ``turn``; float32 until the end."""
     values = decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)

@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.decoding.triton_chunks import chunks_of, halve, rows_of, tile_of
-from vqkv.kernels.packed import Affine, Coded, Packed, Turn
 from vqkv.kernels.packing.triton import code_at, spanned, words_of
 from vqkv.kernels.tiles import DECODE
+from vqkv.kernels.view import Affine, Coded, KernelView, Turn
 
 
-def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
     """``naive.decode``: values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``, fp32 until the end.
 
     A code that its codebook does not have stands for the last one.
@@ -28,7 +28,7 @@ def decode(packed: Packed, base: Tensor | None = None, turn: Turn | None = None,
     return out
 
 
-def serves(packed: Packed) -> bool:
+def serves(packed: KernelView) -> bool:
     """Tell whether the kernels can decode these: all that ``packed`` describes, with codes of up to 16 bits."""
     return packed.bits in (2, 4, 8) if isinstance(packed, Affine) else packed.bits <= 16
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vqkv.kernels.packed import Affine, Coded, Packed
 from vqkv.kernels.tiles import DECODE
+from vqkv.kernels.view import Affine, Coded, KernelView
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Halves:
         return self.turned + (self.chunks - 2 * self.turned + 1) // 2
 
 
-def halve(packed: Packed, rotary_dim: int, most: int) -> Halves:
+def halve(packed: KernelView, rotary_dim: int, most: int) -> Halves:
     """Chunks of at most ``most`` channels, a power of two that divides a group and a turned half."""
     head_dim, half = packed.shape[-1], rotary_dim // 2
     if isinstance(packed, Coded) and packed.strided and half % packed.groups == 0:

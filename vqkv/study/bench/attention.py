@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.kernels import naive as reference
-from vqkv.kernels.packed import Packed, Rope
+from vqkv.kernels.view import KernelView, Rope
 from vqkv.study.bench import roofline
 from vqkv.study.bench.case import BenchCase, Contender, Sizes, gaussian
 from vqkv.study.bench.formats import FORMATS, keys_and_values
@@ -67,7 +67,7 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(grouped, keys, values).view(batch, heads, 1, head_dim)
 
 
-def decoded(query: Tensor, keys: Packed, values: Packed, rope: Rope | None) -> Tensor:
+def decoded(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None) -> Tensor:
     """Read a cache without such a kernel: decode to the model's dtype, then attend."""
     decode, turn = kernels.decode, rope and rope.turn(keys.shape[2])
     return sdpa(query, decode(keys, turn=turn, dtype=query.dtype), decode(values, dtype=query.dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.grid import gaussian_grids
-from vqkv.kernels.packed import Affine, Coded, Packed, Rope
+from vqkv.kernels.view import Affine, Coded, KernelView, Rope
 from vqkv.study.bench.case import gaussian
 
 GROUP = 64  # channels that share an affine range, as in transformers' quantized cache
@@ -37,7 +37,7 @@ def coded(
     return Coded(*made, scale.to(device), tokens_per_scale, strided)
 
 
-FORMATS: dict[str, Callable[..., Packed]] = {
+FORMATS: dict[str, Callable[..., KernelView]] = {
     "int2": partial(affine, 2),
     "int4": partial(affine, 4),
     "int8": partial(affine, 8),
@@ -51,7 +51,7 @@ TURNED = ("grid", "residual")  # formats whose keys are stored before RoPE, as t
 STRIDED = "residual 8x2048 d=32"  # whose keys are grouped so
 
 
-def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[Packed, Packed, Rope | None]:
+def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[KernelView, KernelView, Rope | None]:
     """Both in this format, and the keys' RoPE where they are stored before it."""
     keys = FORMATS[name](shape, device, seed=1, **({"strided": True} if name == STRIDED else {}))
     return keys, FORMATS[name](shape, device, seed=2), rope(shape[-1], device) if name.startswith(TURNED) else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
-from vqkv.kernels.packed import Affine, Packed
+from vqkv.kernels.view import Affine, KernelView
 from vqkv.study.bench.timing import measure
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -108,8 +108,8 @@ def affine_encode(x: Tensor, packed: Affine) -> Demand:
     return Demand(4 * x.numel(), x.nbytes + tensor_bytes(packed), x.numel())
 
 
-def decode(packed: Packed, itemsize: int = 4, base: Tensor | None = None, turned: bool = False) -> Demand:
-    """Packed -> values of ``itemsize`` bytes, added to ``base`` and rotated (cos and sin in fp32 are read)."""
+def decode(packed: KernelView, itemsize: int = 4, base: Tensor | None = None, turned: bool = False) -> Demand:
+    """KernelView -> values of ``itemsize`` bytes, added to ``base`` and rotated (cos and sin in fp32 are read)."""
     values = packed.shape.numel()
     angles = 8 * packed.shape[2] * packed.shape[3] if turned else 0
     flops = values * (_flops(packed) + (base is not None) + 4 * turned)
@@ -126,6 +126,6 @@ def attention(query: Tensor, keys, values, turned: bool = False) -> Demand:
     return Demand(products + decoding, tensor_bytes(keys, values) + 2 * query.nbytes, 2 * stored)
 
 
-def _flops(packed: Packed) -> int:
+def _flops(packed: KernelView) -> int:
     """To decode one value: offset and span, or an addition a stage and the scale."""
     return 2 if isinstance(packed, Affine) else packed.codebooks.shape[1] + (packed.scale is not None)

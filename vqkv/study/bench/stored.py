@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.kernels import naive as reference
-from vqkv.kernels.packed import Packed
+from vqkv.kernels.view import KernelView
 from vqkv.study.bench import peers, plain, roofline
 from vqkv.study.bench.case import BenchCase, Sizes, gaussian, ours
 from vqkv.study.bench.formats import FORMATS, GROUP, grid, rope
@@ -128,7 +128,7 @@ def decode_and(what: str, sizes: Sizes) -> Iterator[BenchCase]:
         yield _decode(f"decode_{what}", name, FORMATS[name](sizes.stored, sizes.device), **others)
 
 
-def _decode(operation: str, name: str, packed: Packed, base: Tensor | None = None, turn=None) -> BenchCase:
+def _decode(operation: str, name: str, packed: KernelView, base: Tensor | None = None, turn=None) -> BenchCase:
     work = roofline.decode(packed, base=base, turned=turn is not None)
     case = BenchCase(operation, name, label(packed.shape), work)
     case.add_both("decode", packed.codes, packed, base, turn, expected=reference.decode(packed, base, turn))

@@ -97,7 +97,7 @@ def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
 
 
 def exact_compressor(found: Subject, model=None) -> Compressor:
-    """What stores everything in 16 bits, for a case's model or another one."""
+    """A compressor that stores everything in 16 bits, for a case's model or another one."""
     return calibrate(model or found.model, found.train[:1], presets.fp16(), progress=False)
 
 

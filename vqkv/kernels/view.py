@@ -92,4 +92,4 @@ class Rope:
         return Turn((angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float())
 
 
-Packed = Affine | Coded
+KernelView = Affine | Coded
