@@ -166,8 +166,8 @@ def test_codebooks_follow_the_moving_average_of_changing_keys_and_values(models)
     assert len(passes) == 2 + 3 * 2 * 2  # the first batch in two parts, then each part forward and recomputed
     steps = [torch.cat(passes[i : i + 3 : 2]) for i in (2, 6, 10)]
     codec = preset.key_codec(32).partial_fit(torch.cat(passes[:2]))
-    start, ema = codec.quantizer.codebooks[0].double(), codec.quantizer._emas[0]
-    codebook, counts, sums = start, ema.counts, ema.sums
+    start, ema = codec.quantizer.codebooks[0].double(), codec.quantizer._ema
+    codebook, counts, sums = start, ema.counts[0], ema.sums[0]
     for x in steps:
         scaled = x / x.std(-1, correction=0, keepdim=True).half().float()
         rows = scaled.unflatten(-1, (8, 4)).mT.reshape(-1, 8).double()

@@ -12,6 +12,7 @@ from torch import Tensor
 from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictor_kinds import Predictor
+from vqkv.errors import DataError
 
 ROLES = ("key", "value")
 Place = tuple[str, int]  # ("key" or "value", layer)
@@ -30,7 +31,12 @@ class Prediction:
     sources: tuple[Place, ...]
 
     def __call__(self, known: dict[Place, Tensor], like: Tensor) -> Tensor:
-        """Predict from the sources in ``known``, all of which are there, values of ``like``'s shape, in float32."""
+        """Predict from the sources in ``known`` values of ``like``'s shape, in float32. Raises ``DataError`` if one
+        of them is missing."""
+        if missing := [place for place in self.sources if place not in known]:
+            raise DataError(
+                f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
+            )
         rows = inputs(known, self.sources, like)
         return self.predictor(rows).unflatten(-1, (like.shape[1], like.shape[3])).transpose(1, 2)
 

@@ -139,7 +139,7 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
     chapter 13); NaN of fewer than two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
-    draws = bootstrap((x.double().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0)
+    draws = bootstrap((x.double().cpu().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0)
     return float(draws.confidence_interval.low), float(draws.confidence_interval.high)
 
 

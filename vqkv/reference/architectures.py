@@ -1,9 +1,9 @@
 """The shapes of the two bundled models."""
 
-import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from vqkv.reference.data import VOCAB_SIZE
+from vqkv.reference.induction import begin_gpt2, begin_llama
 
 CONTEXT = 1024
 
@@ -23,15 +23,13 @@ def llama_mini() -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    begin_llama(model)
+    return model
 
 
 def gpt2_mini() -> GPT2LMHeadModel:
-    """Multi-head GPT-2; K alone is as wide as the hidden state, as in every GPT-2.
-
-    Its learned positions begin as sinusoids (Vaswani et al. 2017, section 3.5), by which the token before is a linear
-    map away: from random ones no head found it within 2M tokens.
-    """
+    """Multi-head GPT-2; K alone is as wide as the hidden state, as in every GPT-2."""
     config = GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=256,
@@ -45,9 +43,7 @@ def gpt2_mini() -> GPT2LMHeadModel:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    angles = torch.outer(torch.arange(CONTEXT), 10_000 ** -torch.linspace(0, 1, config.n_embd // 2))
-    with torch.no_grad():
-        model.transformer.wpe.weight.copy_(0.02 * torch.cat([angles.sin(), angles.cos()], dim=1))
+    begin_gpt2(model)
     return model
 
 

@@ -1,8 +1,8 @@
 """Rows that the reference models learn from: source text, repeated segments, key-value recall.
 
-Walks along random cycles make induction appear within half a million tokens, since nothing simpler lowers their loss
-(arXiv 2402.11004); from there repeats (arXiv 2505.17863) and recall with keys and values from disjoint words (Zoology,
-arXiv 2312.04927) are learned fast. Everything is a function of a seed, so that training goes on where it was.
+Repeats (arXiv 2505.17863) and recall with keys and values from disjoint words (Zoology, arXiv 2312.04927) keep up and
+sharpen the induction that the models begin with. Everything is a function of a seed, so that training goes on where it
+was.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ import numpy as np
 from vqkv.data.recall import single_token_words
 
 IGNORE = -100
-WORDS = 16  # of the first walks
-JUMP = 0.2  # chance that a step of a walk goes to any word instead of the next
 COPY = 0.7  # chance that a segment is copied once more
 LONGEST_SEGMENT = 21
 
@@ -39,21 +37,6 @@ class Words:
     def all(self) -> np.ndarray:
         """Keys, values and the newline: all that a recall sequence is made of, but for BOS."""
         return np.concatenate([self.keys, self.values, [self.newline]])
-
-
-def walk(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, labels), both (seq_len,): a walk along a random cycle of ``tokens``, with jumps; labels on the steps along
-    an edge that was walked before. All tokens are equally frequent and steps of all lengths come back, so neither
-    counting nor looking a fixed way back helps: what followed this token earlier must be found."""
-    cycle = rng.permutation(tokens)
-    at, row, labels, walked = 0, [], [], set()
-    for jump in rng.random(seq_len) < JUMP:
-        known = not jump and at in walked
-        walked |= {at} if row and not jump else set()
-        at = int(rng.integers(len(cycle))) if jump else (at + 1) % len(cycle)
-        row.append(cycle[at])
-        labels.append(cycle[at] if known else IGNORE)
-    return np.array(row), np.array(labels)
 
 
 def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,9 @@
 """Train or go on training a bundled reference model: ``python -m vqkv.reference.train llama-mini``.
 
-One script for any device; a killed run goes on from ``--state``, written every five minutes. Two stages: walks along
-random cycles of 16 words until the model finds what followed a word earlier (the jump is sudden), then of 16 words out
-of a quarter more each time this is learned, up to the whole vocabulary; then text with a fifth of repeats and a tenth
-of recall. AdamW, because the models
-that the four sources study were trained with it, and their outlier channels are partly its doing. The learning rate
+One script for any device; a killed run goes on from ``--state``, written every five minutes. Rows are text, a fifth of
+repeats (of chunks, functions, random tokens) and a tenth of recall, of twice as many pairs each time they are learned;
+short rows and small steps come first. AdamW, because the models that the four sources study were trained with it, and
+their outlier channels are partly its doing. The learning rate
 warms up, stays constant and decays over the last fifth of ``--tokens``; the state before the decay is kept, so that a
 longer run goes on as if there had been none.
 """
@@ -27,24 +26,22 @@ from vqkv.reference import card
 from vqkv.reference.architectures import ARCHITECTURES
 from vqkv.reference.data import TOKENIZER_DIR, write_stream
 from vqkv.reference.measure import abilities, packed_bits_per_byte
-from vqkv.reference.rows import IGNORE, WORDS, TokenStream, Words, far_repeat, recall, repeats, walk
+from vqkv.reference.rows import IGNORE, TokenStream, Words, far_repeat, recall, repeats
 from vqkv.runtime.machine import processor
 
-LEARNING_RATES = (5e-4, 1e-3)  # by stage
-EMBEDDING_RATE = 4  # times as high: a good rate falls with the width, but not that of embeddings (arXiv 2203.03466)
-WEIGHT_DECAYS = (0.0, 0.1)
+LEARNING_RATE = 1e-3
+EMBEDDING_RATE = 2  # times as high: a good rate falls with the width, but not that of embeddings (arXiv 2203.03466)
+WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 200
 DECAY_SHARE = 0.2
 SAVE_SECONDS = 300
 MEASURE_TOKENS = 500_000
-FIRST_MEASURE_TOKENS = 100_000  # in the first stage
-PASSED_LOSS = 0.6  # nats, over 50 steps, at which the walks' words become more; a walk's jumps alone cost 0.22
 PASSED = 0.85  # recall at which rows of twice as many pairs begin
 MOST_PAIRS = 32
 # (from this many tokens on, shapes (sequences, tokens) of a step, one of which is drawn)
-FIRST_SHAPES = [(8, 64)]
 SHAPES = [
-    (0, [(16, 128), (8, 256)]),
+    (0, [(8, 128), (4, 256)]),
+    (2_000_000, [(16, 128), (8, 256)]),
     (6_000_000, [(8, 256), (8, 256), (4, 512), (2, 1024)]),
     (20_000_000, [(16, 256), (8, 512), (4, 1024)]),
 ]
@@ -53,32 +50,26 @@ SHARES = {"recall": 0.1, "far": 0.05, "repeats": 0.05, "copied": 0.1}  # the res
 
 
 class Mixture:
-    """Batches as a function of the stage, the number of pairs reached, the tokens seen and a seed."""
+    """Batches as a function of the number of pairs reached, the tokens seen and a seed."""
 
     def __init__(self, data: Path, tokenizer):
         self.text = TokenStream(data / "train.bin", tokenizer)
         self.vocabulary = np.arange(1, len(tokenizer))
         self.words = Words.of(tokenizer)
-        others = np.setdiff1d(self.vocabulary, self.words.all)
-        self.order = np.concatenate([self.words.all, np.random.default_rng(0).permutation(others)])
 
-    def shape(self, stage: int, tokens: int, seed: int) -> tuple[int, int]:
+    def shape(self, tokens: int, seed: int) -> tuple[int, int]:
         """(sequences, tokens a sequence) of a step."""
-        shapes = FIRST_SHAPES if stage == 0 else [row[1] for row in SHAPES if row[0] <= tokens][-1]
+        shapes = [row[1] for row in SHAPES if row[0] <= tokens][-1]
         return shapes[np.random.default_rng([seed, 2]).integers(len(shapes))]
 
-    def batch(
-        self, rows: int, seq_len: int, stage: int, words: int, pairs: int, seed: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, rows: int, seq_len: int, pairs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, labels), both (rows, seq_len) int64; labels are -100 where nothing can be known."""
         rng = np.random.default_rng([seed, 3])
-        found = [self._row(rng, seq_len, stage, words, pairs) for _ in range(rows)]
+        found = [self._row(rng, seq_len, pairs) for _ in range(rows)]
         tokens, labels = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*found))
         return tokens, labels
 
-    def _row(self, rng, seq_len: int, stage: int, words: int, pairs: int):
-        if stage == 0:
-            return walk(rng, seq_len, rng.choice(self.order[:words], WORDS, replace=False))
+    def _row(self, rng, seq_len: int, pairs: int):
         kind = rng.choice([*SHARES, "text"], p=[*SHARES.values(), 1 - sum(SHARES.values())])
         if kind == "recall":
             return self._recall(rng, seq_len, pairs)
@@ -108,16 +99,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = ARCHITECTURES[name]().to(device)
         self.optimizer = _optimizer(self.model)
-        self.log = {
-            "tokens": 0,
-            "steps": 0,
-            "stage": 0,
-            "words": WORDS,
-            "pairs": 2,
-            "loss": [],
-            "measured": [],
-            "runs": [],
-        }
+        self.log = {"tokens": 0, "steps": 0, "pairs": 2, "loss": [], "measured": [], "runs": []}
         if (state / "log.json").exists():
             self._resume()
 
@@ -147,14 +129,13 @@ class Trainer:
     def step(self) -> float:
         """One optimizer step; returns the training loss."""
         log = self.log
-        rows, seq_len = self.mixture.shape(log["stage"], log["tokens"], log["steps"])
+        rows, seq_len = self.mixture.shape(log["tokens"], log["steps"])
         rows *= CUDA_ROWS if self.device == "cuda" else 1
-        loss = self.loss(*self.mixture.batch(rows, seq_len, log["stage"], log["words"], log["pairs"], log["steps"]))
+        loss = self.loss(*self.mixture.batch(rows, seq_len, log["pairs"], log["steps"]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[log["stage"]] * self._scale() * group["times"]
-        self.optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAYS[log["stage"]]
+            group["lr"] = LEARNING_RATE * self._scale() * group["times"]
         self.optimizer.step()
         self.optimizer.zero_grad()
         log["steps"] += 1
@@ -172,6 +153,8 @@ class Trainer:
         log["runs"].append(_machine(self.device) | {"tokens": 0, "seconds": 0})
         earlier, saved, losses = log["tokens"], begin, []
         with tqdm(total=self.total, initial=log["tokens"], desc=self.name, unit=" tokens", mininterval=10) as bar:
+            if not log["measured"]:
+                self._measure(bar)
             while log["tokens"] < self.total:
                 before = log["tokens"]
                 losses.append(self.step())
@@ -179,10 +162,7 @@ class Trainer:
                 if len(losses) == 50:
                     log["loss"].append([log["tokens"], round(sum(losses) / len(losses), 4)])
                     losses.clear()
-                    if log["stage"] == 0 and log["loss"][-1][1] < PASSED_LOSS:
-                        self._widen(bar)
-                every = MEASURE_TOKENS if log["stage"] == 1 else FIRST_MEASURE_TOKENS
-                if before // every != log["tokens"] // every:
+                if before // MEASURE_TOKENS != log["tokens"] // MEASURE_TOKENS:
                     self._measure(bar)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     self.save_state()
@@ -194,20 +174,12 @@ class Trainer:
                 bar.update(log["tokens"] - before)
         self.save_state()
 
-    def _widen(self, bar) -> None:
-        """Walk among more words or, when those were all, begin with text. By a quarter: in rows of which most words are
-        new, counting them is learned first, and nothing more for a long time."""
-        log = self.log
-        log["stage"] = int(log["words"] == len(self.mixture.order))
-        log["words"] = min(log["words"] * 5 // 4, len(self.mixture.order))
-        bar.write(f"stage {log['stage']}, {log['words']} words at {log['tokens']:,} tokens")
-
     def _measure(self, bar) -> None:
         """Log recall by pairs and distance, induction, bits per byte; go on to what is harder once it is passed."""
         log, words = self.log, self.mixture.words
         self.model.eval()
-        row = {"tokens": log["tokens"], "stage": log["stage"], "words": log["words"], "pairs": log["pairs"]}
-        row |= abilities(self.model, self.tokenizer, words, self.validation if log["stage"] == 1 else None, windows=32)
+        row = {"tokens": log["tokens"], "pairs": log["pairs"]}
+        row |= abilities(self.model, self.tokenizer, words, self.validation, windows=32)
         if row["recall"][str(log["pairs"])] >= PASSED:
             log["pairs"] = min(MOST_PAIRS, 2 * log["pairs"])
         self.model.train()
@@ -251,11 +223,11 @@ def _optimizer(model) -> torch.optim.AdamW:
     embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     others = [p for p in model.parameters() if all(p is not e for e in embeddings)]
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": 0.1, "times": 1},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": WEIGHT_DECAY, "times": 1},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0, "times": 1},
         {"params": embeddings, "weight_decay": 0.0, "times": EMBEDDING_RATE},
     ]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
 
 def _fast_bf16(device: str) -> bool:

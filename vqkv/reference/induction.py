@@ -1,0 +1,87 @@
+"""An induction circuit to begin from: one head that looks at the token before, one that finds what followed it earlier.
+
+The two heads are those that a model grows by itself (Olsson et al. 2022, "In-context learning and induction heads"). At
+these sizes that takes more tokens than a CPU can give, and the few words of which it came sooner did not carry it to
+others; begun with, the circuit serves the whole vocabulary from the first step and training only has to keep it. Every
+other weight begins as the architecture says.
+"""
+
+import torch
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+BEFORE = 1.1  # size of the position weights of the first head; its attention on the token before is then 0.9
+MATCH = 1.5  # size of the queries and keys of the second head
+NOTE, COPY = 0.05, 0.2  # how loudly the first head writes the token before, the second the token it found
+CONSTANT = 6  # standard deviations of an embedding: a Llama without biases needs one dimension that all tokens share
+LATE = 0.1  # of the usual size of what all other heads and MLPs write, which would drown the embeddings
+
+
+@torch.no_grad()
+def begin_llama(model: LlamaForCausalLM) -> None:
+    """Set the first query head of layers 0 and 1, in place."""
+    config = model.config
+    dim, hidden = config.head_dim, config.hidden_size
+    half = dim // 2
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(LATE)
+        layer.mlp.down_proj.weight.mul_(LATE)
+    model.model.embed_tokens.weight[:, 0] = CONSTANT * config.initializer_range
+    fast = torch.arange(dim // 6)  # RoPE's fastest pairs tell neighbours apart
+    angle = config.rope_parameters["rope_theta"] ** (-fast / half)
+    first.k_proj.weight[fast, 0] = BEFORE
+    first.q_proj.weight[fast, 0] = BEFORE * angle.cos()
+    first.q_proj.weight[half + fast, 0] = -BEFORE * angle.sin()
+    content, note, found = _subspaces(dim, hidden, torch.arange(1, hidden))
+    first.v_proj.weight[:dim] = content
+    first.o_proj.weight[:, :dim] = NOTE * note.T
+    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, dim)])  # turn little within a row
+    for projection, read in ((second.q_proj, content), (second.k_proj, note)):
+        projection.weight[:dim] = 0
+        projection.weight[slow] = MATCH * read[slow]
+    second.v_proj.weight[:dim] = found
+    second.o_proj.weight[:, :dim] = COPY * found.T
+
+
+@torch.no_grad()
+def begin_gpt2(model: GPT2LMHeadModel) -> None:
+    """Set the first head of layers 0 and 1 and the learned positions, in place.
+
+    Positions begin as sinusoids (Vaswani et al. 2017, section 3.5), by which the token before is a rotation away; a
+    quarter of the dimensions, those of the fastest, begin without words.
+    """
+    config = model.config
+    hidden, dim = config.n_embd, config.n_embd // config.n_head
+    fast = torch.arange(dim // 2)
+    sines, cosines = fast, hidden // 2 + fast
+    angle = 10_000 ** -torch.linspace(0, 1, hidden // 2)
+    turns = torch.outer(torch.arange(config.n_positions), angle)
+    size = torch.full((hidden // 2,), config.initializer_range / 4)
+    size[fast] = config.initializer_range
+    model.transformer.wpe.weight.copy_(torch.cat([size * turns.sin(), size * turns.cos()], 1))
+    model.transformer.wte.weight[:, torch.cat([sines, cosines])] = 0
+    for block in model.transformer.h:
+        block.attn.c_proj.weight.mul_(3 * LATE)
+        block.mlp.c_proj.weight.mul_(3 * LATE)
+    first, second = (block.attn for block in model.transformer.h[:2])
+    query, key, value = first.c_attn.weight.split(hidden, 1)
+    query[:, :dim] = key[:, :dim] = 0
+    large, cos, sin = 4 * BEFORE, angle[fast].cos(), angle[fast].sin()
+    key[sines, fast] = key[cosines, dim // 2 + fast] = large
+    query[sines, fast] = query[cosines, dim // 2 + fast] = large * cos
+    query[cosines, fast], query[sines, dim // 2 + fast] = -large * sin, large * sin
+    words = torch.cat([torch.arange(dim // 2, hidden // 2), torch.arange(hidden // 2 + dim // 2, hidden)])
+    content, note, found = _subspaces(dim, hidden, words)
+    value[:, :dim] = content.T
+    first.c_proj.weight[:dim] = NOTE * note
+    query, key, value = second.c_attn.weight.split(hidden, 1)
+    query[:, :dim], key[:, :dim], value[:, :dim] = MATCH * content.T, MATCH * note.T, found.T
+    second.c_proj.weight[:dim] = COPY * found
+
+
+def _subspaces(dim: int, hidden: int, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three (dim, hidden) matrices of orthonormal rows that read the dimensions ``among``; the first two share none."""
+    parts = torch.zeros(3 * dim, hidden)
+    parts[: 2 * dim, among] = torch.nn.init.orthogonal_(torch.empty(2 * dim, len(among)))
+    parts[2 * dim :, among] = torch.nn.init.orthogonal_(torch.empty(dim, len(among)))
+    return parts[:dim], parts[dim : 2 * dim], parts[2 * dim :]
