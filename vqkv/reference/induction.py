@@ -9,11 +9,12 @@ other weight begins as the architecture says.
 import torch
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
+LOUD = 8  # times an embedding's usual size, and the last norm as much smaller: so small a thing as a usual one is
+# overwritten by AdamW's first steps on text, whose size does not depend on it
 BEFORE = 1.1  # size of the position weights of the first head; its attention on the token before is then 0.9
 MATCH = 1.5  # size of the queries and keys of the second head
-NOTE, COPY = 0.05, 0.2  # how loudly the first head writes the token before, the second the token it found
+NOTE, COPY = 0.4, 1.6  # how loudly the first head writes the token before, the second the token it found
 CONSTANT = 6  # standard deviations of an embedding: a Llama without biases needs one dimension that all tokens share
-LATE = 0.1  # of the usual size of what all other heads and MLPs write, which would drown the embeddings
 
 
 @torch.no_grad()
@@ -23,10 +24,9 @@ def begin_llama(model: LlamaForCausalLM) -> None:
     dim, hidden = config.head_dim, config.hidden_size
     half = dim // 2
     first, second = (layer.self_attn for layer in model.model.layers[:2])
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(LATE)
-        layer.mlp.down_proj.weight.mul_(LATE)
     model.model.embed_tokens.weight[:, 0] = CONSTANT * config.initializer_range
+    model.model.embed_tokens.weight.mul_(LOUD)
+    model.model.norm.weight.div_(LOUD)
     fast = torch.arange(dim // 6)  # RoPE's fastest pairs tell neighbours apart
     angle = config.rope_parameters["rope_theta"] ** (-fast / half)
     first.k_proj.weight[fast, 0] = BEFORE
@@ -60,9 +60,9 @@ def begin_gpt2(model: GPT2LMHeadModel) -> None:
     size[fast] = config.initializer_range
     model.transformer.wpe.weight.copy_(torch.cat([size * turns.sin(), size * turns.cos()], 1))
     model.transformer.wte.weight[:, torch.cat([sines, cosines])] = 0
-    for block in model.transformer.h:
-        block.attn.c_proj.weight.mul_(3 * LATE)
-        block.mlp.c_proj.weight.mul_(3 * LATE)
+    for embedding in (model.transformer.wte, model.transformer.wpe):
+        embedding.weight.mul_(LOUD)
+    model.transformer.ln_f.weight.div_(LOUD)
     first, second = (block.attn for block in model.transformer.h[:2])
     query, key, value = first.c_attn.weight.split(hidden, 1)
     query[:, :dim] = key[:, :dim] = 0
