@@ -12,7 +12,7 @@ from vqkv.study.experiments import first_lost, retrieval
 SETTINGS = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", pairs=[4], far_pairs=2, gaps=[20], num_seqs=4, train_seqs=4,
     seq_len=128, vqllm={"vqllm 2x16": [2, 16]}, designs=["steps, principal"], bits=[2.0], codebook_size=16,
-    kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32", device="cpu",
+    kmeans_iterations=1, sink_tokens=1, tell_apart=100, seed=0, dtype="float32", device="cpu",
 )  # fmt: skip
 
 
@@ -24,6 +24,11 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
     assert set(zip(table["pairs"], table["gap"], table["answers"])) == {(4, 0, 16), (2, 20, 8)}
     assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
     assert figures.recall_plane(table, 4, 0, ["steps, principal"]).axes
+
+
+def test_episodes_too_few_to_tell_points_apart_are_refused():
+    with pytest.raises(DataError, match="'recall of 2 pairs' asks 8 questions.*at least 73"):
+        retrieval(**SETTINGS | {"tell_apart": 5, "num_seqs": 4, "pairs": [20]})
 
 
 def test_the_first_rate_that_loses_is_the_largest(tokenizer):

@@ -1,5 +1,6 @@
 """Needs of every experiment: models and tokens whose fingerprints go into the provenance, rows as a DataFrame."""
 
+import math
 from typing import NamedTuple
 
 import pandas as pd
@@ -12,6 +13,7 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
 from vqkv.data.recall import RecallTask
+from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.load import fingerprint as model_fingerprint
@@ -107,6 +109,18 @@ def recalled(found: Subject, compressor, num_seqs: int, seq_len: int, seed: int,
     settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
     row = evaluate(found.model, compressor, task.tokens, answers=task.answers, **settings)
     return {name: row[name] for name in ("recall", "recall_exact")}
+
+
+def check_enough(task: str, items: int, points: float) -> None:
+    """Raise ``DataError`` if a task asks too few questions for a loss of so many accuracy points, none gained, to lie
+    outside its 95% interval (McNemar 1947): 73 questions for 5 points."""
+    share = points / 100
+    least = math.ceil(1.96**2 * (1 - share) / share) if share else 1
+    if items < least:
+        raise DataError(
+            f"task {task!r} asks {items} questions, too few to tell {points:g} points apart: ask at least {least} "
+            "(limit, recall_seqs), or raise tell_apart"
+        )
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
