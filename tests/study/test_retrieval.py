@@ -23,7 +23,7 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
     assert set(table["system"]) >= {"quanto 2", "kivi 2", "higgs 2", "vqllm 2x16", "steps, principal"}
     assert set(zip(table["pairs"], table["gap"], table["answers"])) == {(4, 0, 16), (2, 20, 8)}
     assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
-    assert figures.recall_plane(table, 4, 0, ["steps, principal"]).axes
+    assert figures.recall_planes(table, [(4, 0), (2, 20)], ["steps, principal"]).axes
 
 
 def test_episodes_too_few_to_tell_points_apart_are_refused():

@@ -25,8 +25,8 @@ def retrieval(
     (``in_place``).
 
     Systems: ``designs.published``, and ``designs`` at all nominal ``bits``. ``low``, ``high``: 95% bootstrap interval
-    over episodes of what is ``lost``, in points. Raises ``DataError`` where episodes are too few to tell ``tell_apart`` points
-    apart.
+    over episodes of what is ``lost``, in points. Raises ``DataError`` where episodes are too few to
+    tell ``tell_apart`` points apart.
     """
     for count in (*pairs, far_pairs):
         check_enough(f"recall of {count} pairs", count * num_seqs, tell_apart)

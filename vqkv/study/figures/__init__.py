@@ -13,7 +13,7 @@ from vqkv.study.figures.predictability import evr_bars, evr_heatmap, quantised_i
 from vqkv.study.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
 from vqkv.study.figures.speed import attention_lines, bound_dots, format_look, look_of, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, render, save, use_style
-from vqkv.study.figures.tasks import change_grid, depth_lines, perplexity_dots, recall_plane
+from vqkv.study.figures.tasks import change_grid, depth_lines, perplexity_dots, recall_planes
 from vqkv.study.figures.thresholds import (
     entropy_bars,
     eviction_curves,
