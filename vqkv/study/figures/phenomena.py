@@ -82,7 +82,7 @@ def emergence(table):
             look = {"color": PALETTE[short(model)], "alpha": alpha, "label": f"recall of {pairs} pairs"}
             ax.plot(curves.index / 1e6, 100 * curves[f"recall of {pairs} pairs"], **look)
         ax.plot(curves.index / 1e6, 100 * curves["induction"], "--", color=PALETTE["bound"], label="induction score")
-        ax.set(title=model, xlabel="training tokens (millions)", xscale="log", ylim=(0, 102))
+        ax.set(title=model, xlabel="training tokens (millions)", ylim=(0, 102))
         bits = ax.twinx()
         known = curves["bits_per_byte"].dropna()
         bits.plot(known.index / 1e6, known, ":", color=PALETTE["published"], label="bits per byte (right)")
