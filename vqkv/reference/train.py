@@ -77,10 +77,10 @@ class Mixture:
         return self.text.copied(rng, seq_len) if kind == "copied" else self.text.window(rng, seq_len)
 
     def _recall(self, rng, seq_len: int):
-        """Half of the long rows have a text between the pairs and the queries."""
+        """Most rows with room for it have a text between the pairs and the queries."""
         num_pairs = min(int(rng.choice(PAIRS)), (seq_len - 1) // 6)
         gap = seq_len - 1 - 6 * num_pairs - 1
-        filler = self.text.span(rng, rng.integers(8, gap)) if gap > 16 and rng.random() < 0.5 else None
+        filler = self.text.span(rng, rng.integers(8, gap)) if gap > 16 and rng.random() < 0.8 else None
         return recall(rng, seq_len, self.words, num_pairs, filler)[:2]
 
 
