@@ -40,8 +40,10 @@ SHAPES = [
     (20_000_000, [(16, 256), (8, 512), (4, 1024)]),
 ]
 CUDA_ROWS = 16  # times as many sequences a step on a GPU
+# of rows, the last two being text, and tokens at which these have their share: brought in at once, with embeddings of
+# usual size, text wiped the induction out in 0.1M
 SHARES = {"recall": 0.1, "far": 0.05, "repeats": 0.05, "copied": 0.1, "text": 0.7}
-TEXT_FROM = 1_000_000  # tokens at which text has its share: brought in at once, it wiped the induction out in 0.1M
+TEXT_FROM = 1_000_000
 
 
 class Mixture:
