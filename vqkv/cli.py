@@ -24,7 +24,7 @@ from vqkv.runtime.processes import launched, own_device
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
-Corpus = Annotated[str, typer.Option(help="python-stdlib, python-packages, local text, a data set, or NAME@FOLDER")]
+Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
@@ -42,7 +42,7 @@ def calibrate_command(
     out: Annotated[Path, typer.Argument(help="folder for the compressor", file_okay=False)],
     preset: Annotated[str, typer.Option(help=f"one of: {', '.join(presets.PRESETS)}")] = "vqllm",
     parameter: Parameter = [],  # noqa: B006
-    corpus: Corpus = "python-stdlib",
+    corpus: Corpus = "python",
     num_seqs: int = 64,
     seq_len: int = 512,
     seed: int = 0,
@@ -70,7 +70,7 @@ def finetune_command(
     ] = "vqllm",
     parameter: Parameter = [],  # noqa: B006
     lr: Annotated[float, typer.Option(help="constant learning rate")] = 1e-5,
-    corpus: Corpus = "python-stdlib",
+    corpus: Corpus = "python",
     num_seqs: int = 408,
     seq_len: int = 512,
     seed: int = 0,
@@ -105,7 +105,7 @@ def evaluate_command(
     model: Model,
     compressor: Annotated[Path, typer.Argument(help="folder written by `vqkv calibrate`")],
     protocol: Annotated[str, typer.Option(help="in_place, chunked or snapshot")] = "chunked",
-    corpus: Corpus = "python-stdlib",
+    corpus: Corpus = "python",
     num_seqs: int = 8,
     seq_len: int = 512,
     seed: int = 0,

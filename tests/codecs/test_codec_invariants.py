@@ -13,7 +13,8 @@ from vqkv import presets
 from vqkv.codecs.part import codec_from_config, load_learned
 from vqkv.codecs.payload import Payload
 
-WITHOUT_ZERO = ("kvquant key", "rotated", "transform coder", "levels", "product+ans", "adaptive", "ans by stage")
+MEANS = ("higgs key", "higgs value", "kvquant key", "rotated")  # subtracted from zeros
+WITHOUT_ZERO = (*MEANS, "transform coder", "levels", "product+ans", "adaptive", "ans by stage")
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
 

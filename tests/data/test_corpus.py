@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import documents, fingerprint
+from vqkv.data.corpus import SPLITS, documents, fingerprint
 
 
 def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):
@@ -18,15 +18,18 @@ def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):
 
 
 def test_no_held_out_document_is_trained_on():
-    train, test = set(documents("python-stdlib", "train")), set(documents("python-stdlib", "test"))
-    assert not train & test and len(train) > 5 * len(test) > 0
+    train, validation, test = (set(documents("python-stdlib", split)) for split in SPLITS)
+    assert not train & test and not train & validation and not validation & test
+    assert len(train) > len(test) > 0 and len(train) > len(validation) > 0
 
 
 def test_a_repeated_document_is_read_once(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the same words\n" * 20)
-    (tmp_path / "c.txt").write_text("other words\n" * 20)
-    assert len(list(documents(str(tmp_path), "train"))) == 2
+    for i in range(40):
+        (tmp_path / f"c{i}.txt").write_text(f"other words {i}\n" * 20)
+    found = [set(documents(str(tmp_path), split)) for split in SPLITS]
+    assert sum(map(len, found)) == len(set.union(*found)) == 41
 
 
 def test_local_files_and_folders(tokenizer, tmp_path):
@@ -38,6 +41,17 @@ def test_local_files_and_folders(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no text file"):
         load_corpus(str(tmp_path / "empty"), tokenizer)
+
+
+def test_what_is_learned_from_is_not_reported_on(tokenizer, tmp_path):
+    for folder, numbers in (("ours", range(60)), ("theirs", range(60, 120)), ("both", range(60))):
+        (tmp_path / folder).mkdir()
+        for i in numbers:
+            (tmp_path / folder / f"{folder}{i}.txt").write_text(f"document {i} says so\n" * 20)
+    ours, theirs, both = (tmp_path / folder for folder in ("ours", "theirs", "both"))
+    assert load_corpus(f"train={ours},test={theirs}", tokenizer, "train", seq_len=16, num_seqs=4).shape == (4, 16)
+    with pytest.raises(DataError, match="are also in .*take them out of one"):
+        load_corpus(f"train={ours},test={both}", tokenizer, "test", seq_len=16, num_seqs=1)
 
 
 def test_bad_names_and_sizes(tokenizer, tmp_path):

@@ -103,6 +103,6 @@ def test_a_folder_that_cannot_be_written_names_the_remedy(tokenizer, tmp_path, m
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, own_cache):
-    name = f"slimpajama@{folders.slimpajama(tmp_path / 'slim', shards=6, docs=1000, words=500)}"
+    name = f"slimpajama@{folders.slimpajama(tmp_path / 'slim', shards=6, docs=1100, words=500)}"
     part, ids, all_, all_ids = forked.call(peaks, str(own_cache), name)
     assert all_ids - ids > 13 and all_ - part < (all_ids - ids) / 2, (part, ids, all_, all_ids)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import HUB_CORPORA, check_corpus, documents
+from vqkv.data.corpus import HUB_CORPORA, SPLITS, check_corpus, documents
 from vqkv.data.windows import tokenizer_hash
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -23,7 +23,8 @@ def own_cache(tmp_path, monkeypatch):
 def test_packed_windows_are_the_shuffled_documents_with_eos_between(tokenizer, tmp_path):
     name = f"slimpajama@{folders.slimpajama(tmp_path / 'slim')}"
     texts = list(documents(name, "train", seed=3))
-    assert len(texts) == len(set(texts)) == 120 and texts != list(documents(name, "train", seed=4))
+    rest = set(documents(name, "validation"))  # a split that the data set lacks
+    assert len(set(texts) | rest) == len(texts) + len(rest) == 120 and texts != list(documents(name, "train", seed=4))
     ids = [i for row in tokenizer(texts, add_special_tokens=False)["input_ids"] for i in (*row, tokenizer.eos_token_id)]
     tokens = load_corpus(name, tokenizer, seq_len=33, num_seqs=None, seed=3)
     assert len(tokens) == len(ids) // 32 and (tokens[:, 0] == tokenizer.bos_token_id).all()
@@ -44,10 +45,12 @@ def test_without_a_test_split_documents_are_held_out(tokenizer, tmp_path):
         f"redpajama@{folders.redpajama(tmp_path / 'red')}",
         f"slimpajama@{folders.slimpajama(tmp_path / 'slim', test=False)}",
     ):
-        train, test = (set(documents(name, split)) for split in ("train", "test"))
-        assert not train & test and len(train | test) == 120 and 0 < len(test) < 20
+        found = [set(documents(name, split)) for split in SPLITS]
+        assert sum(map(len, found)) == len(set.union(*found)) == 120 and all(0 < len(held) < 20 for held in found[1:])
     name = f"slimpajama@{folders.slimpajama(tmp_path / 'both')}"
     assert all(text.startswith("test") for text in documents(name, "test"))
+    train, validation = (set(documents(name, split)) for split in ("train", "validation"))
+    assert not train & validation and all(text.startswith("train") for text in train | validation) and validation
 
 
 def test_joined_windows_are_those_of_the_whole_text(tokenizer, tmp_path):

@@ -30,7 +30,7 @@ def test_no_document_is_in_two_splits():
 
 
 def test_documents_are_where_the_rule_deals_them(listed):
-    assert all(splitting.dealt(module) == split for split, module, _ in listed.values())
+    assert all(splits.dealt(module) == split for split, module, _ in listed.values())
 
 
 def test_there_is_enough_to_report_on(listed):

@@ -91,17 +91,21 @@ def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
     assert len(calls) == 4
 
 
-def test_exact_neighbours_are_those_in_the_cache_and_in_the_piece(mini, tokens):
-    """Blocks of 16 in pieces of 8: a token sees what waits for its block, and its own piece up to itself."""
+def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
+    """Blocks of 16 in pieces of 8: the first two pieces read nothing packed. Each later one sees what waits for its
+    block, and its own piece up to itself."""
     compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 16), progress=False)
     settings = dataclasses.replace(compressor.settings, recent_window=0, flush_block=16)
     compressor = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
-    row = evaluate(mini[0], compressor, tokens, "snapshot", prompt_len=16, step_size=8)
+    row = evaluate(mini[0], compressor, tokens, chunk_size=8)
     held = [0, 8, 0, 8, 0, 8]  # exact tokens stored before the pieces from token 16 on
     seen = [stored + i for stored in held for i in range(1, 9)][:-1]  # the last token has no successor to predict
     assert row["scored_tokens"] == 64 - 16 - 1
     assert row["exact_neighbours"] == pytest.approx(sum(seen) / len(seen))
-    assert evaluate(mini[0], compressor, tokens, "in_place")["exact_neighbours"] == 0
+    alone = [evaluate(mini[0], compressor, tokens[i : i + 1], chunk_size=8)["kl_mean"] for i in range(3)]
+    assert sum(alone) / 3 == pytest.approx(row["kl_mean"], rel=1e-4)
+    in_place = evaluate(mini[0], compressor, tokens, "in_place")
+    assert in_place["exact_neighbours"] == 0 and in_place["scored_tokens"] == 63
 
 
 def test_an_fp16_cache_lies_at_its_own_floor(mini, tokens, one_bit):

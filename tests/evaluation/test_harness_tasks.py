@@ -129,7 +129,7 @@ def test_recall_documents(distance):
 
 
 def test_a_distance_that_no_list_has():
-    last = 3 * (len(RecallTask(load_model("vqkv/llama-mini")[1]).words) - local_data.EARLIER)
+    last = 3 * (len(RecallTask(load_model("vqkv/llama-mini")[1]).keys) - local_data.EARLIER)
     assert local_data.recall(1, last)["test"]
     for distance in (2, last + 3):
         with pytest.raises(DataError, match="is possible"):

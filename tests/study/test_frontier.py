@@ -1,13 +1,16 @@
 """Page 11's search and designs, and what it and page 07 make of their rows."""
 
 import itertools
+import json
 import math
+import re
 import sys
 
 import pandas as pd
 import pytest
 
 from vqkv import presets
+from vqkv.data.corpus import load_corpus
 from vqkv.study import tables
 from vqkv.study.experiments import beside_published, designs, finalists, halving_search, predictors, within_budget
 from vqkv.study.experiments.common import all_told
@@ -155,3 +158,24 @@ def test_every_published_row_is_one_of_ours_and_the_sources():
     joined = beside_published(pd.DataFrame([row("higgs 2", 2.0, 0.1)]), published)
     assert joined.loc["higgs 2", "m kl_mean"] == 0.1
     assert joined.loc["aqua higgs 2", "published ppl_increase"] == pytest.approx(100 * (7.03 / 6.98 - 1))
+
+
+SOURCE = re.compile(r"corpus (?P<name>.+) (?P<split>\w+) (?P<count>\d+)x(?P<length>\d+) seed (?P<seed>\d+)")
+
+
+def test_what_page_11_searches_on_is_not_what_it_reports_on(tokenizer):
+    """The windows, drawn again by what the committed tables say of them."""
+    searched, reported = (_held_out(name, tokenizer) for name in ("11_search", "11_frontier"))
+    assert searched and reported and not searched & reported
+
+
+def _held_out(table: str, tokenizer) -> set[tuple]:
+    sources = json.loads((tables.repository_root() / f"results/{table}.json").read_text())["sources"]
+    drawn = [match for name in sources if (match := SOURCE.fullmatch(name)) and match["split"] != "train"]
+    windows = [
+        load_corpus(
+            match["name"], tokenizer, match["split"], int(match["length"]), int(match["count"]), int(match["seed"])
+        )
+        for match in drawn
+    ]
+    return {tuple(row) for rows in windows for row in rows.tolist()}

@@ -12,7 +12,7 @@ from vqkv.study.experiments import first_lost, retrieval
 SETTINGS = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", pairs=[4], far_pairs=2, gaps=[20], num_seqs=4, train_seqs=4,
     seq_len=128, vqllm={"vqllm 2x16": [2, 16]}, designs=["steps, principal"], bits=[2.0], codebook_size=16,
-    kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32", device="cpu",
+    kmeans_iterations=1, sink_tokens=1, tell_apart=100, seed=0, dtype="float32", device="cpu",
 )  # fmt: skip
 
 
@@ -23,7 +23,12 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
     assert set(table["system"]) >= {"quanto 2", "kivi 2", "higgs 2", "vqllm 2x16", "steps, principal"}
     assert set(zip(table["pairs"], table["gap"], table["answers"])) == {(4, 0, 16), (2, 20, 8)}
     assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
-    assert figures.recall_plane(table, 4, 0, ["steps, principal"]).axes
+    assert figures.recall_planes(table, [(4, 0), (2, 20)], ["steps, principal"]).axes
+
+
+def test_episodes_too_few_to_tell_points_apart_are_refused():
+    with pytest.raises(DataError, match="'recall of 2 pairs' asks 8 questions.*at least 73"):
+        retrieval(**SETTINGS | {"tell_apart": 5, "num_seqs": 4, "pairs": [20]})
 
 
 def test_the_first_rate_that_loses_is_the_largest(tokenizer):
@@ -37,7 +42,7 @@ def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer
     task = RecallTask(tokenizer)
     between = torch.full((3, 11), 7)
     batch = task.episodes(5, 3, seed=1, between=between)
-    assert batch.answers.sum(1).tolist() == [5] * 3
+    assert batch.answers.sum(1).tolist() == [5] * 3 and not (set(task.keys) & set(task.values))
     for row, column in batch.answers.nonzero().tolist():
         back = int(batch.distance[row, column])
         assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
@@ -47,5 +52,5 @@ def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer
 
 @pytest.mark.parametrize("pairs", [0, 129])
 def test_more_pairs_than_keys_are_refused(tokenizer, pairs):
-    with pytest.raises(DataError, match="words to draw from"):
+    with pytest.raises(DataError, match="number of keys"):
         RecallTask(tokenizer).episodes(pairs, 1, seed=0)

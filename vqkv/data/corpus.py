@@ -1,7 +1,8 @@
 """Corpus name -> token ids.
 
-Bundled corpora are text that every installation has: ``python-stdlib`` (the standard library's own source) and
-``python-packages`` (the source of the pinned packages). Any local text file or folder works too, and so do the papers'
+Bundled corpora are text that every installation has: ``python`` (the source of the standard library and of the pinned
+packages; ``python-stdlib`` and ``python-packages`` are its halves) and ``prose`` (their documentation, licences and
+docstrings). Any local text file or folder works too, and so do the papers'
 data sets and any other that the ``datasets`` library can load: those are streamed, and their tokens kept in a cache.
 """
 
@@ -14,19 +15,21 @@ from pathlib import Path
 
 import torch
 
+from vqkv.data import bundled
+from vqkv.data.bundled import CORPORA
 from vqkv.data.cache import cached
 from vqkv.data.hub import HUB_CORPORA, HubCorpus, find, texts
-from vqkv.data.local import LOCAL_CORPORA, held_out, local_documents, text_files
+from vqkv.data.local import local_documents, text_files
+from vqkv.data.splits import SPLITS
 from vqkv.data.windows import PACKINGS, tokenizer_hash
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.files import raw_bytes
 
 __all__ = [
-    "HUB_CORPORA", "LOCAL_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "check_corpus", "documents", "fingerprint",
-    "held_out", "load_corpus", "of_split",
+    "CORPORA", "HUB_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "check_corpus", "documents", "fingerprint",
+    "load_corpus", "of_split",
 ]  # fmt: skip
 
-SPLITS = ("train", "test")
 PAIR = re.compile(r"train=(?P<train>[^,]+),test=(?P<test>[^,]+)")
 
 
@@ -42,11 +45,12 @@ def load_corpus(
 ) -> torch.Tensor:
     """Token ids of ``num_seqs`` windows of ``seq_len`` tokens.
 
-    ``name``: ``python-stdlib``, ``python-packages``, a local text file or folder, a name in ``HUB_CORPORA``
-    (``slimpajama``), such a name with a local folder in that data set's layout (``slimpajama@/data/slim``), or any
-    other data set on the hub with a ``text`` column; or two of these, one for each split:
-    ``train=redpajama,test=wikitext``. ``num_docs``: documents to use at most. ``num_seqs`` None: as many
-    windows as there are, of a data set in ``HUB_CORPORA`` as many as its source used.
+    ``name``: one of ``CORPORA`` (``python``), a local text file or folder, a name in ``HUB_CORPORA`` (``slimpajama``),
+    such a name with a local folder in that data set's layout (``slimpajama@/data/slim``), or any other data set on the
+    hub with a ``text`` column; or two of these, one to learn from and one to choose and report on:
+    ``train=redpajama,test=wikitext``. ``split``: ``train``, ``validation`` or ``test``. ``num_docs``: documents to use
+    at most. ``num_seqs`` None: as many windows as there are, of a data set in ``HUB_CORPORA`` as many as its source
+    used.
 
     ``packing``, by default that of the corpus:
 
@@ -62,6 +66,7 @@ def load_corpus(
     split or packing, and ``DataError`` if the corpus cannot be read or holds fewer windows than asked for.
     """
     _check(split, seq_len, num_seqs, num_docs, packing)
+    _check_apart(name)
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
@@ -71,7 +76,7 @@ def load_corpus(
     else:
         if packing == "joined":
             raise DataError("packing 'joined' is for data sets of rows in order, such as wikitext@FOLDER: use 'packed'")
-        found = islice(local_documents(name, corpus, split, seed), num_docs)
+        found = islice(documents(name, split, seed), num_docs)
         cut = PACKINGS[packing or "windows"]
         rows = cut(found, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
         tokens = torch.tensor([*islice(rows, num_seqs)], dtype=torch.long)
@@ -89,7 +94,7 @@ def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
         return texts(corpus, split, seed, corpus.packing == "joined")
-    return local_documents(name, corpus, split, seed)
+    return bundled.documents(name, split, seed) if corpus is None else local_documents(corpus, split, seed)
 
 
 def check_corpus(name: str, split: str) -> str:
@@ -101,9 +106,10 @@ def check_corpus(name: str, split: str) -> str:
 
 
 def of_split(name: str, split: str) -> str:
-    """The corpus of one split: ``train=A,test=B`` names one for each, any other name is that of both."""
+    """The corpus of one split: ``train=A,test=B`` names that of ``train`` and that of the other two, any other name is
+    that of all."""
     match = PAIR.fullmatch(str(name))
-    return match[split] if match else name
+    return match["train" if split == "train" else "test"] if match else name
 
 
 def fingerprint(tokens: torch.Tensor) -> str:
@@ -111,13 +117,30 @@ def fingerprint(tokens: torch.Tensor) -> str:
     return hashlib.sha256(raw_bytes(tokens.to(torch.int64))).hexdigest()[:16]
 
 
-def _find(name: str) -> HubCorpus | list[tuple[str, Path]]:
+def _find(name: str) -> HubCorpus | list[tuple[str, Path]] | None:
+    """A data set, the files of local text, or None for a bundled corpus."""
     if not str(name).strip():
-        raise UnknownNameError("corpus", name, [*LOCAL_CORPORA, *HUB_CORPORA])
+        raise UnknownNameError("corpus", name, [*CORPORA, *HUB_CORPORA])
+    if name in CORPORA:
+        return None
     if name in HUB_CORPORA:
         return HUB_CORPORA[name]
     files = text_files(name)
     return find(name) if files is None else files
+
+
+def _check_apart(name: str) -> None:
+    """Raise ``DataError`` if one local text is to be learned from and another, which has documents in common with it,
+    to be reported on. (Data sets are streamed, and cannot be compared beforehand.)"""
+    match = PAIR.fullmatch(str(name))
+    if match is None or match["train"] == match["test"] or not all(isinstance(_find(n), list) for n in match.groups()):
+        return
+    learned, held = (set(documents(match[key], split)) for key, split in (("train", "train"), ("test", "test")))
+    if shared := learned & (held | set(documents(match["test"], "validation"))):
+        raise DataError(
+            f"{len(shared)} documents of {match['test']!r} are also in {match['train']!r}, the first begins "
+            f"{min(shared)[:40]!r}: take them out of one, or name one corpus for all splits, which are then disjoint"
+        )
 
 
 def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:

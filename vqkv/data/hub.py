@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vqkv.data.local import LOCAL_CORPORA, held_out
+from vqkv.data.bundled import CORPORA
+from vqkv.data.splits import dealt
 from vqkv.errors import DataError, UnknownNameError
 
 BUFFER = 256  # documents of several files, of which the next one is drawn
@@ -76,21 +77,26 @@ def find(name: str) -> HubCorpus:
 
 
 def texts(corpus: HubCorpus, split: str, seed: int, in_order: bool = False) -> Iterator[str]:
-    """Documents of one split, shuffled by ``seed``, or ``in_order`` all rows, also empty ones. A data set without a
-    test split holds out, where order does not matter, the documents whose text has such a hash. Raises ``DataError``
-    or, for a data set that is no known corpus, ``UnknownNameError``, with the remedy."""
+    """Documents of one split, shuffled by ``seed``, or ``in_order`` all rows, also empty ones. Splits that a data set
+    lacks are, where order does not matter, the documents of its train split whose text has such a hash. Raises
+    ``DataError`` or, for a data set that is no known corpus, ``UnknownNameError``, with the remedy."""
     found = _loaded(corpus)
-    of_its_own = "test" in found and split in found
-    if not of_its_own and ("train" not in found or (in_order and split == "test")):
+    whole = split in found and (split != "train" or in_order)
+    if not whole and ("train" not in found or in_order):
         raise DataError(
             f"data set {corpus.where} has no {split} split, only {', '.join(found)}; rows that are not in order "
             "(packing='packed') are held out of train"
         )
-    dataset = found[split if of_its_own else "train"]
-    rows = _rows(corpus, dataset if in_order else dataset.shuffle(seed, buffer_size=BUFFER))
-    for text in rows:
-        if in_order or (text.strip() and (of_its_own or held_out(text) == (split == "test"))):
+    dataset = found[split if whole else "train"]
+    for text in _rows(corpus, dataset if in_order else dataset.shuffle(seed, buffer_size=BUFFER)):
+        if in_order or (text.strip() and (whole or _split_within_train(text, found) == split)):
             yield text
+
+
+def _split_within_train(text: str, found) -> str:
+    """The split of a document of a data set's train split: one that the data set lacks, or train."""
+    own = dealt(text)
+    return "train" if own in found else own
 
 
 def _rows(corpus: HubCorpus, dataset) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _loaded(corpus: HubCorpus):
     except Exception as error:  # the library raises a dozen types for "not there" and "no network"
         reason = f"`datasets` cannot load it ({type(error).__name__}: {str(error)[:300]}). {REMEDY}"
         if corpus.folder is None and corpus.name not in HUB_CORPORA:
-            known = [*LOCAL_CORPORA, *HUB_CORPORA]
+            known = [*CORPORA, *HUB_CORPORA]
             reason = f"It is also no local file or folder, and {reason}"
             raise UnknownNameError("corpus", corpus.name, known, reason) from error
         raise DataError(f"corpus {corpus.name!r} ({corpus.folder or corpus.path}): {reason}") from error

@@ -8,7 +8,7 @@ import torch
 
 from vqkv.errors import DataError
 
-VOCABULARY = 128  # chance is 1 in 128; the earliest tokens of a BPE vocabulary are its most frequent
+VOCABULARY = 128  # keys, and values: chance is 1 in 128; the earliest tokens of a BPE vocabulary are its most frequent
 WORD = re.compile(r"^[a-z]{3,9}$")
 
 
@@ -26,22 +26,26 @@ class RecallTask:
     """Writes recall sequences with one token for each key and value, so that distances are exact.
 
     An episode is ``key value`` for each pair, one to a line, then the same lines in another order: the second time a
-    key appears, its value is the answer.
+    key appears, its value is the answer. Keys and values are disjoint halves of the words (Zoology, arXiv 2312.04927).
     """
 
     def __init__(self, tokenizer):
-        self.words = single_token_words(tokenizer)[:VOCABULARY]
-        if len(self.words) < 64:
-            raise DataError(f"the tokenizer has only {len(self.words)} whole-word tokens; recall needs at least 64")
+        words = single_token_words(tokenizer)[: 2 * VOCABULARY]
+        if len(words) < 64:
+            raise DataError(
+                f"the tokenizer has only {len(words)} whole words of one token each, and recall needs at least 64: use "
+                "a model whose tokenizer has more, or another task"
+            )
+        self.keys, self.values = words[::2], words[1::2]
         self.newline = tokenizer.encode("\n", add_special_tokens=False)
         self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.line = len(self.newline) + 2
 
     def batch(self, seq_len: int, num_seqs: int, seed, num_pairs: int | None = None) -> RecallBatch:
-        """``num_seqs`` sequences; ``num_pairs`` a sequence, or (None) episodes of random size until it is full."""
-        if num_pairs is not None and not 1 <= num_pairs <= len(self.words):
+        """``num_seqs`` sequences of episodes of ``num_pairs`` pairs, or (None) of random size, until they are full."""
+        if num_pairs is not None and not 1 <= num_pairs <= len(self.keys):
             raise DataError(
-                f"num_pairs {num_pairs} must be from 1 to {len(self.words)}, the number of words to draw from"
+                f"num_pairs {num_pairs} must be from 1 to {len(self.keys)}, the number of keys to draw from"
             )
         rng = random.Random(f"recall/{seed}")
         rows = [self._sequence(seq_len, rng, num_pairs) for _ in range(num_seqs)]
@@ -69,13 +73,13 @@ class RecallTask:
                 f"seq_len {seq_len} is too short for a recall episode of two pairs ({4 * self.line} tokens)"
             )
         while len(tokens) < seq_len:
-            pairs = num_pairs or int(2 * (min(largest, len(self.words)) / 2) ** rng.random())
+            pairs = num_pairs or int(2 * (min(largest, len(self.keys)) / 2) ** rng.random())
             self._episode(pairs, rng, tokens, distance)
         tokens, distance = tokens[:seq_len], distance[:seq_len]
         return tokens, [d > 0 for d in distance], distance
 
     def _episode(self, pairs: int, rng, tokens: list[int], distance: list[int]) -> None:
-        keys, values = rng.sample(self.words, pairs), rng.choices(self.words, k=pairs)
+        keys, values = rng.sample(self.keys, pairs), rng.choices(self.values, k=pairs)
         value_at = {}
         order = list(range(pairs))
         for ask in (False, True):

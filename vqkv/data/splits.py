@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
+VALIDATION_PERCENT, TEST_PERCENT = 6, 8
 FOLDER = Path(__file__).parent / "splits"
 
 
@@ -22,3 +23,11 @@ def content_hash(text: str) -> str:
 def listed(split: str) -> frozenset[str]:
     """Content hashes of the documents of a split."""
     return frozenset((FOLDER / f"{split}.txt").read_text().split())
+
+
+def dealt(name: str) -> str:
+    """The split of a document of this name (a module of the bundled text, a piece of a user's), by a hash of it."""
+    bucket = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100
+    if bucket < VALIDATION_PERCENT:
+        return "validation"
+    return "test" if bucket < VALIDATION_PERCENT + TEST_PERCENT else "train"

@@ -5,7 +5,6 @@ is held out (Jaccard similarity of at least 0.5 between sets of 8-token shingles
 Leskovec et al., Mining of Massive Datasets, section 3) is dropped.
 """
 
-import hashlib
 import re
 import zlib
 from collections.abc import Iterable
@@ -15,20 +14,11 @@ from datasketch import MinHash, MinHashLSH
 from tqdm import tqdm
 
 from vqkv.data.bundled import CORPORA
-from vqkv.data.splits import FOLDER, SPLITS, content_hash
+from vqkv.data.splits import FOLDER, SPLITS, content_hash, dealt
 
-VALIDATION_PERCENT, TEST_PERCENT = 6, 8
 SHINGLE = 8  # tokens
 SIMILAR = 0.5  # from this Jaccard similarity on, two documents are twins
 TOKEN = re.compile(r"\w+|[^\w\s]")
-
-
-def dealt(module: str) -> str:
-    """The split that a module is dealt to, by a hash of its dotted name."""
-    bucket = int(hashlib.sha256(module.encode()).hexdigest()[:8], 16) % 100
-    if bucket < VALIDATION_PERCENT:
-        return "validation"
-    return "test" if bucket < VALIDATION_PERCENT + TEST_PERCENT else "train"
 
 
 def shingles(text: str) -> np.ndarray:

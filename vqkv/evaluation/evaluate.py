@@ -42,10 +42,10 @@ def evaluate(
     ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
     as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest ``step_size`` tokens at a time). ``batch_size``: sequences at a time, by
-    default 8, or as few as keep logits below ``LOGITS`` values. ``reconstruction``: whether to measure the MSE of K
-    and V; ``per_sequence``: whether to add ``kl_each`` and ``top1_each``, lists with one number a sequence, and
-    ``recall_each``, with one an answer.
+    them, then decode and score the rest ``step_size`` tokens at a time). Only tokens that read something packed are
+    scored. ``batch_size``: sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values.
+    ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each`` and
+    ``top1_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
 
     Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
     and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
@@ -70,8 +70,10 @@ def evaluate(
 
     def measure(number: int) -> Sums:
         batch, marks = batches[number].to(model.device), marked[number]
-        cache = compressor.new_cache(model, in_place=protocol == "in_place")
-        sums = _compare(exact, cache, batch, pieces, start, None if marks is None else marks.to(model.device))
+        in_place = protocol == "in_place"
+        cache = compressor.new_cache(model, in_place=in_place)
+        first = compressor.settings.sink_tokens if in_place else start
+        sums = _compare(exact, cache, batch, pieces, first, None if marks is None else marks.to(model.device))
         return sums | (_reconstruction(exact, compressor, batches[number]) if reconstruction else {})
 
     totals = _all_batches(measure, len(batches))
@@ -191,6 +193,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
     exact, exact_attention = exact_pass(tokens)
     with attention_outputs(model) as packed_attention:
         logits, exact_tokens = _read_packed(model, cache, tokens.split(pieces, dim=1))
+    read = [sum(pieces[:i]) for i, count in enumerate(exact_tokens) if count is not None]
+    start = max(start, read[0])
     exact, logits, targets = exact[:, start:-1], torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),
@@ -209,33 +213,34 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
     return out
 
 
-def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float]]:
-    """Logits of each piece, and how many exact tokens the cache held when it was read. Raises ``DataError`` if the last
-    piece, which may be the only one, reads nothing packed."""
-    logits, held = [], []
+def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float | None]]:
+    """Logits of each piece, and how many exact tokens the cache held when it was read; None while nothing was packed.
+    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+    logits, exact_tokens = [], []
     for piece in pieces:
-        held.append(_held(model, cache))
+        before = _exact_tokens(model, cache)
         logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
+        exact_tokens.append(before)
     if len(pieces) == 1:  # in place: packed before it is read
-        held = [_held(model, cache)]
-    if not held[-1][1]:
+        exact_tokens = [_exact_tokens(model, cache)]
+    if exact_tokens[-1] is None:
         raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
-    return logits, [exact for exact, _ in held]
+    return logits, exact_tokens
 
 
-def _held(model, cache) -> tuple[float, float]:
-    """Exact and packed tokens of a sequence, on average over layers and heads."""
+def _exact_tokens(model, cache) -> float | None:
+    """Tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
     report = cache.report()
     per_token = sum(heads * (key + value) for heads, key, value in (layer.shape for layer in kv_layers(model)))
     values = max(1, per_token * report.batch_size)
-    return (report.values - report.packed_values) / values, report.packed_values / values
+    return (report.values - report.packed_values) / values if report.packed_values else None
 
 
-def _exact_neighbours(pieces: list[int], exact_tokens: list[float]) -> Tensor:
+def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Tensor:
     """Exact tokens that each token reads: those stored before its piece, the piece's up to itself unless it is the only
     one, which is read packed."""
     own = [torch.arange(1.0, length + 1) * (len(pieces) > 1) for length in pieces]
-    return torch.cat([mine + count for mine, count in zip(own, exact_tokens, strict=True)])
+    return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 
 
 def _summary(batches: list[Sums]) -> dict:

@@ -14,7 +14,7 @@ from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MinMax, VectorScale
+from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
@@ -128,14 +128,17 @@ def higgs(
     bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128, pre_rope: bool | None = None
 ) -> Preset:
     """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
-    most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits."""
+    most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits. Each
+    channel's mean is removed first, which the papers do not do: key biases leave nothing of a 4-bit cache without
+    (Qwen2.5). As published: ``crossed("grid", bits, rotation="hadamard", mean=False)``."""
     arguments = dict(locals())
     if type(bits) is not int or bits not in (2, 3, 4):
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
 
     def codec(head_dim: int | None) -> Codec:
         grouping = Grouping(group_size=group_size, shrink="power of two")
-        return Chain([MergeHeads(), grouping, Hadamard(), VectorScale("rms")], Grid(4**bits), head_dim)
+        stages = [MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms")]
+        return Chain(stages, Grid(4**bits), head_dim)
 
     return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
 

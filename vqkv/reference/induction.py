@@ -1,9 +1,9 @@
 """An induction circuit to begin from: one head that looks at the token before, one that finds what followed it earlier.
 
-The two heads are those that a model grows by itself (Olsson et al. 2022, "In-context learning and induction heads"). At
-these sizes that takes more tokens than a CPU can give, and the few words of which it came sooner did not carry it to
-others; begun with, the circuit serves the whole vocabulary from the first step and training only has to keep it. Every
-other weight begins as the architecture says.
+The two heads are those that a model grows by itself (Olsson et al. 2022, "In-context learning and induction heads").
+Here that had not happened after 2.7 million tokens of repeats, and where it came sooner, of 16 words, it did not carry
+over to others. Begun with, the circuit serves the whole vocabulary from the first step and training only has to keep
+it. Other weights begin as the architecture says, but for louder embeddings and a last norm that makes up for it.
 """
 
 import torch

@@ -40,8 +40,10 @@ SHAPES = [
     (20_000_000, [(16, 256), (8, 512), (4, 1024)]),
 ]
 CUDA_ROWS = 16  # times as many sequences a step on a GPU
+# of rows, the last two being text, and tokens at which these have their share: brought in at once, with embeddings of
+# usual size, text wiped the induction out in 0.1M
 SHARES = {"recall": 0.1, "far": 0.05, "repeats": 0.05, "copied": 0.1, "text": 0.7}
-TEXT_FROM = 1_000_000  # tokens at which text has its share: brought in at once, it wiped the induction out in 0.1M
+TEXT_FROM = 1_000_000
 
 
 class Mixture:
@@ -77,10 +79,10 @@ class Mixture:
         return self.text.copied(rng, seq_len) if kind == "copied" else self.text.window(rng, seq_len)
 
     def _recall(self, rng, seq_len: int):
-        """Half of the long rows have a text between the pairs and the queries."""
+        """Most rows with room for it have a text between the pairs and the queries."""
         num_pairs = min(int(rng.choice(PAIRS)), (seq_len - 1) // 6)
         gap = seq_len - 1 - 6 * num_pairs - 1
-        filler = self.text.span(rng, rng.integers(8, gap)) if gap > 16 and rng.random() < 0.5 else None
+        filler = self.text.span(rng, rng.integers(8, gap)) if gap > 16 and rng.random() < 0.8 else None
         return recall(rng, seq_len, self.words, num_pairs, filler)[:2]
 
 

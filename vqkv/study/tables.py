@@ -62,6 +62,13 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
+def with_floor(table: pd.DataFrame, kl: str = "kl_mean", floor: str = "kl_floor") -> pd.DataFrame:
+    """The table with its KL in words where it is no larger than that of an fp16 cache, which then is left out: such a
+    number measures rounding, not storage."""
+    words = [f"{x:.2g}" if x > least else "at the fp16 floor" for x, least in zip(table[kl], table[floor], strict=True)]
+    return table.assign(**{kl: words}).drop(columns=floor)
+
+
 def with_numbers(table: pd.DataFrame, *names: str) -> pd.DataFrame:
     """The table with these numbers of its shapes (``context=4096``, ``K=8``) as columns."""
     return table.assign(**{name: table["shape"].str.extract(rf"\b{name}=(\d+)")[0].astype(int) for name in names})

@@ -1,6 +1,6 @@
 """Data of this package's own tasks, made on the fly from text that every installation has, and the same each time.
 
-Held-out Python source (the ``test`` split of ``python-stdlib``) and key-value lists; see ``local/*.yaml``.
+Held-out Python source (the ``test`` split) and key-value lists; see ``local/*.yaml``.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError
 from vqkv.models.load import BUNDLED
 
-CORPUS = "python-stdlib"
+CORPUS = "python"
 CHOICES = 4
 EARLIER = 8  # at most so many pairs stand before the one that is asked for
 SPLIT_POINT = re.compile(r"(?<=[\w)\]])(?=[^\w\s]|\s\S)")  # within a line, before a space or an operator
@@ -45,15 +45,15 @@ def recall(num_docs: int, distance: int, **about) -> dict[str, Dataset]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED.get(name, name)) if isinstance(name, str) else name
     task = RecallTask(tokenizer)
     later = round(distance / task.line) - 1  # lines between the pair and its key's return
-    if later < CHOICES - 1 or later + 1 + EARLIER > len(task.words):
+    if later < CHOICES - 1 or later + 1 + EARLIER > len(task.keys):
         raise DataError(
-            f"distance {distance}: lines have {task.line} tokens and there are {len(task.words)} keys, so from "
-            f"{CHOICES * task.line} to {(len(task.words) - EARLIER) * task.line} is possible"
+            f"distance {distance}: lines have {task.line} tokens and there are {len(task.keys)} keys, so from "
+            f"{CHOICES * task.line} to {(len(task.keys) - EARLIER) * task.line} is possible"
         )
-    words = [tokenizer.decode([word]) for word in task.words]
+    words = [[tokenizer.decode([word]) for word in half] for half in (task.keys, task.values)]
     newline = tokenizer.decode(task.newline)
     rng = random.Random(f"recall/{distance}")
-    rows = [_episode(words, newline, later, rng) for _ in range(num_docs)]
+    rows = [_episode(*words, newline, later, rng) for _ in range(num_docs)]
     return _dataset(iter([row | {"distance": task.line * (later + 1)} for row in rows]), num_docs)
 
 
@@ -127,9 +127,9 @@ def _halves(text: str, context_chars: int, index: int) -> Iterator[dict]:
             yield {"context": context + line[: points[-1]], "target": line[points[-1] :]}
 
 
-def _episode(words: list[str], newline: str, later: int, rng: random.Random) -> dict:
+def _episode(keys: list[str], values: list[str], newline: str, later: int, rng: random.Random) -> dict:
     pairs = later + 1 + rng.randrange(EARLIER + 1)
-    keys, values = rng.sample(words, pairs), rng.sample(words, pairs)
+    keys, values = rng.sample(keys, pairs), rng.sample(values, pairs)
     asked = pairs - 1 - later
     listed = "".join(f"{key}{value}{newline}" for key, value in zip(keys, values, strict=True))
     wrong = rng.sample([value for value in values if value != values[asked]], CHOICES - 1)

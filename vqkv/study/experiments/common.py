@@ -1,5 +1,6 @@
 """Needs of every experiment: models and tokens whose fingerprints go into the provenance, rows as a DataFrame."""
 
+import math
 from typing import NamedTuple
 
 import pandas as pd
@@ -12,6 +13,7 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
 from vqkv.data.recall import RecallTask
+from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.load import fingerprint as model_fingerprint
@@ -46,13 +48,15 @@ class Subject(NamedTuple):
 
 
 def subject(
-    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None
-) -> Subject:
+    name: str, corpus: str, train: list[int], test: list[int], seed: int, dtype: str, device: str, test_seed=None,
+    held_out: str = "test",
+) -> Subject:  # fmt: skip
     """A model and its calibration and held-out tokens, ``train`` and ``test`` as (num_seqs, seq_len); all arguments are
-    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given."""
+    plain literals. Held-out tokens are drawn by ``seed`` too, unless ``test_seed`` is given; ``held_out``: their split,
+    ``validation`` for what chooses among designs."""
     model, tokenizer, sources, exact = loaded(name=name, dtype=dtype, device=device)
     how = {"name": name, "dtype": dtype, "device": device, "corpus": corpus}
-    seeds = {"train": seed, "test": seed if test_seed is None else test_seed}
+    seeds = {"train": seed, held_out: seed if test_seed is None else test_seed}
     texts = [_text(split=split, size=size, seed=seeds[split], **how) for split, size in zip(seeds, (train, test))]
     for _, drawn in texts:
         sources = sources | drawn
@@ -107,6 +111,18 @@ def recalled(found: Subject, compressor, num_seqs: int, seq_len: int, seed: int,
     settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
     row = evaluate(found.model, compressor, task.tokens, answers=task.answers, **settings)
     return {name: row[name] for name in ("recall", "recall_exact")}
+
+
+def check_enough(task: str, items: int, points: float) -> None:
+    """Raise ``DataError`` if a task asks too few questions for a loss of so many accuracy points, none gained, to lie
+    outside its 95% interval (McNemar 1947): 73 questions for 5 points."""
+    share = points / 100
+    least = math.ceil(1.96**2 * (1 - share) / share) if share else 1
+    if items < least:
+        raise DataError(
+            f"task {task!r} asks {items} questions, too few to tell {points:g} points apart: ask at least {least} "
+            "(limit, recall_seqs), or raise tell_apart"
+        )
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:

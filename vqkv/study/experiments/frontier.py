@@ -29,10 +29,11 @@ def halving_search(
     models: list[str], corpus: str, rungs: list[dict], contexts: list[str], seq_len: int, chunk_size: int,
     codebook_size: int, kmeans_iterations: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``: each rung of ``rungs`` tries the
-    designs that are left on more text, ``{"models": at most so many of them, "bits": [...], "train_seqs", "num_seqs",
-    "keep"}``, and keeps for each of ``contexts`` (of ``CONTEXTS``) the ``keep`` best by equivalent bits, averaged over
-    its models and bits. The first may name the ``designs`` to begin with; all of them otherwise.
+    """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``, scored on the validation split, on
+    which no table reports. Each rung of ``rungs`` tries the designs that are left on more text, ``{"models": at most so
+    many of them, "bits": [...], "train_seqs", "num_seqs", "keep"}``, and keeps for each of ``contexts`` (of
+    ``CONTEXTS``) the ``keep`` best by equivalent bits, averaged over its models and bits. The first may name the
+    ``designs`` to begin with; all of them otherwise.
 
     A row per rung, model, design and nominal bits. ``equivalent_bits_CONTEXT``: stored bits of a value at so many
     tokens, side information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller,
@@ -43,7 +44,8 @@ def halving_search(
     for number, rung in enumerate(rungs, 1):
         text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
         settings = {
-            "who": text | {"corpus": corpus, "dtype": dtype, "device": device}, "chunk_size": chunk_size,
+            "who": text | {"corpus": corpus, "dtype": dtype, "device": device, "held_out": "validation"},
+            "chunk_size": chunk_size,
             "learning": {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations},
             "contexts": contexts,
         }  # fmt: skip
@@ -78,7 +80,9 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     label = {"model": model, "design": design, "bits": bits}
     label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
-    return [label | {name: row[name] for name in ("bits_per_value", "kl_mean", "top1", "side_bytes")}], found.sources
+    return [
+        label | {name: row[name] for name in ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes")}
+    ], found.sources
 
 
 def frontier(

@@ -152,22 +152,25 @@ def _contenders(found: Subject, label: str, who: dict, fit: dict):
 
 @torch.inference_mode()
 def _losses(exact_pass: ExactPass, system, tokens: torch.Tensor, chunk_size: int, batch_size: int):
-    """Yields, batch by batch, the NLL with a system, the exact one and KL: (3, num_seqs, seq_len - 1)."""
+    """Yields, batch by batch, the NLL with a system, the exact one, KL and that of an fp16 cache: (4, num_seqs, seq_len
+    - 1)."""
     model = exact_pass.model
     for batch in tokens.split(batch_size):
         exact, targets = exact_pass(batch)[0][:, :-1], batch[:, 1:]
         cache = system.new_cache(model)
         pieces = [model(x, past_key_values=cache, use_cache=True).logits for x in batch.split(chunk_size, dim=1)]
         logits = torch.cat(pieces, 1)[:, :-1]
-        yield torch.stack([token_nll(logits, targets), token_nll(exact, targets), token_kl(exact, logits)]).cpu()
+        floor = exact_pass.floor(batch, [x.shape[1] for x in batch.split(chunk_size, dim=1)])[:, :-1]
+        losses = [token_nll(logits, targets), token_nll(exact, targets), token_kl(exact, logits), floor]
+        yield torch.stack(losses).cpu()
 
 
 def _by_bucket(losses: torch.Tensor, bucket: int) -> list[dict]:
-    """A row per bucket of positions of ``losses`` (3, num_seqs, positions); position 0 is that of the first token."""
+    """A row per bucket of positions of ``losses`` (4, num_seqs, positions); position 0 is that of the first token."""
     rows = []
     for start in range(0, losses.shape[2], bucket):
-        nll, exact, kl = losses[:, :, start : start + bucket].double().mean(2)
-        means = {"nll": nll, "nll_exact": exact, "nll_added": nll - exact, "kl": kl}
+        nll, exact, kl, floor = losses[:, :, start : start + bucket].double().mean(2)
+        means = {"nll": nll, "nll_exact": exact, "nll_added": nll - exact, "kl": kl, "kl_floor": floor}
         row = {"start": start, "end": min(start + bucket, losses.shape[2]), "num_seqs": len(nll)}
         for name, each in means.items():
             row |= {name: each.mean().item(), f"{name}_se": (each.std() / len(each) ** 0.5).item()}

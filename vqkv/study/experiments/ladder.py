@@ -23,6 +23,7 @@ KEPT = (
 )  # fmt: skip
 EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
+EVICTION_COLUMNS = ("kl_mean", "kl_low", "kl_high", "kl_worst", "kl_floor", "top1", "ratio")
 
 
 def tier_ladder(
@@ -107,7 +108,7 @@ def _evicted(found: Subject, live, interval: int, retain: float, recent: float) 
     settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False, "exact": found.exact}
     row = evaluate(found.model, H2O(exact_compressor(found), retain, recent), found.test, "snapshot", **settings)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
-    return saved | {name: row[name] for name in ("kl_mean", "kl_std", "kl_worst", "top1")}
+    return saved | {name: row[name] for name in ("kl_mean", "kl_low", "kl_high", "kl_worst", "kl_floor", "top1")}
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:
@@ -171,7 +172,7 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
         policy = H2O(compressor, retain, recent, choose=choose)
         row = evaluate(found.model, policy, found.test, "snapshot", **settings, exact=found.exact)
         label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
-        rows.append(label | {key: row[key] for key in ("kl_mean", "kl_std", "kl_worst", "top1", "ratio")})
+        rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})
     return rows, found.sources
 
 

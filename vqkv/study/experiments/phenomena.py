@@ -1,12 +1,17 @@
-"""Notebook 01: what a model's keys and values are like."""
+"""Notebook 01: what a model's keys and values are like, what it can do, and how it came to."""
 
+import json
 import statistics
 
 import torch
 
+from vqkv.evaluation.exact import ExactPass
+from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
 from vqkv.models.layers import rotates
-from vqkv.models.load import describe, kv_width
+from vqkv.models.load import BUNDLED, describe, kv_width
+from vqkv.reference.measure import PAIRS, induction_score
+from vqkv.reference.rows import Words
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
 
@@ -48,8 +53,39 @@ def phenomena(
         recall_len = min(context, 2 * seq_len)
         recall = probes.recall_by_distance(model, tokenizer, recall_len, recall_seqs, seed)
         found |= {f"recall accuracy, {distance} tokens back": hit for distance, hit in recall.items()}
+        fitting = [pairs for pairs in PAIRS if 6 * pairs < context]
+        recall = probes.recall_by_pairs(model, tokenizer, fitting, recall_seqs, seed)
+        found |= {f"recall of {pairs} pairs": hit for pairs, hit in recall.items()}
+        found["induction score, best head"] = induction_score(model, Words.of(tokenizer).all)
         rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
     return frame(rows, sources)
+
+
+def noise_floors(
+    models: list[str], corpus: str, seq_len: int, num_seqs: int, chunk_size: int, seed: int, dtype: str, device: str
+):
+    """KL between each model and itself with an exact cache that is rounded, or read in pieces: a row each."""
+    rows, sources = [], {}
+    for name in models:
+        model, tokenizer = load(name, dtype, device, sources)
+        tokens = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
+        floor = noise_floor(ExactPass(model), tokens.to(model.device), chunk_size)
+        rows += [{"model": name, "cache": cache, "kl": kl} for cache, kl in floor.items()]
+    return frame(rows, sources)
+
+
+def training_curves(models: list[str]):
+    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens."""
+    rows = []
+    for name in models:
+        log = json.loads((BUNDLED[name] / "training.json").read_text()) if name in BUNDLED else {"measured": []}
+        for row in log["measured"]:
+            found = {f"recall of {pairs} pairs": row["recall"][str(pairs)] for pairs in PAIRS}
+            found |= {f"recall behind {gap} tokens": hit for gap, hit in row.get("recall_by_gap", {}).items()}
+            found |= {key: row[key] for key in ("induction", "bits_per_byte") if key in row}
+            about = {"model": name, "tokens": row["tokens"]}
+            rows += [about | {"quantity": quantity, "value": value} for quantity, value in found.items()]
+    return frame(rows, {})
 
 
 def _sink_rows(model, tokens) -> dict:

@@ -189,6 +189,17 @@ def recall_by_distance(
     return found
 
 
+@torch.inference_mode()
+def recall_by_pairs(model, tokenizer, pairs: list[int], num_seqs: int, seed: int) -> dict[int, float]:
+    """Greedy accuracy of key-value recall, by how many pairs are listed; each is asked for once."""
+    task, found = RecallTask(tokenizer), {}
+    for count in pairs:
+        batch = task.episodes(count, num_seqs, seed)
+        guesses = model(batch.tokens.to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
+        found[count] = (guesses == batch.tokens[:, 1:])[batch.answers[:, 1:]].float().mean().item()
+    return found
+
+
 def _block(text: str, layer: int) -> Block:
     found = PLACE.fullmatch(text)
     if found is None:

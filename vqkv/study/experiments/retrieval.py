@@ -6,7 +6,7 @@ import torch
 
 from vqkv.data.recall import RecallBatch, RecallTask
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
-from vqkv.study.experiments.common import Subject, draw, exact_compressor, frame, subject
+from vqkv.study.experiments.common import Subject, check_enough, draw, exact_compressor, frame, subject
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted_system
 from vqkv.study.sweep import sweep
@@ -18,15 +18,18 @@ BLOCK = 128  # tokens, as many as the longest block of a published codec
 def retrieval(
     models: list[str], corpus: str, pairs: list[int], far_pairs: int, gaps: list[int], num_seqs: int, train_seqs: int,
     seq_len: int, vqllm: dict[str, list[int]], designs: list[str], bits: list[float], codebook_size: int,
-    kmeans_iterations: int, sink_tokens: int, seed: int, dtype: str, device: str,
+    kmeans_iterations: int, sink_tokens: int, tell_apart: float, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """Greedy recall of ``pairs`` pairs, and of ``far_pairs`` behind ``gaps`` tokens of held-out text, ``num_seqs``
     episodes each, every key asked for once: a row per model, system and episode. Every token is read as it is stored
     (``in_place``).
 
     Systems: ``designs.published``, and ``designs`` at all nominal ``bits``. ``low``, ``high``: 95% bootstrap interval
-    over episodes of what is ``lost``, in points.
+    over episodes of what is ``lost``, in points. Raises ``DataError`` where episodes are too few to
+    tell ``tell_apart`` points apart.
     """
+    for count in (*pairs, far_pairs):
+        check_enough(f"recall of {count} pairs", count * num_seqs, tell_apart)
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
         "who": {"corpus": corpus, "train": [train_seqs, seq_len], "test": [1, seq_len], "seed": seed, "dtype": dtype,

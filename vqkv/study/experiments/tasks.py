@@ -11,7 +11,7 @@ from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import describe, kv_width
-from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, paired, subject
+from vqkv.study.experiments.common import Subject, calibrated, check_enough, exact_compressor, frame, paired, subject
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.sweep import per_process, sweep
 
@@ -34,7 +34,8 @@ PUBLISHED = ("arc_25", "hellaswag_10", "mmlu_5", "truthfulqa_0", "winogrande_5",
 
 
 def leaderboard(
-    models: list[str], corpus: str, tasks: list[str], limit: int | None, protocol: str, codebook_sizes: list[int],
+    models: list[str], corpus: str, tasks: list[str], limit: int | None, tell_apart: float, protocol: str,
+    codebook_sizes: list[int],
     depths: list[int], codebook_size: int, group_size: int, kmeans_iterations: int, train_seqs: int, seq_len: int,
     num_seqs: int, tuned_depths: list[int], tuning_steps: int, tuning_seqs: int, tuning_len: int,
     learning_rate: float, batch_size: int, seed: int, dtype: str, device: str,
@@ -46,12 +47,14 @@ def leaderboard(
     the same steps without codes. "Table 4": the rows with codes again, for every other number of codebooks in
     ``tuned_depths``, without tasks. Table 2: every other codebook size and number of codebooks, the smaller ones cut
     out of the deepest. Table 3: each other model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first
-    metric of each task; ``limit``: documents a task, None for all.
+    metric of each task; ``limit``: documents a task, None for all;
+    ``tell_apart``: points that each must be able to tell apart, or it raises ``DataError``.
     """
     text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
         "who": text | {"dtype": dtype, "device": device},
         "scoring": {"tasks": tasks, "limit": limit, "protocol": protocol, "batch_size": batch_size},
+        "points": tell_apart,
         "tuning": {"steps": tuning_steps, "size": [tuning_seqs, tuning_len], "lr": learning_rate},
     }
     depth, largest = max(depths), {"codebook_size": codebook_size, "group_size": group_size}
@@ -70,7 +73,17 @@ def leaderboard(
     return frame(*sweep(_rows, [dict(zip(names, case)) for case in cases], settings | {"depth": depth}, "tasks"))
 
 
-def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: dict, scoring: dict, tuning: dict):
+def _rows(
+    table: int,
+    model: str,
+    label: str,
+    quantizer: dict,
+    depth: int,
+    who: dict,
+    scoring: dict,
+    points: float,
+    tuning: dict,
+):
     from vqkv.evaluation.harness import run_tasks  # seconds, which the other experiments need not spend
 
     who = who | {"name": model}
@@ -80,6 +93,9 @@ def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: 
     score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False, exact=exact)
     text = {"task": TEXT, "metric": "perplexity", "value": score["ppl"], "n": len(found.test), "num_fewshot": 0}
     tasks = [] if table == 4 else run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
+    for row in tasks:
+        if row["metric"].startswith("acc"):
+            check_enough(row["task"], row["n"], points)
     about = {"table": table, "model": model, "label": label, "side_bytes": score["side_bytes"]}
     about |= {name: quantizer[name] for name in ("num_quantizers", "codebook_size")}
     about["bits_per_value"] = score["bits_per_value"]

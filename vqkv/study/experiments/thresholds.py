@@ -79,7 +79,8 @@ def _per_sequence(found: Subject, compressor, prompt_len: int, label: dict) -> l
     settings = {"prompt_len": prompt_len, "batch_size": len(tokens), "reconstruction": False, "per_sequence": True}
     settings["step_size"] = tokens.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
     row = evaluate(found.model, compressor, tokens, "snapshot", exact=found.exact, **settings)
-    shared = label | {"bits_per_value": row["bits_per_value"], "ratio": 16 / row["bits_per_value"]}
+    shared = label | {name: row[name] for name in ("bits_per_value", "kl_floor")}
+    shared["ratio"] = 16 / row["bits_per_value"]
     return [
         shared | {"sequence": i, "kl": kl, "top1": top1}
         for i, (kl, top1) in enumerate(zip(row["kl_each"], row["top1_each"], strict=True))

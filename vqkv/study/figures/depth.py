@@ -4,7 +4,7 @@ import math
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, by_model, standard_error
+from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor
 
 SIZE_COLOURS = {0: "#3f90da", 1: "#ffa90e", 2: "#bd1f01"}
 
@@ -28,7 +28,7 @@ def distance_to_bound(table):
 
 def depth_curves(table, metrics: dict[str, str]):
     """Each metric (column -> axis label) against stored bits, a line per codebook size and beam over depths; for KL
-    with the standard error over sequences."""
+    with its 95% interval over sequences."""
     fig, axes = plt.subplots(1, len(metrics), figsize=(10, 3.9), squeeze=False)
     sizes = sorted(set(table["codebook_size"]))
     for ax, (column, axis_label) in zip(axes[0], metrics.items(), strict=True):
@@ -36,10 +36,12 @@ def depth_curves(table, metrics: dict[str, str]):
             rows = rows.sort_values("bits_per_value")
             style = "o-" if beam > 1 else "o:"
             colour = SIZE_COLOURS[sizes.index(size) % 3]
-            error = standard_error(rows) if column == "kl_mean" else None
+            error = interval(rows) if column == "kl_mean" else None
             label = f"{size} codes, beam {beam}"
             ax.errorbar(rows["bits_per_value"], rows[column], error, fmt=style, color=colour, label=label, capsize=2)
         ax.set(xlabel="stored bits per value", ylabel=axis_label, yscale="log")
+        if column == "kl_mean":
+            mark_floor(ax, table)
     axes[0, -1].legend(fontsize=9)
     return fig
 
@@ -61,7 +63,7 @@ SYSTEMS = {
 
 
 def systems_plane(table):
-    """KL, with its standard error over sequences, against stored bits; a line per system, crosses for transformers' own
+    """KL, with its 95% interval over sequences, against stored bits; a line per system, crosses for transformers' own
     cache. One panel per model."""
     fig, axes, panels = by_model(table, (11, 4.8))
     for ax, model, mine in panels:
@@ -71,8 +73,9 @@ def systems_plane(table):
             line = "" if name.startswith("transformers") else "-"
             size = 10 if marker in "*+x" else 5
             style = {"fmt": marker + line, "ms": size, "color": PALETTE[colour], "label": name}
-            ax.errorbar(rows["bits_per_value"], rows["kl_mean"], standard_error(rows), **style)
+            ax.errorbar(rows["bits_per_value"], rows["kl_mean"], interval(rows), **style)
         ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
+        mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=8, ncols=2)
     return fig

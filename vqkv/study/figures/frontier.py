@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from vqkv.study.figures.style import PALETTE, by_model
+from vqkv.study.figures.style import PALETTE, by_model, mark_floor
 
 PUBLISHED = {
     "quanto": ("quanto", "o"),
@@ -57,6 +57,7 @@ def frontier(table, designs, names=()):
         rows = _over_seeds(mine[mine["system"] == best])
         ax.plot(rows["bits_per_value"] - STEP_LOSS, rows["kl_mean"], ":", color=PALETTE["bound"], label=BOUND)
         ax.set(title=model, xlabel="stored bits per value", yscale="log", xlim=(0, 5))
+        mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return fig
@@ -98,6 +99,7 @@ def contexts(table, designs, contexts: dict[str, str]):
             ):
                 _envelope(ax, rows, bits, label, PALETTE[colour])
             ax.set(yscale="log", xlim=(0, 6), title=f"{model.split('/')[-1]}, {title}")
+            mark_floor(ax, mine)
         row[0].set_ylabel("lowest KL (nats)")
     for ax in axes[-1]:
         ax.set_xlabel("bits per value, all told")

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.style import PALETTE, mark_floor
 
 STYLES = {  # start of a label -> palette key, marker; the first that fits
     "DynamicCache": ("fp16", "o"),
@@ -126,7 +126,6 @@ def loss_by_position(table, systems: list[str]):
     """Above: the model's loss by position, exact (black) and reading each cache. Below: KL from the exact model, with
     its standard error over sequences. A column per model; dotted: where the positions that it was trained on end."""
     models = list(dict.fromkeys(table["model"]))
-    floor = min(table["kl"].max(), table[table["kl"] > 1e-5]["kl"].min()) / 2  # what reads only exact tokens leaves it
     shape = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": (1, 2)}
     fig, axes = plt.subplots(2, len(models), figsize=(11, 6.4), **shape)
     for column, model in zip(axes.T, models, strict=True):
@@ -143,7 +142,8 @@ def loss_by_position(table, systems: list[str]):
             for ax in column:
                 ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
         column[0].set(title=model)
-        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(floor, None))
+        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(mine["kl_floor"].max() / 2, None))
+        mark_floor(column[1], mine)
         last = mine[(mine["end"] == mine["end"].max()) & mine["system"].isin(shown)]
         _name_ends(column[1], last, "middle", "kl")
     axes[0, 0].set_ylabel("loss (nats)")

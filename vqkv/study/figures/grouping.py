@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.style import PALETTE, mark_floor
 
 GROUPING_COLOURS = {
     "key (contiguous)": "contiguous",
@@ -30,6 +30,8 @@ def grouping_bars(table, metrics: dict[str, str]):
                 ax.barh(y, mean, 0.7, xerr=spread, color=PALETTE[colour], error_kw={"capsize": 3})
             ax.set_yticks(range(len(GROUPING_COLOURS)), list(GROUPING_COLOURS))
             ax.locator_params(axis="x", nbins=4)
+            if column == "kl_mean":
+                mark_floor(ax, mine, across=False)
             if ax in axes[-1]:
                 ax.set_xlabel(label)
         line[0].invert_yaxis()

@@ -70,3 +70,27 @@ def recall_bars(table, chance: float):
     ax.set(xlabel="tokens between a value and the query for it", ylabel="recall accuracy (%)")
     ax.legend(loc="upper right")
     return fig
+
+
+def emergence(table):
+    """Recall by number of pairs, induction and bits per byte of each model against its training tokens."""
+    fig, axes, panels = by_model(table, (10, 3.8))
+    for ax, model, mine in panels:
+        curves = mine.pivot(index="tokens", columns="quantity", values="value")
+        shades = {"4": 0.4, "16": 0.7, "32": 1.0}
+        for pairs, alpha in shades.items():
+            look = {"color": PALETTE[short(model)], "alpha": alpha, "label": f"recall of {pairs} pairs"}
+            ax.plot(curves.index / 1e6, 100 * curves[f"recall of {pairs} pairs"], **look)
+        ax.plot(curves.index / 1e6, 100 * curves["induction"], "--", color=PALETTE["bound"], label="induction score")
+        ax.set(title=model, xlabel="training tokens (millions)", ylim=(0, 102))
+        bits = ax.twinx()
+        known = curves["bits_per_byte"].dropna()
+        bits.plot(known.index / 1e6, known, ":", color=PALETTE["published"], label="bits per byte (right)")
+        bits.set(ylim=(1, 4), ylabel="bits per byte, held-out text" if ax is axes[0, -1] else "")
+        bits.grid(False)
+        bits.spines["right"].set_visible(True)
+        lines = ax.get_lines() + bits.get_lines()
+        if ax is axes[0, 0]:
+            ax.legend(lines, [line.get_label() for line in lines], loc="upper left")
+    axes[0, 0].set_ylabel("accuracy, attention (%)")
+    return fig

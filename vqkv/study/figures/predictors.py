@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.style import PALETTE, by_model, short, standard_error
+from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor, short
 
 FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s"), "product": ("pq", "p")}
 KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", "aqua higgs 2, MLP": "MLP"}
@@ -17,7 +17,7 @@ VALUES_OF_EVR = {
 
 
 def predicted_plane(table):
-    """KL, with its standard error over sequences, against stored bits: every quantizer alone (hollow) and with linear
+    """KL, with its 95% interval over sequences, against stored bits: every quantizer alone (hollow) and with linear
     predictors (filled). One panel per model."""
     fig, axes, panels = by_model(table[table["block"] == "backbone"], (11, 4.6))
     for ax, model, mine in panels:
@@ -25,11 +25,12 @@ def predicted_plane(table):
             rows = mine[mine["label"].str.contains(family)]
             for predicted, curve in rows.sort_values("bits_per_value").groupby("predicted"):
                 face = PALETTE[colour] if predicted else "white"
-                error = standard_error(curve)
+                error = interval(curve)
                 label = f"aqua, {family}" if predicted else f"{family} alone"
                 style = {"fmt": marker + ("-" if predicted else ":"), "color": PALETTE[colour], "mfc": face, "ms": 7}
                 ax.errorbar(curve["bits_per_value"], curve["kl_mean"], error, label=label, **style)
         ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
+        mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=9)
     return fig
@@ -63,7 +64,7 @@ def context_costs(table):
 
 def ablation_bars(table, default: str, without: str):
     """KL of every row of the ablation over that of ``default``, by block, one panel per model; ``without`` is marked by
-    a line. Whiskers: the standard error over sequences."""
+    a line. Whiskers: the 95% interval over sequences."""
     blocks = ["first layer exact", "first layer", "predictor", "sources", "sinks", "RoPE"]
     labels = [label for block in blocks for label in dict.fromkeys(table[table["block"] == block]["label"])]
     labels = [label for label in labels if label.startswith(default)]
@@ -71,12 +72,11 @@ def ablation_bars(table, default: str, without: str):
     colours = dict(zip(blocks, ("vqllm", "vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
     for ax, model, mine in panels:
         mine = mine.set_index("label")
-        errors = standard_error(mine)
         base = mine.loc[default, "kl_mean"]
         for place, label in enumerate(labels):
             if label in mine.index:
                 row = mine.loc[label]
-                error = errors[label] / base
+                error = interval(mine.loc[[label]]) / base
                 colour = PALETTE[colours[row["block"]]]
                 ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=colour, ecolor="#555555")
             else:

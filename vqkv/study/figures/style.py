@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from vqkv.study.tables import record_figures, write_atomically
 
@@ -118,9 +119,19 @@ def where(table, conditions: dict):
     return table
 
 
-def standard_error(rows):
-    """Of the mean KL over sequences, from their standard deviation as ``evaluate`` gives it (n, not n - 1)."""
-    return rows["kl_std"] / (rows["num_seqs"] - 1).clip(1) ** 0.5
+def interval(rows):
+    """Lengths (2, rows) of error bars from the mean KL to the ends of its 95% bootstrap interval over sequences."""
+    return np.stack([rows["kl_mean"] - rows["kl_low"], rows["kl_high"] - rows["kl_mean"]]).clip(0)
+
+
+def mark_floor(ax, rows, across: bool = True) -> None:
+    """Hatch what lies below the KL of an fp16 cache, on a KL axis that is the vertical one or (not ``across``) the
+    horizontal one: no storage error is told from rounding there."""
+    span = ax.axhspan if across else ax.axvspan
+    low, high = ax.get_ylim() if across else ax.get_xlim()
+    floor = rows["kl_floor"].max()
+    span(min(low, floor / 2), floor, color=PALETTE["published"], alpha=0.2, lw=0, zorder=0, label="fp16's own error")
+    (ax.set_ylim if across else ax.set_xlim)(min(low, floor / 2), high)
 
 
 def short(model: str) -> str:

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from vqkv.study.figures.frontier import OURS, PUBLISHED
-from vqkv.study.figures.style import PALETTE, by_model
+from vqkv.study.figures.style import PALETTE
 
 NOTHING = "#f2f2f2"
 NAMES = {
@@ -112,20 +112,31 @@ def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):
     return fig
 
 
-def recall_plane(table, pairs: int, gap: int, designs=()):
-    """Key-value recall against stored bits, a point for each system with the 95% interval of what it loses; the line at
-    the top is the exact cache. One panel per model."""
-    fig, axes, panels = by_model(table[(table["pairs"] == pairs) & (table["gap"] == gap)], (11, 4.4))
+def recall_planes(table, episodes: list[tuple[int, int]], designs=()):
+    """Key-value recall against stored bits, a point for each system with the 95% interval of what it loses; the line is
+    the exact cache. A row of panels for each of ``episodes`` (pairs, tokens in between), a column for each model."""
+    models = list(dict.fromkeys(table["model"]))
     names = {name: (PALETTE[colour], marker) for name, (colour, marker) in PUBLISHED.items()}
     names |= {name: (PALETTE[colour], marker) for name, (colour, marker, _) in zip(designs, OURS)}
-    for ax, model, mine in panels:
-        ax.axhline(100 * mine["recall_exact"].max(), color=PALETTE["fp16"], linewidth=1, label="exact cache")
-        for name, (colour, marker) in names.items():
-            rows = mine[mine["system"].str.startswith(name)].sort_values("bits_per_value")
-            error = [rows["high"] - rows["lost"], rows["lost"] - rows["low"]]
-            style = {"fmt": marker + ("-" if name in designs else ""), "color": colour, "capsize": 2, "label": name}
-            ax.errorbar(rows["bits_per_value"], 100 * rows["recall"], error, **style)
-        ax.set(title=model, xlabel="stored bits per value", xlim=(0, 6), ylim=(0, 103))
-    axes[0, 0].set_ylabel(f"recall of {pairs} pairs (%)")
+    size, share = (11, 1 + 3.1 * len(episodes)), {"sharex": True, "sharey": True, "squeeze": False}
+    fig, axes = plt.subplots(len(episodes), len(models), figsize=size, **share)
+    for line, (pairs, gap) in zip(axes, episodes):
+        asked = table[(table["pairs"] == pairs) & (table["gap"] == gap)]
+        for ax, model in zip(line, models):
+            _recall_plane(ax, asked[asked["model"] == model], names, designs)
+        line[0].set_ylabel(f"recall of {pairs} pairs" + f"\nbehind {gap} tokens" * (gap > 0) + " (%)")
+    for ax, model in zip(axes[0], models):
+        ax.set(title=model, xlim=(0, 6), ylim=(0, 103))
+    for ax in axes[-1]:
+        ax.set_xlabel("stored bits per value (side information apart)")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
     return fig
+
+
+def _recall_plane(ax, rows, names: dict, designs) -> None:
+    ax.axhline(100 * rows["recall_exact"].max(), color=PALETTE["fp16"], linewidth=1, label="exact cache")
+    for name, (colour, marker) in names.items():
+        mine = rows[rows["system"].str.startswith(name)].sort_values("bits_per_value")
+        error = [mine["high"] - mine["lost"], mine["lost"] - mine["low"]]
+        style = {"fmt": marker + ("-" if name in designs else ""), "color": colour, "capsize": 2, "label": name}
+        ax.errorbar(mine["bits_per_value"], 100 * mine["recall"], error, **style)

@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, by_model, short
+from vqkv.study.figures.style import PALETTE, by_model, mark_floor, short
 
 METHODS = {
     "vqq": ("VQ + fp16 fallback", "vqq", "o"),
@@ -22,12 +22,12 @@ def threshold_curves(table):
         for method, (label, colour, marker) in METHODS.items():
             rows = mine[(mine["method"] == method) & (mine["kl"] > 0)]
             points = rows.groupby(["threshold", "ratio"], dropna=False)["kl"].mean().reset_index().sort_values("ratio")
-            points = points[points["kl"] > 1e-5]
             ax.plot(points["ratio"], points["kl"], f"{marker}-", color=PALETTE[colour], label=label)
         ax.axvline(1, color=PALETTE["bound"], linewidth=1)
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.set(title=model, xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
         ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        mark_floor(ax, mine)
     axes[0, 0].text(1.05, 0.105, 'the source\'s "defensible" KL 0.1', color=PALETTE["published"], fontsize=9)
     axes[0, 0].set_ylabel("KL (nats), mean over sequences")
     axes[0, -1].legend(loc="lower right")
@@ -67,6 +67,7 @@ def sequence_spread(table, chosen: list[tuple[str, str, float | None]]):
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.set_xticks(range(len(chosen)), [label for label, *_ in chosen], rotation=20, ha="right")
         ax.set(title=model, yscale="log")
+        mark_floor(ax, mine)
     axes[0, 0].text(0.6, 0.115, "KL 0.1", color=PALETTE["published"], fontsize=9)
     axes[0, 0].set_ylabel("KL of a sequence (nats)")
     return fig
@@ -127,11 +128,10 @@ def eviction_curves(table):
     for ax, model, mine in panels:
         for (codec, rule), rows in mine.groupby(["codec", "rule"], sort=False):
             style = "o-" if rule == "heavy hitters" else "x:"
-            ax.plot(
-                100 * rows["retain"], rows["kl_mean"].clip(1e-4), style, color=PALETTE[codec], label=f"{codec}, {rule}"
-            )
+            ax.plot(100 * rows["retain"], rows["kl_mean"], style, color=PALETTE[codec], label=f"{codec}, {rule}")
         ax.set(title=model, xlabel="tokens retained (%)", yscale="log")
         ax.invert_xaxis()
+        mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend(fontsize=9)
     return fig
