@@ -1,9 +1,35 @@
-"""Small random models of every causal architecture that transformers ships and that can be built small."""
+"""Small random models of every causal architecture that transformers ships and that can be built small, and what
+becomes of their caches. ``python tests/models/architectures.py`` writes the table of ``vqkv/models/README.md``."""
+
+from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tqdm import tqdm
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from vqkv import DataError, calibrate, presets
+from vqkv.evaluation.metrics import token_kl
+from vqkv.models.layers import kv_layers, rotations
+
+README = Path(__file__).parents[2] / "vqkv" / "models" / "README.md"
+HEAD = "| model_type | layers | keys | presets |\n|---|---|---|---|\n"
+TOKENS = torch.randint(3, 100, (16, 40), generator=torch.Generator().manual_seed(0))
+LOSSY = {
+    "quanto": presets.quanto(4, 16),
+    "hqq": presets.hqq(4, 16),
+    "kivi": presets.kivi(4, 8, recent_window=4),
+    "kvquant": presets.kvquant(4, block=8),
+    "higgs": presets.higgs(4, recent_window=4),
+    "vq": presets.vq(2, 8, 16),
+    "rvq2": presets.rvq2(4, 8, 16),
+    "vqq": presets.vqq(0.1, 8, 16),
+    "vqq_product": presets.vqq_product(0.1, 8, 16),
+    "vqllm": presets.vqllm(4, 16, 4, kmeans_iterations=1),
+    "aqua": presets.aqua(presets.higgs(4), recent_window=4),
+    "best (short)": presets.best(4.0, 1, 1, block=8),
+    "best (long)": presets.best(4.0, 1 << 20, 1, block=8),
+}
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width"), 64)
 LAYERS = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 4)
@@ -33,9 +59,65 @@ def build(model_type: str):
     """A model of this type with random weights. Raises whatever its configuration has against being small."""
     config_class = CONFIG_MAPPING[model_type]
     known = config_class()
-    config = config_class(**{name: value for name, value in SMALL.items() if hasattr(known, name)})
+    small = SMALL | (
+        {"num_key_value_heads": 4} if hasattr(known, "kv_lora_rank") else {}
+    )  # all heads' come of one latent
+    config = config_class(**{name: value for name, value in small.items() if hasattr(known, name)})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     if sum(parameter.numel() for parameter in model.parameters()) > 5e6:
         raise ValueError("parts of it stay large")
     return model
+
+
+def row(name: str) -> str | None:
+    """The architecture's line of the table; None if it cannot be built small. Raises for a cache that is wrong."""
+    try:
+        model = build(name)
+        expected, dynamic = _read(model, DynamicCache(config=model.config))
+    except Exception:  # whatever a configuration or a model has against being small
+        return None
+    try:
+        exact = calibrate(model, TOKENS, presets.fp16(), progress=False)
+    except DataError as error:
+        return f"| {name} | - | - | refused: {error} |"
+    logits, cache = _read(model, exact.new_cache(model))
+    assert token_kl(expected, logits).mean() < 1e-5, f"{name}: fp16"
+    refused = [reason for label, preset in LOSSY.items() if (reason := _refusal(model, label, preset, expected))]
+    shapes = {layer.shape for layer in kv_layers(model)}
+    layers = f"{len(kv_layers(model))} of {len(dynamic.layers)}" + (", of unequal shape" if len(shapes) > 1 else "")
+    layers += ", sliding" if any(layer.is_sliding for layer in cache.compressed) else ""
+    return f"| {name} | {layers} | {_keys(model)} | {'all but ' + '; '.join(refused) if refused else 'all'} |"
+
+
+def _refusal(model, label: str, preset, expected) -> str | None:
+    """Why a preset is refused; None if it works."""
+    try:
+        compressor = calibrate(model, TOKENS, preset, progress=False)
+    except DataError as error:
+        return f"{label}: {error}"
+    kl = token_kl(expected, _read(model, compressor.new_cache(model), 10)[0]).mean()
+    assert kl < 0.05, f"{type(model).__name__}: KL of {label} is {kl:.2g}"
+    return None
+
+
+def _keys(model) -> str:
+    try:
+        turning = sum(map(bool, rotations(model)))
+    except DataError as error:
+        return f"after RoPE: {error}"
+    layers = len(kv_layers(model))
+    return {0: "not rotated", layers: "before RoPE"}.get(turning, f"before RoPE; {layers - turning} layers without")
+
+
+@torch.inference_mode()
+def _read(model, cache, step: int = 1) -> tuple[torch.Tensor, DynamicCache]:
+    """Logits of two sequences, the first half at once and the rest ``step`` tokens at a time."""
+    parts = TOKENS[:2].split([20] + [step] * (20 // step), dim=1)
+    return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1), cache
+
+
+if __name__ == "__main__":
+    rows = [line for name in tqdm(NAMES) if (line := row(name))]
+    before = README.read_text().split(HEAD)[0]
+    README.write_text(before + HEAD + "\n".join(rows) + "\n")

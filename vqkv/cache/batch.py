@@ -199,6 +199,23 @@ class Batch:
                 padded[rows, :, all_] = x.transpose(1, 2)
         return out
 
+    def stored(self, layer: int) -> Pair:
+        """A layer's keys and values as attention reads them (size, num_kv_heads, slots, head_dim); slots of padding are
+        zeros. Layers that it is predicted from are decoded, too."""
+        out = ()
+        for group in self.groups:
+            group.step = ForwardPass(Known(self.compressor.last_readers), Known())
+            for number in range(0 if self.compressor.predictions else layer, layer + 1):
+                pair = [store.read(store.nothing(len(group.rows)), group.step) for store in group.stores[number]]
+            group.step = None
+            if self.tokens is None:
+                return tuple(pair)
+            out = out or tuple(x.new_zeros(self.size, x.shape[1], self.slots, x.shape[3]) for x in pair)
+            slots = _slots(self.tokens[group.rows]).to(pair[0].device)
+            for padded, x in zip(out, pair, strict=True):
+                padded[torch.tensor(group.rows)[:, None], :, slots] = x.transpose(1, 2)
+        return out
+
     def end(self) -> None:
         """All layers have stored the pass's tokens."""
         self.running, self.direct, self._places = False, False, []

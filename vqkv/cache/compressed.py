@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
@@ -35,7 +35,18 @@ class CompressedLayer(CacheLayerMixin):
     batch: Batch
 
     def __post_init__(self):
-        super().__init__()
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> Tensor | None:
+        """As attention reads them, decoded anew each time (batch, num_kv_heads, seq_len, head_dim); None while there
+        are none."""
+        return self.batch.stored(self.index)[0] if self.batch.slots else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """As ``keys``."""
+        return self.batch.stored(self.index)[1] if self.batch.slots else None
 
     @property
     def stores(self) -> tuple[TokenStore, TokenStore]:
@@ -101,6 +112,21 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = False
 
 
+class MixedLayer(LinearAttentionLayer, CompressedLayer):
+    """A layer with states besides its keys and values (Falcon-H1), which stay as transformers keeps them."""
+
+    is_compileable = False
+
+    def __init__(self, index: int, batch: Batch, number_of_states: int):
+        LinearAttentionLayer.__init__(self, number_of_states)
+        CompressedLayer.__init__(self, index, batch)
+
+    def reset(self) -> None:
+        """Forget every token, of all layers, and this one's states."""
+        LinearAttentionLayer.reset(self)
+        CompressedLayer.reset(self)
+
+
 class CompressedCache(Cache):
     """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
 
@@ -127,19 +153,25 @@ class CompressedCache(Cache):
         kept = [None] * len(windows) if compressor.predictions else self.reaches
         self.batch = Batch(compressor, self.settings, turns, kept)
         for number, layer in enumerate(kv_layers(model)):
-            layers[layer.layer_idx] = self.layer_class(number, self.batch)
+            layers[layer.layer_idx] = self._layer(number, layers[layer.layer_idx])
         super().__init__(layers=layers)
         self._watch(model)
 
+    def _layer(self, number: int, theirs) -> CompressedLayer:
+        """In place of transformers' own."""
+        if isinstance(theirs, LinearAttentionLayer):
+            return MixedLayer(number, self.batch, theirs.number_of_states)
+        return self.layer_class(number, self.batch)
+
     @property
     def compressed(self) -> list[CompressedLayer]:
-        """The layers that store keys and values; a hybrid's others keep their states as transformers does."""
+        """The layers that store keys and values."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
     @property
-    def others(self) -> list:
-        """The layers that do not."""
-        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+    def with_states(self) -> list[LinearAttentionLayer]:
+        """A hybrid's layers that have other states, which are kept as transformers does."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
@@ -153,12 +185,16 @@ class CompressedCache(Cache):
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
-        pass broke off half-way."""
+        pass broke off half-way, or the model was cast since ``new_cache``."""
         if torch.compiler.is_compiling():
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if self.layers[layer_idx].index == 0:
             self.batch.check_complete()
             model = self.model()
+            if model is not None and model.dtype != self.settings.dtype:
+                raise DataError(
+                    f"the model is {model.dtype} now, but new_cache made a cache for {self.settings.dtype}: make a new one"
+                )
             self.batch.direct = (
                 self.batch.direct
                 and model is not None
@@ -179,9 +215,11 @@ class CompressedCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
         if tokens_to_remove and not self.is_croppable:
-            raise DataError("tokens that a cropped cache would need have left a sliding window: reset() it")
-        for layer in self.others:
-            layer.crop(tokens_to_remove)
+            raise DataError(
+                "a sliding window or a recurrent state has forgotten what a cropped cache would need: reset() it"
+            )
+        for layer in self.with_states:
+            LinearAttentionLayer.crop(layer, tokens_to_remove)
         self.batch.truncate(self.batch.slots + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -197,8 +235,11 @@ class CompressedCache(Cache):
         is not here, ``DataError`` if a forward pass broke off half-way."""
         self.batch.check_complete()
         self.batch.select(indices)
-        for layer in self.others:
-            layer.batch_select_indices(indices)
+        for layer in self.with_states:
+            LinearAttentionLayer.reorder_cache(layer, indices)
+
+    def __reduce__(self):
+        raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
 
     def __deepcopy__(self, memo) -> "CompressedCache":
         """A copy with its own tokens; compressor and rotations, which never change, are shared."""

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, last_readers
-from vqkv.errors import FormatError
+from vqkv.errors import DataError, FormatError
 from vqkv.models.load import difference
 from vqkv.runtime.checks import whole_blocks
 from vqkv.runtime.files import claim, load_checked, save_checked, tensors_sha256
@@ -81,6 +82,11 @@ class Compressor:
         """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
         to another model."""
         return CompressedCache(self, model, in_place, decoded_cache_bytes)
+
+    def __getattr__(self, name: str):
+        if hasattr(Cache, name):
+            raise DataError("a Compressor is no cache: pass past_key_values=compressor.new_cache(model)")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
         """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens

@@ -56,7 +56,7 @@ def kv_layers(model) -> list[KVLayer]:
     """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; the
     others of a hybrid keep their states elsewhere.
 
-    Raises ``DataError`` for a model of which no layer does.
+    Raises ``DataError`` for a model of which no layer does, or that caches more of a token than that.
     """
     if model not in _layers:
         _layers[model] = _seen_layers(model)
@@ -89,6 +89,10 @@ def _seen_layers(model) -> list[KVLayer]:
             handle.remove()
     if not found:
         raise DataError(f"{type(model).__name__} hands no keys and values to its cache: it has none to compress")
+    if any(hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers):
+        raise DataError(
+            f"{type(model).__name__} caches keys of an indexer, too, which is not supported: use its own cache"
+        )
     return [found[i] for i in sorted(found)]
 
 
