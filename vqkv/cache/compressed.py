@@ -173,6 +173,11 @@ class CompressedCache(Cache):
         """A hybrid's layers that have other states, which are kept as transformers does."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """By layer: whether it has states and no keys and values."""
+        return [layer in self.with_states and layer not in self.compressed for layer in self.layers]
+
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
         watch(self, "see", model.base_model.register_forward_pre_hook, with_kwargs=True)
@@ -193,7 +198,7 @@ class CompressedCache(Cache):
             model = self.model()
             if model is not None and model.dtype != self.settings.dtype:
                 raise DataError(
-                    f"the model is {model.dtype} now, but new_cache made a cache for {self.settings.dtype}: make a new one"
+                    f"the model is {model.dtype} now, this cache was made for {self.settings.dtype}: make a new one"
                 )
             self.batch.direct = (
                 self.batch.direct
