@@ -13,7 +13,7 @@ from torch import Tensor
 from vqkv.cache.positions import Positions
 from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import ForwardPass, TokenStore
-from vqkv.codecs.predictive import Known
+from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.models.rotation import Rotation
 
@@ -55,13 +55,14 @@ class Group:
 
 @dataclass(eq=False)
 class Batch:
-    """``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a token, None while all
-    do. ``direct``: in this pass attention may read quantized tokens as they are, as it passes over padding and nothing
-    else. ``rotations``: of each layer's keys, where they are stored before them; positions are those that the
-    model is told, or what it takes without being told: the numbers of the slots. ``reaches``: by layer, how many of the
-    last tokens are kept, as later queries see no others; None: all."""
+    """``coders`` by layer. ``slots``: length of the padded batch; ``tokens``, bool (size, slots): which of them hold a
+    token, None while all do. ``direct``: in this pass attention may read quantized tokens as they are, as it passes
+    over padding and nothing else. ``rotations``: of each layer's keys, where they are stored before them; positions are
+    those that the model is told, or what it takes without being told: the numbers of the slots. ``reaches``: by layer,
+    how many of the last tokens are kept, as later queries see no others; None: all."""
 
     compressor: object
+    coders: list[tuple[PredictiveCodec, PredictiveCodec]]
     settings: LiveSettings
     rotations: list[Rotation | None]
     reaches: list[int | None]
@@ -84,7 +85,7 @@ class Batch:
                 TokenStore(k, settings, positions if rotation else None, rotation, reach=reach),
                 TokenStore(v, settings, reach=reach),
             )
-            for (k, v), rotation, reach in zip(self.compressor.coders, self.rotations, self.reaches, strict=True)
+            for (k, v), rotation, reach in zip(self.coders, self.rotations, self.reaches, strict=True)
         ]
         return Group(rows, pairs, positions)
 
@@ -206,7 +207,9 @@ class Batch:
         for group in self.groups:
             group.step = ForwardPass(Known(self.compressor.last_readers), Known())
             for number in range(0 if self.compressor.predictions else layer, layer + 1):
-                pair = [store.read(store.nothing(len(group.rows)), group.step) for store in group.stores[number]]
+                heads, *dims = self.settings.shapes[number]
+                empty = [s.nothing(len(group.rows), heads, 0, dim) for s, dim in zip(group.stores[number], dims)]
+                pair = [s.read(x, group.step) for s, x in zip(group.stores[number], empty, strict=True)]
             group.step = None
             if self.tokens is None:
                 return tuple(pair)

@@ -1,6 +1,7 @@
 """A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
 
 import copy
+import dataclasses
 import inspect
 import weakref
 from collections import Counter
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch, Group, Pair
@@ -128,7 +129,8 @@ class MixedLayer(LinearAttentionLayer, CompressedLayer):
 
 
 class CompressedCache(Cache):
-    """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
+    """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``; of an
+    encoder-decoder's two this is one, ``cross`` that of the layers that attend to the encoder.
 
     ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
     sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what
@@ -139,21 +141,24 @@ class CompressedCache(Cache):
 
     layer_class = CompressedLayer
 
-    def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
+    def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0, cross: bool = False):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
-        self.compressor, self.model = compressor, weakref.ref(model)
-        self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        turns = rotations(model) if self.settings.pre_rope else [None] * self.settings.num_layers
+        self.compressor, self.model, self.cross = compressor, weakref.ref(model), cross
+        own = {number: layer for number, layer in enumerate(kv_layers(model)) if layer.cross == cross}
+        settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
+        self.settings = dataclasses.replace(settings, shapes=tuple(settings.shapes[number] for number in own))
+        turns = rotations(model) if settings.pre_rope else [None] * settings.num_layers
         layers = DynamicCache(config=model.config).layers
-        windows = [getattr(layers[layer.layer_idx], "sliding_window", None) for layer in kv_layers(model)]
+        windows = [None if cross else getattr(layers[x.layer_idx], "sliding_window", None) for x in own.values()]
         self.reaches = [window and window - 1 for window in windows]
         # where layers are predicted from each other their tokens must line up
         kept = [None] * len(windows) if compressor.predictions else self.reaches
-        self.batch = Batch(compressor, self.settings, turns, kept)
-        for number, layer in enumerate(kv_layers(model)):
-            layers[layer.layer_idx] = self._layer(number, layers[layer.layer_idx])
+        coders, turns = ([x[number] for number in own] for x in (compressor.coders, turns))
+        self.batch = Batch(compressor, coders, self.settings, turns, kept)
+        for place, layer in enumerate(own.values()):
+            layers[layer.layer_idx] = self._layer(place, layers[layer.layer_idx])
         super().__init__(layers=layers)
         self._watch(model)
 
@@ -180,13 +185,16 @@ class CompressedCache(Cache):
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
-        watch(self, "see", model.base_model.register_forward_pre_hook, with_kwargs=True)
+        module = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+        watch(self, "see", module.register_forward_pre_hook, with_kwargs=True)
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache."""
-        if any(value is self for value in (*args, *kwargs.values())):
+        caches = [x for value in (*args, *kwargs.values()) if isinstance(value, Cache) for x in (value, *_both(value))]
+        if any(cache is self for cache in caches):
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-            self.batch.see(given.get("attention_mask"), given.get("position_ids"))
+            mask = "encoder_attention_mask" if self.cross else "attention_mask"
+            self.batch.see(given.get(mask), given.get("position_ids"))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
@@ -294,3 +302,9 @@ class CompressedCache(Cache):
         """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
         that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, model, decoded_cache_bytes)
+
+
+def _both(cache: Cache) -> tuple[Cache, ...]:
+    """Of an encoder-decoder."""
+    known = isinstance(cache, EncoderDecoderCache)
+    return (cache.self_attention_cache, cache.cross_attention_cache) if known else ()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.settings import CacheSettings
@@ -78,10 +78,14 @@ class Compressor:
                 if coder.prediction is not None:
                     coder.prediction.predictor.to(device)
 
-    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
-        """An empty cache for ``model``, see ``CompressedCache``; raises ``FormatError`` if this compressor was fitted
+    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0):
+        """An empty ``CompressedCache`` for ``model``; for an encoder-decoder transformers' ``EncoderDecoderCache`` of
+        two, of which the one for cross-attention is written once. Raises ``FormatError`` if this compressor was fitted
         to another model."""
-        return CompressedCache(self, model, in_place, decoded_cache_bytes)
+        made = CompressedCache(self, model, in_place, decoded_cache_bytes)
+        if not model.config.is_encoder_decoder:
+            return made
+        return EncoderDecoderCache(made, CompressedCache(self, model, in_place, decoded_cache_bytes, cross=True))
 
     def __getattr__(self, name: str):
         if hasattr(Cache, name):

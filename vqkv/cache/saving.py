@@ -35,6 +35,8 @@ def save(cache, path) -> None:
     cache.batch.check_complete()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} has two caches, for which a saved cache has no place")
     if not cache.is_croppable:
         raise DataError("a sliding window has dropped tokens of some layers, for which a saved cache has no place")
     report = cache.report()

@@ -72,14 +72,12 @@ class TokenStore:
         """Tokens that are read among the first ``stop`` quantized ones."""
         return stop - sum(hole < stop for hole in self.holes)
 
-    def nothing(self, rows: int) -> Tensor:
-        """No tokens of ``rows`` sequences, as new ones would come."""
-        role, layer = self.coder.place
-        heads, *dims = self.settings.shapes[layer]
+    def nothing(self, *shape: int) -> Tensor:
+        """No tokens, (batch, num_kv_heads, 0, head_dim), as new ones would come."""
         here = next(
             x for x in (self.sinks, self.window, *(self.payload or Payload({})).tensors.values()) if x is not None
         )
-        return here.new_empty(rows, heads, 0, dims[role == "value"], dtype=self.settings.dtype)
+        return here.new_empty(shape, dtype=self.settings.dtype)
 
     def update(self, states: Tensor, step: ForwardPass) -> Tensor:
         """Store new tokens; return all tokens as attention reads them: decoded history and, unless ``in_place``, the

@@ -18,6 +18,7 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.layers import encoder_reads
 from vqkv.models.load import describe, fingerprint, layer_devices
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
@@ -30,6 +31,7 @@ def calibrate(
     batch_size: int = 8,
     progress: bool = True,
     captured: CapturedTokens | None = None,
+    encoder_inputs: Tensor | None = None,
 ) -> Compressor:
     """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len), ``batch_size`` sequences at a time, so that memory
     does not grow with the number of tokens.
@@ -41,13 +43,21 @@ def calibrate(
     Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
     and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
     fewer vectors in the first batch than codes, a batch with fewer sequences than processes, or a disk without room.
-    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns if little of some layer is left.
+    ``encoder_inputs`` (num_seqs, ...): what an encoder-decoder's encoder reads beside ``tokens``, by default these; one
+    that hears has to be given them. ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns
+    if little of some layer is left.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
     check_tokens(model, tokens)
     check_batch_size(batch_size)
-    preset = preset.fitting(model)
+    if encoder_inputs is None and model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        raise DataError(f"{type(model).__name__} reads {model.main_input_name}: pass them as encoder_inputs")
+    with encoder_reads(model, tokens, encoder_inputs):
+        return _calibrated(model, tokens, preset.fitting(model), batch_size, progress, captured)
+
+
+def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress: bool, captured) -> Compressor:
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     if captured is not None:
@@ -62,6 +72,11 @@ def calibrate(
         with nullcontext(made) if made is captured else made:
             trial = ModelTrial(model, made)
             plan = preset.plan.arrange(preset, trial)
+            if model.config.is_encoder_decoder and any(role.sources for layer in plan for role in layer.values()):
+                raise DataError(
+                    f"{preset.name} predicts layers from each other, but {type(model).__name__} has two caches of its "
+                    "own and its encoder's: use a preset without predictors"
+                )
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)

@@ -10,7 +10,7 @@ from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
-from vqkv.models.layers import Door, kv_layers, rotations
+from vqkv.models.layers import door, inputs, kv_layers, rotations
 from vqkv.models.rotation import Rotation
 from vqkv.runtime.checks import whole_blocks
 
@@ -41,8 +41,8 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
                 error, turn = added["key", layer], turns[layer]  # an error of a key turns as the key does
                 return keys + (error if turn is None else turn.turned(error)), values + added["value", layer]
 
-            door = Door(model, perturb)
-            logits = model(sequence.to(model.device), past_key_values=door, use_cache=True).logits[0].float()
+            logits = model(**inputs(model, sequence), past_key_values=door(model, perturb), use_cache=True).logits
+            logits = logits[0].float()
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
@@ -61,15 +61,15 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     chain, or whose bits cannot be chosen."""
     tokens = tokens[:, :COST_TOKENS].to(model.device)
     settings, found = compressor.settings, {}
-    exact = model(tokens, use_cache=False).logits
+    exact = model(**inputs(model, tokens), use_cache=False).logits
     turns = rotations(model) if settings.pre_rope else [None] * len(kv_layers(model))
     for place, codec, rows, restored in _restored(model, compressor, tokens):
         if not isinstance(codec, Chain):
             raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
         curve, vectors = codec.rates(rows), codec.vectors(rows)
         error = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
-        door = Door(model, _substituting(place, restored, settings.sink_tokens, turns[place[1]]))
-        logits = model(tokens, past_key_values=door, use_cache=True).logits
+        cache = door(model, _substituting(place, restored, settings.sink_tokens, turns[place[1]]))
+        logits = model(**inputs(model, tokens), past_key_values=cache, use_cache=True).logits
         kl = token_kl(exact, logits).mean().item()
         found[place] = torch.stack([curve[:, 0], curve[:, 1] * (max(kl, 0.0) / error if error else 0.0)], dim=1)
     return found

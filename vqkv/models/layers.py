@@ -2,12 +2,14 @@
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from vqkv.errors import DataError
 from vqkv.models.rotation import AnglesChangeError, Rotation, found_rotation
@@ -20,16 +22,19 @@ OTHERS = (3, 77, 1001)  # positions at which what was found is checked
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
 _rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> theirs, where they were asked for
+_encoder_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> tokens, and what its encoder reads
 
 
 class Door(DynamicCache):
     """A cache that keeps no keys and values, for one forward pass: ``see(layer, keys, values)`` gets what the layer
-    ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads in their place or None."""
+    ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads in their place or None.
+    ``cross``: the layers that attend to an encoder."""
 
-    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
+    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None], cross: bool = False):
         super().__init__(config=model.config)
         self.see = see
-        self.numbers = {layer.layer_idx: number for number, layer in enumerate(_layers.get(model, []))}
+        layers = enumerate(_layers.get(model, []))
+        self.numbers = {layer.layer_idx: number for number, layer in layers if layer.cross == cross}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """As ``see`` says."""
@@ -38,13 +43,15 @@ class Door(DynamicCache):
 
 @dataclass(frozen=True)
 class KVLayer:
-    """A layer that stores keys and values: ``attention`` is the module that hands them over."""
+    """A layer that stores keys and values: ``attention`` is the module that hands them over. ``cross``: an encoder's,
+    once and for all."""
 
     layer_idx: int
     attention: nn.Module
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    cross: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,7 +61,7 @@ class KVLayer:
 
 def kv_layers(model) -> list[KVLayer]:
     """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; the
-    others of a hybrid keep their states elsewhere.
+    others of a hybrid keep their states elsewhere. Of an encoder-decoder the decoder's own, then the cross-attending.
 
     Raises ``DataError`` for a model of which no layer does, or that caches more of a token than that.
     """
@@ -77,13 +84,14 @@ def rotations(model) -> list[Rotation | None]:
 def _seen_layers(model) -> list[KVLayer]:
     running, found = [], {}
 
-    def see(layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        found[layer_idx] = KVLayer(layer_idx, running[-1], keys.shape[1], keys.shape[3], values.shape[3])
+    def see(layer_idx: int, keys: Tensor, values: Tensor, cross: bool = False) -> None:
+        shape = keys.shape[1], keys.shape[3], values.shape[3]
+        found[cross, layer_idx] = KVLayer(layer_idx, running[-1], *shape, cross)
 
     handles = [module.register_forward_pre_hook(lambda m, a: running.append(m)) for module in model.modules()]
     handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
     try:
-        forward(model, torch.ones(1, 2, dtype=torch.int64), see)
+        forward(model, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
     finally:
         for handle in handles:
             handle.remove()
@@ -96,18 +104,54 @@ def _seen_layers(model) -> list[KVLayer]:
     return [found[i] for i in sorted(found)]
 
 
+def door(model, see, see_cross=None):
+    """A cache for one forward pass of ``model``, in which ``see`` gets all that is handed over; ``see_cross``, if
+    given, what an encoder-decoder's cross-attention does."""
+    own = Door(model, see)
+    return EncoderDecoderCache(own, Door(model, see_cross or see, True)) if model.config.is_encoder_decoder else own
+
+
 @torch.inference_mode()
-def forward(model, tokens: Tensor, see, **arguments) -> None:
-    """A forward pass of tokens (batch, seq_len) through a ``Door``, with as few logits as the model can be asked for:
+def forward(model, tokens: Tensor, see, see_cross=None, **arguments) -> None:
+    """A forward pass of tokens (batch, seq_len) through a ``door``, with as few logits as the model can be asked for:
     those of 128,000 words would take more memory than all keys and values."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1
-    model(tokens.to(model.device), past_key_values=Door(model, see), use_cache=True, **arguments)
+    model(**inputs(model, tokens), past_key_values=door(model, see, see_cross), use_cache=True, **arguments)
+
+
+def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
+    """What ``model`` is called with to read ``tokens`` (batch, seq_len). An encoder reads what ``encoder_reads`` says,
+    or the tokens, or silence."""
+    tokens = tokens.to(model.device)
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": tokens}
+    read = tokens
+    if model in _encoder_inputs:
+        known, given = _encoder_inputs[model]
+        rows = [(known[:, : len(row)] == row).all(1).nonzero()[0, 0] for row in tokens.to(known.device)]
+        read = given[torch.stack(rows).to(given.device)].to(model.device)
+    elif model.main_input_name != "input_ids":
+        config = model.config
+        read = torch.zeros(len(tokens), config.num_mel_bins, 2 * config.max_source_positions, device=model.device)
+    return {model.main_input_name: read, "decoder_input_ids": tokens}
+
+
+@contextmanager
+def encoder_reads(model, tokens: Tensor, given: Tensor | None) -> Iterator[None]:
+    """Inside, the encoder reads row i of ``given`` where the decoder reads (a beginning of) row i of ``tokens``."""
+    if given is not None:
+        kv_layers(model)  # which asks with other tokens
+        _encoder_inputs[model] = tokens, given
+    try:
+        yield
+    finally:
+        _encoder_inputs.pop(model, None)
 
 
 def rotates(model) -> bool:
-    """True if some layer turns its keys by their position."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    """True if some layer is known to turn its keys by their position (encoder-decoders are not asked)."""
+    if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     at = {position: _keys_at(model, position) for position in (0, 1)}
     return any(found_rotation({p: keys[i] for p, keys in at.items()}) for i in range(len(kv_layers(model))))

@@ -9,7 +9,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -63,7 +74,7 @@ def load_model(
 def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = _auto_class(config).from_pretrained(
         path,
         config=config,
         dtype=dtype,
@@ -76,6 +87,18 @@ def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
     if info["missing_keys"]:
         raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
     return model, tokenizer
+
+
+def _auto_class(config):
+    """transformers' loader of models with a cache: decoders first, unless there is an encoder."""
+    if not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    others = {
+        AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        AutoModelForSpeechSeq2Seq: MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    return next((auto for auto, known in others.items() if type(config) in known), AutoModelForCausalLM)
 
 
 def untrained(model, seed: int):
