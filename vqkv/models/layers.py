@@ -161,8 +161,11 @@ def _seen_rotations(model) -> list[Rotation | None]:
     layers, config, name = kv_layers(model), model.config.get_text_config(decoder=True), type(model).__name__
     if not rotates(model):
         return [None] * len(layers)
-    if changing := [kind for kind in CHANGING_ROPE if kind in str(getattr(config, "rope_parameters", None))]:
+    rope = str(getattr(config, "rope_parameters", None))
+    if changing := [kind for kind in CHANGING_ROPE if kind in rope]:
         raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {NOT}")
+    if "mrope_section" in rope:
+        raise DataError(f"{name} turns the keys of images by several positions a token, {NOT}")
     longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
     wanted = [0, *(2**i for i in range(20)), *OTHERS]
     at = {position: _keys_at(model, position) for position in wanted if position < longest}
