@@ -95,7 +95,8 @@ def test_generate_with_left_padding_equals_the_rows_alone(model):
     report, seen = cache.report(), mask.numel() + 3 * 7  # the last token is never fed back
     assert report.kinds["positions"] == 0  # each row's own tokens are at 0, 1, 2, ...
     assert report.kinds["padding"] == seen  # and padding is not stored
-    assert report.values == (seen - (mask == 0).sum()) * 2 * 3 * cache.settings.num_kv_heads * cache.settings.head_dim
+    values = sum(heads * (key + value) for heads, key, value in cache.settings.shapes)
+    assert report.values == (seen - (mask == 0).sum()) * values
 
 
 def test_a_slot_that_was_padding_cannot_be_shown_later(llama, higgs):

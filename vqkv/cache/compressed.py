@@ -251,6 +251,10 @@ class CompressedCache(Cache):
         for layer in self.with_states:
             LinearAttentionLayer.reorder_cache(layer, indices)
 
+    def __iter__(self):
+        """(keys, values, None) of each layer, decoded, as transformers' ``DynamicCache`` yields them."""
+        return ((layer.keys, layer.values, None) for layer in self.layers)
+
     def __reduce__(self):
         raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
 
