@@ -1,6 +1,7 @@
 """Notebook 01: what a model's keys and values are like, what it can do, and how it came to."""
 
 import json
+import math
 import statistics
 from functools import partial
 
@@ -82,7 +83,8 @@ def noise_floors(
 
 
 def training_curves(models: list[str]):
-    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens."""
+    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens; of
+    other models nothing is known, which is a row of NaN."""
     rows = []
     for name in models:
         log = json.loads((BUNDLED[name] / "training.json").read_text()) if name in BUNDLED else {"measured": []}
@@ -92,6 +94,8 @@ def training_curves(models: list[str]):
             found |= {key: row[key] for key in ("induction", "bits_per_byte") if key in row}
             about = {"model": name, "tokens": row["tokens"]}
             rows += [about | {"quantity": quantity, "value": value} for quantity, value in found.items()]
+        if name not in BUNDLED:
+            rows.append({"model": name, "tokens": 0, "quantity": "induction", "value": math.nan})
     return frame(rows, {})
 
 

@@ -72,7 +72,8 @@ def emergence(table):
     """Recall by number of pairs, induction and bits per byte of each model against its training tokens."""
     fig, axes, panels = by_model(table, (10, 3.8))
     for ax, model, mine in panels:
-        curves = mine.pivot(index="tokens", columns="quantity", values="value")
+        wanted = ["induction", "bits_per_byte", *(f"recall of {pairs} pairs" for pairs in ("4", "16", "32"))]
+        curves = mine.pivot(index="tokens", columns="quantity", values="value").reindex(columns=wanted)
         shades = {"4": 0.4, "16": 0.7, "32": 1.0}
         for pairs, alpha in shades.items():
             look = {"color": PALETTE[short(model)], "alpha": alpha, "label": f"recall of {pairs} pairs"}
