@@ -11,7 +11,6 @@ from vqkv import DataError, UnknownNameError, evaluate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.cache.store import ForwardPass
 from vqkv.codecs.predictive import Known
-from vqkv.data.recall import RecallTask
 from vqkv.evaluation import metrics
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
@@ -147,19 +146,6 @@ def test_metrics_against_numbers_worked_out_by_hand():
     assert metrics.explained_variance_ratio(y, y - 5) == pytest.approx(1.0)  # a constant offset explains all variance
     assert metrics.explained_variance_ratio(y, torch.zeros(2, 1)) == pytest.approx(0.0)
     assert metrics.code_perplexity(torch.tensor([4, 4, 0, 0])).item() == pytest.approx(2.0)
-
-
-def test_recall_answers_are_the_values_and_distances_count_tokens(mini):
-    batch = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
-    assert batch.tokens.shape == (4, 200) and batch.answers.any(dim=1).all()
-    for row, column in batch.answers.nonzero().tolist():
-        back = int(batch.distance[row, column])
-        assert batch.tokens[row, column - back] == batch.tokens[row, column]  # the same value
-        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]  # after the same key
-    again = RecallTask(mini[1]).batch(seq_len=200, num_seqs=4, seed=3)
-    assert torch.equal(batch.tokens, again.tokens)
-    with pytest.raises(DataError, match="too short"):
-        RecallTask(mini[1]).batch(seq_len=10, num_seqs=1, seed=0)
 
 
 def test_going_on_from_a_restored_cache(mini, tokens, one_bit):

@@ -95,7 +95,7 @@ def test_local_tasks_are_quiet_and_the_same_each_time(small, capfd):
 
 @pytest.mark.parametrize(("num_docs", "context_chars"), [(200, 240), (100, 1000)])
 def test_cloze_documents(num_docs, context_chars):
-    texts = list(documents("python-stdlib", "test"))
+    texts = list(documents(local_data.CORPUS, "test"))
     rows = local_data.code_cloze(num_docs, context_chars)["test"].to_list()
     assert len(rows) == num_docs and rows == local_data.code_cloze(num_docs, context_chars)["test"].to_list()
     assert {row["answer"] for row in rows} == {0, 1, 2, 3}

@@ -36,7 +36,7 @@ def test_bundled_models_are_what_the_study_needs(name):
 def test_bundled_models_learned_their_text(name):
     """Far from chance (ln 4096 = 8.3 nats a token), and as good as the card says to within sampling."""
     model, tokenizer = vqkv.load_model(name)
-    tokens = vqkv.load_corpus("python-stdlib", tokenizer, "test", seq_len=256, num_seqs=8)
+    tokens = vqkv.load_corpus("python", tokenizer, "test", seq_len=1024, num_seqs=8)
     with torch.inference_mode():
         nll = vqkv.evaluation.metrics.token_nll(model(tokens).logits[:, :-1], tokens[:, 1:]).sum().item()
     bits = nll / np.log(2) / token_bytes(tokenizer)[tokens[:, 1:]].sum()

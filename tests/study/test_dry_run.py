@@ -35,7 +35,7 @@ def test_the_network_is_tried_once_and_not_for_each_model_and_text(monkeypatch):
     assert missing[0].startswith("https://huggingface.co does not answer")
     assert [line.partition(":")[0] for line in missing[1:]] == [
         "model nobody/a", "model nobody/else", "model meta-llama/Meta-Llama-3-8B",
-        "corpus pg19 (train)", "corpus pg19 (test)",
+        "corpus pg19 (train)", "corpus pg19 (validation)", "corpus pg19 (test)",
     ]  # fmt: skip
     assert "  model meta-llama/Meta-Llama-3-8B: weights of 16.1 GB in float16" in lines  # known without a network
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE

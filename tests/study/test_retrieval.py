@@ -1,5 +1,7 @@
 """What caches lose of recall."""
 
+import math
+
 import pandas as pd
 import pytest
 import torch
@@ -34,8 +36,9 @@ def test_episodes_too_few_to_tell_points_apart_are_refused():
 def test_the_first_rate_that_loses_is_the_largest(tokenizer):
     rows = [("vqllm 8x16", 2.2, 1.0), ("vqllm 3x16", 0.9, 12.0), ("vqllm 1x16", 0.4, 60.0), ("kivi 2", 3.0, 0.0)]
     table = pd.DataFrame(rows, columns=["system", "bits_per_value", "low"]).assign(model="m", pairs=16, gap=0)
-    found = first_lost(table)
-    assert found.loc[("m", 16, 0), "vqllm"] == 0.9 and "kivi" not in found
+    found = first_lost(table.assign(nominal_bits=0)).loc[("m", 16, 0)]
+    assert found["vqllm"] == 0.9 and math.isnan(found["kivi"])
+    assert first_lost(table.assign(nominal_bits=2)).loc[("m", 16, 0), "vqllm 1x16"] == 0.4
 
 
 def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer):

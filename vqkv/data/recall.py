@@ -41,56 +41,33 @@ class RecallTask:
         self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.line = len(self.newline) + 2
 
-    def batch(self, seq_len: int, num_seqs: int, seed, num_pairs: int | None = None) -> RecallBatch:
-        """``num_seqs`` sequences of episodes of ``num_pairs`` pairs, or (None) of random size, until they are full."""
-        if num_pairs is not None and not 1 <= num_pairs <= len(self.keys):
+    def episodes(self, num_pairs: int, num_seqs: int, seed, between: torch.Tensor | None = None) -> RecallBatch:
+        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand between list and
+        queries."""
+        if not 1 <= num_pairs <= len(self.keys):
             raise DataError(
                 f"num_pairs {num_pairs} must be from 1 to {len(self.keys)}, the number of keys to draw from"
             )
         rng = random.Random(f"recall/{seed}")
-        rows = [self._sequence(seq_len, rng, num_pairs) for _ in range(num_seqs)]
-        tokens, answers, distance = (torch.tensor(column) for column in zip(*rows, strict=True))
-        return RecallBatch(tokens, answers.bool(), distance)
+        texts = [[]] * num_seqs if between is None else between.tolist()
+        rows = [self._episode(num_pairs, rng, text) for text in texts]
+        tokens, distance = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return RecallBatch(tokens, distance > 0, distance)
 
-    def episodes(self, num_pairs: int, num_seqs: int, seed, between: torch.Tensor | None = None) -> RecallBatch:
-        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand between list and
-        queries."""
-        gap = 0 if between is None else between.shape[1]
-        half = len(self.bos) + num_pairs * self.line
-        plain = self.batch(half + num_pairs * self.line, num_seqs, seed, num_pairs)
-        if between is None:
-            return plain
-        parts = [(plain.tokens, between), (plain.answers, torch.zeros_like(between, dtype=torch.bool))]
-        tokens, answers = (torch.cat([x[:, :half], middle, x[:, half:]], 1) for x, middle in parts)
-        distance = torch.cat([plain.distance[:, :half], torch.zeros_like(between), plain.distance[:, half:] + gap], 1)
-        return RecallBatch(tokens, answers, distance * answers)
-
-    def _sequence(self, seq_len, rng, num_pairs):
-        tokens, distance = list(self.bos), [0] * len(self.bos)
-        largest = (seq_len - len(self.bos)) // (2 * self.line)
-        if largest < 2:
-            raise DataError(
-                f"seq_len {seq_len} is too short for a recall episode of two pairs ({4 * self.line} tokens)"
-            )
-        while len(tokens) < seq_len:
-            pairs = num_pairs or int(2 * (min(largest, len(self.keys)) / 2) ** rng.random())
-            self._episode(pairs, rng, tokens, distance)
-        tokens, distance = tokens[:seq_len], distance[:seq_len]
-        return tokens, [d > 0 for d in distance], distance
-
-    def _episode(self, pairs: int, rng, tokens: list[int], distance: list[int]) -> None:
+    def _episode(self, pairs: int, rng, text: list[int]) -> tuple[list[int], list[int]]:
         keys, values = rng.sample(self.keys, pairs), rng.choices(self.values, k=pairs)
-        value_at = {}
-        order = list(range(pairs))
+        tokens, order = list(self.bos), list(range(pairs))
+        distance, value_at = [0] * len(tokens), {}
         for ask in (False, True):
             for i in order:
-                tokens.append(keys[i])
-                distance.append(0)
-                distance.append(len(tokens) - value_at[i] if ask else 0)
-                value_at.setdefault(i, len(tokens))
-                tokens += [values[i], *self.newline]
-                distance += [0] * len(self.newline)
+                value_at.setdefault(i, len(tokens) + 1)
+                tokens += [keys[i], values[i], *self.newline]
+                back = len(tokens) - self.line + 1 - value_at[i]
+                distance += [0, back, *[0] * len(self.newline)]
+            if not ask:
+                tokens, distance = tokens + text, distance + [0] * len(text)
             rng.shuffle(order)
+        return tokens, distance
 
 
 def single_token_words(tokenizer) -> list[int]:

@@ -21,6 +21,8 @@ from vqkv.models.load import load_model, values_per_token
 from vqkv.presets import Preset
 from vqkv.study.sweep import per_process
 
+RECALL_PAIRS = 16
+
 
 def load(name: str, dtype: str, device: str, sources: dict):
     """Model and tokenizer; ``sources`` takes the hash of the weights."""
@@ -105,9 +107,11 @@ def exact_compressor(found: Subject, model=None) -> Compressor:
     return calibrate(model or found.model, found.train[:1], presets.fp16(), progress=False)
 
 
-def recalled(found: Subject, compressor, num_seqs: int, seq_len: int, seed: int, chunk_size: int) -> dict:
-    """``recall`` and ``recall_exact``: accuracy on key-value recall sequences drawn by ``seed``."""
-    task = RecallTask(found.tokenizer).batch(seq_len, num_seqs, seed)
+def recalled(found: Subject, compressor, num_seqs: int, seed: int, chunk_size: int) -> dict:
+    """``recall`` and ``recall_exact``: accuracy on ``num_seqs`` lists of ``RECALL_PAIRS`` pairs drawn by ``seed``, each
+    asked for behind two chunks of held-out text, so that all of it is read packed."""
+    text = found.test.repeat(-(-num_seqs // len(found.test)), 1)[:num_seqs, : 2 * chunk_size]
+    task = RecallTask(found.tokenizer).episodes(RECALL_PAIRS, num_seqs, seed, text)
     settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
     row = evaluate(found.model, compressor, task.tokens, answers=task.answers, **settings)
     return {name: row[name] for name in ("recall", "recall_exact")}

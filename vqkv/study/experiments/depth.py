@@ -74,7 +74,7 @@ def _depth_row(
     deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
     compressor = shallower(deepest, num_quantizers, beam)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    row |= recalled(found, compressor, recall_seqs, who["test"][1], 0, chunk_size)
+    row |= recalled(found, compressor, recall_seqs, 0, chunk_size)
     row |= reconstruction_error(found.exact, compressor, found.test[:1])
     label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}
     return [label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}], found.sources

@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -130,7 +129,7 @@ def _row(
     every = torch.ones_like(found.test, dtype=torch.bool)
     row = evaluate(found.model, compressor, found.test, answers=every, chunk_size=chunk_size, exact=found.exact)
     row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
-    row |= recalled(found, compressor, recall_seqs, who["test"][1], who["seed"], chunk_size)
+    row |= recalled(found, compressor, recall_seqs, who["seed"], chunk_size)
     row["bits_per_value"] *= share
     row |= total_bits(row, describe(found.model), learning["sink_tokens"])
     row |= {"evr": _explained(found, compressor), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
@@ -194,25 +193,26 @@ def finalists(search: pd.DataFrame) -> list[str]:
 
 
 def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
-    """For each budget of bits, all told, and length of a single context: the system whose mean KL over models and seeds
-    (geometric) is lowest of those that stay within the budget on every model and have a KL in every row, and that KL.
+    """Of one model's rows, for each budget of bits, all told, and length of a single context: the system whose mean KL
+    over seeds is lowest of those that stay within the budget with every seed and have a KL in every row, and that KL.
     Rows: budget; columns: context."""
-    everywhere = table.groupby(["model", "seed"], sort=False).ngroups
-    groups = table.assign(log_kl=np.log(table["kl_mean"].clip(LEAST))).groupby(["system", "nominal_bits"], sort=False)
-    mean = np.exp(groups["log_kl"].mean()).where(groups["log_kl"].count() == everywhere)
+    groups = table.groupby(["system", "nominal_bits"], sort=False)
+    mean = groups["kl_mean"].agg(lambda kl: kl.mean(skipna=False))
+    floor = table["kl_floor"].max()
     found = {}
     for name in CONTEXTS:
         bits = groups[f"bits_{name}_x1"].max()
-        found[name] = [_within(bits, mean, budget) for budget in budgets]
+        found[name] = [_within(bits, mean, budget, floor) for budget in budgets]
     return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
 
 
-def _within(bits: pd.Series, kl: pd.Series, budget: float) -> str:
+def _within(bits: pd.Series, kl: pd.Series, budget: float, floor: float) -> str:
     fits = kl[bits <= budget].dropna()
     if fits.empty:
         return "none"
     system, nominal = fits.idxmin()
-    return f"{system}, {nominal:g} bits: {fits.min():.2g}" if nominal else f"{system}: {fits.min():.2g}"
+    least = f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
+    return f"{system}, {nominal:g} bits: {least}" if nominal else f"{system}: {least}"
 
 
 def against_published(table: pd.DataFrame, systems: list[str], designs: list[str]) -> pd.DataFrame:

@@ -181,11 +181,12 @@ def _by_bucket(losses: torch.Tensor, bucket: int) -> list[dict]:
 def choices(times: pd.DataFrame, memory: pd.DataFrame, losses: pd.DataFrame, model: str, context: int) -> pd.DataFrame:
     """The choice that one has, a row per system: bits per value of all that is stored after the most generated tokens,
     milliseconds added to the prompt and to a token after ``context`` tokens (one sequence), and ``model``'s KL over all
-    positions."""
+    positions, with that of an fp16 cache."""
     losses = losses[losses["model"] == model]
     weights = losses["end"] - losses["start"]
-    sums = pd.DataFrame({"kl": losses["kl"] * weights, "of": weights}).groupby(losses["system"], sort=False).sum()
+    means = losses[["kl", "kl_floor"]].mul(weights, axis=0).groupby(losses["system"], sort=False).sum()
+    means = means.div(weights.groupby(losses["system"], sort=False).sum(), axis=0)
     timed = times[(times["batch"] == 1) & (times["context"] == context)].set_index("system")
     stored = memory[(memory["batch"] == 1) & (memory["generated"] == memory["generated"].max())].set_index("system")
     columns = [stored[["bits_total", "side_bytes"]], timed[["added_prefill_ms", "added_ms", "added_vs_quanto"]]]
-    return pd.concat([*columns, (sums["kl"] / sums["of"]).rename("kl")], axis=1, join="inner")
+    return pd.concat([*columns, means], axis=1, join="inner")

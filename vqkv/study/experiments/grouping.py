@@ -38,7 +38,7 @@ def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_s
     who = who | {"name": model, "seed": seed}
     found, compressor = subject(**who), _compressor(*TABLE_1[label], who, quantizer)
     row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size, exact=found.exact)
-    row |= recalled(found, compressor, recall_seqs, who["test"][1], 0, chunk_size)
+    row |= recalled(found, compressor, recall_seqs, 0, chunk_size)
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])
     return [{"model": model, "quantised": label, "seed": seed} | row], found.sources

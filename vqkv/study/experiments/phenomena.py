@@ -1,7 +1,9 @@
 """Notebook 01: what a model's keys and values are like, what it can do, and how it came to."""
 
 import json
+import math
 import statistics
+from functools import partial
 
 import torch
 
@@ -14,6 +16,8 @@ from vqkv.reference.measure import PAIRS, induction_score
 from vqkv.reference.rows import Words
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
+
+FAR_PAIRS, GAPS = 8, (0, 64, 128, 256, 512, 850)  # pairs, and tokens of text between them and their queries
 
 
 def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
@@ -49,16 +53,21 @@ def phenomena(
         train = draw(corpus, tokenizer, "train", seq_len, num_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
         context = model.config.get_text_config().max_position_embeddings
+        text = draw(corpus, tokenizer, "test", min(context, GAPS[-1] + 1), recall_seqs, seed, sources)[:, 1:]
         found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
-        recall_len = min(context, 2 * seq_len)
-        recall = probes.recall_by_distance(model, tokenizer, recall_len, recall_seqs, seed)
-        found |= {f"recall accuracy, {distance} tokens back": hit for distance, hit in recall.items()}
-        fitting = [pairs for pairs in PAIRS if 6 * pairs < context]
-        recall = probes.recall_by_pairs(model, tokenizer, fitting, recall_seqs, seed)
-        found |= {f"recall of {pairs} pairs": hit for pairs, hit in recall.items()}
+        found |= _recall_rows(model, tokenizer, context, recall_seqs, seed, text)
         found["induction score, best head"] = induction_score(model, Words.of(tokenizer).all)
         rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
     return frame(rows, sources)
+
+
+def _recall_rows(model, tokenizer, context: int, num_seqs: int, seed: int, text) -> dict[str, float]:
+    """Of lists that fit into the context, and of a few pairs behind more and more of ``text``."""
+    recall = partial(probes.recall, model, tokenizer, num_seqs=num_seqs, seed=seed)
+    found = {f"recall of {count} pairs": recall(count) for count in PAIRS if 6 * count < context}
+    gaps = [gap for gap in GAPS if gap + 6 * FAR_PAIRS < context]
+    far = {gap: recall(FAR_PAIRS, between=text[:, :gap]) for gap in gaps}
+    return found | {f"recall of {FAR_PAIRS} pairs behind {gap} tokens": hit for gap, hit in far.items()}
 
 
 def noise_floors(
@@ -75,7 +84,8 @@ def noise_floors(
 
 
 def training_curves(models: list[str]):
-    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens."""
+    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens; of
+    other models nothing is known, which is a row of NaN."""
     rows = []
     for name in models:
         log = json.loads((BUNDLED[name] / "training.json").read_text()) if name in BUNDLED else {"measured": []}
@@ -85,6 +95,8 @@ def training_curves(models: list[str]):
             found |= {key: row[key] for key in ("induction", "bits_per_byte") if key in row}
             about = {"model": name, "tokens": row["tokens"]}
             rows += [about | {"quantity": quantity, "value": value} for quantity, value in found.items()]
+        if name not in BUNDLED:
+            rows.append({"model": name, "tokens": 0, "quantity": "induction", "value": math.nan})
     return frame(rows, {})
 
 

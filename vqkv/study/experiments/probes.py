@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
 
 AQUA_STRENGTH = 1e-3  # of its ridge
-RECALL_EDGES = (0, 64, 128, 256, 512, 1024)
 PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
@@ -171,33 +169,14 @@ def reconstructed(preset: Preset) -> Form:
 
 
 @torch.inference_mode()
-def recall_by_distance(
-    model, tokenizer, seq_len: int, num_seqs: int, seed: int, batch_size: int = 4
-) -> dict[str, float]:
-    """Greedy accuracy of key-value recall, by how many tokens back the value stands; chance is 1 in 128."""
-    batch = RecallTask(tokenizer).batch(seq_len, num_seqs, seed, num_pairs=None)
-    hits = []
-    for tokens in batch.tokens.split(batch_size):
-        logits = model(tokens.to(model.device), use_cache=False).logits.cpu()
-        hits.append(logits[:, :-1].argmax(-1) == tokens[:, 1:])
-    hits, answers, distance = torch.cat(hits), batch.answers[:, 1:], batch.distance[:, 1:]
-    found = {}
-    for low, high in pairwise(RECALL_EDGES):
-        chosen = answers & (distance > low) & (distance <= high)
-        if chosen.any():
-            found[f"{low + 1}-{high}"] = hits[chosen].float().mean().item()
-    return found
-
-
-@torch.inference_mode()
-def recall_by_pairs(model, tokenizer, pairs: list[int], num_seqs: int, seed: int) -> dict[int, float]:
-    """Greedy accuracy of key-value recall, by how many pairs are listed; each is asked for once."""
-    task, found = RecallTask(tokenizer), {}
-    for count in pairs:
-        batch = task.episodes(count, num_seqs, seed)
-        guesses = model(batch.tokens.to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
-        found[count] = (guesses == batch.tokens[:, 1:])[batch.answers[:, 1:]].float().mean().item()
-    return found
+def recall(model, tokenizer, pairs: int, num_seqs: int, seed: int, between=None, batch_size: int = 8) -> float:
+    """Greedy accuracy of key-value recall of ``pairs`` pairs behind tokens ``between`` (num_seqs, gap); chance is 1 in
+    128."""
+    task, hits = RecallTask(tokenizer).episodes(pairs, num_seqs, seed, between), []
+    for tokens, answers in zip(task.tokens.split(batch_size), task.answers.split(batch_size), strict=True):
+        guesses = model(tokens.to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
+        hits.append((guesses == tokens[:, 1:])[answers[:, 1:]])
+    return torch.cat(hits).float().mean().item()
 
 
 def _block(text: str, layer: int) -> Block:

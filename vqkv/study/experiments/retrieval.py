@@ -90,8 +90,10 @@ def _scored(found: Subject, compressor, batch: RecallBatch) -> dict:
 
 def first_lost(table, points: float = 10):
     """The most bits per value at which each family of systems loses ``points`` of what an exact cache recalls, by model
-    and episode: a row each; NaN if it never does."""
-    rows = table.assign(family=table["system"].str.split(",").str[0].str.replace(r" \d.*", "", regex=True))
+    and episode: a row each; NaN if it never does. A design is a family of its own."""
+    kind = table["system"].str.split(",").str[0].str.replace(r" \d.*", "", regex=True)
+    rows = table.assign(family=kind.where(table["nominal_bits"].isin([0, 16]), table["system"]))
     lost = rows[rows["low"] >= points]
     keys = ["model", "pairs", "gap", "family"]
-    return lost.groupby(keys, sort=False)["bits_per_value"].max().unstack("family")
+    found = lost.groupby(keys, sort=False)["bits_per_value"].max().unstack("family")
+    return found.reindex(columns=[name for name in rows["family"].unique() if name != EXACT])

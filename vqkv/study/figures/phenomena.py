@@ -52,23 +52,19 @@ def channel_ratios(table):
 
 
 def recall_bars(table, chance: float):
-    """Key-value recall accuracy of each model by distance, and what guessing (``chance``) would give."""
-    rows = table[table["quantity"].str.startswith("recall accuracy")]
-    quantities = list(dict.fromkeys(rows["quantity"]))
-    distances = [quantity.split()[2] for quantity in quantities]
-    models = list(dict.fromkeys(rows["model"]))
+    """Key-value recall of each model behind more and more tokens of text, and what guessing (``chance``) would give."""
+    rows = table[table["quantity"].str.contains("behind")]
+    gaps = rows["quantity"].str.extract(r"behind (\d+) tokens")[0]
+    heights = rows.assign(gap=gaps.astype(int)).pivot(index="gap", columns="model", values="value")
     fig, ax = plt.subplots(figsize=(7, 3))
-    for i, model in enumerate(models):
-        mine = rows[rows["model"] == model].set_index("quantity")["value"]
-        heights = [100 * mine.get(quantity, float("nan")) for quantity in quantities]
-        positions = [x + (i - (len(models) - 1) / 2) * 0.4 for x in range(len(distances))]
-        ax.bar(positions, heights, 0.38, color=PALETTE[short(model)], label=model)
-    ax.axhline(
-        100 * chance, color=PALETTE["bound"], linestyle="--", linewidth=1, label=f"guessing: {100 * chance:.1f}%"
-    )
-    ax.set(xticks=range(len(distances)), xticklabels=distances, ylim=(0, 100))
-    ax.set(xlabel="tokens between a value and the query for it", ylabel="recall accuracy (%)")
-    ax.legend(loc="upper right")
+    for i, model in enumerate(dict.fromkeys(rows["model"])):
+        places = [x + (i - (heights.shape[1] - 1) / 2) * 0.4 for x in range(len(heights))]
+        ax.bar(places, 100 * heights[model], 0.38, color=PALETTE[short(model)], label=model)
+    guessing = {"color": PALETTE["bound"], "linestyle": "--", "linewidth": 1}
+    ax.axhline(100 * chance, **guessing, label=f"guessing: {100 * chance:.1f}%")
+    ax.set(xticks=range(len(heights)), xticklabels=heights.index, ylim=(0, 120), yticks=range(0, 101, 20))
+    ax.set(xlabel="tokens of text between the pairs and the queries", ylabel="recall accuracy (%)")
+    ax.legend(loc="upper center", ncols=3)
     return fig
 
 
@@ -76,7 +72,8 @@ def emergence(table):
     """Recall by number of pairs, induction and bits per byte of each model against its training tokens."""
     fig, axes, panels = by_model(table, (10, 3.8))
     for ax, model, mine in panels:
-        curves = mine.pivot(index="tokens", columns="quantity", values="value")
+        wanted = ["induction", "bits_per_byte", *(f"recall of {pairs} pairs" for pairs in ("4", "16", "32"))]
+        curves = mine.pivot(index="tokens", columns="quantity", values="value").reindex(columns=wanted)
         shades = {"4": 0.4, "16": 0.7, "32": 1.0}
         for pairs, alpha in shades.items():
             look = {"color": PALETTE[short(model)], "alpha": alpha, "label": f"recall of {pairs} pairs"}
@@ -89,8 +86,7 @@ def emergence(table):
         bits.set(ylim=(1, 4), ylabel="bits per byte, held-out text" if ax is axes[0, -1] else "")
         bits.grid(False)
         bits.spines["right"].set_visible(True)
-        lines = ax.get_lines() + bits.get_lines()
-        if ax is axes[0, 0]:
-            ax.legend(lines, [line.get_label() for line in lines], loc="upper left")
+        lines = [*ax.get_lines(), *bits.get_lines()]
+        ax.legend(lines, [line.get_label() for line in lines], loc="center right")
     axes[0, 0].set_ylabel("accuracy, attention (%)")
     return fig

@@ -126,10 +126,15 @@ def interval(rows):
 
 def mark_floor(ax, rows, across: bool = True) -> None:
     """Hatch what lies below the KL of an fp16 cache, on a KL axis that is the vertical one or (not ``across``) the
-    horizontal one: no storage error is told from rounding there."""
+    horizontal one: no storage error is told from rounding there. Where all is far above it, or the axis linear, its
+    number must do."""
     span = ax.axhspan if across else ax.axvspan
     low, high = ax.get_ylim() if across else ax.get_xlim()
-    floor = rows["kl_floor"].max()
+    floor, scale = rows["kl_floor"].max(), ax.get_yscale() if across else ax.get_xscale()
+    if low > 10 * floor or scale == "linear":
+        look = {"transform": ax.transAxes, "ha": "right", "fontsize": 8, "color": PALETTE["published"]}
+        ax.text(0.99, 0.02 if across else 0.93, f"fp16's own error: {floor:.1g}", **look)
+        return
     span(min(low, floor / 2), floor, color=PALETTE["published"], alpha=0.2, lw=0, zorder=0, label="fp16's own error")
     (ax.set_ylim if across else ax.set_xlim)(min(low, floor / 2), high)
 

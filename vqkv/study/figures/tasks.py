@@ -112,31 +112,33 @@ def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):
     return fig
 
 
-def recall_planes(table, episodes: list[tuple[int, int]], designs=()):
-    """Key-value recall against stored bits, a point for each system with the 95% interval of what it loses; the line is
-    the exact cache. A row of panels for each of ``episodes`` (pairs, tokens in between), a column for each model."""
+def recall_planes(table, episodes: list[tuple[int, int]], designs=(), names=()):
+    """Key-value recall against stored bits, a line for each family of systems with the 95% interval of what it loses;
+    black is the exact cache. A row of panels for each of ``episodes`` (pairs, tokens in between), a column for each
+    model. ``designs``, called ``names``, come last."""
     models = list(dict.fromkeys(table["model"]))
-    names = {name: (PALETTE[colour], marker) for name, (colour, marker) in PUBLISHED.items()}
-    names |= {name: (PALETTE[colour], marker) for name, (colour, marker, _) in zip(designs, OURS)}
+    looks = {name: (PALETTE[colour], marker, name) for name, (colour, marker) in PUBLISHED.items()}
+    titles = [f"{name}: {design}" for name, design in zip(names, designs)] or designs
+    looks |= {name: (PALETTE[colour], marker, title) for name, title, (colour, marker, _) in zip(designs, titles, OURS)}
     size, share = (11, 1 + 3.1 * len(episodes)), {"sharex": True, "sharey": True, "squeeze": False}
     fig, axes = plt.subplots(len(episodes), len(models), figsize=size, **share)
     for line, (pairs, gap) in zip(axes, episodes):
         asked = table[(table["pairs"] == pairs) & (table["gap"] == gap)]
         for ax, model in zip(line, models):
-            _recall_plane(ax, asked[asked["model"] == model], names, designs)
+            _recall_plane(ax, asked[asked["model"] == model], looks)
         line[0].set_ylabel(f"recall of {pairs} pairs" + f"\nbehind {gap} tokens" * (gap > 0) + " (%)")
     for ax, model in zip(axes[0], models):
-        ax.set(title=model, xlim=(0, 6), ylim=(0, 103))
+        ax.set(title=model, xlim=(0, 5), ylim=(0, 103))
     for ax in axes[-1]:
         ax.set_xlabel("stored bits per value (side information apart)")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return fig
 
 
-def _recall_plane(ax, rows, names: dict, designs) -> None:
+def _recall_plane(ax, rows, looks: dict) -> None:
     ax.axhline(100 * rows["recall_exact"].max(), color=PALETTE["fp16"], linewidth=1, label="exact cache")
-    for name, (colour, marker) in names.items():
+    for name, (colour, marker, title) in looks.items():
         mine = rows[rows["system"].str.startswith(name)].sort_values("bits_per_value")
         error = [mine["high"] - mine["lost"], mine["lost"] - mine["low"]]
-        style = {"fmt": marker + ("-" if name in designs else ""), "color": colour, "capsize": 2, "label": name}
+        style = {"fmt": marker + "-", "color": colour, "capsize": 2, "label": title}
         ax.errorbar(mine["bits_per_value"], 100 * mine["recall"], error, **style)
