@@ -188,6 +188,14 @@ def test_in_place_with_less_than_a_block_reads_nothing_packed(mini, tokens):
         evaluate(mini[0], compressor, tokens[:, :60], "in_place", reconstruction=False)
 
 
+def test_packed_tokens_that_nothing_is_scored_behind_are_not_enough(mini, tokens):
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, 0), progress=False)
+    early = torch.zeros(3, 40, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)
+    for rows, answers in ((tokens[:, :17], None), (tokens[:, :40], early)):
+        with pytest.raises(DataError, match="nothing of .* tokens is left to score"):
+            evaluate(mini[0], compressor, rows, chunk_size=16, answers=answers, reconstruction=False)
+
+
 @pytest.mark.parametrize("preset", [presets.kivi(2), presets.kvquant(3), presets.vqq(0.2), presets.higgs(3)])
 def test_every_kind_of_codec_goes_through_every_protocol(mini, preset):
     """Also where the tokens are no multiple of a block: what is left of it stays exact in the window."""

@@ -8,8 +8,10 @@ import torch
 
 from vqkv import DataError
 from vqkv.data.recall import RecallTask
+from vqkv.evaluation.floor import noise_floor
 from vqkv.study import figures
 from vqkv.study.experiments import first_lost, retrieval
+from vqkv.study.tables import with_floor
 
 SETTINGS = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", pairs=[4], far_pairs=2, gaps=[20], num_seqs=4, train_seqs=4,
@@ -29,6 +31,8 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
 
 
 def test_episodes_too_few_to_tell_points_apart_are_refused():
+    with pytest.raises(DataError, match="tell_apart 0 must be"):
+        retrieval(**SETTINGS | {"tell_apart": 0})
     with pytest.raises(DataError, match="'recall of 2 pairs' asks 8 questions.*at least 73"):
         retrieval(**SETTINGS | {"tell_apart": 5, "num_seqs": 4, "pairs": [20]})
 
@@ -38,6 +42,7 @@ def test_the_first_rate_that_loses_is_the_largest(tokenizer):
     table = pd.DataFrame(rows, columns=["system", "bits_per_value", "low"]).assign(model="m", pairs=16, gap=0)
     found = first_lost(table.assign(nominal_bits=0)).loc[("m", 16, 0)]
     assert found["vqllm"] == 0.9 and math.isnan(found["kivi"])
+    assert first_lost(table.assign(nominal_bits=0, low=0.0)).isna().all(axis=None)
     assert first_lost(table.assign(nominal_bits=2)).loc[("m", 16, 0), "vqllm 1x16"] == 0.4
 
 
@@ -51,6 +56,16 @@ def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer
         assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
         assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]
     assert task.episodes(5, 3, seed=1).tokens.shape[1] == batch.tokens.shape[1] - 11
+
+
+def test_a_number_that_is_none_is_no_floor():
+    table = pd.DataFrame({"kl_mean": [math.nan, 1e-8, 0.01], "kl_floor": 1e-7})
+    assert list(with_floor(table)["kl_mean"]) == ["nan", "at the fp16 floor", "0.01"]
+
+
+def test_a_floor_needs_tokens_behind_the_first_piece():
+    with pytest.raises(DataError, match="chunk_size 64 leaves nothing of 64 tokens"):
+        noise_floor(None, torch.zeros(1, 64), 64)
 
 
 @pytest.mark.parametrize("pairs", [0, 129])

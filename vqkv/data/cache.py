@@ -19,7 +19,7 @@ from tqdm import tqdm
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
 
-VERSION = 2
+VERSION = 3  # of the tokens' layout and of the rule by which documents are dealt to splits
 ITEM = 8  # bytes of a token id
 
 

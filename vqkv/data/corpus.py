@@ -90,6 +90,8 @@ def load_corpus(
 
 def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
     """Texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
+    if split not in SPLITS:
+        raise UnknownNameError("split", split, SPLITS)
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
@@ -99,6 +101,7 @@ def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
 
 def check_corpus(name: str, split: str) -> str:
     """The first text of a corpus, which shows that it can be reached. Raises what ``load_corpus`` would."""
+    _check_apart(name)
     text = next((text for text in documents(name, split) if text.strip()), None)
     if text is None:
         raise DataError(f"corpus {name!r} has no text in its {split} split: name a larger one")
@@ -130,10 +133,11 @@ def _find(name: str) -> HubCorpus | list[tuple[str, Path]] | None:
 
 
 def _check_apart(name: str) -> None:
-    """Raise ``DataError`` if one local text is to be learned from and another, which has documents in common with it,
-    to be reported on. (Data sets are streamed, and cannot be compared beforehand.)"""
+    """Raise ``DataError`` if one text is to be learned from and another, which has the same documents among its own, to
+    be reported on. (Data sets are streamed, and cannot be compared beforehand; nor are shifted copies seen.)"""
     match = PAIR.fullmatch(str(name))
-    if match is None or match["train"] == match["test"] or not all(isinstance(_find(n), list) for n in match.groups()):
+    apart = match is None or match["train"] == match["test"]
+    if apart or any(isinstance(_find(n), HubCorpus) for n in match.groups()):
         return
     learned, held = (set(documents(match[key], split)) for key, split in (("train", "train"), ("test", "test")))
     if shared := learned & (held | set(documents(match["test"], "validation"))):

@@ -195,6 +195,11 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         logits, exact_tokens = _read_packed(model, cache, tokens.split(pieces, dim=1))
     read = [sum(pieces[:i]) for i, count in enumerate(exact_tokens) if count is not None]
     start = max(start, read[0])
+    if start >= tokens.shape[1] - 1 or (answers is not None and not answers[:, start + 1 :].any()):
+        raise DataError(
+            f"nothing of {tokens.shape[1]} tokens is left to score behind the {start} before packed ones are read: use "
+            "longer sequences, or a smaller window or flush block"
+        )
     exact, logits, targets = exact[:, start:-1], torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),

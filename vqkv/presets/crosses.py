@@ -143,8 +143,8 @@ def best(
     as much as they cost the model, rounded to steps of one size and ANS-coded in blocks of ``block`` tokens, and the
     bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
     turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
-    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 20 to 46
-    tokens a channel on at 0.9 bits and more, and from 54 to 87 at 0.5 (page 11), hence ``long_pays``.
+    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 20 to 28
+    tokens a channel on at 1.8 bits and more, 30 to 46 at 0.9, 54 to 87 at 0.5 (page 11); ``long_pays`` lies between.
 
     ``bits`` are those of a value on the calibration text, side information apart; other text takes 1 to 11% more after
     calibration on 16 x 528 tokens, up to 20% after 8 x 256. Reading back is slower than with other presets: ANS runs on

@@ -65,7 +65,9 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
 def with_floor(table: pd.DataFrame, kl: str = "kl_mean", floor: str = "kl_floor") -> pd.DataFrame:
     """The table with its KL in words where it is no larger than that of an fp16 cache, which then is left out: such a
     number measures rounding, not storage."""
-    words = [f"{x:.2g}" if x > least else "at the fp16 floor" for x, least in zip(table[kl], table[floor], strict=True)]
+    words = [
+        "at the fp16 floor" if x <= least else f"{x:.2g}" for x, least in zip(table[kl], table[floor], strict=True)
+    ]
     return table.assign(**{kl: words}).drop(columns=floor)
 
 

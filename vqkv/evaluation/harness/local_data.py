@@ -45,10 +45,10 @@ def recall(num_docs: int, distance: int, **about) -> dict[str, Dataset]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED.get(name, name)) if isinstance(name, str) else name
     task = RecallTask(tokenizer)
     later = round(distance / task.line) - 1  # lines between the pair and its key's return
-    if later < CHOICES - 1 or later + 1 + EARLIER > len(task.keys):
+    if later < CHOICES - 1 or later + 1 + EARLIER > len(task.values):
         raise DataError(
-            f"distance {distance}: lines have {task.line} tokens and there are {len(task.keys)} keys, so from "
-            f"{CHOICES * task.line} to {(len(task.keys) - EARLIER) * task.line} is possible"
+            f"distance {distance}: lines have {task.line} tokens and there are {len(task.values)} values, so from "
+            f"{CHOICES * task.line} to {(len(task.values) - EARLIER) * task.line} is possible"
         )
     words = [[tokenizer.decode([word]) for word in half] for half in (task.keys, task.values)]
     newline = tokenizer.decode(task.newline)

@@ -109,7 +109,8 @@ def exact_compressor(found: Subject, model=None) -> Compressor:
 
 def recalled(found: Subject, compressor, num_seqs: int, seed: int, chunk_size: int) -> dict:
     """``recall`` and ``recall_exact``: accuracy on ``num_seqs`` lists of ``RECALL_PAIRS`` pairs drawn by ``seed``, each
-    asked for behind two chunks of held-out text, so that all of it is read packed."""
+    asked for behind two chunks of held-out text (or as much as a sequence has, from its BOS on), so that all of it is
+    read packed."""
     text = found.test.repeat(-(-num_seqs // len(found.test)), 1)[:num_seqs, : 2 * chunk_size]
     task = RecallTask(found.tokenizer).episodes(RECALL_PAIRS, num_seqs, seed, text)
     settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
@@ -118,10 +119,13 @@ def recalled(found: Subject, compressor, num_seqs: int, seed: int, chunk_size: i
 
 
 def check_enough(task: str, items: int, points: float) -> None:
-    """Raise ``DataError`` if a task asks too few questions for a loss of so many accuracy points, none gained, to lie
-    outside its 95% interval (McNemar 1947): 73 questions for 5 points."""
+    """Raise ``DataError`` if a task asks too few questions for a loss of so many accuracy points, none gained, to be
+    1.96 of its standard errors (of paired, independent answers): 73 questions for 5 points. The least that is needed;
+    the intervals that a table shows say what was reached."""
+    if not 0 < points <= 100:
+        raise DataError(f"tell_apart {points!r} must be accuracy points, more than 0 and at most 100")
     share = points / 100
-    least = math.ceil(1.96**2 * (1 - share) / share) if share else 1
+    least = max(1, math.ceil(1.96**2 * (1 - share) / share))
     if items < least:
         raise DataError(
             f"task {task!r} asks {items} questions, too few to tell {points:g} points apart: ask at least {least} "

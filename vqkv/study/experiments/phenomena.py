@@ -5,15 +5,16 @@ import math
 import statistics
 from functools import partial
 
+import numpy as np
 import torch
 
+from vqkv.data.recall import RecallTask, single_token_words
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
 from vqkv.models.layers import rotates
 from vqkv.models.load import BUNDLED, describe, kv_width
 from vqkv.reference.measure import PAIRS, induction_score
-from vqkv.reference.rows import Words
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
 
@@ -56,7 +57,7 @@ def phenomena(
         text = draw(corpus, tokenizer, "test", min(context, GAPS[-1] + 1), recall_seqs, seed, sources)[:, 1:]
         found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
         found |= _recall_rows(model, tokenizer, context, recall_seqs, seed, text)
-        found["induction score, best head"] = induction_score(model, Words.of(tokenizer).all)
+        found["induction score, best head"] = induction_score(model, _words(tokenizer))
         rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
     return frame(rows, sources)
 
@@ -64,10 +65,17 @@ def phenomena(
 def _recall_rows(model, tokenizer, context: int, num_seqs: int, seed: int, text) -> dict[str, float]:
     """Of lists that fit into the context, and of a few pairs behind more and more of ``text``."""
     recall = partial(probes.recall, model, tokenizer, num_seqs=num_seqs, seed=seed)
-    found = {f"recall of {count} pairs": recall(count) for count in PAIRS if 6 * count < context}
-    gaps = [gap for gap in GAPS if gap + 6 * FAR_PAIRS < context]
+    pair = 2 * RecallTask(tokenizer).line  # tokens, asked for once
+    found = {f"recall of {count} pairs": recall(count) for count in PAIRS if pair * count < context}
+    gaps = [gap for gap in GAPS if gap + pair * FAR_PAIRS < context]
     far = {gap: recall(FAR_PAIRS, between=text[:, :gap]) for gap in gaps}
     return found | {f"recall of {FAR_PAIRS} pairs behind {gap} tokens": hit for gap, hit in far.items()}
+
+
+def _words(tokenizer) -> np.ndarray:
+    """All that a recall sequence is made of, but for BOS."""
+    words = single_token_words(tokenizer)
+    return np.array([*words[::2], *words[1::2], *tokenizer.encode("\n", add_special_tokens=False)])
 
 
 def noise_floors(

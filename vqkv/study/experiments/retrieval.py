@@ -2,6 +2,7 @@
 
 import itertools
 
+import pandas as pd
 import torch
 
 from vqkv.data.recall import RecallBatch, RecallTask
@@ -89,11 +90,13 @@ def _scored(found: Subject, compressor, batch: RecallBatch) -> dict:
 
 
 def first_lost(table, points: float = 10):
-    """The most bits per value at which each family of systems loses ``points`` of what an exact cache recalls, by model
-    and episode: a row each; NaN if it never does. A design is a family of its own."""
+    """The most bits per value at which each family of systems loses ``points`` of what an exact cache recalls for
+    certain (the interval's lower end), by model and episode: a row each; NaN if it never does. A design is a family of
+    its own."""
     kind = table["system"].str.split(",").str[0].str.replace(r" \d.*", "", regex=True)
     rows = table.assign(family=kind.where(table["nominal_bits"].isin([0, 16]), table["system"]))
     lost = rows[rows["low"] >= points]
     keys = ["model", "pairs", "gap", "family"]
     found = lost.groupby(keys, sort=False)["bits_per_value"].max().unstack("family")
-    return found.reindex(columns=[name for name in rows["family"].unique() if name != EXACT])
+    episodes = pd.MultiIndex.from_frame(rows[keys[:-1]].drop_duplicates())
+    return found.reindex(index=episodes, columns=[name for name in rows["family"].unique() if name != EXACT])

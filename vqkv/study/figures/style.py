@@ -125,7 +125,7 @@ def interval(rows):
 
 
 def mark_floor(ax, rows, across: bool = True) -> None:
-    """Hatch what lies below the KL of an fp16 cache, on a KL axis that is the vertical one or (not ``across``) the
+    """Shade what lies below the KL of an fp16 cache, on a KL axis that is the vertical one or (not ``across``) the
     horizontal one: no storage error is told from rounding there. Where all is far above it, or the axis linear, its
     number must do."""
     span = ax.axhspan if across else ax.axvspan

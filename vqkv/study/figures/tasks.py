@@ -139,6 +139,6 @@ def _recall_plane(ax, rows, looks: dict) -> None:
     ax.axhline(100 * rows["recall_exact"].max(), color=PALETTE["fp16"], linewidth=1, label="exact cache")
     for name, (colour, marker, title) in looks.items():
         mine = rows[rows["system"].str.startswith(name)].sort_values("bits_per_value")
-        error = [mine["high"] - mine["lost"], mine["lost"] - mine["low"]]
+        error = [(mine["high"] - mine["lost"]).clip(0), (mine["lost"] - mine["low"]).clip(0)]
         style = {"fmt": marker + "-", "color": colour, "capsize": 2, "label": title}
         ax.errorbar(mine["bits_per_value"], 100 * mine["recall"], error, **style)
