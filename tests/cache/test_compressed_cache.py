@@ -126,5 +126,5 @@ def test_sliding_windows_drop_what_no_query_sees(name, preset, tmp_path):
     assert report.dynamic_values == held and report.ratio == pytest.approx(2 * held / report.cache_bytes)
     assert report.cache_bytes < whole.report().cache_bytes
     assert report.cache_bytes == tensor_bytes(cache) - tensor_bytes(compressor)
-    with pytest.raises(DataError, match="have left a sliding window"):
+    with pytest.raises(DataError, match="sliding window or a recurrent state has forgotten"):
         cache.crop(-1)

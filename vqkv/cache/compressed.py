@@ -232,7 +232,8 @@ class CompressedCache(Cache):
                 "a sliding window or a recurrent state has forgotten what a cropped cache would need: reset() it"
             )
         for layer in self.with_states:
-            LinearAttentionLayer.crop(layer, tokens_to_remove)
+            if tokens_to_remove or layer.record_past:
+                LinearAttentionLayer.crop(layer, tokens_to_remove)
         self.batch.truncate(self.batch.slots + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
