@@ -19,6 +19,10 @@ MEASURED = ("packed_bytes", "packed_values", "values", "cache_bytes", "seq_len",
 ROLES_MSE = ("key_mse", "value_mse")
 LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
+NOTHING_LEFT = (
+    "nothing is left to score behind the tokens that read nothing packed: use longer sequences, or a smaller window or "
+    "flush block"
+)
 
 
 @torch.inference_mode()
@@ -77,6 +81,8 @@ def evaluate(
         return sums | (_reconstruction(exact, compressor, batches[number]) if reconstruction else {})
 
     totals = _all_batches(measure, len(batches))
+    if answers is not None and not any(len(batch["recall"]) for batch in totals):
+        raise DataError(NOTHING_LEFT)
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
         names = ("kl", "top1", "recall", "recall_exact") if answers is not None else ("kl", "top1")
@@ -195,11 +201,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         logits, exact_tokens = _read_packed(model, cache, tokens.split(pieces, dim=1))
     read = [sum(pieces[:i]) for i, count in enumerate(exact_tokens) if count is not None]
     start = max(start, read[0])
-    if start >= tokens.shape[1] - 1 or (answers is not None and not answers[:, start + 1 :].any()):
-        raise DataError(
-            f"nothing of {tokens.shape[1]} tokens is left to score behind the {start} before packed ones are read: use "
-            "longer sequences, or a smaller window or flush block"
-        )
+    if start >= tokens.shape[1] - 1:
+        raise DataError(NOTHING_LEFT)
     exact, logits, targets = exact[:, start:-1], torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vqkv.data.recall import RecallTask, single_token_words
+from vqkv.data.recall import RecallTask
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
@@ -57,7 +57,9 @@ def phenomena(
         text = draw(corpus, tokenizer, "test", min(context, GAPS[-1] + 1), recall_seqs, seed, sources)[:, 1:]
         found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
         found |= _recall_rows(model, tokenizer, context, recall_seqs, seed, text)
-        found["induction score, best head"] = induction_score(model, _words(tokenizer))
+        task = RecallTask(tokenizer)
+        words = np.array([*task.keys, *task.values, *task.newline])
+        found["induction score, best head"] = induction_score(model, words)
         rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
     return frame(rows, sources)
 
@@ -70,12 +72,6 @@ def _recall_rows(model, tokenizer, context: int, num_seqs: int, seed: int, text)
     gaps = [gap for gap in GAPS if gap + pair * FAR_PAIRS < context]
     far = {gap: recall(FAR_PAIRS, between=text[:, :gap]) for gap in gaps}
     return found | {f"recall of {FAR_PAIRS} pairs behind {gap} tokens": hit for gap, hit in far.items()}
-
-
-def _words(tokenizer) -> np.ndarray:
-    """All that a recall sequence is made of, but for BOS."""
-    words = single_token_words(tokenizer)
-    return np.array([*words[::2], *words[1::2], *tokenizer.encode("\n", add_special_tokens=False)])
 
 
 def noise_floors(

@@ -48,13 +48,14 @@ def leaderboard(
     ``tuned_depths``, without tasks. Table 2: every other codebook size and number of codebooks, the smaller ones cut
     out of the deepest. Table 3: each other model. ``tasks`` and ``protocol`` as in ``harness.run_tasks``, the first
     metric of each task; ``limit``: documents a task, None for all;
-    ``tell_apart``: points that each must be able to tell apart, or it raises ``DataError``.
+    ``tell_apart``: points that so many must be able to tell apart, or it raises ``DataError``.
     """
+    for task in tasks if limit else ():
+        check_enough(task, limit, tell_apart)
     text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
         "who": text | {"dtype": dtype, "device": device},
         "scoring": {"tasks": tasks, "limit": limit, "protocol": protocol, "batch_size": batch_size},
-        "points": tell_apart,
         "tuning": {"steps": tuning_steps, "size": [tuning_seqs, tuning_len], "lr": learning_rate},
     }
     depth, largest = max(depths), {"codebook_size": codebook_size, "group_size": group_size}
@@ -73,17 +74,7 @@ def leaderboard(
     return frame(*sweep(_rows, [dict(zip(names, case)) for case in cases], settings | {"depth": depth}, "tasks"))
 
 
-def _rows(
-    table: int,
-    model: str,
-    label: str,
-    quantizer: dict,
-    depth: int,
-    who: dict,
-    scoring: dict,
-    points: float,
-    tuning: dict,
-):
+def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: dict, scoring: dict, tuning: dict):
     from vqkv.evaluation.harness import run_tasks  # seconds, which the other experiments need not spend
 
     who = who | {"name": model}
@@ -93,9 +84,6 @@ def _rows(
     score = evaluate(read, compressor, found.test, protocol, batch_size=batch_size, reconstruction=False, exact=exact)
     text = {"task": TEXT, "metric": "perplexity", "value": score["ppl"], "n": len(found.test), "num_fewshot": 0}
     tasks = [] if table == 4 else run_tasks(read, found.tokenizer, None if label == EXACT else compressor, **scoring)
-    for row in tasks:
-        if row["metric"].startswith("acc"):
-            check_enough(row["task"], row["n"], points)
     about = {"table": table, "model": model, "label": label, "side_bytes": score["side_bytes"]}
     about |= {name: quantizer[name] for name in ("num_quantizers", "codebook_size")}
     about["bits_per_value"] = score["bits_per_value"]
