@@ -18,7 +18,7 @@ SINKS, BLOCK = 2, 4
 PRESET = presets.crossed("steps", 1.0, rotation="none", block=BLOCK, sink_tokens=SINKS)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma", "qwen3", "mistral sliding"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma", "qwen3", "glm", "mistral sliding"])
 def model(request, tmp_path_factory):
     name, *sliding = request.param.split()
     make = small_models.sliding if sliding else small_models.load

@@ -45,49 +45,65 @@ EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts")
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 STATES = {
     "state_size": 8, "expand": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_chunk_size": 16, "chunk_size": 16,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 SMALL = WIDTHS | LAYERS | HEADS | MLPS | EXPERTS | LATENT | STATES | {
     "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "sliding_window": 16, "attention_window_size": 16,
     "encoder_layers": 2, "vocab_size": 128, "max_position_embeddings": 512, "n_positions": 512,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
 }  # fmt: skip
+HALF = ["linear_attention", "full_attention"] * 2
+OWN = {  # what a type's own configuration wants
+    "bailing_hybrid": {"layer_types": HALF, "head_dim": 8, "linear_head_dim": 16, "linear_num_heads": 4},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "falcon": {"num_kv_heads": 4, "multi_query": True},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+}
 
 
 def build(model_type: str):
     """A model of this type with random weights. Raises whatever its configuration has against being small."""
-    config_class = CONFIG_MAPPING[model_type]
-    known = config_class()
-    small = SMALL | (
-        {"num_key_value_heads": 4} if hasattr(known, "kv_lora_rank") else {}
-    )  # all heads' come of one latent
-    config = config_class(**{name: value for name, value in small.items() if hasattr(known, name)})
+    config_class, own = CONFIG_MAPPING[model_type], OWN.get(model_type, {})
+    known = config_class().to_dict()
+    latent = {"num_key_value_heads": 4, "head_dim": 8} if "kv_lora_rank" in known else {}  # all heads' come of one
+    config = config_class(**{name: value for name, value in (SMALL | latent).items() if name in known} | own)
+    with torch.device("meta"):  # as some parts keep billions of parameters whatever is asked for
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if size > 5e6:
+        raise ValueError(f"{size:,} parameters: parts of it stay large")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    if sum(parameter.numel() for parameter in model.parameters()) > 5e6:
-        raise ValueError("parts of it stay large")
-    return model
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
-def row(name: str) -> str | None:
-    """The architecture's line of the table; None if it cannot be built small. Raises for a cache that is wrong."""
+def row(name: str, lossy: dict = LOSSY) -> list[str] | None:
+    """The architecture's cells of the table, with these presets; None if it cannot be built small. Raises for a cache
+    that is wrong."""
     try:
         model = build(name)
-        expected, dynamic = _read(model, DynamicCache(config=model.config))
-    except Exception:  # whatever a configuration or a model has against being small
+    except Exception:  # whatever a configuration has against being small
         return None
     try:
         exact = calibrate(model, TOKENS, presets.fp16(), progress=False)
     except DataError as error:
-        return f"| {name} | - | - | refused: {error} |"
+        return [name, "-", "-", f"refused: {error}"]
+    expected, dynamic = _read(model, DynamicCache(config=model.config))
     logits, cache = _read(model, exact.new_cache(model))
     assert token_kl(expected, logits).mean() < 1e-5, f"{name}: fp16"
-    refused = [reason for label, preset in LOSSY.items() if (reason := _refusal(model, label, preset, expected))]
+    refused = [reason for label, preset in lossy.items() if (reason := _refusal(model, label, preset, expected))]
     shapes = {layer.shape for layer in kv_layers(model)}
     layers = f"{len(kv_layers(model))} of {len(dynamic.layers)}" + (", of unequal shape" if len(shapes) > 1 else "")
     layers += ", sliding" if any(layer.is_sliding for layer in cache.compressed) else ""
-    return f"| {name} | {layers} | {_keys(model)} | {'all but ' + '; '.join(refused) if refused else 'all'} |"
+    return [name, layers, _keys(model), "all but " + "; ".join(refused) if refused else "all"]
 
 
 def _refusal(model, label: str, preset, expected) -> str | None:
@@ -107,7 +123,7 @@ def _keys(model) -> str:
     except DataError as error:
         return f"after RoPE: {error}"
     layers = len(kv_layers(model))
-    return {0: "not rotated", layers: "before RoPE"}.get(turning, f"before RoPE; {layers - turning} layers without")
+    return {0: "as they come", layers: "before RoPE"}.get(turning, f"before RoPE; {layers - turning} layers without")
 
 
 @torch.inference_mode()
@@ -117,7 +133,13 @@ def _read(model, cache, step: int = 1) -> tuple[torch.Tensor, DynamicCache]:
     return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1), cache
 
 
+def table() -> dict[str, list[str]]:
+    """The committed rows, by architecture."""
+    rows = README.read_text().split(HEAD)[1].splitlines()
+    return {cells[0]: cells for line in rows if (cells := line.strip("| ").split(" | "))}
+
+
 if __name__ == "__main__":
-    rows = [line for name in tqdm(NAMES) if (line := row(name))]
+    rows = ["| " + " | ".join(cells) + " |" for name in tqdm(NAMES) if (cells := row(name))]
     before = README.read_text().split(HEAD)[0]
     README.write_text(before + HEAD + "\n".join(rows) + "\n")

@@ -53,6 +53,15 @@ def test_keys_turned_back_are_those_that_the_projections_made(model):
             torch.testing.assert_close(turn.turned(k), k_rope, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_pass_through_rotations_that_a_capture_found(model):
+    model = copy.deepcopy(model)
+    keys = capture(model, torch.ones(1, 5, dtype=torch.int64))[0][0].clone().requires_grad_()
+    turn = rotations(model)[0]
+    if turn is not None:
+        turn.turned(keys).sum().backward()
+        assert keys.grad.norm() > 0
+
+
 def test_a_model_is_known_again_in_another_dtype_but_not_with_other_weights(model):
     before, name = describe(model), fingerprint(model)
     for dtype in (torch.float16, torch.bfloat16):

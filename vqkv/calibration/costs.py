@@ -47,7 +47,13 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             score = logits.log_softmax(-1).gather(-1, drawn).sum()
-            for place, gradient in zip(added, torch.autograd.grad(score, [*added.values()]), strict=True):
+            gradients = torch.autograd.grad(score, [*added.values()], allow_unused=True)
+            for place, gradient in zip(added, gradients, strict=True):
+                if gradient is None:
+                    raise DataError(
+                        f"no gradient of {type(model).__name__} reaches layer {place[1]}, so what its errors cost is "
+                        "not known: use a preset without error weights, such as higgs or vqllm"
+                    )
                 rows = gradient[0].float()
                 sums[place] = sums.get(place, 0) + rows.mT @ rows
     return {place: total / tokens.numel() for place, total in sums.items()}

@@ -10,10 +10,22 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from vqkv.errors import DataError
 from vqkv.models.rotation import AnglesChangeError, Rotation, found_rotation
 
+LAYERS = (  # transformers' own, that are known
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer,
+    LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer,
+)  # fmt: skip
 CHANGING_ROPE = ("dynamic", "longrope")  # angles that depend on the length
 TOKENS = 64  # one-token sequences that are asked for their keys at each position
 LONGEST = 1 << 17  # position that is asked for
@@ -92,14 +104,17 @@ def _seen_layers(model) -> list[KVLayer]:
     handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
     try:
         forward(model, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
+    except ValueError as error:
+        raise DataError(f"{type(model).__name__} does not read into caches of transformers: {error}") from error
     finally:
         for handle in handles:
             handle.remove()
     if not found:
         raise DataError(f"{type(model).__name__} hands no keys and values to its cache: it has none to compress")
-    if any(hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers):
+    if others := {type(x).__name__ for x in DynamicCache(config=model.config).layers if type(x) not in LAYERS}:
         raise DataError(
-            f"{type(model).__name__} caches keys of an indexer, too, which is not supported: use its own cache"
+            f"{type(model).__name__} caches more than keys, values and recurrent states ({', '.join(sorted(others))}), "
+            "which is not supported: use DynamicCache"
         )
     return [found[i] for i in sorted(found)]
 
@@ -157,6 +172,7 @@ def rotates(model) -> bool:
     return any(found_rotation({p: keys[i] for p, keys in at.items()}) for i in range(len(kv_layers(model))))
 
 
+@torch.inference_mode(False)  # gradients pass through them
 def _seen_rotations(model) -> list[Rotation | None]:
     layers, config, name = kv_layers(model), model.config.get_text_config(decoder=True), type(model).__name__
     if not rotates(model):
