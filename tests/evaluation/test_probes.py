@@ -14,8 +14,9 @@ from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio, participation_ratio
-from vqkv.models.load import condition_number, projection_weight, untrained
+from vqkv.models.load import untrained
 from vqkv.study.experiments import probes
+from vqkv.study.experiments.predictability import condition_number, projection_weight
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 
 REACHING = ["K-1", "V-1+K", "K-1+V-1", "K@T-1", "V-1+K@T-2", "K-2+V-1@T-1"]

@@ -83,7 +83,9 @@ def build(model_type: str):
     if size > 5e6:
         raise ValueError(f"{size:,} parameters: parts of it stay large")
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model(TOKENS[:1, :2], use_cache=False)
+    return model
 
 
 def row(name: str, lossy: dict = LOSSY) -> list[str] | None:

@@ -5,127 +5,23 @@ import dataclasses
 import inspect
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
 
 from vqkv.cache import saving
-from vqkv.cache.batch import Batch, Group, Pair
+from vqkv.cache.batch import Batch
 from vqkv.cache.hooks import watch
+from vqkv.cache.layer import CompressedLayer, MixedLayer
 from vqkv.cache.meter import Report, tensor_bytes
-from vqkv.cache.packed_attention import packed_states, reads_packed
+from vqkv.cache.packed_attention import reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
-from vqkv.cache.store import TokenStore
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.kernels.precision import full_precision
 from vqkv.models.layers import kv_layers, rotations
 from vqkv.models.load import layer_devices
 from vqkv.runtime.checks import check_whole
-
-
-@dataclass(eq=False)
-class CompressedLayer(CacheLayerMixin):
-    """One layer of a ``CompressedCache``. What it stores is in ``batch``, which all layers share."""
-
-    is_compileable = False
-
-    index: int
-    batch: Batch
-
-    def __post_init__(self):
-        self.is_initialized = False
-
-    @property
-    def keys(self) -> Tensor | None:
-        """As attention reads them, decoded anew each time (batch, num_kv_heads, seq_len, head_dim); None while there
-        are none."""
-        return self.batch.stored(self.index)[0] if self.batch.slots else None
-
-    @property
-    def values(self) -> Tensor | None:
-        """As ``keys``."""
-        return self.batch.stored(self.index)[1] if self.batch.slots else None
-
-    @property
-    def stores(self) -> tuple[TokenStore, TokenStore]:
-        """This layer's keys and values, of the first group of sequences."""
-        return self.batch.groups[0].stores[self.index]
-
-    @property
-    def is_sliding(self) -> bool:
-        """True if its queries see the last tokens only."""
-        return self.batch.reaches[self.index] is not None
-
-    @property
-    def first(self) -> int:
-        """The number of the first token that is still here."""
-        return self.stores[0].first if self.batch.groups else 0
-
-    @property
-    def is_croppable(self) -> bool:
-        """False once tokens were dropped that a cropped cache would need."""
-        return not self.first
-
-    def lazy_initialization(self, key_states, value_states) -> None:
-        """Nothing to allocate: payloads grow by concatenation."""
-        self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Store new keys (after RoPE) and values (batch, num_kv_heads, new_tokens, head_dim); return what attention
-        reads: decoded history and, unless ``in_place``, the new tokens as they came. Slots of padding read as zeros.
-        Where attention can read quantized tokens, the same ``PackedStates`` for both."""
-        self.is_initialized = True
-        if self.index == 0:
-            self.batch.begin(key_states)
-        parts = self.batch.split(key_states, value_states)
-        with full_precision(key_states.device):
-            out = packed_states(self.batch, self.index, key_states, parts) if self.batch.direct else None
-            out = (out, out) if out else self.batch.join([self._pass(*part) for part in parts])
-        self._end()
-        return out
-
-    def _pass(self, group: Group, pair: Pair) -> Pair:
-        return tuple(store.update(x, group.step) for store, x in zip(group.stores[self.index], pair, strict=True))
-
-    def _end(self) -> None:
-        if self.index == self.batch.settings.num_layers - 1:
-            self.batch.end()
-
-    def get_seq_length(self) -> int:
-        """Slots of this layer: tokens, padding included."""
-        return self.batch.slots
-
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        """(length of keys the next ``query_length`` queries read, offset)."""
-        length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() - self.first + length, self.first
-
-    def get_max_length(self) -> int:
-        """-1: grows without a limit."""
-        return -1
-
-    def reset(self) -> None:
-        """Forget every token, of all layers."""
-        self.batch.reset()
-        self.is_initialized = False
-
-
-class MixedLayer(LinearAttentionLayer, CompressedLayer):
-    """A layer with states besides its keys and values (Falcon-H1), which stay as transformers keeps them."""
-
-    is_compileable = False
-
-    def __init__(self, index: int, batch: Batch, number_of_states: int):
-        LinearAttentionLayer.__init__(self, number_of_states)
-        CompressedLayer.__init__(self, index, batch)
-
-    def reset(self) -> None:
-        """Forget every token, of all layers, and this one's states."""
-        LinearAttentionLayer.reset(self)
-        CompressedLayer.reset(self)
 
 
 class CompressedCache(Cache):

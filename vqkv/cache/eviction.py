@@ -12,8 +12,9 @@ from torch import Tensor
 
 from vqkv.cache.attention_mass import attention_scores, heavy_hitters, watching_attention
 from vqkv.cache.batch import Group, Pair
-from vqkv.cache.compressed import CompressedCache, CompressedLayer
+from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.hooks import watch
+from vqkv.cache.layer import CompressedLayer
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.positions import pick_rows
 from vqkv.errors import DataError
@@ -201,7 +202,7 @@ class EvictingCache(CompressedCache):
         if self.layers[layer_idx].evicts_next and self._watching is None:
             raise DataError("attention is not watched: call the model that the cache was made for, not a part of it")
         window = getattr(self.model().config.get_text_config(), "sliding_window", None)
-        if window and layer_idx == 0 and self.batch.slots + key_states.shape[-2] > window:
+        if window and self.layers[layer_idx].index == 0 and self.batch.slots + key_states.shape[-2] > window:
             raise DataError(f"the model's sliding window of {window} tokens does its own eviction: use fewer tokens")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.models.layers import KVLayer, kv_layers
+from vqkv.errors import FormatError, UnknownNameError
+from vqkv.models.layers import kv_layers
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
@@ -109,24 +109,6 @@ def untrained(model, seed: int):
         fresh = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype)
     fresh.vqkv_name = f"{getattr(model, 'vqkv_name', model.config.model_type)} untrained, seed {seed}"
     return fresh.to(model.device).eval()
-
-
-def projection_weight(layer: KVLayer, role: str) -> torch.Tensor:
-    """The weight that makes a layer's ``"key"`` or ``"value"`` from its hidden states: (KV width, hidden size). Raises
-    ``DataError`` for a layer that has neither ``k_proj`` and ``v_proj`` nor a fused ``c_attn``."""
-    attention, name = layer.attention, {"key": "k_proj", "value": "v_proj"}[role]
-    if hasattr(attention, name):
-        return getattr(attention, name).weight.detach().float()
-    if not hasattr(attention, "c_attn"):
-        raise DataError(f"{type(attention).__name__} has no projection {name!r} of its own")
-    parts = attention.c_attn.weight.detach().float().T.chunk(3)
-    return parts[1 if role == "key" else 2]
-
-
-def condition_number(weight: torch.Tensor) -> float:
-    """Largest over smallest singular value, also of a matrix that is not square; infinity for one without full rank."""
-    values = torch.linalg.svdvals(weight.double())
-    return (values[0] / values[-1]).item()
 
 
 def fingerprint(model) -> str:

@@ -8,8 +8,8 @@ from tqdm import tqdm
 from vqkv import presets
 from vqkv.codecs.learning.gram import Gram
 from vqkv.evaluation.metrics import bits_saved, participation_ratio
-from vqkv.models.layers import kv_layers, rotates
-from vqkv.models.load import condition_number, describe, kv_width, projection_weight, untrained
+from vqkv.models.layers import KVLayer, kv_layers, rotates
+from vqkv.models.load import describe, kv_width, untrained
 from vqkv.study.experiments.common import draw, frame, load, subject
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.sweep import sweep
@@ -128,10 +128,29 @@ def _widths(model) -> dict:
 
 def _layers(model, sums: Gram) -> list[dict]:
     found = []
-    for layer in kv_layers(model):
-        row = {"key_condition": condition_number(projection_weight(layer, "key"))}
+    for number, layer in enumerate(kv_layers(model)):
+        weight = projection_weight(layer, "key")
+        row = {"key_condition": torch.nan if weight is None else condition_number(weight)}
         for role, name in (("K", "key_rank"), ("V", "value_rank")):
-            block = [Block(role, layer.layer_idx)]
+            block = [Block(role, number)]
             row[name] = participation_ratio(sums.covariance(block, block))
         found.append(row)
     return found
+
+
+def projection_weight(layer: KVLayer, role: str) -> torch.Tensor | None:
+    """The weight that makes a layer's ``"key"`` or ``"value"`` from its hidden states: (KV width, hidden size); None of
+    a layer that has neither ``k_proj`` and ``v_proj`` nor GPT-2's fused ``c_attn``."""
+    attention, name = layer.attention, {"key": "k_proj", "value": "v_proj"}[role]
+    if hasattr(attention, name):
+        return getattr(attention, name).weight.detach().float()
+    if not hasattr(attention, "c_attn"):
+        return None
+    parts = attention.c_attn.weight.detach().float().T.chunk(3)
+    return parts[1 if role == "key" else 2]
+
+
+def condition_number(weight: torch.Tensor) -> float:
+    """Largest over smallest singular value, also of a matrix that is not square; infinity for one without full rank."""
+    values = torch.linalg.svdvals(weight.double())
+    return (values[0] / values[-1]).item()
