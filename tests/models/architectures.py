@@ -51,7 +51,7 @@ STATES = {
 }  # fmt: skip
 SMALL = WIDTHS | LAYERS | HEADS | MLPS | EXPERTS | LATENT | STATES | {
     "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "sliding_window": 16, "attention_window_size": 16,
-    "encoder_layers": 2, "vocab_size": 128, "max_position_embeddings": 512, "n_positions": 512,
+    "encoder_layers": 4, "vocab_size": 128, "max_position_embeddings": 512, "n_positions": 512,
     "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
 }  # fmt: skip

@@ -13,8 +13,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32, read in pieces":
 class RoundedCache(DynamicCache):
     """transformers' cache of everything, rounded to ``dtype`` as it is stored."""
 
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
+    def __init__(self, model, dtype: torch.dtype):
+        super().__init__(config=model.config)
         self.dtype = dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -27,7 +27,7 @@ class RoundedCache(DynamicCache):
 def floor_kl(model, exact: Tensor, tokens: Tensor, pieces: list[int], dtype: torch.dtype) -> Tensor:
     """KL (batch, seq_len) in nats between ``exact`` logits and those of the model that reads tokens (batch, seq_len) in
     ``pieces`` of these lengths from a ``RoundedCache``. What lies below it is no storage error."""
-    cache = RoundedCache(dtype)
+    cache = RoundedCache(model, dtype)
     read = [model(piece, past_key_values=cache, use_cache=True).logits for piece in tokens.split(pieces, dim=1)]
     return token_kl(exact, torch.cat(read, dim=1))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import pandas as pd
 import torch
@@ -10,6 +11,7 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O
 from vqkv.codecs.predictive import side_by_side
+from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import describe
@@ -54,6 +56,8 @@ def halving_search(
             if exists(design, bits)
         ]
         found, drawn = sweep(_tried, cases, settings, f"rung {number}")
+        if not found:
+            raise DataError(f"rung {number}: no design that is left works with {models} at {rung['bits']} bits")
         ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
         designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
         for row in found:
@@ -73,7 +77,10 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
     who = who | {"name": model}
     found = subject(**who)
     preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
-    compressor = _fit(preset, who)
+    try:
+        compressor = _fit(preset, who)
+    except DataError as error:
+        return _without(model, design, error), found.sources
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     totals = total_bits(row, describe(found.model), preset.sink_tokens)
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
@@ -118,8 +125,19 @@ def _rows(model: str, seed: int, systems: list[str], bits: float, who: dict, **s
     who = who | {"name": model, "seed": seed}
     label = {"model": model, "seed": seed}
     found = subject(**who)
-    rows = [label | _row(found, system, bits, who, **settings) for system in systems]
+    rows = []
+    for system in systems:
+        try:
+            rows.append(label | _row(found, system, bits, who, **settings))
+        except DataError as error:
+            rows += _without(model, system, error)
     return rows, found.sources
+
+
+def _without(model: str, system: str, error: DataError) -> list[dict]:
+    """No row: eviction of a model that shows no attention probabilities, groups that do not divide its heads."""
+    warnings.warn(f"{model} goes without {system}: {error}", stacklevel=2)
+    return []
 
 
 def _row(
