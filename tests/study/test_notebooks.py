@@ -12,7 +12,7 @@ import papermill
 import pytest
 
 from vqkv.study import figures
-from vqkv.study.pages import notebook_parameters, reads_tables, strip, written
+from vqkv.study.pages import is_tagged, notebook_parameters, strip, written
 from vqkv.study.pages import read as read_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -45,7 +45,8 @@ def test_one_cell_of_literal_parameters(path):
     # papermill reads the cell line by line: what it finds must be what Python finds
     read_by_papermill = {k: ast.literal_eval(v["default"]) for k, v in papermill.inspect_notebook(str(path)).items()}
     assert notebook_parameters(path) == read_by_papermill
-    assert reads_tables(path) == path.name.startswith("12")
+    assert is_tagged(path, "reads-tables") == path.name.startswith("12")
+    assert is_tagged(path, "takes-times") == path.name.startswith(("08", "09"))
 
 
 @page

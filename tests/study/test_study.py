@@ -26,6 +26,14 @@ while not all(out.joinpath(f"{each}.begun").exists() for each in "ab") and time.
     time.sleep(0.01)
 assert time.monotonic() < deadline
 _ = out.joinpath(f"{name}.ended").write_text("")"""
+ALONE = """import os, time
+from pathlib import Path
+out = Path(os.environ["VQKV_OUT"])
+assert all(out.joinpath(f"{each}.ended").exists() for each in "ab") and not out.joinpath("running").exists()
+_ = out.joinpath("running").write_text("")
+time.sleep(0.5)
+out.joinpath("running").unlink()
+_ = out.joinpath(f"{name}.ended").write_text("")"""
 
 
 def write(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
@@ -153,14 +161,17 @@ def test_command_line(root, monkeypatch):
 
 
 def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
-    """Two wait for each other; one that reads tables begins when they have ended."""
+    """Two wait for each other; one that takes times runs when they have ended, one that reads tables after that."""
     for name in "ab":
         write(tmp_path / f"notebooks/{name}.ipynb", MEET, parameters=PARAMETERS.replace('"a"', f'"{name}"'))
-    last = write(tmp_path / "notebooks/_.ipynb", "import os; sorted(os.listdir('..'))")
-    notebook = read(last)
-    notebook["cells"].insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": ["reads-tables"]}))
-    last.write_bytes(written(notebook))
+    look = "import os; sorted(os.listdir('..'))"
+    for name, tag, source in (("x", "takes-times", ALONE), ("y", "takes-times", ALONE), ("_", "reads-tables", look)):
+        path = write(tmp_path / f"notebooks/{name}.ipynb", source, parameters=PARAMETERS.replace('"a"', f'"{name}"'))
+        notebook = read(path)
+        notebook["cells"].insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": [tag]}))
+        path.write_bytes(written(notebook))
     assert study.Study(tmp_path, jobs=2).run() == {}
     pages = contents(tmp_path, "notebooks")
-    assert b"a.ended" in last.read_bytes() and b"b.ended" in last.read_bytes()
+    last = (tmp_path / "notebooks/_.ipynb").read_bytes()
+    assert all(f"{name}.ended".encode() in last for name in "abxy")
     assert study.Study(tmp_path).run() == {} and contents(tmp_path, "notebooks") == pages

@@ -4,8 +4,8 @@ The default profile refreshes the repository in place, page by page, each only w
 or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
 ``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
 
-Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs. Pages that read the
-others' tables come last.
+Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs; a page that takes
+times runs alone. Pages that read the others' tables come last.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study.page_parameters import fit, load_profile, parse_assignments
-from vqkv.study.pages import broken_claims, notebook_parameters, read, reads_tables, select, strip, written
+from vqkv.study.pages import broken_claims, is_tagged, notebook_parameters, read, select, strip, written
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
 
@@ -83,16 +83,18 @@ class Study:
                 except Exception as error:  # a failing page, or a dead kernel, must not stop the others
                     failures[path.stem] = str(error)
 
-            for paths in self._batches():
-                with ThreadPool(self.jobs) as pool:  # the work is done in kernels, which die with this process
+            for jobs, paths in self._batches():
+                with ThreadPool(jobs) as pool:  # the work is done in kernels, which die with this process
                     for _ in pool.imap_unordered(attempt, paths):
                         bar.update()
         return dict(sorted(failures.items()))
 
-    def _batches(self) -> list[list[Path]]:
-        """The later notebooks first, as they compute more; then those that read the others' tables."""
-        reading = [path for path in self.notebooks if reads_tables(path)]
-        return [[path for path in reversed(self.notebooks) if path not in reading], reading]
+    def _batches(self) -> list[tuple[int, list[Path]]]:
+        """How many at a time, and which: the later notebooks first, as they compute more; those that take times, alone;
+        then those that read the others' tables."""
+        timing, reading = ([p for p in self.notebooks if is_tagged(p, tag)] for tag in ("takes-times", "reads-tables"))
+        others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
+        return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
     @contextlib.contextmanager
     def _surroundings(self):

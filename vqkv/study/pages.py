@@ -39,9 +39,10 @@ def notebook_parameters(path: Path) -> dict:
     return {node.targets[0].id: ast.literal_eval(node.value) for node in assigned}
 
 
-def reads_tables(path: Path) -> bool:
-    """True for a page that reads other pages' tables: its first cell has the tag ``reads-tables``."""
-    return any("reads-tables" in tags_of(cell) for cell in read(path)["cells"][:1])
+def is_tagged(path: Path, tag: str) -> bool:
+    """Whether a page's first cell has this tag: ``takes-times`` of a page that times something, ``reads-tables`` of one
+    that reads other pages' tables."""
+    return any(tag in tags_of(cell) for cell in read(path)["cells"][:1])
 
 
 def read(path: Path) -> dict:
