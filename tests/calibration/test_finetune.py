@@ -97,7 +97,7 @@ def places(compressor):
 @pytest.mark.parametrize(
     "name, preset",
     [("llama", PRESET), ("gpt2", PRESET), ("qwen3", PRESET), ("llama", AFFINE),
-     ("gpt2", presets.vqllm(2, 16, 8, quantize="key"))],
+     ("llama", presets.vqllm(2, 16, 8, pre_rope=False)), ("gpt2", presets.vqllm(2, 16, 8, quantize="key"))],
 )  # fmt: skip
 def test_the_forward_pass_is_the_in_place_protocol(models, name, preset):
     model, preset = models[name], dataclasses.replace(preset, sink_tokens=0)
@@ -105,8 +105,9 @@ def test_the_forward_pass_is_the_in_place_protocol(models, name, preset):
     with torch.inference_mode():
         cache = compressor.new_cache(model, in_place=True)
         expected = model(TOKENS[:4], past_key_values=cache).logits
-        with StraightThrough(places(compressor)).reading(model):
-            logits = model(TOKENS[:4], use_cache=False).logits
+        turns = rotations(model) if compressor.settings.pre_rope else [None] * len(kv_layers(model))
+        read = StraightThrough(places(compressor), turns).cache(model)
+        logits = model(TOKENS[:4], past_key_values=read).logits
         exact = model(TOKENS[:4], use_cache=False).logits
     # a few values are as near to one code as to another, and the cache rotates keys there and back
     assert (logits - expected).norm() < 0.02 * (expected - exact).norm()
@@ -229,8 +230,6 @@ def test_other_codecs_that_store_token_by_token(models):
 @pytest.mark.parametrize(
     "preset, reason",
     [
-        (presets.quanto(), "after RoPE"),
-        (presets.fp16(), "after RoPE"),
         (presets.kvquant(3, block=8), "blocks of tokens"),
         (presets.entropy_coded(PRESET, block=16), "blocks of tokens"),
         (presets.aqua(), "predicted"),
@@ -281,7 +280,7 @@ def test_a_fine_tuned_model_and_its_compressor_are_saved_and_belong_together(mod
     original = models["llama"]
     twin, result = tuned(original, lr=3e-2)
     assert twin.vqkv_name == f"{original.vqkv_name} fine-tuned" == result.compressor.model["name"]
-    with pytest.raises(FormatError, match="other key or value weights"):
+    with pytest.raises(FormatError, match="other attention weights"):
         result.compressor.check(original)
     small_models.make("llama", tmp_path / "model")  # for its tokenizer
     twin.save_pretrained(tmp_path / "model")
@@ -289,7 +288,11 @@ def test_a_fine_tuned_model_and_its_compressor_are_saved_and_belong_together(mod
     model, compressor = load_model(str(tmp_path / "model"))[0], Compressor.from_pretrained(tmp_path / "compressor")
     assert same_weights(model, twin) and compressor.fingerprint == result.compressor.fingerprint
     rows = [evaluate(m, c, TOKENS[:4], "in_place") for m, c in ((twin, result.compressor), (model, compressor))]
-    assert rows[0] == rows[1] and compressor.notes["finetune"] == {"lr": 3e-2, "steps": 3}
+    numbers = [{k: v for k, v in row.items() if type(v) is float} for row in rows]  # the angles of RoPE are found anew
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, nan_ok=True) and compressor.notes["finetune"] == {
+        "lr": 3e-2,
+        "steps": 3,
+    }
     codec = compressor.codecs[0][0]
     assert codec_from_config(codec.config(), codec.state_dict()).ready
 

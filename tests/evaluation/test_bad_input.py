@@ -8,7 +8,6 @@ import shutil
 import pytest
 import small_models
 import torch
-from transformers.models.llama import modeling_llama as llama
 
 from vqkv import (
     Compressor,
@@ -73,19 +72,6 @@ def test_learned_positions_have_an_end(tmp_path):
     gpt2 = load_model(str(small_models.make("gpt2", tmp_path)))[0]
     with pytest.raises(DataError, match="learned 256 positions"):
         calibrate(gpt2, torch.ones(1, 257, dtype=torch.long), presets.fp16(), progress=False)
-
-
-def test_rope_of_another_layout_is_refused(model, monkeypatch):
-    """A model whose attention pairs neighbouring channels would silently get wrong keys."""
-    original = llama.apply_rotary_pos_emb
-    swap = torch.arange(32).view(2, 16).T.reshape(-1)
-
-    def shuffled(q, k, cos, sin):
-        return tuple(x[..., swap.argsort()] for x in original(q[..., swap], k[..., swap], cos, sin))
-
-    monkeypatch.setattr(llama, "apply_rotary_pos_emb", shuffled)
-    with pytest.raises(DataError, match="pre_rope=False"):
-        calibrate(model, TOKENS, presets.vqllm(**SMALL), progress=False)
 
 
 def test_copies_of_a_cache_go_their_own_ways_and_share_the_codebooks(model, compressor):

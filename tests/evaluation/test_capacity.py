@@ -218,7 +218,7 @@ def test_what_has_no_cache_of_keys_and_values(config):
 def test_a_compressor_of_another_model(llama, tmp_path):
     compressor = calibrate(llama, TOKENS, SMALL["quanto"], progress=False)
     assert capacity(llama.config, compressor, 1).context == capacity(llama.config, SMALL["quanto"], 1).context
-    with pytest.raises(FormatError, match="num_layers, head_dim differ"):
+    with pytest.raises(FormatError, match="layers, KV heads or head_dim differ"):
         capacity(GPT2Config(n_layer=2, n_head=2, n_embd=32), compressor, 1)
     with pytest.raises(FormatError, match="was fitted to"):
         capacity(load("qwen3", tmp_path), compressor, 1)

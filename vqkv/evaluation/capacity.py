@@ -152,6 +152,8 @@ def _laid_out(config: PreTrainedConfig | dict, dtype) -> nn.Module:
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
         if getattr(config, "quantization_config", None):
             raise ValueError("it has quantized weights, whose bytes it does not tell")
+        if config.is_encoder_decoder:
+            raise ValueError("what its decoder keeps of the encoder is not counted")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     except REFUSALS as error:
