@@ -104,7 +104,7 @@ def _seen_layers(model) -> list[KVLayer]:
     handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
     try:
         forward(model, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
         raise DataError(f"{type(model).__name__} does not read into caches of transformers: {error}") from error
     finally:
         for handle in handles:
