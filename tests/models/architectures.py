@@ -112,6 +112,7 @@ def row(name: str, lossy: dict = LOSSY) -> list[str] | None:
         return [name, "-", "-", f"refused: {error}"]
     try:
         expected, dynamic = _read(model, DynamicCache(config=model.config))
+        _read(model, DynamicCache(config=model.config), 10)
     except Exception:  # transformers itself cannot read it piece by piece
         return None
     logits, cache = _read(model, exact.new_cache(model))

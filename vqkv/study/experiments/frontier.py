@@ -113,7 +113,7 @@ def frontier(
     residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
     others = [label for label in published(vqllm, sink_tokens, 0) if label not in vqllm]
     systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
-    systems += [([design], nominal) for design, nominal in itertools.product(designs, bits)]
+    systems += [([design], nominal) for design, nominal in itertools.product(designs, bits) if exists(design, nominal)]
     cases = [
         {"model": name, "seed": seed, "systems": labels, "bits": nominal}
         for name, seed, (labels, nominal) in itertools.product(models, seeds, systems)
