@@ -143,7 +143,7 @@ def _keys(model) -> str:
     except DataError as error:
         return f"after RoPE: {error}"
     layers = len(kv_layers(model))
-    return {0: "as they come", layers: "before RoPE"}.get(turning, f"before RoPE; {layers - turning} layers without")
+    return {0: "as they come", layers: "before RoPE"}.get(turning, f"before RoPE in {turning} of {layers}")
 
 
 @torch.inference_mode()
