@@ -2,6 +2,7 @@
 
 import copy
 
+import architectures
 import pytest
 import small_models
 import torch
@@ -87,3 +88,10 @@ def test_empty_and_broken_inputs(tmp_path):
         kv_sources(model)[1].key_module.weight[0, 0] = float("nan")
     with pytest.raises(DataError, match="layer 1 made NaN"):
         capture(model, torch.ones(1, 5, dtype=torch.long))
+
+
+def test_only_learned_positions_limit_the_length():
+    tokens = torch.arange(600).remainder(100)[None]
+    assert len(capture(architectures.build("bloom"), tokens)[0]) == 4  # ALiBi: its configuration names no length
+    with pytest.raises(DataError, match="600 tokens, but the model learned 512 positions"):
+        capture(architectures.build("gpt2"), tokens)

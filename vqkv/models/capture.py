@@ -3,7 +3,7 @@
 import torch
 
 from vqkv.errors import DataError
-from vqkv.models.layers import forward, kv_layers, rotates, rotations
+from vqkv.models.layers import forward, kv_layers, max_positions, rotates, rotations
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
@@ -42,8 +42,8 @@ def check_tokens(model, tokens: torch.Tensor) -> None:
             f"token ids from {tokens.min()} to {tokens.max()}, but the model knows 0 to {vocab_size - 1}: "
             "use the model's own tokenizer"
         )
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    if 0 < longest < tokens.shape[1] and not rotates(model):
+    longest = max_positions(model)
+    if longest < tokens.shape[1] and not rotates(model):
         raise DataError(f"{tokens.shape[1]} tokens, but the model learned {longest} positions: use shorter sequences")
 
 

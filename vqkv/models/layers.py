@@ -1,6 +1,7 @@
 """What a model hands to its cache: which of its layers attend, the shapes of their keys and values, how keys turn."""
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,6 +94,11 @@ def rotations(model) -> list[Rotation | None]:
     return _rotations[model]
 
 
+def max_positions(model) -> float:
+    """Tokens that the model has positions for, by its configuration; infinity where that names no limit (ALiBi)."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+
+
 def _seen_layers(model) -> list[KVLayer]:
     running, found = [], {}
 
@@ -174,15 +180,15 @@ def rotates(model) -> bool:
 
 @torch.inference_mode(False)  # gradients pass through them
 def _seen_rotations(model) -> list[Rotation | None]:
-    layers, config, name = kv_layers(model), model.config.get_text_config(decoder=True), type(model).__name__
+    layers, name = kv_layers(model), type(model).__name__
     if not rotates(model):
         return [None] * len(layers)
-    rope = str(getattr(config, "rope_parameters", None))
+    rope = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
     if changing := [kind for kind in CHANGING_ROPE if kind in rope]:
         raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {NOT}")
     if "mrope_section" in rope:
         raise DataError(f"{name} turns the keys of images by several positions a token, {NOT}")
-    longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
+    longest = min(LONGEST, max_positions(model))
     wanted = [0, *(2**i for i in range(20)), *OTHERS]
     at = {position: _keys_at(model, position) for position in wanted if position < longest}
     found: list[Rotation | None] = []

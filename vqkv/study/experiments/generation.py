@@ -8,7 +8,7 @@ import torch
 
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl, token_nll
-from vqkv.models.layers import rotates
+from vqkv.models.layers import max_positions, rotates
 from vqkv.study.bench.caches import REFERENCE, chosen, contenders, stored_bytes
 from vqkv.study.bench.generation import latency
 from vqkv.study.bench.peak import peak_memory
@@ -130,7 +130,7 @@ def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, buc
     found, rows = subject(**who), []
     for system in _contenders(found, label, who, fit):
         losses = torch.cat([*_losses(found.exact, system, found.test.to(found.model.device), **feed)], 1)
-        about = {"model": model, "trained": found.model.config.max_position_embeddings, "system": label}
+        about = {"model": model, "trained": max_positions(found.model), "system": label}
         rows += [about | row for row in _by_bucket(losses, bucket)]
     return rows, found.sources
 
@@ -140,7 +140,7 @@ def _no_longer(who: dict) -> dict:
     model, *_ = loaded(name=who["name"], dtype=who["dtype"], device=who["device"])
     num_seqs, length = who["test"]
     if not rotates(model):
-        length = min(length, model.config.max_position_embeddings)
+        length = min(length, max_positions(model))
     return who | {"test": [num_seqs, length]}
 
 

@@ -12,7 +12,7 @@ from vqkv.data.recall import RecallTask
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
-from vqkv.models.layers import rotates
+from vqkv.models.layers import max_positions, rotates
 from vqkv.models.load import BUNDLED, describe, kv_width
 from vqkv.reference.measure import PAIRS, induction_score
 from vqkv.study.experiments import probes
@@ -53,7 +53,7 @@ def phenomena(
         model, tokenizer = load(name, dtype, device, sources)
         train = draw(corpus, tokenizer, "train", seq_len, num_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        context = model.config.get_text_config().max_position_embeddings
+        context = max_positions(model)
         text = draw(corpus, tokenizer, "test", min(context, GAPS[-1] + 1), recall_seqs, seed, sources)[:, 1:]
         found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
         found |= _recall_rows(model, tokenizer, context, recall_seqs, seed, text)
@@ -64,7 +64,7 @@ def phenomena(
     return frame(rows, sources)
 
 
-def _recall_rows(model, tokenizer, context: int, num_seqs: int, seed: int, text) -> dict[str, float]:
+def _recall_rows(model, tokenizer, context: float, num_seqs: int, seed: int, text) -> dict[str, float]:
     """Of lists that fit into the context, and of a few pairs behind more and more of ``text``."""
     recall = partial(probes.recall, model, tokenizer, num_seqs=num_seqs, seed=seed)
     pair = 2 * RecallTask(tokenizer).line  # tokens, asked for once
