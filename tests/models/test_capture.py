@@ -95,3 +95,20 @@ def test_only_learned_positions_limit_the_length():
     assert len(capture(architectures.build("bloom"), tokens)[0]) == 4  # ALiBi: its configuration names no length
     with pytest.raises(DataError, match="600 tokens, but the model learned 512 positions"):
         capture(architectures.build("gpt2"), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [1, 3])  # layers of 3
+def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
+    """As of Qwen2.5: beside one channel 500 times as large all others seem to stand still."""
+    model, tokens = small_models.load("qwen2", tmp_path).to(dtype), torch.arange(100)[None]
+    expected, _ = projected(model, tokens)
+    with torch.no_grad():
+        for layer in model.model.layers[:biased]:
+            layer.self_attn.k_proj.bias[5] += 500 * expected[0].std()
+    expected, _ = projected(model, tokens)
+    for keys, wanted, rotation in zip(capture(model, tokens)[0], expected, rotations(model), strict=True):
+        assert rotation.half_split and len(rotation.first) == 16
+        missed = (keys - wanted).float().square().mean(dim=(0, 1, 2)) / wanted.float().square().mean(dim=(0, 1, 2))
+        beside = [channel for channel in range(32) if channel not in (5, 21)]  # what turns with it is lost in its error
+        assert missed[beside].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2

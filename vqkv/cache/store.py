@@ -148,7 +148,7 @@ class TokenStore:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
         codec has a say in them, their positions do not count up, or they turn in a way that kernels do not know."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
-        turns = self.positions is not None and (self.positions.explicit is not None or not self.rotation.llama)
+        turns = self.positions is not None and (self.positions.explicit is not None or not self.rotation.half_split)
         uneven = self.kept is not None or turns
         if shared or uneven or self.holes or self.payload is None:
             return None

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from vqkv.errors import DataError
-from vqkv.models.rotation import AnglesChangeError, Rotation, found_rotation
+from vqkv.models.rotation import AnglesChangeError, Rotation, fits, found_rotation
 
 LAYERS = (  # transformers' own, that are known
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer,
@@ -175,7 +175,7 @@ def rotates(model) -> bool:
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     at = {position: _keys_at(model, position) for position in (0, 1)}
-    return any(found_rotation({p: keys[i] for p, keys in at.items()}) for i in range(len(kv_layers(model))))
+    return any(_found({p: keys[i] for p, keys in at.items()}) is not None for i in range(len(kv_layers(model))))
 
 
 @torch.inference_mode(False)  # gradients pass through them
@@ -191,14 +191,21 @@ def _seen_rotations(model) -> list[Rotation | None]:
     longest = min(LONGEST, max_positions(model))
     wanted = [0, *(2**i for i in range(20)), *OTHERS]
     at = {position: _keys_at(model, position) for position in wanted if position < longest}
-    found: list[Rotation | None] = []
-    for i in range(len(layers)):
-        try:
-            rotation = found_rotation({position: keys[i] for position, keys in at.items()})
-        except AnglesChangeError as error:
-            raise DataError(f"layer {i} of {name} turns its keys unevenly, {NOT}") from error
-        found.append(next((known for known in found if known and rotation and known.like(rotation)), rotation))
+    by_layer = [{position: keys[i] for position, keys in at.items()} for i in range(len(layers))]
+    found = [_found(keys) for keys in by_layer]
+    known = sorted(filter(None, found), key=lambda rotation: -len(rotation.first))  # large biases hide pairs of a layer
+    found = [next((each for each in known if fits(each, keys)), own) for keys, own in zip(by_layer, found, strict=True)]
+    if False in found:
+        raise DataError(f"layer {found.index(False)} of {name} turns its keys unevenly, {NOT}")
     return found
+
+
+def _found(keys_at: dict[int, Tensor]) -> Rotation | None | bool:
+    """False where keys turn unevenly."""
+    try:
+        return found_rotation(keys_at)
+    except AnglesChangeError:
+        return False
 
 
 def _keys_at(model, position: int) -> list[Tensor]:

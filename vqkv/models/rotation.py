@@ -1,4 +1,4 @@
-"""RoPE of any layout, found by asking the model: the same token at another position, layer by layer."""
+"""RoPE of any layout, found from the same keys at several positions."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from vqkv.kernels.rope import rotate, unrotate
 
-NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of the largest key by which a turn may be missed
+NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of its pair by which a channel may be off
 
 
 class Rotation(nn.Module):
     """Channels ``first[i]`` and ``second[i]`` of each head turn by ``position * angle[i]`` (radians, float64); the
-    others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``llama``: channel i turns
+    others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i turns
     with channel i + rotary_dim / 2, as kernels that rotate expect."""
 
     def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int):
@@ -23,7 +23,7 @@ class Rotation(nn.Module):
         rest = torch.ones(head_dim, dtype=torch.bool)
         rest[turned] = False
         self.order = torch.cat([turned, rest.nonzero()[:, 0]])
-        self.llama = torch.equal(turned, torch.arange(len(turned)))
+        self.half_split = torch.equal(turned, torch.arange(len(turned)))
 
     def like(self, other: "Rotation") -> bool:
         """True if it turns the same channels by the same angles, up to how well these can be known."""
@@ -41,7 +41,7 @@ class Rotation(nn.Module):
     def turn(self, how: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` or ``unrotate`` (kernels.rope) keys (batch, num_kv_heads, seq_len, head_dim) by rows of
         ``table``."""
-        if self.llama:
+        if self.half_split:
             return how(keys, cos, sin)
         order = self.order.to(keys.device)
         return how(keys[..., order], cos, sin)[..., order.argsort()]
@@ -67,32 +67,46 @@ def found_rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
     if pairs is None:
         return None
     first, second = pairs
+    half = int(second[0] - first[0])
+    if (second - first == half).all() and first.max() < half:  # with those between, which turn too slowly to be seen
+        first = torch.arange(half)
+        second = first + half
     angle = torch.zeros(len(first), dtype=torch.float64)
     for position in sorted(p for p in keys if p & (p - 1) == 0):  # 1, 2, 4, ...: each halves the error of the last
         seen = _angles(still, keys[position], first, second)
         missing = (seen - position * angle + math.pi).remainder(2 * math.pi) - math.pi
         angle += missing / position
     rotation = Rotation(first, second, angle, still.shape[-1])
-    for position, x in keys.items():  # the model's own angles are products in fp32
-        if _miss(rotation, still, x, position) > 16 * noise + position * 2**-23:
-            raise AnglesChangeError
+    if not fits(rotation, keys_at):
+        raise AnglesChangeError
     return rotation
 
 
+def fits(rotation: Rotation, keys_at: dict[int, Tensor]) -> bool:
+    """True if it makes of the keys at position 0 those at all others, to the precision of their dtype."""
+    noise = NOISE[keys_at[0].element_size()]  # the model's own angles are products in fp32
+    keys = {position: x.double().cpu() for position, x in keys_at.items()}
+    alike = len(rotation.order) == keys[0].shape[-1]
+    return alike and all(_miss(rotation, keys[0], x, at) <= 16 * noise + at * 2**-23 for at, x in keys.items())
+
+
 def _pairs(still: Tensor, moved: list[Tensor], noise: float) -> tuple[Tensor, Tensor] | None:
-    """Channels that turn together: what one gains in energy, the other loses, for every token and position."""
-    gains = torch.cat([(x.square() - still.square()).flatten(0, 1) for x in moved]) / still.square().mean()
+    """Channels that turn together: what one gains in energy, the other loses, for every token and position. Changes are
+    held against the energy of the channels themselves: beside a large bias all others would pass for still."""
+    energy = still.square().mean(dim=(0, 1))
+    gains = torch.cat([(x.square() - still.square()).flatten(0, 1) for x in moved])
     gram = gains.T @ gains / len(gains)
     own = gram.diagonal()
-    turning = (own > noise**2).nonzero()[:, 0]
-    if not len(turning):
+    left = (own[:, None] + own[None] + 2 * gram).fill_diagonal_(torch.inf)
+    here, partner = torch.arange(len(own)), left.argmin(dim=1)
+    turning = own > (noise * torch.maximum(energy, energy[partner])).square()
+    turning &= (left[here, partner] < 0.5 * own) & (partner[partner] == here)  # strangers leave twice their own gains
+    turning &= turning[partner]
+    changing = own > (noise * energy).square()
+    if not turning.any() or turning.sum() < 0.5 * changing.sum():
         return None
-    left = (own[:, None] + own[None] + 2 * gram)[turning][:, turning].fill_diagonal_(torch.inf)
-    partner, here = left.argmin(dim=1), torch.arange(len(turning))
-    if (left[here, partner] > 0.5 * own[turning]).any() or not torch.equal(partner[partner], here):
-        return None  # two channels that have nothing to do with each other leave twice their own gains
-    lower = here < partner
-    return turning[lower], turning[partner[lower]]
+    lower = here[turning & (here < partner)]
+    return lower, partner[lower]
 
 
 def _angles(still: Tensor, moved: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -102,6 +116,10 @@ def _angles(still: Tensor, moved: Tensor, first: Tensor, second: Tensor) -> Tens
 
 
 def _miss(rotation: Rotation, still: Tensor, moved: Tensor, position: int) -> float:
+    """The largest error of what is turned, as a share of the largest key in its pair of channels."""
     table = rotation.table(torch.tensor([[position]]))
     turned = rotation.turn(rotate, still[:, :, None], *(part.double() for part in table))
-    return ((turned[:, :, 0] - moved).abs().max() / moved.abs().max()).item()
+    first, second, largest = rotation.first, rotation.second, moved.abs().amax(dim=(0, 1))
+    largest[first] = largest[second] = torch.maximum(largest[first], largest[second])
+    missed = (turned[:, :, 0] - moved).abs().amax(dim=(0, 1))
+    return (missed / largest.clamp_min(torch.finfo(torch.float64).tiny)).max().item()
