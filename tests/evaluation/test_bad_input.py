@@ -82,7 +82,7 @@ def test_copies_of_a_cache_go_their_own_ways_and_share_the_codebooks(model, comp
         both = [model(TOKENS[:, 30:], past_key_values=c).logits for c in (cache, twin)]
     assert torch.equal(*both) and twin.compressor is compressor
     assert tensor_bytes(cache, twin) == 2 * cache.report().cache_bytes + tensor_bytes(compressor)
-    assert pickle.dumps(model.model.rotary_emb._forward_pre_hooks)  # the hooks must not stop a model from being saved
+    assert pickle.dumps(model.base_model._forward_pre_hooks)  # the hooks must not stop a model from being saved
 
 
 def test_no_graph_is_kept(model):

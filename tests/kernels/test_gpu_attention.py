@@ -41,8 +41,8 @@ def coded(
     return Coded(packed, codebooks, bits, groups, scale, max(1, each), strided)
 
 
-def rope(head_dim: int, start: int = 0, scaling: float = 1.0) -> Rope:
-    return Rope(1e4 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), start, scaling)
+def rope(head_dim: int, start: int = 0) -> Rope:
+    return Rope(1e4 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), start)
 
 
 def amid_poison(packed):
@@ -96,7 +96,7 @@ def test_sums_of_codes(name, seq_len):
 @pytest.mark.parametrize("start", [0, 100_003])
 def test_keys_before_rope(name, start):
     keys, values = example(name, 67), example(name, 67, seed=5)
-    assert_same(random(2, 6, 1, keys.shape[3]), keys, values, rope(keys.shape[3], start, 1.3))
+    assert_same(random(2, 6, 1, keys.shape[3]), keys, values, rope(keys.shape[3], start))
 
 
 @pytest.mark.parametrize("group_size", [64, 32, 8])

@@ -117,14 +117,30 @@ def row(name: str, lossy: dict = LOSSY) -> list[str] | None:
         return None
     logits, cache = _read(model, exact.new_cache(model))
     assert token_kl(expected, logits).mean() < 1e-5, f"{name}: fp16"
-    refused = [reason for label, preset in lossy.items() if (reason := _refusal(model, label, preset, expected))]
+    assert missed(cache, dynamic) < 1e-5, f"{name}: fp16"
+    refused = [
+        reason for label, preset in lossy.items() if (reason := _refusal(model, label, preset, expected, dynamic))
+    ]
     shapes = {layer.shape for layer in kv_layers(model)}
     layers = f"{len(kv_layers(model))} of {len(dynamic.layers)}" + (", of unequal shape" if len(shapes) > 1 else "")
     layers += ", sliding" if any(layer.is_sliding for layer in cache.compressed) else ""
     return [name, layers, _keys(model), "all but " + "; ".join(refused) if refused else "all"]
 
 
-def _refusal(model, label: str, preset, expected) -> str | None:
+def missed(cache, exact) -> float:
+    """The worst layer's share of the energy of its keys or values that is read back wrong; a random model's logits
+    hardly show it."""
+    shares = []
+    for ours, theirs in zip(cache.layers, exact.layers, strict=True):
+        if getattr(theirs, "keys", None) is not None:
+            for x, y in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                seen = min(x.shape[2], y.shape[2])  # later queries of a sliding window see the last ones
+                x, y = x[:, :, -seen:], y[:, :, -seen:]
+                shares.append(((x - y).square().sum() / y.square().sum()).item())
+    return max(shares)
+
+
+def _refusal(model, label: str, preset, expected, exact) -> str | None:
     """Why a preset is refused; None if it works."""
     try:
         compressor = calibrate(model, TOKENS, preset, progress=False)
@@ -134,6 +150,8 @@ def _refusal(model, label: str, preset, expected) -> str | None:
     kl, packed = token_kl(expected, logits).mean(), [store.parts[1] for x in cache.compressed for store in x.stores]
     assert min(packed) > 0 or any(x.is_sliding for x in cache.compressed), f"{label} packs nothing"
     assert kl < 0.05, f"{type(model).__name__}: KL of {label} is {kl:.2g}"
+    wrong = missed(cache, exact)
+    assert wrong < 0.75, f"{type(model).__name__}: {label} reads {wrong:.0%} of some keys or values back wrong"
     return None
 
 

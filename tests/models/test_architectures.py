@@ -10,6 +10,7 @@ def test_the_table_says_what_becomes_of_each_architecture(name):
     label = [*LOSSY][NAMES.index(name) % len(LOSSY)]
     cells = row(name, {label: LOSSY[label]})
     if cells is None:
+        assert name not in table()
         pytest.skip("cannot be built small")
     known = table().get(name, "no row: run python tests/models/architectures.py")
     assert cells[:3] == known[:3]

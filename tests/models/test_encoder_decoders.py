@@ -1,11 +1,14 @@
-"""T5, BART and Whisper: what the decoder sees of itself is compressed as ever, what it sees of the encoder once."""
+"""T5, UMT5, BART and Whisper: what the decoder keeps of itself and, once, of the encoder."""
 
 import pytest
 import torch
 import transformers
+from architectures import missed
 from transformers import DynamicCache, EncoderDecoderCache
 
-from vqkv import DataError, calibrate, presets
+from vqkv import DataError, calibrate, capacity, evaluate, presets
+from vqkv.cache.eviction import H2O
+from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.metrics import token_kl
 
 TOKENS = torch.randint(3, 100, (16, 40), generator=torch.Generator().manual_seed(0))
@@ -21,6 +24,11 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def umt5():
+    config = transformers.UMT5Config(**SMALL, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+    return transformers.UMT5ForConditionalGeneration(config)  # asks each layer how many tokens it has
+
+
 def bart():
     config = transformers.BartConfig(**SMALL, **LAYERS, max_position_embeddings=256, forced_eos_token_id=None)
     return transformers.BartForConditionalGeneration(config)
@@ -31,7 +39,7 @@ def whisper():
     return transformers.WhisperForConditionalGeneration(config)
 
 
-@pytest.fixture(scope="module", params=[t5, bart, whisper], ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=[t5, umt5, bart, whisper], ids=lambda make: make.__name__)
 def case(request):
     """A model, what its encoder reads of three sequences, and what ``calibrate`` is told of them."""
     torch.manual_seed(0)
@@ -61,9 +69,12 @@ def test_both_caches_store_what_they_should(case, preset, bits):
     compressor = calibrate(model, TOKENS, preset, progress=False, **told)
     cache = compressor.new_cache(model)
     config = model.config
-    exact = logits(model, read, EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)))
+    theirs = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    exact = logits(model, read, theirs)
     assert token_kl(exact, logits(model, read, cache)).mean() < (1e-6 if preset.name == "fp16" else 0.01)
-    for own, length in ((cache.self_attention_cache, 40), (cache.cross_attention_cache, 30 if told else 40)):
+    both = [(c.self_attention_cache, c.cross_attention_cache) for c in (cache, theirs)]
+    for own, other, length in zip(*both, (40, 30 if told else 40), strict=True):
+        assert missed(own, other) < (1e-6 if preset.name == "fp16" else 0.3)
         report = own.report()
         assert report.seq_len == length and report.values == 3 * length * 2 * 2 * 64
         assert report.bits_per_value == bits
@@ -84,6 +95,17 @@ def test_what_cannot_be_is_refused(case):
     model, _, told = case
     with pytest.raises(DataError, match="aqua-higgs predicts layers .* use a preset without predictors"):
         calibrate(model, TOKENS, presets.aqua(presets.higgs(4)), progress=False, **told)
+    compressor = calibrate(model, TOKENS, presets.fp16(), progress=False, **told)
+    with pytest.raises(DataError, match=f"evaluate takes decoders: {type(model).__name__} has an encoder"):
+        evaluate(model, compressor, TOKENS)
+    with pytest.raises(DataError, match="capacity takes decoders"):
+        capacity(model, compressor, memory_gb=1)
+    with pytest.raises(DataError, match="finetune takes decoders"):
+        finetune(model, TOKENS, presets.vq())
+    with pytest.raises(DataError, match="H2O takes decoders"):
+        H2O(compressor).new_cache(model)
+    with pytest.raises(DataError, match="two rows of tokens are equal"):
+        calibrate(model, TOKENS[[0, 0]], presets.fp16(), progress=False, encoder_inputs=TOKENS[:2])
     if told:
         with pytest.raises(DataError, match="Whisper.* reads input_features: pass them as encoder_inputs"):
             calibrate(model, TOKENS, presets.fp16(), progress=False)

@@ -1,4 +1,4 @@
-"""What is stored of layers of unequal shape, of one KV head, of hybrids and of layers that share their keys."""
+"""What is stored of layers of unequal shape, of one KV head and of hybrids; what hybrids are refused."""
 
 from dataclasses import replace
 from operator import mul
@@ -8,7 +8,8 @@ import torch
 from architectures import TOKENS, build
 from transformers import DynamicCache
 
-from vqkv import calibrate, presets
+from vqkv import DataError, calibrate, capacity, evaluate, presets
+from vqkv.cache.eviction import H2O
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.layers import kv_layers
 
@@ -42,3 +43,51 @@ def test_bits_are_those_of_what_each_layer_stores(name):
     assert report.packed_values == 2 * sum(map(mul, packed, widths))
     assert report.packed_bytes == report.packed_values * 6 / 8 and report.bits_per_value == 6
     assert report.cache_bytes == tensor_bytes(cache.batch) - tensor_bytes(cache.compressor)
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "falcon_h1"])  # convolutions in layers of their own; states beside the keys
+def test_states_that_a_file_has_no_place_for_are_refused_and_sequences_chosen_with_them(name):
+    model = build(name)
+    compressor = calibrate(model, TOKENS, presets.fp16(), progress=False)
+    cache, exact = compressor.new_cache(model), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for each in (cache, exact):
+            model(TOKENS[:3, :20], past_key_values=each)
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        exact.reorder_cache(torch.tensor([0, 2]))
+        ours, theirs = (model(TOKENS[[0, 2], 20:], past_key_values=each).logits for each in (cache, exact))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    with pytest.raises(DataError, match="has states beside keys and values"):
+        cache.save("nowhere")
+    with pytest.raises(DataError, match="layers with a sliding window or states, whose DynamicCache stops growing"):
+        capacity(model, compressor, memory_gb=1)
+
+
+def test_h2o_refuses_layers_with_states():
+    model = build("falcon_h1")
+    with pytest.raises(DataError, match="states beside keys and values, which forget nothing"):
+        H2O(calibrate(model, TOKENS, presets.fp16(), progress=False)).new_cache(model)
+
+
+def test_a_sliding_window_is_no_gain_and_padding_after_it_is_refused():
+    model = build("mistral")  # windows of 16 tokens
+    compressor = calibrate(model, TOKENS, presets.fp16(), progress=False)
+    row = evaluate(model, compressor, TOKENS, chunk_size=8)
+    assert row["ratio"] == compressor_ratio(model, compressor) <= 1
+    cache, mask = compressor.new_cache(model), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, 30:34] = 0
+    with torch.inference_mode():
+        model(TOKENS[:2, :30], past_key_values=cache)
+        with pytest.raises(DataError, match="padding came after a sliding window had dropped tokens"):
+            model(TOKENS[:2, 30:], attention_mask=mask, past_key_values=cache)
+    with pytest.warns(UserWarning, match="sliding windows keep all tokens"):
+        calibrate(model, TOKENS, presets.aqua(presets.higgs(4), recent_window=4), progress=False)
+
+
+def compressor_ratio(model, compressor) -> float:
+    """Of a cache that has read all tokens but the last, as ``evaluate``'s."""
+    cache = compressor.new_cache(model)
+    with torch.inference_mode():
+        for piece in TOKENS.split(8, dim=1):
+            model(piece, past_key_values=cache)
+    return cache.report().ratio

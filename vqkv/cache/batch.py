@@ -72,6 +72,8 @@ class Batch:
     size: int = 0
     mask: Tensor | None = field(default=None, init=False)  # of the pass that is running
     running: bool = field(default=False, init=False)
+    new_slots: int = field(default=0, init=False)  # of the pass that is running
+    place: int = field(default=-1, init=False)  # of the last layer that stored them
     direct: bool = field(default=False, init=False)
     _seen: bool = field(default=False, init=False)  # the model that the cache was made for runs
     _position_ids: Tensor | None = field(default=None, init=False)
@@ -122,7 +124,7 @@ class Batch:
             self.groups[0].positions.advance(new_slots, position_ids)
         else:
             self._advance(new, keys, position_ids)
-        self.slots += new_slots
+        self.slots, self.new_slots = self.slots + new_slots, new_slots
         readers, room = self.compressor.last_readers, self.settings.room(size)
         for group in self.groups:
             group.step = ForwardPass(Known(readers), Known(readers), room)
@@ -149,6 +151,10 @@ class Batch:
         before, shown, new = self._tokens(size), mask[:, : self.slots], mask[:, self.slots :]
         if (shown & ~before).any():
             raise DataError("attention_mask shows a slot that was padding when it was cached: nothing is stored there")
+        if self.tokens is None and not new.all() and any(s.first for group in self.groups for s in group.all_stores):
+            raise DataError(
+                "padding came after a sliding window had dropped tokens of some layers: pad all turns or none"
+            )
         self.direct = self.direct and torch.equal(shown, before)  # it may hide tokens that are here
         return None if self.tokens is None and self.slots and new.all() else new
 

@@ -32,7 +32,8 @@ class CompressedCache(Cache):
     sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what
     attention reads of quantized tokens is kept from step to step, the oldest tokens first; by default nothing, so that
     every step decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window drop
-    blocks of tokens that no query can see any more. One forward pass at a time.
+    blocks of tokens that no query can see any more, but not under predictors or in padded batches, where tokens must
+    line up; what dropped tokens cannot be cropped or saved. One forward pass at a time.
     """
 
     layer_class = CompressedLayer
@@ -144,9 +145,10 @@ class CompressedCache(Cache):
         """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``IndexError`` for one that
         is not here, ``DataError`` if a forward pass broke off half-way."""
         self.batch.check_complete()
-        self.batch.select(indices)
+        kept = torch.arange(self.batch.size)[torch.as_tensor(indices).cpu()]
+        self.batch.select(kept)
         for layer in self.with_states:
-            LinearAttentionLayer.reorder_cache(layer, indices)
+            LinearAttentionLayer.reorder_cache(layer, kept)
 
     def __iter__(self):
         """(keys, values, None) of each layer, decoded, as transformers' ``DynamicCache`` yields them."""

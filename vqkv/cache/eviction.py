@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from vqkv.cache.attention_mass import attention_scores, heavy_hitters, watching_attention
 from vqkv.cache.batch import Group, Pair
@@ -18,6 +19,7 @@ from vqkv.cache.layer import CompressedLayer
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.positions import pick_rows
 from vqkv.errors import DataError
+from vqkv.models.layers import check_decoder
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "heavy_hitters"]
 
@@ -71,7 +73,8 @@ class H2O:
         return self.compressor.new_pass()
 
     def new_cache(self, model, in_place: bool = False) -> "EvictingCache":
-        """An empty cache. Raises ``DataError`` for ``in_place`` and for streaming with a codec of token blocks."""
+        """An empty cache. Raises ``DataError`` for ``in_place``, for streaming with a codec of token blocks, for
+        encoders and for layers that have other states too."""
         if in_place:
             raise DataError("one pass in place reads nothing that was evicted: use the snapshot or chunked protocol")
         blocks = max(codec.tokens_per_row for pair in self.compressor.codecs for codec in pair)
@@ -80,7 +83,11 @@ class H2O:
                 f"{self.compressor.name!r} packs blocks of {blocks} tokens, from which none can be dropped alone: "
                 "use H2O(..., streaming=False) or a codec that packs token by token"
             )
-        return EvictingCache(self, model)
+        check_decoder(model, "H2O")
+        cache = EvictingCache(self, model)
+        if any(isinstance(layer, LinearAttentionLayer) for layer in cache.compressed):
+            raise DataError(f"{type(model).__name__} has states beside keys and values, which forget nothing: no H2O")
+        return cache
 
 
 @dataclass(eq=False)

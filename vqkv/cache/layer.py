@@ -65,6 +65,7 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
         if self.index == 0:
             self.batch.begin(key_states)
+        self.batch.place = self.index
         parts = self.batch.split(key_states, value_states)
         with full_precision(key_states.device):
             out = packed_states(self.batch, self.index, key_states, parts) if self.batch.direct else None
@@ -80,8 +81,9 @@ class CompressedLayer(CacheLayerMixin):
             self.batch.end()
 
     def get_seq_length(self) -> int:
-        """Slots of this layer: tokens, padding included."""
-        return self.batch.slots
+        """Slots of this layer: tokens, padding included; those of a running pass once they were handed over."""
+        waits = self.batch.running and self.index > self.batch.place
+        return self.batch.slots - (self.batch.new_slots if waits else 0)
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         """(length of keys the next ``query_length`` queries read, offset)."""

@@ -14,7 +14,8 @@ FP16_BITS = 16
 class Report:
     """Bytes of one cache by kind. ``values`` counts the cached elements of K and V of all tokens, ``packed_values``
     those whose tokens are packed; ``kinds`` maps a kind of storage (codes, scale, sinks, window, ...) to bytes.
-    ``dynamic_values``: those that transformers' ``DynamicCache`` would hold, without what no sliding window sees."""
+    ``dynamic_values``: those that transformers' ``DynamicCache`` would hold, without what no sliding window sees (by
+    default all)."""
 
     kinds: dict[str, int]
     packed_bytes: int
@@ -24,6 +25,10 @@ class Report:
     batch_size: int
     side_bytes: int
     dynamic_values: int | None = None
+
+    def __post_init__(self):
+        if self.dynamic_values is None:
+            object.__setattr__(self, "dynamic_values", self.values)
 
     @property
     def cache_bytes(self) -> int:
@@ -43,8 +48,7 @@ class Report:
     @property
     def ratio(self) -> float:
         """Bytes of transformers' cache of the same tokens in fp16 over ``cache_bytes`` (side information apart)."""
-        values = self.values if self.dynamic_values is None else self.dynamic_values
-        return values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
+        return self.dynamic_values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
 
     def as_dict(self) -> dict:
         """Everything as plain numbers, for a table or JSON."""
@@ -63,10 +67,10 @@ class Report:
 def total(reports: list[Report]) -> Report:
     """Several caches of one compressor as if they were one."""
     kinds = sum((Counter(report.kinds) for report in reports), Counter())
-    sums = [sum(getattr(r, name) for r in reports) for name in ("packed_bytes", "packed_values", "values")]
+    names = ("packed_bytes", "packed_values", "values", "dynamic_values")
+    *sums, dynamic = (sum(getattr(r, name) for r in reports) for name in names)
     rows = sum(report.batch_size for report in reports)
     longest, side = (max((getattr(r, name) for r in reports), default=0) for name in ("seq_len", "side_bytes"))
-    dynamic = sum(r.values if r.dynamic_values is None else r.dynamic_values for r in reports)
     return Report(dict(kinds), *sums, longest, rows, side, dynamic)
 
 

@@ -37,8 +37,12 @@ def save(cache, path) -> None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
     if model.config.is_encoder_decoder:
         raise DataError(f"{type(model).__name__} has two caches, for which a saved cache has no place")
+    if cache.with_states:
+        raise DataError(
+            f"{type(model).__name__} has states beside keys and values: save the tokens and read them again"
+        )
     if not cache.is_croppable:
-        raise DataError("a sliding window has dropped tokens of some layers, for which a saved cache has no place")
+        raise DataError("a sliding window has dropped tokens of some layers: save all tokens and read them again")
     report = cache.report()
     header = {
         "format": FORMAT,

@@ -1,11 +1,13 @@
 """model + corpus + preset -> compressor, in constant memory, by one process or many."""
 
+import warnings
 from contextlib import nullcontext
 from itertools import chain
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.costs import fisher_metrics
@@ -81,6 +83,11 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
     if current().first:
+        if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
+            warnings.warn(
+                f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens",
+                stacklevel=3,
+            )
         warn_if_destroyed(compressor, model, tokens)
     return compressor
 

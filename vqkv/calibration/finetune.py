@@ -21,7 +21,7 @@ from vqkv.calibration.trained_weights import TrainedWeights, recomputing
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.layers import rotations
+from vqkv.models.layers import check_decoder, rotations
 from vqkv.models.load import describe, layer_devices
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
@@ -168,6 +168,7 @@ class _Run:
 
 
 def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
+    check_decoder(model, "finetune")
     check_tokens(model, tokens)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: fine-tune on one device, or a device map without offloading")

@@ -11,8 +11,9 @@ from vqkv.models.capture import capture
 from vqkv.runtime.checks import whole_blocks
 
 TOKENS = 256
-LITTLE = 0.05  # lost share of the variance that is nobody's ruin
+LITTLE, MUCH = 0.1, 0.5  # lost shares of the variance that are nobody's ruin, and somebody's at any number of bits
 WORSE = 16  # times 4^-bits: the share of variance that may be lost; what survives loses less than a quarter of it
+SURVIVORS = {"kvquant": "scales by channel", "best": "means apart", "vqllm": "learns them"}
 
 
 @torch.inference_mode()
@@ -29,21 +30,22 @@ def warn_if_destroyed(compressor: Compressor, model, tokens: torch.Tensor) -> No
         for role, coder, x, y in zip(ROLES, compressor.coders[layer], pair, (keys, values), strict=True):
             block = max(compressor.tokens_per_row if compressor.predictions else 1, coder.tokens_per_row)
             if x.shape[2] < block:
-                return
+                continue
             x = whole_blocks(x.float(), block)
             bits = 8 * coder.codec.encode(x).nbytes / x.numel()
             error = coder.through(x, known) - x
             lost = (error.var(dim=(0, 2)).sum() / y.float().var(dim=(0, 2)).sum()).item()
-            if lost > max(LITTLE, WORSE * 4**-bits):
-                warnings.warn(_message(compressor.name, layer, role, y.float(), bits, lost), stacklevel=3)
+            if lost > min(MUCH, max(LITTLE, WORSE * 4**-bits)):
+                warnings.warn(_message(compressor.name, layer, role, y.float(), bits, lost), stacklevel=4)
                 return
 
 
 def _message(name: str, layer: int, role: str, x: torch.Tensor, bits: float, lost: float) -> str:
     mean, spread = x.mean(dim=(0, 2)).abs(), x.std(dim=(0, 2))
     head, channel = divmod(int((mean + spread).argmax()), x.shape[-1])
+    others = ", ".join(f"{other} ({how})" for other, how in SURVIVORS.items() if other != name)
     return (
         f"{name} loses {lost:.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
         f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median spread is {spread.median():.3g}. "
-        "Presets that survive this: kvquant (scales by channel), best (means apart), vqllm (learns them)"
+        f"Use more bits, or a preset that survives such channels: {others}"
     )

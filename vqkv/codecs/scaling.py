@@ -144,7 +144,7 @@ def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
 
 @dataclass(eq=False)
 class MeanRemoval(Stage):
-    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (the bias of k_proj, mostly)."""
+    """Subtract the mean over tokens, learned per head and channel and stored in fp16 (mostly the keys' bias)."""
 
     by_head = True
 

@@ -24,10 +24,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
+from vqkv.models.layers import check_decoder
 from vqkv.models.load import LOADING_ERRORS
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
@@ -136,11 +138,12 @@ def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.
         raise DataError(
             f"pass a transformers model without a dtype, or its config, not {type(model).__name__}, {dtype}"
         )
+    check_decoder(model, "capacity")
     model_shape(model)  # refuses layers of unequal KV heads
-    if any(layer.is_sliding for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers):
         raise DataError(
-            f"{type(model).__name__} has layers with a sliding window, whose DynamicCache stops growing: set "
-            "sliding_window=None (and layer_types to full_attention) in the config to count every token"
+            f"{type(model).__name__} has layers with a sliding window or states, whose DynamicCache stops growing: "
+            "every token is counted with sliding_window=None and layer_types full_attention in the config"
         )
     return model
 

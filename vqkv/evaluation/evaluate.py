@@ -11,11 +11,18 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.layers import kv_layers
+from vqkv.models.layers import check_decoder, kv_layers
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
-MEASURED = ("packed_bytes", "packed_values", "values", "cache_bytes", "seq_len", "side_bytes")  # of a cache's report
+MEASURED = (
+    "packed_bytes",
+    "packed_values",
+    "dynamic_values",
+    "cache_bytes",
+    "seq_len",
+    "side_bytes",
+)
 ROLES_MSE = ("key_mse", "value_mse")
 LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
@@ -95,6 +102,7 @@ def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: 
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
     if not hasattr(compressor, "new_cache"):
         raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
+    check_decoder(model, "evaluate")
     check_tokens(model, tokens)
     if tokens.shape[1] < 3:
         raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
@@ -271,7 +279,7 @@ def _summary(batches: list[Sums]) -> dict:
         "top1": joined["top1"].mean().item(),
         **_mean_ratios(batches, "attention_mse"),
         "bits_per_value": 8 * report["packed_bytes"] / packed if packed else float("nan"),
-        "ratio": 2 * report["values"] / report["cache_bytes"],
+        "ratio": 2 * report["dynamic_values"] / report["cache_bytes"],
         "side_bytes": first["side_bytes"],
         **recall,
     }

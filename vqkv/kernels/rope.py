@@ -6,9 +6,8 @@ import torch
 def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply RoPE as the Llama family does: channel i is paired with channel i + rotary_dim / 2.
 
-    ``keys`` (batch, num_kv_heads, seq_len, head_dim); ``cos`` and ``sin`` (batch or 1, seq_len, rotary_dim) as the
-    model's own rotary embedding returns them, any ``rope_type`` and attention scaling included. Channels beyond
-    rotary_dim (partial rotary) pass through.
+    ``keys`` (batch, num_kv_heads, seq_len, head_dim); ``cos`` and ``sin`` (batch or 1, seq_len, rotary_dim).
+    Channels beyond rotary_dim (partial rotary) pass through.
     """
     cos, sin = (table.unsqueeze(1).to(keys.device) for table in (cos, sin))
     turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
@@ -18,8 +17,7 @@ def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 def unrotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Undo ``rotate`` with the same ``cos`` and ``sin``; in fp32 to about 1e-6 of the keys' size."""
-    scale = cos * cos + sin * sin  # not 1 where the rope type scales attention (YaRN)
-    return rotate(keys, cos / scale, -sin / scale)
+    return rotate(keys, cos, -sin)
 
 
 def _quarter_turn(x: torch.Tensor) -> torch.Tensor:

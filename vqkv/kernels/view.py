@@ -76,12 +76,11 @@ class Turn:
 class Rope:
     """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq.
 
-    ``inv_freq`` fp32 (rotary_dim / 2,); ``scaling`` is the factor of keys that some rope types (YaRN) have.
+    ``inv_freq`` fp32 (rotary_dim / 2,).
     """
 
     inv_freq: Tensor
     start: int = 0
-    scaling: float = 1.0
 
     def turn(self, stop: int, first: int = 0) -> Turn:
         """cos and sin of the keys first, ..., stop - 1; angles in float64, as positions beyond 2^16 leave fp32 too few
@@ -89,7 +88,7 @@ class Rope:
         positions = torch.arange(self.start + first, self.start + stop, device=self.inv_freq.device)
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
-        return Turn((angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float())
+        return Turn(angles.cos().float(), angles.sin().float())
 
 
 KernelView = Affine | Coded

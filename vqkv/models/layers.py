@@ -34,7 +34,7 @@ NOT = "so they cannot be stored before RoPE: use pre_rope=False"
 OTHERS = (3, 77, 1001)  # positions at which what was found is checked
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
-_rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> theirs, where they were asked for
+_rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> by dtype theirs, if they were asked for
 _encoder_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> tokens, and what its encoder reads
 
 
@@ -89,14 +89,24 @@ def rotations(model) -> list[Rotation | None]:
 
     Raises ``DataError``, with the remedy, for angles that are not multiples of the position.
     """
-    if model not in _rotations:
-        _rotations[model] = _seen_rotations(model)
-    return _rotations[model]
+    known = _rotations.setdefault(model, {})  # a cast may round the model's angles
+    if model.dtype not in known:
+        known[model.dtype] = _seen_rotations(model)
+    return known[model.dtype]
 
 
 def max_positions(model) -> float:
     """Tokens that the model has positions for, by its configuration; infinity where that names no limit (ALiBi)."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+    named = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return named if named and named > 0 else math.inf
+
+
+def check_decoder(model, what: str) -> None:
+    """Raise ``DataError`` for an encoder-decoder, which ``what`` is not for."""
+    if model.config.is_encoder_decoder:
+        raise DataError(
+            f"{what} takes decoders: {type(model).__name__} has an encoder. calibrate and new_cache take it"
+        )
 
 
 def _seen_layers(model) -> list[KVLayer]:
@@ -153,15 +163,23 @@ def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
         rows = [(known[:, : len(row)] == row).all(1).nonzero()[0, 0] for row in tokens.to(known.device)]
         read = given[torch.stack(rows).to(given.device)].to(model.device)
     elif model.main_input_name != "input_ids":
-        config = model.config
+        config, sizes = model.config, ("num_mel_bins", "max_source_positions")
+        if missing := [name for name in sizes if not hasattr(config, name)]:
+            raise DataError(
+                f"{type(model).__name__} reads {model.main_input_name} of a shape that its configuration does not tell "
+                f"({' and '.join(missing)}, as of Whisper), which is not supported: use EncoderDecoderCache"
+            )
         read = torch.zeros(len(tokens), config.num_mel_bins, 2 * config.max_source_positions, device=model.device)
     return {model.main_input_name: read, "decoder_input_ids": tokens}
 
 
 @contextmanager
 def encoder_reads(model, tokens: Tensor, given: Tensor | None) -> Iterator[None]:
-    """Inside, the encoder reads row i of ``given`` where the decoder reads (a beginning of) row i of ``tokens``."""
+    """Inside, the encoder reads row i of ``given`` where the decoder reads (a beginning of) row i of ``tokens``. Raises
+    ``DataError`` for equal rows."""
     if given is not None:
+        if len(tokens.unique(dim=0)) < len(tokens):
+            raise DataError("two rows of tokens are equal, so that it is open what the encoder reads: leave one out")
         kv_layers(model)  # which asks with other tokens
         _encoder_inputs[model] = tokens, given
     try:
@@ -186,7 +204,7 @@ def _seen_rotations(model) -> list[Rotation | None]:
     rope = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
     if changing := [kind for kind in CHANGING_ROPE if kind in rope]:
         raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {NOT}")
-    if "mrope_section" in rope:
+    if any(hasattr(module, "get_rope_index") for module in model.modules()):
         raise DataError(f"{name} turns the keys of images by several positions a token, {NOT}")
     longest = min(LONGEST, max_positions(model))
     wanted = [0, *(2**i for i in range(20)), *OTHERS]
@@ -200,7 +218,7 @@ def _seen_rotations(model) -> list[Rotation | None]:
     return found
 
 
-def _found(keys_at: dict[int, Tensor]) -> Rotation | None | bool:
+def _found(keys_at: dict[int, Tensor]) -> Rotation | bool | None:
     """False where keys turn unevenly."""
     try:
         return found_rotation(keys_at)

@@ -13,8 +13,8 @@ NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of its p
 
 class Rotation(nn.Module):
     """Channels ``first[i]`` and ``second[i]`` of each head turn by ``position * angle[i]`` (radians, float64); the
-    others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i turns
-    with channel i + rotary_dim / 2, as kernels that rotate expect."""
+    others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i
+    turns with channel i + rotary_dim / 2, as kernels that rotate expect."""
 
     def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int):
         super().__init__()

@@ -155,8 +155,8 @@ def best(
     shared = {"rotation": "weighted", "mixed": True, "block": block, "sink_tokens": sink_tokens, "pre_rope": pre_rope}
     short = crossed("steps", bits, merged=False, **shared)
     if context < long_pays(bits) * kv_width:
-        return short
-    return crossed("steps", bits, predicted=True, **shared)
+        return dataclasses.replace(short, name="best")
+    return dataclasses.replace(crossed("steps", bits, predicted=True, **shared), name="best")
 
 
 def long_pays(bits: float) -> float:

@@ -32,7 +32,7 @@ def decode_attention(
     with torch.cuda.device_of(query):
         _attend[(batch * num_kv_heads, splits)](
             query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
-            scaling * (rope.scaling if rope else 1.0) * LOG2E.value, rows, *_constants(keys), *_constants(values),
+            scaling * LOG2E.value, rows, *_constants(keys), *_constants(values),
             HEAD_DIM=head_dim, ROPE=rope is not None, **tile,
         )  # fmt: skip
     if splits > 1:
