@@ -14,7 +14,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.predictive import Known
 from vqkv.kernels.rope import rotate, unrotate
-from vqkv.models.layers import rotations
+from vqkv.models.rope import rotations
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 8
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}

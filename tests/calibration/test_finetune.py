@@ -19,7 +19,8 @@ from vqkv.calibration.trained_weights import attention_weights
 from vqkv.cli import app
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES
-from vqkv.models.layers import kv_layers, rotations
+from vqkv.models.layers import kv_layers
+from vqkv.models.rope import rotations
 
 TOKENS = torch.randint(0, 400, (24, 40), generator=torch.Generator().manual_seed(0))
 PRESET = presets.vqllm(2, 16, 8)

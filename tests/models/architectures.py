@@ -11,7 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vqkv import DataError, calibrate, presets
 from vqkv.evaluation.metrics import token_kl
-from vqkv.models.layers import kv_layers, rotations
+from vqkv.models.layers import kv_layers
+from vqkv.models.rope import rotations
 
 README = Path(__file__).parents[2] / "vqkv" / "models" / "README.md"
 HEAD = "| model_type | layers | keys | presets |\n|---|---|---|---|\n"

@@ -9,8 +9,8 @@ import torch
 from projections import kv_sources
 
 from vqkv import DataError, UnknownNameError, capture, load_model
-from vqkv.models.layers import rotations
 from vqkv.models.load import describe, difference, fingerprint
+from vqkv.models.rope import rotations
 
 
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))

@@ -45,7 +45,9 @@ def test_bits_are_those_of_what_each_layer_stores(name):
     assert report.cache_bytes == tensor_bytes(cache.batch) - tensor_bytes(cache.compressor)
 
 
-@pytest.mark.parametrize("name", ["lfm2_moe", "falcon_h1"])  # convolutions in layers of their own; states beside the keys
+@pytest.mark.parametrize(
+    "name", ["lfm2_moe", "falcon_h1"]
+)  # convolutions in layers of their own; states beside the keys
 def test_states_that_a_file_has_no_place_for_are_refused_and_sequences_chosen_with_them(name):
     model = build(name)
     compressor = calibrate(model, TOKENS, presets.fp16(), progress=False)

@@ -19,8 +19,9 @@ from vqkv.cache.packed_attention import reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.models.layers import kv_layers, rotations
+from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices
+from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
 
 

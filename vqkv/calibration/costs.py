@@ -10,7 +10,8 @@ from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
-from vqkv.models.layers import door, inputs, kv_layers, rotations
+from vqkv.models.layers import door, inputs, kv_layers
+from vqkv.models.rope import rotations
 from vqkv.models.rotation import Rotation
 from vqkv.runtime.checks import whole_blocks
 

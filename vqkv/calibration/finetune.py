@@ -21,8 +21,9 @@ from vqkv.calibration.trained_weights import TrainedWeights, recomputing
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.layers import check_decoder, rotations
+from vqkv.models.layers import check_decoder
 from vqkv.models.load import describe, layer_devices
+from vqkv.models.rope import rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.processes import current

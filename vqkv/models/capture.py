@@ -3,7 +3,8 @@
 import torch
 
 from vqkv.errors import DataError
-from vqkv.models.layers import forward, kv_layers, max_positions, rotates, rotations
+from vqkv.models.layers import forward, kv_layers, max_positions
+from vqkv.models.rope import rotates, rotations
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
 from vqkv.errors import DataError
-from vqkv.models.layers import rotations
+from vqkv.models.rope import rotations
 from vqkv.presets.plans import Budgeted, FromPrevious, Shared, Unpredicted
 
 

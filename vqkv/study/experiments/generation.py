@@ -8,7 +8,8 @@ import torch
 
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl, token_nll
-from vqkv.models.layers import max_positions, rotates
+from vqkv.models.layers import max_positions
+from vqkv.models.rope import rotates
 from vqkv.study.bench.caches import REFERENCE, chosen, contenders, stored_bytes
 from vqkv.study.bench.generation import latency
 from vqkv.study.bench.peak import peak_memory

@@ -12,8 +12,9 @@ from vqkv.data.recall import RecallTask
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.floor import noise_floor
 from vqkv.models.capture import capture
-from vqkv.models.layers import max_positions, rotates
+from vqkv.models.layers import max_positions
 from vqkv.models.load import BUNDLED, describe, kv_width
+from vqkv.models.rope import rotates
 from vqkv.reference.measure import PAIRS, induction_score
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load

@@ -11,8 +11,8 @@ from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluation.evaluate import evaluate, reconstruction_error
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
-from vqkv.models.layers import rotates
 from vqkv.models.load import describe, kv_width
+from vqkv.models.rope import rotates
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import per_process, sweep
