@@ -11,6 +11,7 @@ from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pca import PCA
@@ -61,7 +62,8 @@ EXTRA |= {
     "revived": chain(revive=True, decay=0.5, codebook_size=60, init="random"),
     "beam": chain(beam=3),
     "levels": Chain([ChannelScale()], NonUniform(3)),
-    "adaptive": Chain([TokenBlock(4)], Entropy(NonUniform(2), "adaptive")),
+    "ans": Chain([TokenBlock(4)], Entropy(NonUniform(2))),
+    "float bits": Chain([TokenBlock(4)], FloatBits()),
     "ans by stage": Chain([TokenBlock(4), Grouping(group_size=8)], Entropy(ResidualVQ(2, 20, 8), context="stage")),
     "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
     "fp16": Fp16(),

@@ -7,6 +7,7 @@ LEARNED = {"num_quantizers": 2, "codebook_size": 16, "group_size": 8}
 
 SMALL = {
     "fp16": presets.fp16(),
+    "lossless": presets.lossless(block=16),
     "vqllm": presets.vqllm(**LEARNED),
     "beam": presets.vqllm(**LEARNED, beam=4),
     "quanto": presets.quanto(),
@@ -21,7 +22,7 @@ SMALL = {
 }
 
 
-CODED = {name: presets.entropy_coded(SMALL[name], "adaptive", block=16) for name in ("vqllm", "kivi")}
+CODED = {name: presets.entropy_coded(SMALL[name], block=16) for name in ("vqllm", "kivi")}
 
 
 CROSSED = {

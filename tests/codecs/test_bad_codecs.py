@@ -240,7 +240,7 @@ UNFIT = [
 ]
 UNKNOWN = [
     (lambda: Grouping("stridded"), "strided"), (lambda: VectorScale("sdt"), "std"), (lambda: Grid(17), "16"),
-    (lambda: ResidualVQ(init="kmean"), "kmeans"), (lambda: Entropy(rvq(), "adaptiv"), "adaptive"),
+    (lambda: ResidualVQ(init="kmean"), "kmeans"), (lambda: Entropy(rvq(), "positio"), "position"),
     (lambda: Entropy(rvq(), context="head"), "unknown context 'head'"),
 ]  # fmt: skip
 

@@ -75,8 +75,8 @@ def test_presets_store_exactly_the_bits_derived_by_hand(codec, head_dim, expecte
 
 
 def test_every_preset_is_pinned():
-    # no codecs of their own: tests/test_aqua.py, tests/test_crosses.py
-    over_others = {"aqua": "aqua-higgs", "kvsharer": "kvsharer", "crossed": "crossed", "best": "best"}
+    # no codecs of their own (test_aqua.py, test_crosses.py), or tested by themselves (test_float_bits.py)
+    over_others = {"aqua": "aqua-higgs"} | {name: name for name in ("kvsharer", "crossed", "best", "lossless")}
     assert set(SMALL) | {"fp16", "vqllm"} | set(over_others) == set(presets.PRESETS)
     for name in presets.PRESETS:
         assert presets.make(name).name == over_others.get(name, name)
@@ -227,7 +227,7 @@ def test_fitting_leaves_out_a_partial_block_and_encoding_refuses_it(codecs):
 def test_other_numbers_of_heads_are_refused_where_they_matter(codecs):
     x = gaussian(1, 2, 35, HEAD_DIM)
     steps = ("transform coder", "transform coder per head", "steps token by token")
-    for kind in ("kvquant key", "kvquant value", "higgs key", "adaptive", *steps):
+    for kind in ("kvquant key", "kvquant value", "higgs key", "ans", *steps):
         with pytest.raises(DataError, match="2 KV heads, but this codec was fitted on 3: fit again"):
             codecs[kind].encode(x[:, :, : codecs[kind].tokens_per_row])
     assert codecs["quanto key"].encode(x).nbytes  # nothing there depends on it

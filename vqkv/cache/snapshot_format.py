@@ -150,8 +150,8 @@ class StreamLayout:
             return torch.frombuffer(piece, dtype=dtype).reshape(shape) if piece else torch.empty(shape, dtype=dtype)
 
         like = codec.encode(torch.zeros(1, self.num_kv_heads, codec.tokens_per_row, self.head_dim))
-        rows = (batch_size, like.shape[1], tokens // codec.tokens_per_row)
-        fields = {name: take(x.dtype, rows + x.shape[3:]) for name, x in sorted(like.fields.items())}
+        rows, stored = tokens // codec.tokens_per_row, sorted(like.fields.items())
+        fields = {name: take(x.dtype, (batch_size, x.shape[1], rows, *x.shape[3:])) for name, x in stored}
         counts = replace(like, fields=fields, ragged={}).counts
         ragged = {n: take(x.dtype, (int(counts(n).sum()), *x.shape[1:])) for n, x in sorted(like.ragged.items())}
         return replace(like, fields=fields, ragged=ragged)

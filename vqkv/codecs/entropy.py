@@ -1,6 +1,5 @@
 """Entropy-coded codes of any quantizer: frequent ones take fewer bits."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +7,11 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.stage import Quantizer, Side
-from vqkv.codecs.streams import StreamQuantizer, ans, frequencies, reader, written
+from vqkv.codecs.streams import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
 from vqkv.errors import DataError
+from vqkv.kernels.entropy.code import Code, make_code
+
+MOST_BITS = 10  # of a code that a table tells apart
 
 
 @dataclass(eq=False)
@@ -22,23 +24,16 @@ class Entropy(StreamQuantizer):
     the same place in a token, where a row's first axis is its tokens. k-means leaves all codes of a codebook about
     equally frequent, so it is the differences between heads and channels that save bytes.
 
-    ``static`` tables are counted in calibration and kept as side information: uint16 (heads, tables, codes). The counts
-    are of the codebooks as they were at each batch, so an estimate of the final ones. ``adaptive``: a row starts from
-    these; after every ``step`` codes of each table they are added to it, and the start weighs as much as ``strength``
-    codes.
-
-    A stack coder, not a queue: as the encoder knows the row, it finds all the tables first, then writes in reverse.
-    Encoder and decoder agree because both hand constriction the same whole numbers, which no order of summation can
-    round differently.
+    Tables are counted in calibration and kept as side information: uint16 (heads, tables, codes). The counts are of the
+    codebooks as they were at each batch, so an estimate of the final ones. Of codes of more than 10 bits, the low bits
+    are stored as they are.
     """
 
     quantizer: Quantizer
-    tables: str = "static"
     context: str = "position"
-    choices = {"tables": ("static", "adaptive"), "context": ("position", "stage")}
-    step = 16
-    strength = 256
-    most_code_bytes = 3  # constriction's probabilities have 24 bits
+    lanes: int = 4
+    choices = {"context": ("position", "stage")}
+    limits = {"lanes": (1, MOST_LANES)}
 
     def __post_init__(self):
         super().__post_init__()
@@ -57,21 +52,22 @@ class Entropy(StreamQuantizer):
             heads, (tables, rest) = shape[0], divmod(self.codes_per_row, shape[1])
             if rest:
                 raise DataError(f"rows of {shape[1:]} do not begin with an axis of tokens: put a TokenBlock first")
-        self.num_tables, self._shape = tables, (heads, tables, max(2, codes))  # there is no model of a single code
+        self.shift = max(0, (codes - 1).bit_length() - MOST_BITS)
+        self.num_tables, self.heads, self._shape = tables, heads, (heads, tables, (codes - 1 >> self.shift) + 1)
 
     def partial_fit(self, x: Tensor) -> None:
         """Let the quantizer learn, then count the codes it now has for x."""
-        ans()
         self.quantizer.partial_fit(x)
         heads, tables, size = self._shape
         first = torch.arange(heads * tables, device=x.device).view(heads, tables, 1) * size
-        codes = self.by_table(self.encode(x)[0]) + first
+        codes = self.encode(x)[0].permute(2, 0, 1, 3).unflatten(-1, (-1, self.num_tables)).mT
+        codes = (codes.long() >> self.shift) + first
         self._counts += torch.bincount(codes.flatten(), minlength=first.numel() * size).view(self._shape)
 
     def finalize(self) -> None:
         """Freeze the quantizer and round the frequencies."""
         self.quantizer.finalize()
-        self.frequencies = frequencies(self._counts)
+        self.frequencies = frequencies(self._counts + SMOOTHING)
         self._counts = 0
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -80,48 +76,8 @@ class Entropy(StreamQuantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.quantizer.decode(codes, side)
 
-    def coders(self) -> "list[TableCoder]":
-        start = self.frequencies.cpu().numpy().astype(np.float64) + 1
-        step = self.step if self.tables == "adaptive" else None
-        return [TableCoder(tables, step, self.strength) for tables in start]
-
-
-class TableCoder:
-    """Rows of codes, int32 (tables, count), <-> bytes. Without ``step`` the tables stay as they start."""
-
-    def __init__(self, start: np.ndarray, step: int | None = None, strength: int = 1):
-        self.model = ans().model.Categorical
-        self.start, self.step = start, step
-        # What one code adds: a whole number, so that sums of float64 are exact (below 2^53).
-        self.gain = np.maximum(1, start.sum(axis=-1, keepdims=True) // strength)
-        self.first = self._models(start)
-
-    def write(self, codes: np.ndarray) -> bytes:
-        """The row's stream."""
-        parts, weights = [], self.start.copy()
-        for part in self._parts(codes.shape[-1]):
-            models = self._models(weights) if part.start else self.first
-            parts += zip(codes[:, part], models, strict=True)
-            self._learn(weights, codes[:, part])
-        return written(parts)
-
-    def read(self, stream: bytes, count: int) -> np.ndarray:
-        """The inverse."""
-        coder, codes, weights = reader(stream), np.empty((len(self.start), count), np.int32), self.start.copy()
-        for part in self._parts(count):
-            models = self._models(weights) if part.start else self.first
-            for symbols, model in zip(codes[:, part], models, strict=True):
-                symbols[:] = coder.decode(model, len(symbols))
-            self._learn(weights, codes[:, part])
-        return codes
-
-    def _parts(self, count: int) -> Iterator[slice]:
-        step = self.step or count
-        return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-    def _models(self, weights: np.ndarray) -> list:
-        return [self.model(row, perfect=False) for row in weights]
-
-    def _learn(self, weights: np.ndarray, codes: np.ndarray) -> None:
-        if self.step:
-            np.add.at(weights, (np.arange(len(codes))[:, None], codes), self.gain)
+    def make_code(self) -> Code:
+        tables = self.frequencies.flatten(0, 1).cpu().numpy().astype(np.int64)
+        tables = [np.append(table, 0) for table in tables]  # nothing escapes
+        channels = torch.arange(len(tables))
+        return make_code(tables, [0] * len(tables), channels, torch.full_like(channels, self.shift), self.lanes)

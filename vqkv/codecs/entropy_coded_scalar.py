@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs import spreads
-from vqkv.codecs.spreads import LARGEST_CODE
 from vqkv.codecs.stage import Side
-from vqkv.codecs.streams import StreamQuantizer, ans
+from vqkv.codecs.streams import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.kernels.entropy.code import TOTAL, Code, make_code
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
@@ -17,33 +17,42 @@ LEAST_STEP = torch.finfo(torch.float32).tiny
 BISECTIONS, SEARCHED_ROWS = 20, 1 << 10
 CURVE = range(6, -25, -1)  # half octaves: steps of 8 times the root mean square down to 1/4096 of it
 
+LARGEST_CODE = (1 << 23) - 1
+REACH = 255  # of the widest table
+LEVELS = 2 * REACH + 1
+WIDEST = 16.0  # codes of a larger root mean square leave low bits out of the tables, which are as good as uniform
+MOST_SHIFT = 16
+PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8, two an octave
+RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
+
 
 @dataclass(eq=False)
 class EntropyCodedScalar(StreamQuantizer):
-    """Round to multiples of one step for all channels of the last axis and code the result (ANS), a stream for each
+    """Round to multiples of one step for all channels of the last axis and code the result (rANS), a stream for each
     row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step then cost next
     to nothing, which is reverse water-filling, the optimum for independent Gaussian channels; what is left to Shannon's
     bound is the step's shape, 0.25 bit a value at high rates (Gish & Pierce 1968).
 
-    No value is cut off, as far as 2^23 steps out: channels that vary by more than 32 steps keep their low bits apart,
+    No value is cut off, as far as 2^23 steps out: channels that vary by more than 16 steps keep their low bits apart,
     and what is beyond a table of frequencies is written out, at 24 bits more.
 
     ``bits``: what a value is to take; the first batch decides the step. Channels whose codes vary about as much share
     a table of frequencies, as long as their spread demands: int8 ``spreads`` and uint8 ``shifts``, the low bits kept
-    apart (num_kv_heads or 1, channels), uint16 ``frequencies`` of all tables, one after the other, narrow ones first,
-    and the step, fp32, are the side information.
+    apart (num_kv_heads or 1, channels), int16 ``reaches``, the largest code of each table, narrow ones first, uint16
+    ``frequencies`` of all tables, one after the other, that of the escape last in each, and the step, fp32, are the
+    side information.
     """
 
     bits: float = 2.0
-    limits = {"bits": (LEAST_BITS, MOST_BITS)}
+    lanes: int = 4
+    limits = {"bits": (LEAST_BITS, MOST_BITS), "lanes": (1, MOST_LANES)}
     by_head = True
-    most_code_bytes = 8  # 24 bits for a table's rarest code, 16 low ones, 24 beyond the table
 
     def build(self, shape: tuple[int, ...]) -> None:
         super().build(shape)
-        self._places, self.num_tables, self._counts = (shape[0], shape[-1]), shape[-1], None
+        self.heads, self.num_tables, self._counts = shape[0], shape[-1], None
         self.register_buffer("step", torch.zeros((), dtype=torch.float32))
-        for name in ("spreads", "shifts", "frequencies"):
+        for name in ("spreads", "shifts", "reaches", "frequencies"):
             self.register_buffer(name, None)
 
     def rates(self, y: Tensor) -> Tensor:
@@ -62,12 +71,11 @@ class EntropyCodedScalar(StreamQuantizer):
         return torch.tensor(points, dtype=torch.float64)
 
     def with_bits(self, bits: float) -> "EntropyCodedScalar":
-        return EntropyCodedScalar(bits)
+        return EntropyCodedScalar(bits, self.lanes)
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch that is not all zeros decides the step, and which bits are kept apart; the codes of every
         batch from there on are counted."""
-        ans()
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self.step == 0:
             sample = _sampled(channels)
@@ -75,28 +83,39 @@ class EntropyCodedScalar(StreamQuantizer):
                 return
             self.step = _step(sample, self.bits)
             self.shifts = _shifts(_rounded(sample, self.step))
-        counts = spreads.counted(_rounded(channels, self.step), self.shifts)
+        counts = _counted(_rounded(channels, self.step), self.shifts)
         self._counts = counts if self._counts is None else self._counts.to(x.device) + counts
 
     def finalize(self) -> None:
         """Share tables among channels of like spread, and round their frequencies as ``Entropy`` does."""
         if self._counts is None:  # nothing but zeros
-            zeros = torch.zeros(self._places[0], 1, self._places[1], dtype=torch.int32)
-            self.step, self.shifts = _as_step(1.0, "cpu"), torch.zeros(self._places, dtype=torch.uint8)
-            self._counts = spreads.counted(zeros, self.shifts)
-        found = spreads.spreads_of(self._counts)
-        self.spreads, self.frequencies = found.to(torch.int8), spreads.frequencies_of(self._counts, found)
-        self._counts = None
+            zeros = torch.zeros(self.heads, 1, self.num_tables, dtype=torch.int32)
+            self.step, self.shifts = _as_step(1.0, "cpu"), torch.zeros(zeros[:, 0].shape, dtype=torch.uint8)
+            self._counts = _counted(zeros, self.shifts)
+        spreads = _spreads(self._counts)
+        tables = [self._counts[spreads == spread].sum(0).double().cpu() for spread in spreads.unique().tolist()]
+        reaches = [_reach(table) for table in tables]
+        found = [frequencies(_cut(table, reach) + SMOOTHING) for table, reach in zip(tables, reaches)]
+        self.spreads, self.reaches = spreads.to(torch.int8), torch.tensor(reaches, dtype=torch.int16)
+        self.frequencies, self._counts = torch.cat(found).to(spreads.device), None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), 0 to 2^24 - 2."""
-        return (_rounded(x, self.step) + LARGEST_CODE).flatten(3), {}
+        """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), up to 2^23 - 1 in size."""
+        return _rounded(x, self.step).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return ((codes - LARGEST_CODE).float() * self.step).unflatten(-1, self.row_shape)
+        return (codes * self.step).unflatten(-1, self.row_shape)
 
-    def coders(self) -> list[spreads.HeadStreams]:
-        return spreads.head_streams(self.frequencies, self.spreads, self.shifts)
+    def from_tables(self, codes: Tensor, side: Side) -> Tensor:
+        return (codes * self.step).reshape(*codes.shape[:3], *self.row_shape)
+
+    def make_code(self) -> Code:
+        reaches = self.reaches.tolist()
+        tables = np.split(self.frequencies.cpu().numpy().astype(np.int64), np.cumsum([2 * r + 2 for r in reaches])[:-1])
+        number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1]
+        return make_code(
+            tables, [-r for r in reaches], number.flatten(), self.shifts.flatten().cpu().long(), self.lanes
+        )
 
 
 def _rounded(x: Tensor, step: Tensor) -> Tensor:
@@ -106,13 +125,49 @@ def _rounded(x: Tensor, step: Tensor) -> Tensor:
 
 
 def _shifts(codes: Tensor) -> Tensor:
-    return spreads.shifts_of(codes.float().square_().mean(1).sqrt())
+    """Low bits that each channel of codes (heads, rows, channels) keeps apart, uint8 (heads, channels)."""
+    octaves = (codes.float().square_().mean(1).sqrt().double() / WIDEST).clamp(1.0, 2.0**MOST_SHIFT).log2()
+    return octaves.ceil().to(torch.uint8)
+
+
+def _counted(codes: Tensor, shifts: Tensor) -> Tensor:
+    """Counts of each channel's high parts, int64 (heads, channels, LEVELS): codes int32 (heads, rows, channels),
+    ``shifts`` uint8 (heads, channels)."""
+    heads, _, width = codes.shape
+    first = torch.arange(heads * width, device=codes.device, dtype=torch.int32).view(heads, 1, width) * LEVELS + REACH
+    high = (codes >> shifts.int().unsqueeze(1)).clamp_(-REACH, REACH).add_(first)
+    return torch.bincount(high.flatten(), minlength=heads * width * LEVELS).view(heads, width, LEVELS)
+
+
+def _spreads(counts: Tensor) -> Tensor:
+    """int64 (heads, channels): the high parts' root mean square as a power of 2, times ``PER_OCTAVE``."""
+    codes = torch.arange(-REACH, REACH + 1, device=counts.device, dtype=torch.float64)
+    spread = ((counts * codes.square()).sum(-1) / counts.sum(-1).clamp_min(1)).sqrt()
+    return (spread.clamp(2.0**-OCTAVES, 2.0**OCTAVES).log2() * PER_OCTAVE).round().long()
+
+
+def _reach(table: Tensor) -> int:
+    """The size of the largest code that is frequent enough for a table of its counts (LEVELS,)."""
+    both = (table + table.flip(0))[REACH:]
+    return max(1, int((both * RARE > table.sum()).nonzero().amax()))
+
+
+def _cut(table: Tensor, reach: int) -> Tensor:
+    """Counts (LEVELS,) of codes up to ``reach`` in size, and of all others."""
+    inside = table[REACH - reach : REACH + reach + 1]
+    return torch.cat([inside, (table.sum() - inside.sum())[None]])
 
 
 def _bits(codes: Tensor) -> float:
-    """Bits that a code takes, of (heads, rows, channels)."""
+    """Mean bits that a code takes of (heads, rows, channels), if every channel has a table of its own, in the
+    population that these are a sample of (Miller 1955; what a sample itself takes is too little)."""
     shifts = _shifts(codes)
-    return spreads.entropy(spreads.counted(codes, shifts), shifts)
+    counts = _counted(codes, shifts)
+    total = counts.sum(-1, keepdim=True)
+    shares = counts.float() / total
+    unseen = ((counts > 0).sum(-1) - 1).clamp_min(0) / (2 * total.squeeze(-1))
+    tables = (unseen - torch.xlogy(shares, shares).sum(-1)) / math.log(2)
+    return (tables + shifts).double().mean().item()
 
 
 def _step(channels: Tensor, bits: float) -> Tensor:

@@ -1,84 +1,86 @@
-"""Codes as streams of an asymmetric numeral system (ANS: Duda 2013; ``constriction``: Bamler 2022), one for each row.
-
-Needs the package ``constriction``, which is imported when codes are first learned from, stored or loaded.
-"""
+"""Codes as rANS streams (``vqkv.kernels.entropy``), one a row: channel after channel."""
 
 from abc import abstractmethod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.stage import Quantizer
+from vqkv.codecs.stage import Quantizer, Side
+from vqkv.errors import FormatError
+from vqkv.kernels import rans_decode, rans_encode
+from vqkv.kernels.entropy.code import TOTAL, Code, most_words
 
-LARGEST = 1 << 16  # frequencies are 1 to this, less one in uint16: a code without a frequency cannot be written down
 SMOOTHING = 0.5  # added to every code's count: one that calibration never saw is rare, not impossible
+MOST_LANES = 32
 
 
 class StreamQuantizer(Quantizer):
     """A quantizer whose codes are stored as streams. Of each row, codes take turns between ``num_tables`` tables.
 
-    Subclasses make ``coders``, one for all heads or one for each, which ``write`` a row of codes, int32 (num_tables,
-    count), as bytes and ``read`` so many back.
+    Where tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any
+    number of heads is served. ``lanes``: states that take turns in a stream, 4 for a CPU, 32 for the warps of a GPU.
     """
 
     num_tables: int
-    most_code_bytes: int  # that a code can take
+    lanes: int
+    heads: int  # that it was built for
+    frequencies: Tensor
+    _made: tuple[Tensor, Code] | None = None
 
     @abstractmethod
-    def coders(self) -> list: ...
+    def make_code(self) -> Code:
+        """What ``frequencies`` say: a channel for each table, those of one head after the other."""
+
+    def code(self) -> Code:
+        """``make_code``, once for every tensor of ``frequencies``."""
+        if self._made is None or self._made[0] is not self.frequencies:
+            self._made = self.frequencies, self.make_code().to(self.frequencies.device)
+        return self._made[1]
+
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of what is kept to read by, beside what was learned."""
+        return 0 if self._made is None else self._made[1].nbytes
 
     def store(self, y: Tensor) -> Payload:
-        """``lengths``, the bytes of each row's stream (int16 where that is always enough), and the streams."""
+        """``lengths`` (batch, 1 or num_kv_heads, rows), the words of each stream (int16 where that is always enough),
+        and the words, 16 bits each."""
         codes, side = self.encode(y)
-        by_table, coders = self.by_table(codes), self.coders()
-        rows = by_table.flatten(0, 2).to("cpu", torch.int32).contiguous().numpy()
-        streams = [coders[i % len(coders)].write(row) for i, row in enumerate(rows)]
-        small = self.codes_per_row * self.most_code_bytes + 8 < 1 << 15
-        lengths = torch.tensor([len(s) for s in streams], dtype=torch.int16 if small else torch.int32)
-        stream = torch.from_numpy(np.frombuffer(bytearray(b"".join(streams)), np.uint8))
-        fields = {"lengths": lengths.view(by_table.shape[:3]).permute(1, 2, 0).to(y.device), **side}
-        return Payload(fields, ragged={"stream": stream.to(y.device)})
+        joined = self.heads if self.by_head else 1
+        rows = codes.permute(2, 0, 1, 3).unflatten(-1, (-1, self.num_tables)).mT.unflatten(2, (-1, joined))
+        values = rows.flatten(3, 4)  # rows, batch, streams, channels, tokens
+        words, lengths = rans_encode(values.flatten(0, 2), self.code())
+        small = most_words(*values.shape[3:], self.lanes) < 1 << 15
+        lengths = lengths.to(torch.int16 if small else torch.int32).view(values.shape[:3]).permute(1, 2, 0)
+        return Payload({"lengths": lengths, **side}, ragged={"stream": words})
 
     def load(self, payload: Payload) -> Tensor:
-        lengths, stream, coders = payload.counts("stream").permute(2, 0, 1), payload.ragged["stream"], self.coders()
-        ends, data = lengths.flatten().cumsum(0).tolist(), stream.cpu().numpy().tobytes()
-        rows = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        count = self.codes_per_row // self.num_tables
-        codes = np.array([coders[i % len(coders)].read(row, count) for i, row in enumerate(rows)], np.int64)
-        codes = torch.from_numpy(codes).to(stream.device).view(*lengths.shape, self.num_tables, count)
-        return self.decode(codes.permute(1, 2, 0, 4, 3).flatten(3), self.side_of(payload))
+        """Raises ``FormatError`` for streams that were cut, extended or altered, or are another codec's."""
+        lengths = payload.counts("stream").permute(2, 0, 1)
+        tokens = self.codes_per_row // self.num_tables
+        values, whole = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
+        if not whole.all():
+            raise FormatError(
+                f"{int((~whole).sum())} of {whole.numel()} streams were cut, extended or altered, or are another "
+                "codec's: store the tokens again"
+            )
+        joined = self.heads if self.by_head else 1
+        codes = values.view(*lengths.shape, tokens, joined, self.num_tables)  # rows, batch, streams before these
+        codes = codes.permute(1, 2, 4, 0, 3, 5).flatten(1, 2)
+        return self.from_tables(codes, self.side_of(payload))
 
-    def by_table(self, codes: Tensor) -> Tensor:
-        """Codes (batch, heads, rows, codes_per_row) -> (rows, batch, heads, num_tables, codes of a table)."""
-        return codes.permute(2, 0, 1, 3).unflatten(-1, (-1, self.num_tables)).mT
+    def from_tables(self, codes: Tensor, side: Side) -> Tensor:
+        """``decode`` of codes int32 (batch, num_kv_heads, rows, codes of a table, num_tables)."""
+        return self.decode(codes.flatten(3), side)
 
 
 def frequencies(counts: Tensor) -> Tensor:
-    """Counts (..., codes) -> uint16, less one: the most frequent code has 65,536, no code less than 1."""
-    counts = counts.double() + SMOOTHING
-    return ((counts * (LARGEST / counts.amax(dim=-1, keepdim=True))).round().clamp(1, LARGEST) - 1).to(torch.uint16)
-
-
-def written(parts: list[tuple[np.ndarray, object]]) -> bytes:
-    """The stream from which symbols and their models are read in this order, without the zero bytes at its end. A
-    stack: what is read last is written first."""
-    coder = ans().stack.AnsCoder()
-    for symbols, model in reversed(parts):
-        coder.encode_reverse(np.ascontiguousarray(symbols, np.int32).reshape(-1), model)
-    return coder.get_compressed().astype("<u4").tobytes().rstrip(b"\0")
-
-
-def reader(stream: bytes):
-    """A coder that ``decode``s what was ``written``."""
-    return ans().stack.AnsCoder(np.frombuffer(stream + bytes(-len(stream) % 4), "<u4").astype(np.uint32))
-
-
-def ans():
-    """Raises ``ImportError`` with the remedy if the package is missing."""
-    try:
-        from constriction import stream
-    except ImportError as error:
-        raise ImportError("entropy coding needs the package constriction: pip install constriction") from error
-    return stream
+    """Counts (..., codes), none 0 -> uint16 of the same shape, which sum to 4,096 along the last axis, none 0."""
+    shares = counts.double() / counts.double().sum(-1, keepdim=True) * TOTAL
+    found = shares.round().clamp_min(1)
+    while (rest := TOTAL - found.sum(-1, keepdim=True)).any():  # from or to where a slot changes a code's bits least
+        gain = torch.where(rest > 0, shares * ((found + 1) / found).log2(), -shares * (found / (found - 1)).log2())
+        gain = gain.masked_fill((rest < 0) & (found == 1), -torch.inf)
+        found.scatter_add_(-1, gain.argmax(-1, keepdim=True), rest.sign())
+    return found.to(torch.uint16)

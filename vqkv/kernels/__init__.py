@@ -6,6 +6,8 @@ from vqkv.kernels.dispatch import (
     decode,
     decode_attention,
     pack_codes,
+    rans_decode,
+    rans_encode,
     rvq_decode,
     rvq_encode,
     rvq_encode_packed,
@@ -18,5 +20,6 @@ from vqkv.kernels.view import Affine, Coded, KernelView, Rope, Turn
 
 __all__ = [
     "Affine", "Coded", "KernelView", "Rope", "Turn", "affine_encode", "decode", "decode_attention", "pack_codes",
-    "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes", "using", "which",
+    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
+    "using", "which",
 ]  # fmt: skip

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import cpu, naive
+from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.view import Affine, KernelView, Rope, Turn
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
     "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
-    "pack_codes": "packing", "unpack_codes": "packing",
+    "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
 }  # fmt: skip
 WITHOUT_TRITON = ("rvq_decode",)
 
@@ -130,3 +131,15 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_codes``: codes (..., count) in some integer type; for 8 bits, ``packed`` itself."""
     return _find("unpack_codes", packed)(packed, bits, count)
+
+
+def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """Integers (streams, channels, tokens), from -2^23 to 2^23 - 1 -> all streams' words, int16, and how many each has,
+    int64 (streams,). See ``entropy.code``."""
+    return _find("rans_encode", values, values, code)(values, code)
+
+
+def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
+    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool
+    (streams,)."""
+    return _find("rans_decode", words, words, code)(words, lengths, code, tokens)

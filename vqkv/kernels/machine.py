@@ -23,11 +23,12 @@ def serves(*tensors: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in tensors)
 
 
-def compiled(fast: bool = False):
-    """Decorator: compile at the first call, to run without the GIL. ``fast``: sums may be taken in any order."""
+def compiled(fast: bool = False, inline: bool = False):
+    """Decorator: compile at the first call, to run without the GIL. ``fast``: sums may be taken in any order;
+    ``inline``: into every loop that calls it."""
 
     def compile_lazily(function):
-        settings = {"nogil": True, "error_model": "numpy", "fastmath": SUMS if fast else False}
+        settings = {"nogil": True, "error_model": "numpy", "fastmath": SUMS if fast else False, "forceinline": inline}
         try:
             return numba.njit(function, cache=True, **settings)
         except RuntimeError:  # no folder that can be written to: compiled in every process

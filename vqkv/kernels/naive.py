@@ -3,10 +3,11 @@
 from vqkv.kernels.affine.naive import affine_encode
 from vqkv.kernels.attention.naive import decode_attention, merge
 from vqkv.kernels.decoding.naive import decode
+from vqkv.kernels.entropy.naive import rans_decode, rans_encode
 from vqkv.kernels.packing.naive import pack_codes, unpack_codes
 from vqkv.kernels.rvq.naive import rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
 
 __all__ = [
-    "affine_encode", "decode", "decode_attention", "merge", "pack_codes", "rvq_decode", "rvq_encode",
-    "rvq_encode_packed", "rvq_statistics", "unpack_codes",
+    "affine_encode", "decode", "decode_attention", "merge", "pack_codes", "rans_decode", "rans_encode", "rvq_decode",
+    "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
 ]  # fmt: skip

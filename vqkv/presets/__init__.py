@@ -11,6 +11,7 @@ from vqkv.presets.published import (
     kivi,
     kvquant,
     kvsharer,
+    lossless,
     make,
     quanto,
     rvq2,
@@ -22,5 +23,5 @@ from vqkv.presets.published import (
 
 __all__ = [
     "PRESETS", "Preset", "aqua", "best", "crossed", "entropy_coded", "fp16", "higgs", "hqq", "kivi", "kvquant",
-    "kvsharer", "make", "quanto", "rvq2", "vq", "vqllm", "vqq", "vqq_product",
+    "kvsharer", "lossless", "make", "quanto", "rvq2", "vq", "vqllm", "vqq", "vqq_product",
 ]  # fmt: skip

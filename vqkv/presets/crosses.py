@@ -164,8 +164,8 @@ def long_pays(bits: float) -> float:
     return max(PREDICTORS_PAY, 30 / bits)
 
 
-def entropy_coded(preset: Preset, tables: str = "static", context: str = "position", block: int = 128) -> Preset:
-    """``preset`` with its codes ANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
+def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
+    """``preset`` with its codes rANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
     preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
 
     def coded(make: Callable, head_dim: int | None) -> Codec:
@@ -176,12 +176,12 @@ def entropy_coded(preset: Preset, tables: str = "static", context: str = "positi
         if chain.tokens_per_row == 1:  # before the first stage that stores something per row
             place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
             stages = [*stages[:place], TokenBlock(block), *stages[place:]]
-        return Chain(stages, Entropy(chain.quantizer, tables, context), head_dim)
+        return Chain(stages, Entropy(chain.quantizer, context), head_dim)
 
     return dataclasses.replace(
         preset,
         name=f"{preset.name}+ans",
         make_key_codec=partial(coded, preset.make_key_codec),
         make_value_codec=partial(coded, preset.make_value_codec),
-        arguments=preset.arguments | {"tables": tables, "context": context, "block": block},
+        arguments=preset.arguments | {"context": context, "block": block},
     )

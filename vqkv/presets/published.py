@@ -8,6 +8,7 @@ from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
@@ -27,6 +28,18 @@ from vqkv.runtime.registry import call, call_described
 def fp16(pre_rope: bool | None = False) -> Preset:
     """The uncompressed cache in 16 bits a value: what every ratio is against."""
     return Preset("fp16", Fp16, Fp16, pre_rope=pre_rope)
+
+
+def lossless(block: int = 32, lanes: int = 4) -> Preset:
+    """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
+    blocks of ``block`` tokens. Keys are stored as attention reads them. A model
+    in float32 has its cache rounded to fp16."""
+    arguments = dict(locals())
+
+    def chain(head_dim: int | None) -> Codec:
+        return Chain([TokenBlock(block)], FloatBits(lanes), head_dim)
+
+    return Preset("lossless", chain, chain, flush_block=block, pre_rope=False, arguments=arguments)
 
 
 def vqllm(
@@ -258,7 +271,8 @@ def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = Fal
 PRESETS = {
     preset.__name__: preset
     for preset in (
-        fp16, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, best,
+        fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
+        best,
     )
 }  # fmt: skip
 

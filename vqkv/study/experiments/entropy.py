@@ -17,9 +17,9 @@ def code_entropy(
 ):  # fmt: skip
     """One row per model, codec, role and stage: ``entropy`` of the stage's held-out codes in bits, beside their width.
 
-    Beside it, the same for all stages, bits a value of the codes alone: packed, and by ANS with one table for each
-    stage (``by_stage``), one for each place in a token (``by_place``; ``table_bytes`` of side information), and the
-    latter updated while coding (``adaptive``). Means over layers.
+    Beside it, the same for all stages, bits a value of the codes alone: packed, and by rANS with one table for each
+    stage (``by_stage``) and one for each place in a token (``by_place``; ``table_bytes`` of side information). Means
+    over layers.
     """
     texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
@@ -54,14 +54,11 @@ def _codecs(codebook_size: int, num_quantizers: int, seed: int) -> dict[str, pre
 
 def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:
     """Entropy by stage, and bits a value of the codes by way of coding them."""
-    quantizer, inner = by_place.quantizer, by_place.quantizer.quantizer
+    inner = by_place.quantizer.quantizer
     codes = inner.encode(by_place.vectors(x))[0].reshape(-1, inner.num_quantizers)
     counts = torch.stack([torch.bincount(stage, minlength=inner.codebook_size) for stage in codes.T])
     numbers = {"code_bits": inner.code_bits, "packed": codes.numel() * inner.code_bits / x.numel()}
     numbers |= {"by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
-    quantizer.tables = "adaptive"
-    numbers["adaptive"] = _code_bits(by_place, x)
-    quantizer.tables = "static"
     numbers["table_bytes"] = by_place.side_bytes - inner.codebooks.nbytes
     return code_perplexity(counts).log2().tolist(), numbers
 

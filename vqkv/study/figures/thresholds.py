@@ -97,7 +97,7 @@ def ladder_bars(table, claimed: dict[str, float]):
     return fig
 
 
-CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a token", "adaptive": "... that adapts"}
+CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a token"}
 
 
 def entropy_bars(table):

@@ -1,0 +1,101 @@
+"""rANS on the CPU against the naive twin, and against constriction's coder and the entropy of the tables."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.codecs.streams import frequencies
+from vqkv.kernels import cpu, naive
+from vqkv.kernels.entropy.code import Code, make_code
+
+SIGMAS = (0.05, 0.15, 0.3, 0.6, 1.5, 30.0)  # of the tables' codes: units of 8, 8, 4, 2 values, and single ones
+
+
+def table(sigma: float) -> tuple[np.ndarray, int]:
+    reach = max(1, int(4 * sigma))
+    ends = (torch.arange(-reach, reach + 2) - 0.5) / (sigma * 2**0.5)
+    shares = (ends[1:].double().erf() - ends[:-1].double().erf()) / 2
+    return frequencies(torch.cat([shares, (1 - shares.sum())[None]]) + 1e-5).numpy().astype(np.int64), -reach
+
+
+TABLES = [table(sigma) for sigma in SIGMAS]
+
+
+def code_of(tables: torch.Tensor, shifts: torch.Tensor, lanes: int) -> Code:
+    return make_code([t for t, _ in TABLES], [least for _, least in TABLES], tables, shifts, lanes)
+
+
+def drawn(tables: torch.Tensor, shifts: torch.Tensor, streams: int, tokens: int, seed: int) -> torch.Tensor:
+    sigmas = torch.tensor(SIGMAS)[tables] * 2.0**shifts
+    noise = torch.randn(streams, len(tables), tokens, generator=torch.Generator().manual_seed(seed))
+    return (noise * sigmas[None, :, None]).round().int()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    channels=st.integers(1, 20),
+    tokens=st.sampled_from([1, 3, 8, 31, 32, 65]),
+    streams=st.integers(0, 3),
+    lanes=st.sampled_from([1, 2, 3, 4, 7, 32]),
+    shifted=st.booleans(),
+    far=st.sampled_from([0, 40, -(2**23), 2**23 - 1]),
+    seed=st.integers(0, 10**6),
+)
+def test_streams_are_naive_and_lossless(channels, tokens, streams, lanes, shifted, far, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.randint(0, len(SIGMAS), (channels,), generator=generator)
+    shifts = torch.randint(0, 17, (channels,), generator=generator) * shifted
+    code, x = code_of(tables, shifts, lanes), drawn(tables, shifts, streams, tokens, seed)
+    if far and streams:
+        x[-1, channels // 2, tokens // 2] = far
+    words, lengths = cpu.rans_encode(x, code)
+    expected, sizes = naive.rans_encode(x, code)
+    assert torch.equal(words, expected) and torch.equal(lengths, sizes)
+    for module in (cpu, naive):
+        values, whole = module.rans_decode(words, lengths, code, tokens)
+        assert torch.equal(values.mT, x) and whole.all()
+
+
+@pytest.mark.parametrize("sigma", SIGMAS[:-1])
+def test_no_longer_than_constriction_by_a_fiftieth_of_a_bit(sigma):
+    """With the same frequencies, of 4,096 symbols a stream."""
+    stream = pytest.importorskip("constriction").stream
+    number = SIGMAS.index(sigma)
+    tables, shifts = torch.full((128,), number), torch.zeros(128, dtype=torch.long)
+    x = drawn(tables, shifts, 8, 32, 0)
+    probabilities, least = TABLES[number]
+    x = x.clamp(least, -least)
+    words, _ = cpu.rans_encode(x, code_of(tables, shifts, 4))
+    model = stream.model.Categorical(probabilities[:-1] / probabilities[:-1].sum(), perfect=False)
+    theirs = 0
+    for each in x:
+        coder = stream.stack.AnsCoder()
+        coder.encode_reverse((each - least).flatten().numpy().astype(np.int32), model)
+        theirs += coder.num_bits()
+    assert 16 * len(words) - theirs <= 0.02 * x.numel() + 64 * len(x)
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10**6), kind=st.sampled_from(["cut", "extended", "altered", "lengths", "noise"]))
+def test_damaged_streams_are_told_by_their_ends_and_never_crash(seed, kind):
+    rng = np.random.default_rng(seed)
+    tables, shifts = torch.arange(12) % len(SIGMAS), torch.arange(12) % 3 * (torch.arange(12) % 2)
+    code, x = code_of(tables, shifts, 4), drawn(tables, shifts, 3, 33, seed)
+    words, lengths = cpu.rans_encode(x, code)
+    at = int(rng.integers(len(words)))
+    if kind == "cut":
+        words, lengths = words[:-1], lengths - torch.tensor([0, 0, 1])
+    elif kind == "extended":
+        words, lengths = torch.cat([words, words[:1]]), lengths + torch.tensor([0, 0, 1])
+    elif kind == "altered":
+        words[at] ^= 1 << int(rng.integers(15))
+    elif kind == "lengths":
+        lengths = lengths + torch.tensor([1, -1, 0])
+    else:
+        words = torch.from_numpy(rng.integers(-(2**15), 2**15, len(words)).astype(np.int16))
+    values, whole = cpu.rans_decode(words, lengths, code, 33)
+    assert values.shape == (3, 33, 12)
+    if kind != "altered":  # a bit that only a value depends on, not the draws after it, is for a checksum to find
+        assert not whole.all() and torch.equal(values[whole].mT, x[whole])

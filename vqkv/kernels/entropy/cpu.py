@@ -1,0 +1,326 @@
+"""rANS on a CPU in compiled loops: the streams of ``naive``, bit for bit."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqkv.kernels.entropy.code import BITS, ESCAPE, ESCAPED, HALF, LOW, OFFSET, Code, most_words
+from vqkv.kernels.machine import compiled, index, serves, spread
+
+COST = 16  # additions that a value is worth
+TILE = 16  # channels that are decoded before they are written out, a cache line of every token
+MASK = np.uint32((1 << BITS) - 1)
+WORD = np.uint32(16)
+LEAST, HALF_BITS, HALF_MASK = np.uint32(LOW), np.uint32(HALF), np.uint32((1 << HALF) - 1)
+TABLE_BITS = np.uint32(BITS)
+
+
+def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """``naive.rans_encode``."""
+    if not serves(values):
+        words, lengths = rans_encode(values.cpu(), code.to("cpu"))
+        return words.to(values.device), lengths.to(values.device)
+    streams, channels, tokens = values.shape
+    most = most_words(channels, tokens, code.lanes)
+    buffer, lengths = torch.empty(streams, most, dtype=torch.int16), torch.zeros(streams, dtype=torch.int64)
+    arrays = values.int().contiguous(), code.channels, code.tables, code.intervals, buffer, lengths
+    fixed = [array.numpy() for array in arrays]
+    spread(lambda i, j: _encode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
+    kept = [stream[most - length :] for stream, length in zip(buffer, lengths.tolist())]
+    return torch.cat([buffer.new_empty(0), *kept]), lengths
+
+
+def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
+    """``naive.rans_decode``."""
+    if not serves(words):
+        values, whole = rans_decode(words.cpu(), lengths.cpu(), code.to("cpu"), tokens)
+        return values.to(words.device), whole.to(words.device)
+    streams, channels = len(lengths), len(code.channels)
+    ends = lengths.cumsum(0)
+    out = torch.empty(streams, tokens, channels, dtype=torch.int32)
+    whole = torch.zeros(streams, dtype=torch.uint8)
+    words = torch.cat([words, words.new_zeros(4)])  # four are looked at, whether they are needed or not
+    arrays = words.view(torch.uint16), ends, code.channels, code.slots.view(-1), out, whole
+    fixed = [array.numpy() for array in arrays]
+    spread(lambda i, j: _decode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
+    return out, whole.bool()
+
+
+@compiled(inline=True)
+def _put(x, frequency, first, bits, buffer, place):
+    """Take a draw into state x; a word that does not fit any more goes to ``place`` - 1."""
+    if x >> (np.uint32(32) - bits) >= frequency:
+        place -= 1
+        buffer[index(place)] = np.int16(np.uint16(x & np.uint32(0xFFFF)))
+        x = np.uint32(x >> WORD)
+    quotient = np.uint32(np.uint32(x) // np.uint32(frequency))
+    return np.uint32((quotient << bits) + first + np.uint32(x - np.uint32(quotient * frequency))), place
+
+
+@compiled(inline=True)
+def _single(value, table, tables, intervals):
+    """Interval of a single value and whether the table holds it."""
+    start, least, count = tables[table, 0], tables[table, 1], tables[table, 2]
+    held = 0 <= value - least < count
+    return np.uint32(intervals[start + (value - least if held else count)]), held
+
+
+@compiled()
+def _encode(start, stop, lanes, values, channels, tables, intervals, buffers, lengths):
+    states, parts = np.empty(lanes, np.uint32), np.empty((lanes, 8), np.int32)
+    found = np.empty(lanes, np.uint32)
+    low16 = np.uint32(0xFFFF)
+    for stream in range(start, stop):
+        buffer, place, tokens = buffers[stream], buffers.shape[1], values.shape[2]
+        states[:] = LEAST
+        for channel in range(channels.shape[0] - 1, -1, -1):
+            row = values[stream, channel]
+            table, unit, width, shift = channels[channel]
+            bits, mask = np.uint32(shift), np.int32((1 << shift) - 1)
+            units = (tokens + width - 1) // width
+            plain, (begin, least, size) = lanes == 4 and width == 1 and shift == 0, tables[table]
+            for first in range((units - 1) // lanes * lanes, -1, -lanes):
+                here = min(lanes, units - first)
+                if plain and here == 4:
+                    held = True
+                    for lane in range(4):
+                        value = np.int64(row[first + lane]) - least
+                        held &= 0 <= value < size
+                        found[lane] = np.uint32(intervals[index(begin + value)]) if 0 <= value < size else np.uint32(0)
+                    if held:
+                        for lane in range(3, -1, -1):
+                            interval = found[lane]
+                            states[lane], place = _put(
+                                states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                            )
+                        continue
+                for lane in range(here):
+                    for j in range(width):
+                        token = (first + lane) * width + j
+                        parts[lane, j] = row[token] if token < tokens else 0
+                if shift:
+                    for j in range(width - 1, -1, -1):
+                        for lane in range(here - 1, -1, -1):
+                            low = np.uint32(parts[lane, j] & mask)
+                            states[lane], place = _put(states[lane], np.uint32(1), low, bits, buffer, place)
+                    for lane in range(here):
+                        for j in range(width):
+                            parts[lane, j] >>= shift
+                escaped = unit < 0
+                if unit >= 0:
+                    most = tables[unit, 1]
+                    base, origin, count = 2 * most + 1, tables[unit, 0], tables[unit, 2]
+                    for lane in range(here):
+                        at, small = 0, True
+                        for j in range(width - 1, -1, -1):
+                            value = parts[lane, j]
+                            small &= -most <= value <= most
+                            at = at * base + (value + most)
+                        found[lane] = np.uint32(intervals[origin + at]) if small else np.uint32(0)
+                        escaped |= found[lane] == 0
+                if escaped:
+                    for j in range(width - 1, -1, -1):
+                        for half in range(2):
+                            for lane in range(here - 1, -1, -1):
+                                if unit < 0 or found[lane] == 0:
+                                    value = parts[lane, j]
+                                    _, held = _single(value, table, tables, intervals)
+                                    if not held:
+                                        digit = np.uint32((value + OFFSET) >> (HALF * half)) & HALF_MASK
+                                        states[lane], place = _put(
+                                            states[lane], np.uint32(1), digit, HALF_BITS, buffer, place
+                                        )
+                        for lane in range(here - 1, -1, -1):
+                            if unit < 0 or found[lane] == 0:
+                                interval, _ = _single(parts[lane, j], table, tables, intervals)
+                                states[lane], place = _put(
+                                    states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                                )
+                if unit >= 0:
+                    for lane in range(here - 1, -1, -1):
+                        interval = found[lane] if found[lane] else np.uint32(intervals[origin + count])
+                        states[lane], place = _put(
+                            states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                        )
+        for lane in range(lanes - 1, -1, -1):
+            place -= 2
+            buffer[place] = np.int16(np.uint16(states[lane] & low16))
+            buffer[place + 1] = np.int16(np.uint16(states[lane] >> WORD))
+        lengths[stream] = buffers.shape[1] - place
+
+
+@compiled(inline=True)
+def _refill(x, words, place, end):
+    """The next word, if state x needs it; zeros behind the end."""
+    if x < LEAST:
+        x = x << WORD | np.uint32(words[index(place)] if place < end else 0)
+        place += 1
+    return x, place
+
+
+@compiled(inline=True)
+def _next(x, words, place):
+    """``_refill`` where there are words, without a branch: which state needs one cannot be foreseen."""
+    more = np.uint32(x << WORD | np.uint32(words[index(place)]))
+    needs = x < LEAST
+    return (more if needs else x), place + needs
+
+
+@compiled(inline=True)
+def _step(x, entry):
+    return np.uint32((np.uint32(entry) >> WORD) * (x >> TABLE_BITS) + (np.uint32(entry) & MASK))
+
+
+@compiled(inline=True)
+def _draw(lane, base, slots, states, words, place, end):
+    """The value of a look-up in lane's state."""
+    entry = slots[base + index(states[lane] & MASK)]
+    states[lane], place = _refill(_step(states[lane], entry), words, place, end)
+    return np.int32(entry >> 32), place
+
+
+@compiled()
+def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, words, place, end):
+    """Turn what the first look-ups found, parts[:here, 0], into values: escapes and low bits are drawn, units
+    unfolded."""
+    for lane in range(here):
+        value = parts[lane, 0]
+        flags[lane, 0] = is_unit and value == ESCAPE
+        for j in range(width if is_unit else 0):
+            parts[lane, j] = (value >> 4 * j & 15 ^ 8) - 8
+    for j in range(width):
+        any_beyond = False
+        for lane in range(here):
+            if flags[lane, 0]:
+                parts[lane, j], place = _draw(lane, single, slots, states, words, place, end)
+            flags[lane, 1] = parts[lane, j] == ESCAPE
+            any_beyond |= parts[lane, j] == ESCAPE
+        if any_beyond:
+            for half in range(2):
+                for lane in range(here):
+                    if flags[lane, 1]:
+                        digit = np.int32(states[lane] & HALF_MASK)
+                        parts[lane, j] = digit << HALF if half == 0 else (parts[lane, j] | digit) - OFFSET
+                        states[lane], place = _refill(states[lane] >> HALF_BITS, words, place, end)
+    if shift:
+        bits, mask = np.uint32(shift), np.uint32((1 << shift) - 1)
+        for j in range(width):
+            for lane in range(here):
+                parts[lane, j] = parts[lane, j] << shift | np.int32(states[lane] & mask)
+                states[lane], place = _refill(states[lane] >> bits, words, place, end)
+    return place
+
+
+@compiled(inline=True)
+def _unfold(unit, width, tile, at):
+    """Write the 8 values of 4 bits."""
+    if unit == 0 and width > 2:
+        for j in range(8):
+            tile[at + index(j)] = 0
+        return
+    for j in range(8):
+        tile[at + index(j)] = np.int32(
+            np.int32(np.int32(unit >> np.int32(4 * j)) & np.int32(15)) ^ np.int32(8)
+        ) - np.int32(8)
+
+
+@compiled(inline=True)
+def _four(states, slots, base, words, place):
+    """Look-ups of four states: these, their entries, the place of the next word."""
+    a, b, c, d = states
+    e, f = slots[base + index(a & MASK)], slots[base + index(b & MASK)]
+    g, h = slots[base + index(c & MASK)], slots[base + index(d & MASK)]
+    a, place = _next(_step(a, e), words, place)
+    b, place = _next(_step(b, f), words, place)
+    c, place = _next(_step(c, g), words, place)
+    d, place = _next(_step(d, h), words, place)
+    return (a, b, c, d), (e, f, g, h), place
+
+
+@compiled(inline=True)
+def _write(entries, width, tile, at):
+    p, q = np.int32(entries[0] >> 32), np.int32(entries[1] >> 32)
+    r, s = np.int32(entries[2] >> 32), np.int32(entries[3] >> 32)
+    if width == 1:
+        tile[at], tile[at + index(1)], tile[at + index(2)], tile[at + index(3)] = p, q, r, s
+    else:  # all 8 places, of which the next unit writes over those that are not its own
+        _unfold(p, width, tile, at)
+        _unfold(q, width, tile, at + index(width))
+        _unfold(r, width, tile, at + index(2 * width))
+        _unfold(s, width, tile, at + index(3 * width))
+
+
+@compiled(inline=True)
+def _fast(row, width, first, units, base, slots, states, places, words, tiles):
+    """Units of four lanes of two streams, whose states stay in registers, as long as all are found in the table."""
+    left, right = (states[0], states[1], states[2], states[3]), (states[4], states[5], states[6], states[7])
+    i, j = places[0], places[1]
+    last, half = len(words) - 4, index(len(tiles) // 2)
+    while first + 4 <= units and i <= last and j <= last:
+        next_left, found, next_i = _four(left, slots, base, words, i)
+        next_right, others, next_j = _four(right, slots, base, words, j)
+        if (found[0] | found[1] | found[2] | found[3] | others[0] | others[1] | others[2] | others[3]) & ESCAPED:
+            break
+        left, right, i, j = next_left, next_right, next_i, next_j
+        at = index(row + first * width)
+        _write(found, width, tiles, at)
+        _write(others, width, tiles, half + at)
+        first += 4
+    states[0], states[1], states[2], states[3] = left
+    states[4], states[5], states[6], states[7] = right
+    places[0], places[1] = i, j
+    return first
+
+
+@compiled()
+def _decode(start, stop, lanes, words, ends, channels, slots, out, whole):
+    """Two streams at a time: what one waits for, the other has time for."""
+    states, parts, flags = (
+        np.empty(2 * lanes, np.uint32),
+        np.empty((lanes, 8), np.int32),
+        np.zeros((lanes, 2), np.uint8),
+    )
+    places, tokens, count = np.empty(2, np.int64), out.shape[1], channels.shape[0]
+    stride = tokens + 8 * lanes
+    tiles = np.empty(2 * TILE * stride, np.int32)
+    for stream in range(start, stop, 2):
+        pair = (stream, min(stream + 1, stop - 1))
+        for k in range(2):
+            place, end = ends[pair[k] - 1] if pair[k] else 0, ends[pair[k]]
+            for lane in range(lanes):
+                low, place = _refill(np.uint32(0), words, place, end)
+                high, place = _refill(np.uint32(0), words, place, end)
+                states[k * lanes + lane] = high << WORD | low
+            places[k] = place
+        for corner in range(0, count, TILE):
+            last = min(count, corner + TILE)
+            for i in range(corner, last):
+                unit, width, shift, row = channels[i, 1], channels[i, 2], channels[i, 3], (i - corner) * stride
+                single, is_unit = index(channels[i, 0]) << index(BITS), unit >= 0
+                base = index(unit) << index(BITS) if is_unit else single
+                units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), 0
+                while first < units:
+                    if lanes == 4 and shift == 0:
+                        first = _fast(row, width, first, units, base, slots, states, places, words, tiles)
+                    here = min(lanes, units - first)
+                    for k in range(2 if here else 0):
+                        mine, place, end = states[k * lanes : (k + 1) * lanes], places[k], ends[pair[k]]
+                        for lane in range(here):
+                            parts[lane, 0], place = _draw(lane, base, slots, mine, words, place, end)
+                        places[k] = _finish(
+                            here, width, shift, single, is_unit, slots, mine, parts, flags, words, place, end
+                        )
+                        for lane in range(here):
+                            for j in range(width):
+                                tiles[k * TILE * stride + row + (first + lane) * width + j] = parts[lane, j]
+                    first += here
+            for k in range(2):
+                for token in range(index(tokens)):
+                    line = out[pair[k], token, corner:last]
+                    for i in range(index(last - corner)):
+                        line[i] = tiles[index(k * TILE * stride + token) + i * index(stride)]
+        for k in range(2):
+            good = places[k] == ends[pair[k]]
+            for lane in range(lanes):
+                good &= states[k * lanes + lane] == LEAST
+            whole[pair[k]] = good

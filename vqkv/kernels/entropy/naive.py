@@ -1,0 +1,129 @@
+"""rANS one draw after the other, in Python: see ``code``."""
+
+import torch
+from torch import Tensor
+
+from vqkv.kernels.entropy.code import BITS, ESCAPE, HALF, LOW, OFFSET, TOTAL, Code
+
+MASK = (1 << 16) - 1
+
+
+def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """Integers (streams, channels, tokens), from -2^23 to 2^23 - 1 -> all streams' words, int16, and how many each has,
+    int64 (streams,)."""
+    streams = [_written(list(_draws(each.tolist(), code)), code.lanes) for each in values]
+    words = [word - (word >> 15 << 16) for stream in streams for word in stream]
+    return torch.tensor(words, dtype=torch.int16), torch.tensor([len(x) for x in streams], dtype=torch.int64)
+
+
+def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
+    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool
+    (streams,)."""
+    out = torch.zeros(len(lengths), tokens, len(code.channels), dtype=torch.int32)
+    whole = torch.zeros(len(lengths), dtype=torch.bool)
+    for i, stream in enumerate(words.split(lengths.tolist())):
+        reader = _Reader([word & MASK for word in stream.tolist()], code.lanes)
+        for channel, about in enumerate(code.channels.tolist()):
+            out[i, :, channel] = torch.tensor(_read(reader, code, about, tokens), dtype=torch.int32)
+        whole[i] = reader.place == len(reader.words) and set(reader.states) == {LOW}
+    return out, whole
+
+
+def _draws(rows: list[list[int]], code: Code):
+    """(lane, bits, frequency, first) of every draw in the order of decoding; ``frequency`` 1 of raw bits."""
+    intervals, tables = code.intervals.tolist(), code.tables.tolist()
+
+    def single(value, table):
+        start, least, count = tables[table]
+        held = 0 <= value - least < count
+        return held, intervals[start + (value - least if held else count)]
+
+    for row, (table, unit, width, shift) in zip(rows, code.channels.tolist(), strict=True):
+        row = row + [0] * (-len(row) % width)
+        parts = [row[i : i + width] for i in range(0, len(row), width)]
+        for first in range(0, len(parts), code.lanes):
+            lanes = [[value >> shift for value in part] for part in parts[first : first + code.lanes]]
+            apart = range(len(lanes))
+            if unit >= 0:
+                start, most, count = tables[unit]
+                apart = []
+                for lane, part in enumerate(lanes):
+                    place = sum((value + most) * (2 * most + 1) ** j for j, value in enumerate(part))
+                    small = all(abs(value) <= most for value in part)
+                    found = intervals[start + place] if small else 0
+                    if not found:
+                        apart.append(lane)
+                    yield lane, BITS, *divmod(found or intervals[start + count], 1 << 16)
+            for j in range(width):
+                beyond = []
+                for lane in apart:
+                    held, interval = single(lanes[lane][j], table)
+                    if not held:
+                        beyond.append(lane)
+                    yield lane, BITS, *divmod(interval, 1 << 16)
+                for down in (HALF, 0):
+                    for lane in beyond:
+                        yield lane, HALF, 1, lanes[lane][j] + OFFSET >> down & ((1 << HALF) - 1)
+            for j in range(width if shift else 0):
+                for lane, part in enumerate(parts[first : first + code.lanes]):
+                    yield lane, shift, 1, part[j] & ((1 << shift) - 1)
+
+
+def _written(draws: list, lanes: int) -> list[int]:
+    states, words = [LOW] * lanes, []
+    for lane, bits, frequency, first in reversed(draws):
+        x = states[lane]
+        if x >= frequency << (32 - bits):
+            words.append(x & MASK)
+            x >>= 16
+        states[lane] = (x // frequency << bits) + first + x % frequency
+    return [half for x in states for half in (x & MASK, x >> 16)] + words[::-1]
+
+
+class _Reader:
+    def __init__(self, words: list[int], lanes: int):
+        words = words + [0] * (2 * lanes - len(words))
+        self.words, self.place = words, 2 * lanes
+        self.states = [words[2 * i] | words[2 * i + 1] << 16 for i in range(lanes)]
+
+    def refill(self, lane: int, x: int) -> None:
+        if x < LOW:
+            x = x << 16 | (self.words[self.place] if self.place < len(self.words) else 0)
+            self.place += 1
+        self.states[lane] = x
+
+    def raw(self, lane: int, bits: int) -> int:
+        x = self.states[lane]
+        self.refill(lane, x >> bits)
+        return x & ((1 << bits) - 1)
+
+    def look_up(self, lane: int, slots: Tensor) -> int:
+        x = self.states[lane]
+        entry = slots[x % TOTAL].item()
+        self.refill(lane, (entry >> 16 & MASK) * (x >> BITS) + entry % TOTAL)
+        return entry >> 32
+
+
+def _read(reader: _Reader, code: Code, about: list[int], tokens: int) -> list[int]:
+    table, unit, width, shift = about
+    out = []
+    for first in range(0, -(-tokens // width), code.lanes):
+        lanes = range(min(code.lanes, -(-tokens // width) - first))
+        parts, apart = [[0] * width for _ in lanes], lanes
+        if unit >= 0:
+            found = [reader.look_up(lane, code.slots[unit]) for lane in lanes]
+            apart = [lane for lane in lanes if found[lane] == ESCAPE]
+            parts = [[(value >> 4 * j & 15 ^ 8) - 8 for j in range(width)] for value in found]
+        for j in range(width):
+            for lane in apart:
+                parts[lane][j] = reader.look_up(lane, code.slots[table])
+            beyond = [lane for lane in apart if parts[lane][j] == ESCAPE]
+            for lane in beyond:
+                parts[lane][j] = reader.raw(lane, HALF) << HALF
+            for lane in beyond:
+                parts[lane][j] += reader.raw(lane, HALF) - OFFSET
+        for j in range(width if shift else 0):
+            for lane in lanes:
+                parts[lane][j] = parts[lane][j] << shift | reader.raw(lane, shift)
+        out += [value for part in parts for value in part]
+    return out[:tokens]
