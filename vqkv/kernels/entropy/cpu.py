@@ -39,7 +39,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     ends = lengths.cumsum(0)
     out = torch.empty(streams, tokens, channels, dtype=torch.int32)
     whole = torch.zeros(streams, dtype=torch.uint8)
-    words = torch.cat([words, words.new_zeros(4)])  # four are looked at, whether they are needed or not
+    words = torch.cat([words, words.new_zeros(8)])  # eight are looked at, whether they are needed or not
     arrays = words.view(torch.uint16), ends, code.channels, code.slots.view(-1), out, whole
     fixed = [array.numpy() for array in arrays]
     spread(lambda i, j: _decode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
@@ -238,6 +238,26 @@ def _four(states, slots, base, words, place):
 
 
 @compiled(inline=True)
+def _low4(states, shift, words, place):
+    """Raw draws of so many bits of four states."""
+    bits = np.uint32(shift)
+    mask = np.uint32((np.uint32(1) << bits) - np.uint32(1))
+    a, b, c, d = states
+    found = (a & mask, b & mask, c & mask, d & mask)
+    a, place = _next(np.uint32(a >> bits), words, place)
+    b, place = _next(np.uint32(b >> bits), words, place)
+    c, place = _next(np.uint32(c >> bits), words, place)
+    d, place = _next(np.uint32(d >> bits), words, place)
+    return (a, b, c, d), found, place
+
+
+@compiled(inline=True)
+def _join(entries, lows, shift, tile, at):
+    for lane, (entry, low) in enumerate(zip(entries, lows)):
+        tile[at + index(lane)] = np.int32(np.int32(entry >> 32) << shift | np.int64(low))
+
+
+@compiled(inline=True)
 def _write(entries, width, tile, at):
     p, q = np.int32(entries[0] >> 32), np.int32(entries[1] >> 32)
     r, s = np.int32(entries[2] >> 32), np.int32(entries[3] >> 32)
@@ -251,11 +271,11 @@ def _write(entries, width, tile, at):
 
 
 @compiled(inline=True)
-def _fast(row, width, first, units, base, slots, states, places, words, tiles):
+def _fast(row, width, shift, first, units, base, slots, states, places, words, tiles):
     """Units of four lanes of two streams, whose states stay in registers, as long as all are found in the table."""
     left, right = (states[0], states[1], states[2], states[3]), (states[4], states[5], states[6], states[7])
     i, j = places[0], places[1]
-    last, half = len(words) - 4, index(len(tiles) // 2)
+    last, half = len(words) - 8, index(len(tiles) // 2)
     while first + 4 <= units and i <= last and j <= last:
         next_left, found, next_i = _four(left, slots, base, words, i)
         next_right, others, next_j = _four(right, slots, base, words, j)
@@ -263,8 +283,14 @@ def _fast(row, width, first, units, base, slots, states, places, words, tiles):
             break
         left, right, i, j = next_left, next_right, next_i, next_j
         at = index(row + first * width)
-        _write(found, width, tiles, at)
-        _write(others, width, tiles, half + at)
+        if shift == 0:
+            _write(found, width, tiles, at)
+            _write(others, width, tiles, half + at)
+        else:
+            left, lows, i = _low4(left, shift, words, i)
+            _join(found, lows, shift, tiles, at)
+            right, lows, j = _low4(right, shift, words, j)
+            _join(others, lows, shift, tiles, half + at)
         first += 4
     states[0], states[1], states[2], states[3] = left
     states[4], states[5], states[6], states[7] = right
@@ -300,8 +326,8 @@ def _decode(start, stop, lanes, words, ends, channels, slots, out, whole):
                 base = index(unit) << index(BITS) if is_unit else single
                 units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), 0
                 while first < units:
-                    if lanes == 4 and shift == 0:
-                        first = _fast(row, width, first, units, base, slots, states, places, words, tiles)
+                    if lanes == 4 and (shift == 0 or width == 1):
+                        first = _fast(row, width, shift, first, units, base, slots, states, places, words, tiles)
                     here = min(lanes, units - first)
                     for k in range(2 if here else 0):
                         mine, place, end = states[k * lanes : (k + 1) * lanes], places[k], ends[pair[k]]

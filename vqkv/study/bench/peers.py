@@ -10,7 +10,7 @@ from torch import Tensor
 from vqkv.kernels import naive as reference
 from vqkv.study.bench.case import BenchCase, skip
 
-PACKAGES = ("torch", "vector-quantize-pytorch", "faiss-cpu", "optimum-quanto", "hqq", "triton", "vqkv")
+PACKAGES = ("torch", "vector-quantize-pytorch", "faiss-cpu", "optimum-quanto", "hqq", "constriction", "triton", "vqkv")
 VECTOR_QUANTIZE, FAISS, QUANTO, HQQ = "vector-quantize-pytorch", "faiss", "quanto", "hqq"
 
 

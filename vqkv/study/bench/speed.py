@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study.bench import attention, stored, vectors
+from vqkv.study.bench import attention, stored, streams, vectors
 from vqkv.study.bench.caches import GEOMETRIES
 from vqkv.study.bench.case import BenchCase, Sizes
 from vqkv.study.bench.rows import PROBES, Rows
@@ -23,6 +23,7 @@ from vqkv.study.tables import write_atomically
 OPERATIONS: dict[str, Callable[[Sizes], Iterator[BenchCase]]] = {
     **vectors.OPERATIONS,
     **stored.OPERATIONS,
+    **streams.OPERATIONS,
     **attention.OPERATIONS,
 }
 SHOWN = ["operation", "format", "implementation", "shape", "median", "ratio_to_bound", "ratio_to_fp16"]
