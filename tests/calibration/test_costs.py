@@ -57,6 +57,16 @@ def places(model):
     return [(role, layer) for layer in range(describe(model)["num_layers"]) for role in ("key", "value")]
 
 
+@pytest.mark.parametrize("post_rope", [False, True])
+def test_a_model_in_16_bits_has_about_the_same_information(tmp_path, post_rope):
+    """Angles are fp32, and what attention reads of keys is the model's type all the same."""
+    exact = small_models.load("llama", tmp_path)
+    expected = fisher_metrics(exact, TOKENS, post_rope)
+    found = fisher_metrics(exact.bfloat16(), TOKENS, post_rope)
+    for place, metric in expected.items():
+        assert torch.cosine_similarity(found[place].flatten(), metric.flatten(), 0) > 0.8
+
+
 def test_fisher_predicts_what_small_errors_cost(model):
     """Noise of the same size in all channels at every token: half of the trace times its variance, within a third for
     this many tokens."""

@@ -25,6 +25,8 @@ from vqkv.models.load import describe, fingerprint, layer_devices
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
 
+FEWEST = 8  # tokens for each channel of all KV heads: with half as many, other text takes a third more bits than said
+
 
 def calibrate(
     model,
@@ -80,6 +82,18 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
                     "own and its encoder's: use a preset without predictors"
                 )
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
+            if preset.fallback is not None and _hardly_pays(model, tokens, plan, predictions):
+                if current().first:
+                    warnings.warn(
+                        f"{preset.name} predicts layers from each other, which does not pay after calibration on "
+                        f"{tokens.numel():,} tokens: it turns each head by itself instead. Calibrate on "
+                        f"{FEWEST * _width(model):,} tokens or more, or name a shorter context",
+                        stacklevel=3,
+                    )
+                preset = preset.fallback.fitting(model)
+                codecs, predictions = fit_layers(
+                    preset, preset.plan.arrange(preset, trial), made, trial, model.device, progress
+                )
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
     if current().first:
@@ -90,6 +104,18 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
             )
         warn_if_destroyed(compressor, model, tokens)
     return compressor
+
+
+def _hardly_pays(model, tokens: Tensor, plan, predictions) -> bool:
+    """Whether too few tokens were seen to trust a basis of all heads, or predictions pay in less than half of the
+    places that have sources."""
+    wanted = sum(bool(role.sources) for layer in plan for role in layer.values())
+    return tokens.numel() < FEWEST * _width(model) or 2 * len(predictions) < wanted
+
+
+def _width(model) -> int:
+    """Channels of all KV heads."""
+    return max(heads * max(dims) for heads, *dims in describe(model)["shapes"])
 
 
 def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:

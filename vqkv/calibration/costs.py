@@ -40,7 +40,7 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
                 for role, x in zip(ROLES, (keys, values), strict=True):
                     added[role, layer] = torch.zeros_like(x, requires_grad=True)
                 error, turn = added["key", layer], turns[layer]  # an error of a key turns as the key does
-                return keys + (error if turn is None else turn.turned(error)), values + added["value", layer]
+                return keys + (error if turn is None else turn.turned(error).to(keys)), values + added["value", layer]
 
             logits = model(**inputs(model, sequence), past_key_values=door(model, perturb), use_cache=True).logits
             logits = logits[0].float()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vqkv.calibration.cross_fit import cross_fit, folds_of
 from vqkv.calibration.spill import CapturedTokens, Spill
 from vqkv.calibration.together import agree, finish, learn
 from vqkv.codecs.base import Codec
@@ -59,36 +60,59 @@ class LayerFit:
 
     def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
-        prediction = None
-        if plan.predictor is not None:
+        prediction, by_fold = None, []
+        if plan.cross_fitted:
+            if found := cross_fit(self._samples(place, plan.sources, folds=True)):
+                agree([found.whole, *found.folds], [self.device] * (1 + len(found.folds)))
+                prediction = Prediction(found.whole, plan.sources)
+                by_fold = [Prediction(each, plan.sources) for each in found.folds]
+        elif plan.predictor is not None:
             plan.predictor.fit(lambda: self._samples(place, plan.sources))
             agree([plan.predictor], [self.device])
             prediction = Prediction(plan.predictor, plan.sources)
         coder = PredictiveCodec(codec, place, prediction)
-        self._fit_codec(coder)
+        self._fit_codec(coder, by_fold)
         if place in self.readers:
             for number, x, known in self._batches(place, plan.sources):
-                self.restored.put(place, number, coder.through(x, known))
+                predicted = self._predicted(coder, by_fold, number, x, known)
+                restored = codec.quantize_dequantize(x if predicted is None else x - predicted)
+                self.restored.put(place, number, restored if predicted is None else restored + predicted)
         for source in plan.sources:
             if self.readers[source] == place:  # the last to read it
                 self.restored.drop(source)
         return prediction
 
-    def _fit_codec(self, coder: PredictiveCodec) -> None:
-        for _, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
+    def _fit_codec(self, coder: PredictiveCodec, by_fold: list[Prediction]) -> None:
+        for number, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
             if coder.codec.ready:
                 return
-            learn([coder.codec], [x if coder.prediction is None else x - coder.prediction(known, x)])
+            predicted = self._predicted(coder, by_fold, number, x, known)
+            learn([coder.codec], [x if predicted is None else x - predicted])
             if not coder.codec.learns:
                 break
         finish([coder.codec], [self.device])
 
-    def _samples(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A predictor's inputs and targets, (n, in_features) and (n, out_features), batch by batch: in every process
-        those of all, so that each fits the same."""
-        for _, x, known in self._batches(place, sources):
-            rows = current().rows(inputs(known, sources, x)), current().rows(side_by_side(x))
-            yield rows[0].flatten(0, 1), rows[1].flatten(0, 1)
+    def _predicted(self, coder: PredictiveCodec, by_fold: list[Prediction], number: int, x: Tensor, known: Known):
+        """What the prediction says of a batch: of each fold, if there are any, the one that has not seen it."""
+        if not by_fold:
+            return None if coder.prediction is None else coder.prediction(known, x)
+        every = torch.stack([prediction(known, x) for prediction in by_fold])
+        fold = self._folds(number, x)[None, :, None, :, None]
+        return every.gather(0, fold.expand(1, *x.shape))[0]
+
+    def _folds(self, number: int, x: Tensor) -> Tensor:
+        """Of this process's share x of a batch."""
+        batch = len(current().rows(x[:, 0, 0, 0]))
+        return current().share(folds_of(number, batch, x.shape[2], len(self.captured.tokens))).to(x.device)
+
+    def _samples(self, place: Place, sources: tuple[Place, ...], folds: bool = False) -> Iterator[tuple[Tensor, ...]]:
+        """A predictor's inputs and targets, (n, in_features) and (n, out_features), batch by batch, and their
+        ``folds`` (n,) if these are asked for: in every process those of all, so that each fits the same."""
+        for number, x, known in self._batches(place, sources):
+            rows = [inputs(known, sources, x), side_by_side(x)]
+            if folds:
+                rows.append(self._folds(number, x))
+            yield tuple(current().rows(each).flatten(0, 1) for each in rows)
 
     def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, Known]]:
         for number, x in enumerate(self.captured.batches(place, self.device)):

@@ -81,8 +81,13 @@ class _Regression(Predictor):
         ridge = Ridge(self.strength)
         for x, y in samples():
             ridge.accumulate(x, y)
+        self.take(ridge, ridge.solve())
+
+    def take(self, ridge: Ridge, weights: Tensor) -> None:
+        """Keep float64 ``weights`` (in_features + 1, out_features) of ``ridge``, with the bias fitted to them as they
+        are stored."""
         moments = ridge.moments()
-        self._store(ridge, ridge.solve()[:-1])
+        self._store(ridge, weights[:-1])
         # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift
         self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights(len(moments.mean_x)).double()))
 

@@ -30,6 +30,7 @@ class RolePlan:
     make_codec: Callable[[int | None], Codec]
     predictor: Predictor | None = None
     sources: tuple[Place, ...] = ()
+    cross_fitted: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class FromPrevious:
 
     ``key_from`` and ``value_from`` name sources with ``+`` between them: ``K-1`` the keys one layer before, ``V-2`` the
     values two before, ``K`` (for values) the layer's own keys; sources before the first layer are left out. ``mean``
-    is a constant, ``none`` no prediction. The first layer is stored as ``first`` (a preset) says.
+    is a constant, ``none`` no prediction. The first layer is stored as ``first`` (a preset) says. ``cross_fitted``:
+    what predictions leave is learned from on held-out tokens, and a linear predictor is there only where these gain by
+    it (``calibration.cross_fit``; AQUA-KV does without).
     """
 
     first: object
@@ -46,6 +49,7 @@ class FromPrevious:
     key_from: str = "K-1"
     value_from: str = "V-1+K"
     arguments: dict = field(default_factory=dict)
+    cross_fitted: bool = False
 
     def __post_init__(self):
         make_predictor(self.kind, **self.arguments)
@@ -70,7 +74,7 @@ class FromPrevious:
             return RolePlan(make_codec)
         places = tuple((name, layer - back) for name, back in _parse(sources, role) if back <= layer)
         predictor = make_predictor(self.kind, **self.arguments) if places else make_predictor("linear")
-        return RolePlan(make_codec, predictor, places)
+        return RolePlan(make_codec, predictor, places, self.cross_fitted and bool(places))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Preset:
     ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
     ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
     ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE can be undone. ``plan``: which
-    layers are predicted from which.
+    layers are predicted from which; ``fallback``: what is calibrated instead where that does not pay.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Preset:
     pre_rope: bool | None = None
     arguments: dict = field(default_factory=dict)
     plan: FromPrevious | Budgeted | Shared | Unpredicted | None = None
+    fallback: "Preset | None" = None
 
     def __post_init__(self):
         _ = self.settings  # checks them

@@ -1,5 +1,6 @@
 """Caches that generation is measured with: transformers' caches as they are, and every published system as a preset."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +68,9 @@ class KeepingDecoded:
         return self.compressor.new_cache(model, decoded_cache_bytes=2**40)
 
 
-REFERENCE, PEER, KEPT = "DynamicCache", "transformers quanto 4", "quanto 4, decoded kept"
+REFERENCE, PEER = "DynamicCache", "transformers quanto 4"
+SHORT, LONG = "best 1.8 short", "best 1.8 long"
+KEPT = {f"{label}, decoded kept": label for label in ("quanto 4", SHORT, LONG)}
 THEIRS: dict[str, Callable] = {
     REFERENCE: Uncompressed,
     PEER: partial(TransformersQuantized, "quanto", 4),
@@ -93,12 +96,15 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
         "rvq2": presets.rvq2(seed=seed),
         "vqq_product 0.3": presets.vqq_product(0.3, seed=seed),
         "aqua higgs 2": presets.aqua(presets.higgs(2)),
+        SHORT: presets.best(1.8, context=1),
+        LONG: presets.best(1.8, context=2**30),
+        "lossless": presets.lossless(),
     }
 
 
 def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
     """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
-    known = [*THEIRS, *ours(codebook_sizes), KEPT]
+    known = [*THEIRS, *ours(codebook_sizes), *KEPT]
     for label in systems:
         if label not in known:
             raise UnknownNameError("system", label, known)
@@ -113,19 +119,22 @@ def contenders(
     kmeans_iterations: int = 10,
     seed: int = 0,
     fit: Callable[[presets.Preset], Compressor] | None = None,
+    seconds: dict | None = None,
 ) -> dict:
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: transformers' caches, those
     aside whose packages are missing, and presets fitted to the model on ``tokens`` (num_seqs, seq_len), all at once,
-    or by ``fit``. Raises ``UnknownNameError`` for another label."""
+    or by ``fit``; ``seconds`` is told how long that took. Raises ``UnknownNameError`` for another label."""
     fit = fit or partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
     wanted, labels = ours(codebook_sizes, kmeans_iterations, seed), set(chosen(systems, codebook_sizes))
-    needed = labels | {"quanto 4"} if KEPT in labels else labels
+    needed = labels | {KEPT[label] for label in labels if label in KEPT}
     found = _theirs(labels)
     mine = [(label, preset) for label, preset in wanted.items() if label in needed]
     for label, preset in tqdm(mine, desc="calibrate", leave=False, disable=None):
+        start = time.perf_counter()
         found[label] = fit(preset)
-    if KEPT in labels:
-        found[KEPT] = KeepingDecoded(found["quanto 4"])
+        if seconds is not None:
+            seconds[label] = time.perf_counter() - start
+    found |= {label: KeepingDecoded(found[KEPT[label]]) for label in KEPT if label in labels}
     return {label: system for label, system in found.items() if label in labels}
 
 
@@ -139,10 +148,11 @@ def _theirs(chosen: set[str]) -> dict:
     return found
 
 
-def prepared(model, systems: list[str], codebook_sizes: list[int], seed: int = 0) -> dict:
-    """``contenders`` for a random model, fitted with as little text as they accept."""
-    tokens = random_tokens(model, 2, max(256, max(codebook_sizes) // 4), seed + 1)
-    return contenders(model, tokens, systems, codebook_sizes, kmeans_iterations=1, seed=seed)
+def prepared(model, systems: list[str], codebook_sizes: list[int], seed: int = 0, seconds: dict | None = None) -> dict:
+    """``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
+    width = model.config.num_key_value_heads * model.config.head_dim
+    tokens = random_tokens(model, 8, max(64, 2 * width, max(codebook_sizes) // 16), seed + 1)
+    return contenders(model, tokens, systems, codebook_sizes, kmeans_iterations=1, seed=seed, seconds=seconds)
 
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):

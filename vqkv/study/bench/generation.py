@@ -46,19 +46,22 @@ def latency(
     ``DynamicCache``'s time for the same prefill or token of the same turn, which a machine that is busy now and then
     disturbs less than the difference of medians. ``added_vs_quanto`` and ``added_mean_vs_quanto``: those over what
     transformers' quanto cache adds in the same run (NaN without it).
-    ``stored_bytes``: what the cache holds in the end. Presets that learn are fitted on random text, which changes no
-    time but that of ``vqq_product``: how many of its blocks stay in fp16 depends on the data.
+    ``stored_bytes``: what the cache holds in the end; ``fit_s``: seconds of calibration (NaN: none). Presets that
+    learn are fitted on random text, which changes no time but those of ``vqq_product`` and entropy codes: how many of
+    its blocks stay in fp16, and what escapes from their tables, depends on the data.
     Raises ``UnknownNameError`` for other systems.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
-        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
+        seconds: dict[str, float] = {}
+        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed, seconds)
         shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
         rows = []
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             label = {"batch": batch, "context": context, "generated": generated}
             found = timed_run(model, compared, random_tokens(model, batch, context, seed), generated, rounds)
-            rows += [label | row | shared | {"versions": versions(*PACKAGES)} for row in found]
+            shared |= {"versions": versions(*PACKAGES)}
+            rows += [label | row | {"fit_s": seconds.get(row["system"])} | shared for row in found]
     return rows
 
 
