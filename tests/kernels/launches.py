@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -17,6 +18,8 @@ from triton.runtime.jit import JITFunction
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention.triton import decode_attention
 from vqkv.kernels.decoding.triton import decode
+from vqkv.kernels.entropy.code import TOTAL, make_code
+from vqkv.kernels.entropy.triton import rans_decode, rans_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.kernels.tiles import ATTENTION
@@ -57,6 +60,15 @@ def read(packed, turned: bool) -> None:
     decode(packed, turn=Turn(angles, angles) if turned else None, dtype=torch.float16)
 
 
+def streams(decoded: bool) -> None:
+    channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.int64)
+    code = make_code([np.array([TOTAL // 2, TOTAL // 4, TOTAL // 4])], [0], channels, channels, 32)
+    if decoded:
+        rans_decode(zeros(2**20, dtype=torch.int16), zeros(TOKENS // 32, dtype=torch.int64), code, 32)
+    else:
+        rans_encode(zeros(TOKENS // 32, len(channels), 32, dtype=torch.int32), code)
+
+
 ATTENTION["programs_each"] = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
 CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
 CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load that the first kernel must have, launch
@@ -70,6 +82,8 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load th
                                                    zeros(8, 2048, 32, dtype=torch.float32))),
     "pack 11": (32, lambda: pack_codes(zeros(*CODES, dtype=torch.int64), 11)),
     "unpack 11": (32, lambda: unpack_codes(zeros(CODES[0], 44, dtype=torch.uint8), 11, 32)),
+    "rans_encode": (32, lambda: streams(False)),
+    "rans_decode": (32, lambda: streams(True)),
     "attention int4 16 rows": (128, lambda: attend(affine(4), affine(4), rows=16)),
     "attention int4 32 rows": (128, lambda: attend(affine(4), affine(4), rows=32)),
     "attention product 32 rows": (128, lambda: attend(coded(4, 1, 256, 2, 64), coded(4, 1, 256, 2, 64), rows=32)),

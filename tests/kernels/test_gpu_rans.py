@@ -1,0 +1,42 @@
+"""Triton's rANS against the naive twin, in its interpreter without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_guard import DEVICE, guarded  # noqa: F401, the fixture
+from test_rans import SIGMAS, code_of, drawn
+
+from vqkv.kernels import naive
+from vqkv.kernels.entropy.triton import rans_decode, rans_encode, serves
+
+
+@pytest.mark.parametrize("lanes, tokens", [(1, 5), (3, 33), (4, 32), (4, 1), (32, 33)])
+@pytest.mark.parametrize("far", [0, -(2**23), 2**23 - 1])
+def test_streams_are_naive(lanes, tokens, far, request):
+    """Whole ones, and what is made of damaged ones."""
+    tables = torch.arange(7) % len(SIGMAS)
+    shifts = torch.tensor([0, 0, 0, 3, 0, 16, 0])
+    code, x = code_of(tables, shifts, lanes), drawn(tables, shifts, 2, tokens, 5)
+    x[1, 2, tokens // 2] = far
+    expected, sizes = naive.rans_encode(x, code)
+    altered = expected.clone()
+    altered[len(altered) // 3] ^= 64
+    cases = (expected, sizes), (altered, sizes), (expected[:-1], sizes - torch.tensor([0, 1]))
+    wanted = [naive.rans_decode(*case, code, tokens) for case in cases]
+    request.getfixturevalue("guarded")  # not before: naive results may be of bools
+    there = code.to(DEVICE)
+    assert serves(x, there)
+    words, lengths = rans_encode(x.to(DEVICE), there)
+    assert torch.equal(words.cpu(), expected) and torch.equal(lengths.cpu(), sizes)
+    for case, (values, whole) in zip(cases, wanted, strict=True):
+        found, told = rans_decode(*(part.to(DEVICE) for part in case), there, tokens)
+        assert torch.equal(found.cpu(), values) and torch.equal(told.cpu(), whole)
+
+
+def test_no_streams():
+    code = code_of(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), 4).to(DEVICE)
+    words, lengths = rans_encode(torch.zeros(0, 3, 5, dtype=torch.int32, device=DEVICE), code)
+    values, whole = rans_decode(words, lengths, code, 5)
+    assert values.shape == (0, 5, 3) and not len(words) and not len(whole)
