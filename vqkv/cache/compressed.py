@@ -14,7 +14,7 @@ from vqkv.cache import saving
 from vqkv.cache.batch import Batch
 from vqkv.cache.hooks import watch
 from vqkv.cache.layer import CompressedLayer, MixedLayer
-from vqkv.cache.meter import Report, tensor_bytes
+from vqkv.cache.meter import Report, tensor_bytes, tensors
 from vqkv.cache.packed_attention import reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.codecs.predictive import ROLES
@@ -159,9 +159,11 @@ class CompressedCache(Cache):
         raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
 
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy with its own tokens; compressor and rotations, which never change, are shared."""
+        """A copy that goes on by itself. Compressor and rotations, which never change, are shared, and so are tensors
+        that hold tokens: new ones are made of them, none is written to."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders)}
+        stored = tensors([group.all_stores for group in self.batch.groups])
+        memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders, *stored)}
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.batch import Group
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.load import describe, fingerprint
@@ -32,6 +33,11 @@ def save(cache, path) -> None:
     path = Path(path)
     if path.is_dir():
         raise FormatError(f"{path} is a folder: name a file for the cache")
+    save_checked(path, header_of(cache), dict(tensors_of(cache.batch)))
+
+
+def header_of(cache) -> dict:
+    """What is said about a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
     cache.batch.check_complete()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
@@ -44,17 +50,16 @@ def save(cache, path) -> None:
     if not cache.is_croppable:
         raise DataError("a sliding window has dropped tokens of some layers: save all tokens and read them again")
     report = cache.report()
-    header = {
+    return {
         "format": FORMAT,
         "version": VERSION,
-        **_made_for(cache.compressor, model),
+        **made_for(cache.compressor, model),
         "in_place": cache.settings.in_place,
         "batch_size": cache.batch.size,
         "slots": cache.batch.slots,
         "groups": [_about_group(group) for group in cache.batch.groups],
         "report": replace(report, kinds=report.kinds | {"decoded": 0}).as_dict(),
     }
-    save_checked(path, header, dict(_tensors(cache.batch)))
 
 
 def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
@@ -64,7 +69,7 @@ def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
     header, tensors = _read(path)
     _check_made_for(header, path, compressor, model)
     cache = kind(compressor, model, header["in_place"], decoded_cache_bytes)
-    _fill(cache, header, tensors)
+    fill(cache, header, [tensors])
     return cache
 
 
@@ -78,7 +83,7 @@ def inspect(path) -> dict:
     return about | {"file_bytes": file_bytes, "header_bytes": file_bytes - stored} | header["report"]
 
 
-def _made_for(compressor, model) -> dict[str, dict]:
+def made_for(compressor, model) -> dict[str, dict]:
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
     about = {name: value for name, value in describe(model).items() if name != "weights"}
     about |= {"dtype": str(model.dtype).removeprefix("torch."), "weights": fingerprint(model)}
@@ -92,7 +97,8 @@ def _about_group(group: Group) -> dict:
     return {"rows": group.rows, "sinks": sinks, "quantized": store.quantized, "holes": store.holes, "window": window}
 
 
-def _tensors(batch) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """All that a batch stores, by name; of quantized tokens those from the ``start``-th on, a whole block's first."""
     if batch.tokens is not None:
         yield "tokens", batch.tokens.to(torch.uint8)
     for number, group in enumerate(batch.groups):
@@ -102,21 +108,25 @@ def _tensors(batch) -> Iterator[tuple[str, Tensor]]:
             for role, store in zip(ROLES, pair, strict=True):
                 stored = {"sinks": store.sinks, "window": store.window}
                 if store.payload is not None:
-                    stored |= {f"payload.{name}": x for name, x in store.payload.tensors.items()}
+                    payload = store.payload.tokens(start) if start else store.payload
+                    stored |= {f"payload.{name}": x for name, x in payload.tensors.items()}
                 yield from ((f"{number}.{layer}.{role}.{name}", x) for name, x in stored.items() if x is not None)
 
 
-def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
-    """Hand every store of an empty ``cache`` its own tensors."""
+def fill(cache, header: dict, parts: list[dict[str, Tensor]]) -> None:
+    """Hand every store of an empty ``cache`` its own tensors: those of the last of ``parts``, and its quantized tokens
+    of all parts, one after the other."""
     batch, device, owned = cache.batch, cache.model().device, defaultdict(dict)
+    *earlier, tensors = parts
     batch.size, batch.slots = header["batch_size"], header["slots"]
     batch.tokens = tensors.pop("tokens").bool() if "tokens" in tensors else None
     for name, tensor in tensors.items():
         number, *owner, part = name.split(".", 3)
-        owned[int(number), *owner][part] = tensor.to(device)
+        before = [x[name].to(device) for x in earlier] if part.startswith("payload.") else []
+        owned[int(number), *owner][part] = [*before, tensor.to(device)]
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(about["rows"])
-        group.positions.explicit = owned[number,].get("positions")
+        (group.positions.explicit,) = owned[number,].get("positions", [None])
         group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         for layer, pair in enumerate(group.stores):
             for role, store in zip(ROLES, pair, strict=True):
@@ -128,18 +138,19 @@ def _fill(cache, header: dict, tensors: dict[str, Tensor]) -> None:
         layer.is_initialized = bool(batch.slots)
 
 
-def _fill_store(store, tensors: dict[str, Tensor], about: dict, shape: tuple[int, int, int]) -> None:
-    store.sinks, store.window = tensors.pop("sinks", None), tensors.pop("window", None)
+def _fill_store(store, tensors: dict[str, list[Tensor]], about: dict, shape: tuple[int, int, int]) -> None:
+    (store.sinks,), (store.window,) = (tensors.pop(name, [None]) for name in ("sinks", "window"))
     store.holes = tuple(about["holes"])
     if about["quantized"]:
-        like = store.coder.codec.encode(torch.zeros(1, *shape, device=next(iter(tensors.values())).device))
-        found = {name.removeprefix("payload."): x for name, x in tensors.items()}
-        store.payload = like.holding(found)
+        found = {name.removeprefix("payload."): parts for name, parts in tensors.items()}
+        like = store.coder.codec.encode(torch.zeros(1, *shape, device=next(iter(found.values()))[0].device))
+        parts = [dict(zip(found, each)) for each in zip(*found.values(), strict=True)]
+        store.payload = Payload.concat([like.holding(part) for part in parts]) if parts[1:] else like.holding(parts[0])
 
 
 def _check_made_for(header: dict, path, compressor, model) -> None:
     """Raise ``FormatError`` if either is not what the cache was made for: which of them, what it was and what it is."""
-    for kind, here in _made_for(compressor, model).items():
+    for kind, here in made_for(compressor, model).items():
         was = header[kind]
         for key in here:
             if key != "name" and was[key] != here[key]:
