@@ -143,8 +143,8 @@ def best(
     as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of ``block`` tokens, and the
     bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
     turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
-    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 20 to 28
-    tokens a channel on at 1.8 bits and more, 30 to 46 at 0.9, 54 to 87 at 0.5 (page 11); ``long_pays`` lies between.
+    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 18 to 29
+    tokens a channel on at 1.8 bits and more, 33 to 51 at 0.9, 63 to 112 at 0.5 (page 11); ``long_pays`` lies between.
 
     ``bits`` are those of a value on the calibration text, side information apart. Other text takes more, the more the
     fewer tokens were calibrated on. Nominal 1.8 bits on held-out text (validation) of ``llama-mini``:
@@ -171,7 +171,7 @@ def best(
 
 def long_pays(bits: float) -> float:
     """From how many tokens a channel on ``best`` predicts."""
-    return max(PREDICTORS_PAY, 30 / bits)
+    return max(PREDICTORS_PAY, 40 / bits)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
