@@ -21,6 +21,7 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 
 HEADS, HEAD_DIM = 3, 16
 
@@ -57,6 +58,8 @@ EXTRA = {
     "transform coder": Chain([MeanRemoval(), MergeHeads(), PCA(), TokenBlock(4)], EntropyCodedScalar(2.0)),
     "transform coder per head": Chain([PCA(), TokenBlock(3)], EntropyCodedScalar(1.0)),
     "steps token by token": Chain([], EntropyCodedScalar(3.0)),
+    "trellis": Chain([MeanRemoval(), MergeHeads(), PCA(), TokenBlock(4)], TrellisCodedScalar(2.0)),
+    "trellis per head": Chain([TokenBlock(3)], TrellisCodedScalar(1.0, states=4)),
     "affine per channel in groups": Chain([TokenBlock(6, True), Grouping(group_size=3)], AffineQuantizer(2)),
     "fallback of affine": Chain([HeadScale()], Fallback(Chain([], AffineQuantizer(2)), 0.1, 4)),
     "fallback of residual VQ": Chain([TokenBlock(2), HeadScale()], Fallback(Chain([], ResidualVQ(2, 20, 8)), 0.1, 8)),

@@ -13,7 +13,16 @@ from vqkv.codecs.part import codec_from_config, load_learned
 from vqkv.codecs.payload import Payload
 
 MEANS = ("higgs key", "higgs value", "kvquant key", "rotated")  # subtracted from zeros
-WITHOUT_ZERO = (*MEANS, "component groups", "transform coder", "levels", "product+ans", "ans", "ans by stage")
+WITHOUT_ZERO = (
+    *MEANS,
+    "component groups",
+    "transform coder",
+    "trellis",
+    "levels",
+    "product+ans",
+    "ans",
+    "ans by stage",
+)
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
 

@@ -10,7 +10,9 @@ from strategies import gaussian
 
 from vqkv import FormatError
 from vqkv.codecs.component_groups import ENDS, WIDTHS, ComponentGroups, _cheapest, _error
-from vqkv.codecs.layout import TokenBlock
+from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 
 
@@ -41,7 +43,7 @@ def test_no_grouping_within_the_budget_is_better(seed, bits):
         for widths in itertools.product(WIDTHS, repeat=len(sizes))
         if sum(size * width + ENDS * (width > 0) for size, width in zip(sizes, widths, strict=True)) <= budget
     )  # fmt: skip
-    assert error(*zip(*found, strict=True)) == pytest.approx(least, rel=1e-4)
+    assert error(*zip(*found, strict=True)) <= least * (1 + 1e-4)  # less: its last group may have another size
 
 
 def codec_and_payload():
@@ -52,9 +54,8 @@ def codec_and_payload():
 
 def test_weak_components_are_not_stored():
     codec, payload = codec_and_payload()
-    widths = codec.quantizer.groups[:, 1].tolist()
-    assert widths[0] > 0 == widths[-1]
-    assert (codec.decode(payload)[..., -int(codec.quantizer.groups[-1, 0]) :] == 0).all()
+    assert 0 < codec.quantizer.kept < 32
+    assert (codec.decode(payload)[..., codec.quantizer.kept :] == 0).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,3 +74,19 @@ def test_streams_that_were_cut_or_extended_are_refused(data):
     tensors = payload.tensors | {"stream": changed, "lengths": order.permute(1, 2, 0)}
     with pytest.raises(FormatError, match="store the tokens again"):
         codec.decode(payload.holding(tensors))
+
+
+def test_components_without_bits_take_no_place_in_the_basis():
+    """What is read back is the same as with the whole basis, which is orthonormal."""
+    x = gaussian(1, 2, 400, 32, seed=1) * 2.0 ** -torch.arange(32.0)
+    codec = Chain([MergeHeads(), PCA(), TokenBlock(8)], ComponentGroups(1.5)).fit(x)
+    kept = codec.quantizer.kept
+    assert 0 < kept < 64 and codec.stages[1].matrix.shape == (1, 64, kept)
+    whole = Chain([MergeHeads(), PCA(), TokenBlock(8)], ComponentGroups(1.5))
+    whole.quantizer.finalize = lambda: None
+    whole.fit(x)
+    assert whole.side_bytes - codec.side_bytes >= 2 * 64 * (64 - kept)
+    read = [each.decode(each.encode(x)) for each in (codec, whole)]
+    assert torch.allclose(*read, atol=1e-3 * x.std())
+    again = codec_from_config(codec.config(), codec.state_dict())
+    assert torch.equal(again.decode(codec.encode(x)), read[0])

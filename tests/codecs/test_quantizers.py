@@ -1,8 +1,10 @@
 """The scalar, grid, product and fallback codecs, and every preset: bytes against numbers derived by hand."""
 
+import json
+
 import pytest
 import torch
-from codec_zoo import HEAD_DIM, HEADS, SMALL, gaussian
+from codec_zoo import HEAD_DIM, HEADS, SMALL, gaussian, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +13,8 @@ from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.grid import Grid, gaussian_grids
 from vqkv.codecs.layout import MergeHeads
-from vqkv.codecs.nonuniform import NonUniform
+from vqkv.codecs.nonuniform import NonUniform, WeightedChain
+from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
@@ -138,6 +141,48 @@ def test_outliers_are_kept_exactly_and_the_rest_is_quantised_finer():
     decoded = codec.decode(codec.encode(x))
     assert decoded[0, 0, 3, 5] == 400 and decoded[0, 1, 31, 63] == -300
     assert (x - decoded).abs().max() < 0.5
+
+
+def costly():
+    """Keys and what their errors cost: one channel in 16, of values near -2 and 2, a thousand times the most."""
+    x, metric = gaussian(2, HEADS, 640, 64), torch.eye(64).repeat(HEADS, 1, 1)
+    x[..., ::16] = 2 * x[..., ::16].sign() + 0.1 * x[..., ::16]
+    metric[:, range(0, 64, 16), range(0, 64, 16)] = 1000.0
+    return x, metric
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("batches", [1, 4])
+def test_levels_learned_with_fisher_weights_lower_what_errors_cost_at_equal_bytes(role, batches):
+    (x, metric), found = costly(), []
+    for fisher, told in ((False, metric), (True, torch.eye(64).expand_as(metric)), (True, metric)):
+        codec = getattr(presets.kvquant(2, fisher=fisher), f"{role}_codec")(64)
+        codec.weigh(told)
+        for batch in x.chunk(batches, dim=2):
+            codec.partial_fit(batch)
+        error = (codec.finalize().decode(codec.encode(x)) - x).square()
+        cost = (error * metric.diagonal(dim1=1, dim2=2).unsqueeze(1)).sum()
+        state = {name: tensor.shape for name, tensor in codec.state_dict().items()}
+        loaded = codec_from_config(json.loads(json.dumps(codec.config())), dict(codec.state_dict()))
+        assert same(loaded.encode(x), codec.encode(x))
+        found.append((cost, codec.side_bytes, codec.encode(x).nbytes, state))
+    plain, alike, told = found
+    assert told[0] < 0.2 * min(plain[0], alike[0])
+    assert plain[1:] == told[1:]
+
+
+def test_equal_weights_and_none_at_all_teach_the_same_levels():
+    x = gaussian(2, HEADS, 640, 64)
+    plain = Chain([], NonUniform(3), 64).fit(x)
+    for weight in (0.0, 1e-6):
+        codec = WeightedChain([], NonUniform(3), 64)
+        codec.weigh(weight * torch.eye(64).expand(HEADS, -1, -1))
+        assert torch.equal(codec.fit(x).quantizer.levels, plain.quantizer.levels)
+
+
+def test_what_errors_cost_levels_has_to_be_told():
+    with pytest.raises(DataError, match="not told what errors cost: fit it with vqkv.calibrate"):
+        presets.kvquant(2, fisher=True).key_codec().fit(gaussian(1, HEADS, 64, 64))
 
 
 def test_levels_follow_a_stream():

@@ -15,4 +15,5 @@ from vqkv.codecs import (  # noqa: F401
     residual,
     scaling,
     transform,
+    trellis_coded_scalar,
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
@@ -28,7 +29,8 @@ class ComponentGroups(Quantizer):
 
     Groups of 16, 64, 256 or 1,024 components and their widths are those of least squared error on the first batch that
     take at most ``bits`` a value, ends included and before deflating, by dynamic programming (KVTC, Staniszewski &
-    Lancucki 2025, section 3). Side information: ``groups``, int16 (groups, 2), the number of components and the width.
+    Lancucki 2025, section 3); the last ones that get none are forgotten, as are their components. Side information:
+    ``groups``, int16 (groups, 2), the number of components and the width.
     """
 
     bits: float = 2.0
@@ -45,6 +47,16 @@ class ComponentGroups(Quantizer):
             rows = x.reshape(-1, x.shape[-1])
             rows = rows[:: -(-len(rows) // SAMPLED)]
             self.groups = _cheapest(rows, int(self.bits * x.shape[-1])).to(x.device)
+
+    def finalize(self) -> None:
+        """Leave out the last groups, if they are not stored: nobody need know their components."""
+        stored = self.groups[:, 1].nonzero()
+        self.groups = self.groups[: int(stored.max()) + 1 if len(stored) else 1].clone()
+
+    @property
+    def kept(self) -> int:
+        """Components of the groups."""
+        return int(self.groups[:, 0].sum())
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> uint8 (..., codes of a row) of the groups that are stored, and their ends, fp16 (...,
@@ -72,7 +84,7 @@ class ComponentGroups(Quantizer):
             low, high = (side[name][..., stored, :].float().unsqueeze(-1) for name in self.side_fields)
             out.append(low + part.float() * ((high - low) / (2**width - 1)))
             place, stored = place + size * tokens, stored + 1
-        return torch.cat(out, dim=-1)
+        return functional.pad(torch.cat(out, dim=-1), (0, self.row_shape[1] - self.kept))
 
     def store(self, y: Tensor) -> Payload:
         codes, side = self.encode(y)
@@ -96,7 +108,7 @@ class ComponentGroups(Quantizer):
     def _parts(self, x: Tensor):
         """The components of each group that is stored, (..., tokens, size), and its width."""
         sizes, widths = self.groups.mT.tolist()
-        return [(part, width) for part, width in zip(x.split(sizes, dim=-1), widths) if width]
+        return [(part, width) for part, width in zip(x[..., : self.kept].split(sizes, dim=-1), widths) if width]
 
 
 def _deflated(parts: list[np.ndarray]) -> bytes:

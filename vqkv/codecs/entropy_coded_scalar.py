@@ -1,5 +1,6 @@
 """Uniform steps with entropy-coded codes: what a transform coder stores, its rate met by the size of the step."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -61,9 +62,9 @@ class EntropyCodedScalar(StreamQuantizer):
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
         rms, points = channels.double().square().mean().sqrt().item() or 1.0, []
         for half in CURVE:
-            step = _as_step(rms * 2 ** (half / 2), y.device)
-            codes = _rounded(channels, step)
-            bits, error = _bits(codes), (codes * step - channels).square().mean(dtype=torch.float64).item()
+            step = as_step(rms * 2 ** (half / 2), y.device)
+            codes = rounded(channels, step)
+            bits, error = bits_of(codes), (codes * step - channels).square().mean(dtype=torch.float64).item()
             if bits > MOST_BITS:
                 break
             points = points if bits > LEAST_BITS else []
@@ -71,7 +72,7 @@ class EntropyCodedScalar(StreamQuantizer):
         return torch.tensor(points, dtype=torch.float64)
 
     def with_bits(self, bits: float) -> "EntropyCodedScalar":
-        return EntropyCodedScalar(bits, self.lanes)
+        return dataclasses.replace(self, bits=bits)
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch that is not all zeros decides the step, and which bits are kept apart; the codes of every
@@ -81,18 +82,30 @@ class EntropyCodedScalar(StreamQuantizer):
             sample = _sampled(channels)
             if not sample.any():
                 return
-            self.step = _step(sample, self.bits)
-            self.shifts = _shifts(_rounded(sample, self.step))
-        counts = _counted(_rounded(channels, self.step), self.shifts)
+            self.shifts = shifts_of(self._start(sample))
+        counts = counted(self._codes(channels), self.shifts)
         self._counts = counts if self._counts is None else self._counts.to(x.device) + counts
+
+    def _start(self, sample: Tensor) -> Tensor:
+        """Set the step for ``bits`` by a sample (heads, rows, channels), and return its codes."""
+        self.step = step_for(sample, self.bits)
+        return self._codes(sample)
+
+    def _codes(self, channels: Tensor) -> Tensor:
+        """Values (heads, rows, channels) -> int32 codes."""
+        return rounded(channels, self.step)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        """Codes (..., channels) -> values, float32."""
+        return codes * self.step
 
     def finalize(self) -> None:
         """Share tables among channels of like spread, and round their frequencies as ``Entropy`` does."""
         if self._counts is None:  # nothing but zeros
             zeros = torch.zeros(self.heads, 1, self.num_tables, dtype=torch.int32)
-            self.step, self.shifts = _as_step(1.0, "cpu"), torch.zeros(zeros[:, 0].shape, dtype=torch.uint8)
-            self._counts = _counted(zeros, self.shifts)
-        spreads = _spreads(self._counts)
+            self.step, self.shifts = as_step(1.0, "cpu"), torch.zeros(zeros[:, 0].shape, dtype=torch.uint8)
+            self._counts = counted(zeros, self.shifts)
+        spreads = spreads_of(self._counts) if self.spreads is None else self.spreads.long()
         tables = [self._counts[spreads == spread].sum(0).double().cpu() for spread in spreads.unique().tolist()]
         reaches = [_reach(table) for table in tables]
         found = [frequencies(_cut(table, reach) + SMOOTHING) for table, reach in zip(tables, reaches)]
@@ -101,13 +114,13 @@ class EntropyCodedScalar(StreamQuantizer):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), up to 2^23 - 1 in size."""
-        return _rounded(x, self.step).flatten(3), {}
+        return rounded(x, self.step).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return (codes * self.step).unflatten(-1, self.row_shape)
+        return self._values(codes.unflatten(-1, self.row_shape))
 
     def from_tables(self, codes: Tensor, side: Side) -> Tensor:
-        return (codes * self.step).reshape(*codes.shape[:3], *self.row_shape)
+        return self._values(codes.reshape(*codes.shape[:3], *self.row_shape))
 
     def make_code(self) -> Code:
         reaches = self.reaches.tolist()
@@ -118,19 +131,19 @@ class EntropyCodedScalar(StreamQuantizer):
         )
 
 
-def _rounded(x: Tensor, step: Tensor) -> Tensor:
+def rounded(x: Tensor, step: Tensor) -> Tensor:
     """Multiples of the step, int32, a little nearer to zero than the nearest."""
     size = (x.abs() / step).add_(0.5 - TOWARDS_ZERO).floor_().clamp_(max=LARGEST_CODE)
     return size.copysign_(x).int()
 
 
-def _shifts(codes: Tensor) -> Tensor:
+def shifts_of(codes: Tensor) -> Tensor:
     """Low bits that each channel of codes (heads, rows, channels) keeps apart, uint8 (heads, channels)."""
     octaves = (codes.float().square_().mean(1).sqrt().double() / WIDEST).clamp(1.0, 2.0**MOST_SHIFT).log2()
     return octaves.ceil().to(torch.uint8)
 
 
-def _counted(codes: Tensor, shifts: Tensor) -> Tensor:
+def counted(codes: Tensor, shifts: Tensor) -> Tensor:
     """Counts of each channel's high parts, int64 (heads, channels, LEVELS): codes int32 (heads, rows, channels),
     ``shifts`` uint8 (heads, channels)."""
     heads, _, width = codes.shape
@@ -139,7 +152,7 @@ def _counted(codes: Tensor, shifts: Tensor) -> Tensor:
     return torch.bincount(high.flatten(), minlength=heads * width * LEVELS).view(heads, width, LEVELS)
 
 
-def _spreads(counts: Tensor) -> Tensor:
+def spreads_of(counts: Tensor) -> Tensor:
     """int64 (heads, channels): the high parts' root mean square as a power of 2, times ``PER_OCTAVE``."""
     codes = torch.arange(-REACH, REACH + 1, device=counts.device, dtype=torch.float64)
     spread = ((counts * codes.square()).sum(-1) / counts.sum(-1).clamp_min(1)).sqrt()
@@ -158,11 +171,11 @@ def _cut(table: Tensor, reach: int) -> Tensor:
     return torch.cat([inside, (table.sum() - inside.sum())[None]])
 
 
-def _bits(codes: Tensor) -> float:
+def bits_of(codes: Tensor) -> float:
     """Mean bits that a code takes of (heads, rows, channels), if every channel has a table of its own, in the
     population that these are a sample of (Miller 1955; what a sample itself takes is too little)."""
-    shifts = _shifts(codes)
-    counts = _counted(codes, shifts)
+    shifts = shifts_of(codes)
+    counts = counted(codes, shifts)
     total = counts.sum(-1, keepdim=True)
     shares = counts.float() / total
     unseen = ((counts > 0).sum(-1) - 1).clamp_min(0) / (2 * total.squeeze(-1))
@@ -170,18 +183,18 @@ def _bits(codes: Tensor) -> float:
     return (tables + shifts).double().mean().item()
 
 
-def _step(channels: Tensor, bits: float) -> Tensor:
+def step_for(channels: Tensor, bits: float) -> Tensor:
     """The step at which the codes of ``channels`` (heads, rows, channels) take ``bits`` each, fp32 ()."""
     rms = channels.double().square().mean().sqrt().item() or 1.0
     low, high = math.log(rms) - 12, math.log(rms) + 8
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        step = _as_step(math.exp(middle), channels.device)
-        low, high = (middle, high) if _bits(_rounded(channels, step)) > bits else (low, middle)
-    return _as_step(math.exp(high), channels.device)
+        step = as_step(math.exp(middle), channels.device)
+        low, high = (middle, high) if bits_of(rounded(channels, step)) > bits else (low, middle)
+    return as_step(math.exp(high), channels.device)
 
 
-def _as_step(size: float, device) -> Tensor:
+def as_step(size: float, device) -> Tensor:
     return torch.tensor(max(size, LEAST_STEP), dtype=torch.float32, device=device)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from vqkv.codecs.learning.ema import Ema
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, pack_codes, unpack_codes
@@ -79,8 +80,8 @@ def _lloyd_max(bits: int) -> Tensor:
 class NonUniform(Levels):
     """Levels that are learned.
 
-    k-means in one dimension on the first batch, a moving average over later ones. KVQuant (section 3.3) weights
-    values by the loss's curvature; here all weigh the same. Side information: ``levels``, fp16 (2^bits,), ascending.
+    k-means in one dimension on the first batch, a moving average over later ones. All values weigh the same, unless a
+    ``WeightedChain`` says otherwise. Side information: ``levels``, fp16 (2^bits,), ascending.
     """
 
     bits: int = 4
@@ -91,35 +92,66 @@ class NonUniform(Levels):
         super().__post_init__()
         self.register_buffer("levels", None)
 
-    def partial_fit(self, x: Tensor) -> None:
-        """Raises ``DataError`` at the first call for fewer distinct values than levels."""
-        values = self._sample(x.reshape(-1, 1))
+    def partial_fit(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """``weights``, like x, are not negative; values of weight 0 are left out. Raises ``DataError`` at the first
+        call for fewer distinct values than levels."""
+        x, weights = x.flatten(), torch.ones_like(x).flatten() if weights is None else weights.flatten()
+        values, weights = self._sample(torch.stack([x, weights], dim=-1)[weights > 0]).split(1, dim=-1)
+        weights = weights / weights.mean()
         if self.levels is None:
-            self._start(values)
+            self._start(values, weights)
         else:
-            statistics = (found.unsqueeze(0) for found in self._statistics(values))
+            statistics = (found.unsqueeze(0) for found in self._statistics(values, weights))
             self.levels = self._ema.update(*statistics)[0, :, 0].sort().values
 
     def finalize(self) -> None:
         """Round to fp16."""
         self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
 
-    def _start(self, values: Tensor) -> None:
-        learner = KMeans(2**self.bits, seed=self.seed)
-        self.levels = learner.start(values)[:, 0].sort().values
-        learner.codebook = self.levels[:, None]
+    def _start(self, values: Tensor, weights: Tensor) -> None:
+        self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
         for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
-            self.levels = learner.solve(*self._statistics(values))[:, 0]
-        self._ema = Ema(self.levels[None, :, None], self._statistics(values)[0].unsqueeze(0))
+            totals, sums = self._statistics(values, weights)
+            self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
+        self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
 
-    def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return sums_by_code(values, self._nearest(values[:, 0]), 2**self.bits)
+    def _statistics(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight of each level's values, float64 (2^bits,), and their weighted sum (2^bits, 1)."""
+        rows = torch.cat([weights, weights * values], dim=-1)
+        _, sums = sums_by_code(rows, self._nearest(values[:, 0]), 2**self.bits)
+        return sums[:, 0], sums[:, 1:]
 
     def _sample(self, values: Tensor) -> Tensor:
         if len(values) <= SAMPLES:
             return values
         generator = torch.Generator().manual_seed(self.seed)
         return values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
+
+
+class WeightedChain(Chain):
+    """A chain that ends in ``NonUniform``, whose values weigh as much as their errors cost (KVQuant, section 3.3): the
+    diagonal of what ``weigh`` was told, times the squared scale that stages divide by. Values that a stage keeps apart
+    weigh nothing."""
+
+    weighted = True
+    _costs: Tensor | None = None
+
+    def weigh(self, metric: Tensor) -> None:
+        costs = metric.diagonal(dim1=1, dim2=2)
+        self._costs = torch.where(costs.any(), costs, 1.0).unsqueeze(1)
+
+    def _partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` if nothing was said about costs."""
+        if self._costs is None:
+            raise DataError("a WeightedChain was not told what errors cost: fit it with vqkv.calibrate")
+        y, sides = x, []
+        for stage in self._stages:
+            stage.partial_fit(y)
+            y, side = stage.encode(y)
+            sides.append(side)
+        zero = self._backward(torch.zeros_like(y), sides)
+        scale = self._backward(torch.ones_like(y), sides) - zero
+        self.quantizer.partial_fit((x - zero) / scale, self._costs.to(x.device) * scale.square())
 
 
 @dataclass(eq=False)

@@ -61,6 +61,10 @@ class PCA(Stage):
         _, basis = torch.linalg.eigh(scale @ moment @ scale)
         self.matrix = (scale @ basis.flip(-1))[..., : self.rank or channels].half()
 
+    def keep(self, count: int) -> None:
+        """The strongest components."""
+        self.matrix = self.matrix[..., :count].clone()
+
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x @ matrix."""
         return self._times(x, self.matrix.float()), {}
@@ -71,7 +75,7 @@ class PCA(Stage):
             matrix = self.matrix.double()
             square = matrix.shape[-1] == matrix.shape[-2]
             self.inverse = (torch.linalg.inv(matrix) if square else torch.linalg.pinv(matrix)).float()
-        return self._times(y, self.inverse)
+        return self._times(y[..., : self.inverse.shape[-2]], self.inverse)
 
     def _scale(self, device) -> Tensor:
         """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity where errors cost

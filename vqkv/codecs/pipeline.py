@@ -82,6 +82,8 @@ class Chain(Codec):
     def _finalize(self) -> None:
         for part in self._parts:
             part.finalize()
+        for stage in self._stages if self.quantizer.kept is not None else ():
+            stage.keep(self.quantizer.kept)
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """Rows after the stages, and what each of these stores."""

@@ -39,6 +39,10 @@ class Stage(Part):
     def finalize(self) -> None:
         """Freeze what was learned; nothing by default."""
 
+    def keep(self, count: int) -> None:
+        """Forget what only values behind the first ``count`` of the last axis need, which the quantizer does not
+        store."""
+
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """Rows going out, and what must be stored per row to come back."""
         raise NotImplementedError
@@ -67,6 +71,7 @@ class Quantizer(Stage):
     code_bits: int
     codes_per_row: int
     row_shape: tuple[int, ...]  # of the values of a row
+    kept: int | None = None  # values of the last axis that are stored, the first ones, if not all are
 
     def build(self, shape: tuple[int, ...]) -> None:
         """Prepare for rows of shape (num_kv_heads, *row_shape), by default with a code for each value. Raises

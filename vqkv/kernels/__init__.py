@@ -12,6 +12,8 @@ from vqkv.kernels.dispatch import (
     rvq_encode,
     rvq_encode_packed,
     rvq_statistics,
+    trellis_decode,
+    trellis_encode,
     unpack_codes,
     using,
     which,
@@ -20,6 +22,6 @@ from vqkv.kernels.view import Affine, Coded, KernelView, Rope, Turn
 
 __all__ = [
     "Affine", "Coded", "KernelView", "Rope", "Turn", "affine_encode", "decode", "decode_attention", "pack_codes",
-    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
-    "using", "which",
+    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics",
+    "trellis_decode", "trellis_encode", "unpack_codes", "using", "which",
 ]  # fmt: skip

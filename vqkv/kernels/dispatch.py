@@ -22,8 +22,9 @@ ROOMS = {
     "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
     "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
+    "trellis_encode": "trellis", "trellis_decode": "trellis",
 }  # fmt: skip
-WITHOUT_TRITON = ("rvq_decode",)
+WITHOUT_TRITON = ("rvq_decode", "trellis_encode", "trellis_decode")
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace
@@ -143,3 +144,14 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool
     (streams,)."""
     return _find("rans_decode", words, words, code)(words, lengths, code, tokens)
+
+
+def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
+    """x (rows, channels), in steps -> int32 codes of least squared error plus ``weight`` times their bits, which
+    ``costs`` says. See ``trellis.code`` and ``trellis.naive``."""
+    return _find("trellis_encode", x)(x, costs, table_of, shifts, weight, states)
+
+
+def trellis_decode(codes: Tensor, step: Tensor, states: int) -> Tensor:
+    """The values, float32, of codes int32 (rows, channels)."""
+    return _find("trellis_decode", codes)(codes, step, states)

@@ -6,8 +6,10 @@ from vqkv.kernels.decoding.naive import decode
 from vqkv.kernels.entropy.naive import rans_decode, rans_encode
 from vqkv.kernels.packing.naive import pack_codes, unpack_codes
 from vqkv.kernels.rvq.naive import rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
+from vqkv.kernels.trellis.naive import trellis_decode, trellis_encode
 
 __all__ = [
     "affine_encode", "decode", "decode_attention", "merge", "pack_codes", "rans_decode", "rans_encode", "rvq_decode",
-    "rvq_encode", "rvq_encode_packed", "rvq_statistics", "unpack_codes",
+    "rvq_encode", "rvq_encode_packed", "rvq_statistics", "trellis_decode", "trellis_encode",
+    "unpack_codes",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import MeanRemoval, VectorScale
 from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
 from vqkv.presets.preset import Preset
@@ -52,15 +53,16 @@ def crossed(
 ) -> Preset:
     """Any quantizer with any of the stages that come before and after it.
 
-    ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``rvq`` (residual VQ), ``grid``
-    (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the codes; scales come on top. ``mean``
-    is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal`` components, or ``weighted`` ones, where an
-    error counts as much as it costs the model; ``merged``: of ``steps``, whether all heads' channels are rotated
-    together, which leaves less to store and takes a larger matrix. ``entropy`` codes the codes in blocks of ``block``
-    tokens; ``predicted`` stores what AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed``
-    splits the bits among layers, keys and values where they do most good (``steps`` and ``rvq``). ``grouping``,
-    ``beam``, ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError``
-    or ``DataError`` for what does not exist together.
+    ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``trellis`` (the same with
+    trellis-coded rounding), ``rvq`` (residual VQ), ``grid`` (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64).
+    ``bits`` are those of the codes; scales come on top. ``mean`` is subtracted first. ``rotation``: ``none``,
+    ``hadamard``, ``principal`` components, or ``weighted`` ones, where an error counts as much as it costs the model;
+    ``merged``: of transform coders, whether all heads' channels are rotated together, which leaves less to store and
+    takes a larger matrix. ``entropy`` codes the codes in blocks of ``block`` tokens; ``predicted`` stores what
+    AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed`` splits the bits among layers, keys
+    and values where they do most good (all but ``grid`` and ``affine``). ``grouping``, ``beam``, ``codebook_size``,
+    ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or ``DataError`` for what
+    does not exist together.
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
@@ -68,10 +70,10 @@ def crossed(
             raise UnknownNameError(what, name, known)
     if type(bits) not in (int, float) or not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    if mixed and (quantizer not in ("steps", "rvq") or entropy):
+    if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
-    if entropy and quantizer == "steps":
-        raise DataError("steps are entropy-coded by themselves: leave entropy out")
+    if entropy and quantizer in TRANSFORM_CODERS:
+        raise DataError(f"{quantizer} are entropy-coded by themselves: leave entropy out")
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
     preset = Preset(
@@ -79,7 +81,7 @@ def crossed(
         make,
         make,
         sink_tokens,
-        flush_block=block if quantizer == "steps" else 1,
+        flush_block=block if quantizer in TRANSFORM_CODERS else 1,
         pre_rope=pre_rope,
         arguments=arguments,
     )
@@ -89,9 +91,9 @@ def crossed(
     return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
 
 
-def _steps(arguments: dict, head_dim: int | None) -> Codec:
+def _transform_coder(quantizer: type, arguments: dict, head_dim: int | None) -> Codec:
     stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _turned(arguments)
-    return Chain([*stages, TokenBlock(arguments["block"])], EntropyCodedScalar(arguments["bits"]), head_dim)
+    return Chain([*stages, TokenBlock(arguments["block"])], quantizer(arguments["bits"]), head_dim)
 
 
 def _grid(arguments: dict, head_dim: int | None) -> Codec:
@@ -124,7 +126,11 @@ def _turned(arguments: dict) -> list[Stage]:
     return ROTATIONS[arguments["rotation"]]()
 
 
-CHAINS = {"steps": _steps, "rvq": _rvq, "grid": _grid, "affine": _affine}
+TRANSFORM_CODERS = {
+    "steps": partial(_transform_coder, EntropyCodedScalar),
+    "trellis": partial(_transform_coder, TrellisCodedScalar),
+}
+CHAINS = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
 def best(

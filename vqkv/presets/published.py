@@ -11,7 +11,7 @@ from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
+from vqkv.codecs.nonuniform import NonUniform, SparseOutliers, WeightedChain
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
@@ -121,19 +121,26 @@ def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rop
 
 
 def kvquant(
-    bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0, pre_rope: bool | None = None
+    bits: int = 4,
+    outliers: float = 0.01,
+    block: int = 32,
+    seed: int = 0,
+    pre_rope: bool | None = None,
+    fisher: bool = False,
 ) -> Preset:
     """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
-    scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact."""
+    scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
+    ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here."""
     arguments = dict(locals())
+    chain = WeightedChain if fisher else Chain
 
     def keys(head_dim: int | None) -> Codec:
         stages = [ChannelScale(), TokenBlock(block), SparseOutliers(outliers)]
-        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+        return chain(stages, NonUniform(bits, seed=seed), head_dim)
 
     def values(head_dim: int | None) -> Codec:
         stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
-        return Chain(stages, NonUniform(bits, seed=seed), head_dim)
+        return chain(stages, NonUniform(bits, seed=seed), head_dim)
 
     return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope, arguments=arguments)
 

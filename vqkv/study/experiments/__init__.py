@@ -6,6 +6,7 @@
 # ruff: noqa: F401
 from vqkv.study.experiments import tasks
 from vqkv.study.experiments.audit import audited_tables, claims_audit
+from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
@@ -36,3 +37,4 @@ from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.systems import systems
 from vqkv.study.experiments.tasks import leaderboard
 from vqkv.study.experiments.thresholds import threshold_sweep
+from vqkv.study.experiments.tuning import chosen, tuning

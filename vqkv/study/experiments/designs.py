@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import defaultdict
 
 from vqkv import presets
 from vqkv.presets import Preset
@@ -9,45 +10,62 @@ from vqkv.study.experiments.systems import bare
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
 GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
-AQUA = {"aqua higgs 2, first 2": (2, 2), "aqua higgs 2": (2, 4), "aqua higgs 3, first 2": (3, 2)}
+AQUA = {
+    "aqua higgs 2, first 2": (2, {"first_layer_bits": 2}),
+    "aqua higgs 2": (2, {}),
+    "aqua higgs 3, first 2": (3, {"first_layer_bits": 2}),
+}
 
 
-def published(vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> dict[str, Preset]:
+def published(
+    vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
+) -> dict[str, Preset]:
     """Label -> preset; every one keeps the same sinks, so that their bits are the quantizers' own. ``vqllm``: for
     residual VQ num_quantizers and codebook_size by label, and as many calibration sequences as it gets, if not all
-    systems' own."""
-    found = {f"quanto {bits}": presets.quanto(bits) for bits in (2, 4)}
-    found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2, seed=seed)}
-    found |= {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)}
-    found |= {"vqq product": presets.vqq_product(1e9, keyframe=32, seed=seed)}
+    systems' own. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its preset in place of these, at all
+    rates."""
+    own = defaultdict(dict, tuned or {})
+    found = {f"quanto {bits}": presets.quanto(bits, **own["quanto"]) for bits in (2, 4)}
+    found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
+    found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
+    found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
     found |= {
-        label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4) for label, (depth, size, *_) in vqllm.items()
+        label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
+        for label, (depth, size, *_) in vqllm.items()
     }
-    found |= {label: presets.aqua(presets.higgs(bits), first_layer_bits=first) for label, (bits, first) in AQUA.items()}
+    found |= {
+        label: presets.aqua(presets.higgs(bits), **own["aqua higgs"] | first) for label, (bits, first) in AQUA.items()
+    }
     return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
 
 
-def since(vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> dict[str, Preset]:
+def since(
+    vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
+) -> dict[str, Preset]:
     """As ``published``: what came after the four sources, AQUA-KV with its stronger predictors and over residual VQ,
     and three systems with the recent window that they were published with. Blocks are such that chunks of 132 tokens
-    leave as few behind as those of 32."""
-    found = {f"turboquant {bits}": presets.turboquant(bits, seed=seed) for bits in (2, 3, 4)}
-    found |= {"turboquant 3, sketch": presets.turboquant(3, sketch=True, seed=seed), "kvarn 4+2": presets.kvarn()}
-    found |= {f"cachegen {bits}": presets.cachegen(bits, group=16, block=128) for bits in (1.5, 2, 3)}
-    found |= {"nsnquant 2": presets.nsnquant(tile=64)}
-    found |= {f"aatc {bits}": presets.aatc(bits) for bits in (0.9, 1.8, 2.5)}
-    found |= {f"kvtc {bits}": presets.kvtc(bits) for bits in (0.5, 0.75, 1, 1.5, 2, 3)}
-    found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False) for bits in (0.5, 0.9, 1.8)}
+    leave as few behind as those of 32. Variants of a family are tuned like it, but for AQUA-KV's."""
+    own = defaultdict(dict, tuned or {})
+    cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
+    found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 3, 4)}
+    found |= {"turboquant 3, sketch": presets.turboquant(3, sketch=True, **turboquant)}
+    found |= {"kvarn 4+2": presets.kvarn(**own["kvarn"])}
+    found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
+    found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
+    found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
+    found |= {f"kvtc {bits}": presets.kvtc(bits, **own["kvtc"]) for bits in (0.5, 0.75, 1, 1.5, 2, 3)}
+    found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False, **own["kvtc"]) for bits in (0.5, 0.9, 1.8)}
     few = min(vqllm.values(), key=lambda settings: settings[0])[:2]
     residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
     found |= {f"aqua higgs {bits}, gptq": presets.aqua(presets.higgs(bits), "gptq") for bits in (2, 3)}
     found |= {"aqua higgs 2, rank 64": presets.aqua(presets.higgs(2), "reduced_rank", rank=64)}
     found |= {"aqua vqllm {}x{}".format(*few): presets.aqua(residual)}
     found = {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-    windows = {"kivi 2": presets.kivi(2), "higgs 2": presets.higgs(2), "kvtc 2": presets.kvtc(2)}
-    return found | {
-        f"{label}, window": dataclasses.replace(preset, sink_tokens=sink_tokens) for label, preset in windows.items()
+    windows = {
+        f"{make.__name__} 2, window": make(2, **own[make.__name__])
+        for make in (presets.kivi, presets.higgs, presets.kvtc)
     }
+    return found | {label: dataclasses.replace(preset, sink_tokens=sink_tokens) for label, preset in windows.items()}
 
 
 def factorial() -> dict[str, dict]:

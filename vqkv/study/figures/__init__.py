@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 from vqkv.study.figures.audit import claim_dots
+from vqkv.study.figures.calibration_text import domains, sizes
 from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane
 from vqkv.study.figures.frontier import contexts, frontier, proxy_bars, search_dots

@@ -24,6 +24,9 @@ PALETTE = {
     "aqua": "#92dadd",
     "lossless": "#2e8b57",
     "zlib": "#94a4a2",
+    "kvtc": "#1b5e20",
+    "cachegen": "#cc8800",
+    "turboquant": "#5f6b00",
     "crossed": "#d6007f",  # crosses of page 11, the best first
     "crossed 2": "#7a0f5c",
     "crossed 3": "#f28fc4",

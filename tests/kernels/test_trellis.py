@@ -1,0 +1,72 @@
+"""Trellis-coded quantization: the compiled loops against the naive twin, the best path against all paths."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.kernels import cpu, naive
+from vqkv.kernels.trellis.code import LARGEST, REACH, TRANSITIONS
+
+STATES = st.sampled_from(sorted(TRANSITIONS))
+
+
+def costs(tables: int, seed: int = 0) -> torch.Tensor:
+    """Made up: longer codes farther out, and 40 bits where no table reaches."""
+    far = torch.arange(-REACH, REACH + 1).abs().float()
+    noise = torch.rand(tables, 2 * REACH + 1, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([1 + 2 * (1 + far).log2() + noise, torch.full((tables, 1), 40.0)], dim=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.sampled_from([0, 1, 3]),
+    channels=st.sampled_from([1, 2, 7, 65]),
+    spread=st.sampled_from([0.1, 1.0, 30.0, 1e5]),
+    shifted=st.booleans(),
+    states=STATES,
+    odd=st.sampled_from([0.0, float("nan"), float("inf"), -3e38, 2.0 * LARGEST]),
+    seed=st.integers(0, 10**6),
+)
+def test_codes_are_naive(rows, channels, spread, shifted, states, odd, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = spread * torch.randn(rows, channels, generator=generator)
+    if rows:
+        x[-1, channels // 2] = odd
+    tables = torch.randint(0, 3, (channels,), generator=generator, dtype=torch.int32)
+    shifts = torch.randint(0, 16, (channels,), generator=generator, dtype=torch.int32) * shifted
+    arguments = x, costs(3, seed), tables, shifts, 0.3, states
+    codes = cpu.trellis_encode(*arguments)
+    assert torch.equal(codes, naive.trellis_encode(*arguments))
+    values = cpu.trellis_decode(codes, torch.tensor(0.37), states)
+    assert torch.equal(values, naive.trellis_decode(codes, torch.tensor(0.37), states))
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("states", TRANSITIONS)
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_the_path_is_the_best_of_all(states, weight):
+    """Of every path of codes from -2 to 2 over five channels, none costs less."""
+    x = 1.2 * torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).clamp(-1.5, 1.5)
+    bits, zeros = costs(1), torch.zeros(5, dtype=torch.int32)
+    paths = torch.tensor([*itertools.product(range(-2, 3), repeat=5)], dtype=torch.int32)
+    values = naive.trellis_decode(paths, torch.tensor(1.0), states)
+    rate = bits[0, paths.long() + REACH].double().sum(1)
+    codes = cpu.trellis_encode(x, bits, zeros, zeros, weight, states)
+    found = cpu.trellis_decode(codes, torch.tensor(1.0), states)
+    for row, path, value in zip(x, codes, found, strict=True):
+        cost = (value - row).double().square().sum() + weight * bits[0, path.long() + REACH].double().sum()
+        every = (values - row).double().square().sum(1) + weight * rate
+        assert cost <= every.min() + 1e-6
+
+
+@given(codes=st.lists(st.integers(-9, 9), min_size=1, max_size=20), states=STATES)
+@settings(deadline=None, max_examples=60)
+def test_without_a_weight_values_on_the_path_come_back_as_they_are(codes, states):
+    codes = torch.tensor([codes], dtype=torch.int32)
+    values = cpu.trellis_decode(codes, torch.tensor(1.0), states)
+    zeros = torch.zeros(codes.shape[1], dtype=torch.int32)
+    again = cpu.trellis_encode(values, costs(1), zeros, zeros, 0.0, states)
+    assert torch.equal(cpu.trellis_decode(again, torch.tensor(1.0), states), values)

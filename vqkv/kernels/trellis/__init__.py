@@ -1,0 +1,1 @@
+"""Trellis-coded quantization of rows of values: the best path of codes, and the way back."""

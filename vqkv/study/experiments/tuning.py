@@ -1,0 +1,111 @@
+"""Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
+
+import ast
+import math
+
+import pandas as pd
+
+from vqkv.errors import DataError
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.models.load import describe
+from vqkv.presets import Preset
+from vqkv.study.experiments.common import frame, kept_exact, subject
+from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.frontier import LEAST, MOST, _fit, _without, total_bits
+from vqkv.study.sweep import sweep
+
+TRIALS = {
+    "quanto": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
+    "kivi": [{"group_size": 128}, {"group_size": 64}, {"group_size": 32}],
+    "kvquant": [
+        {"outliers": 0.01, "fisher": False},
+        {"outliers": 0.01, "fisher": True},
+        {"outliers": 0.005, "fisher": True},
+        {"outliers": 0.0025, "fisher": True},
+    ],
+    "higgs": [{"group_size": 1024}, {"group_size": 64}, {"group_size": 32}],
+    "vqq product": [{"keyframe": 32}, {"keyframe": 64}, {"keyframe": 16}],
+    "vqllm": [  # at equal bits, which its labels tell
+        {"key_grouping": "strided", "value_grouping": "contiguous"},
+        {"key_grouping": "contiguous", "value_grouping": "contiguous"},
+        {"key_grouping": "strided", "value_grouping": "strided"},
+    ],
+    "aqua higgs": [
+        {"predictor": "linear", "first_layer_bits": 4},
+        {"predictor": "linear", "first_layer_bits": 2},
+        {"predictor": "gptq", "first_layer_bits": 2},
+        {"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 2},
+    ],
+    "turboquant": [{"pre_rope": False}, {"pre_rope": None}],
+    "kvarn": [{"tile": 128, "iterations": 8}, {"tile": 64, "iterations": 8}, {"tile": 128, "iterations": 16}],
+    "cachegen": [{"group": group, "block": 128} for group in (16, 8, 32, 64)],
+    "nsnquant": [{"tile": 64}, {"tile": 32}, {"tile": 128}],
+    "aatc": [{"block": 32}, {"block": 128}],
+    "kvtc": [{"block": 128}, {"block": 32}],
+}
+RATES = {"vqq product": "vqq product", "kvarn": "kvarn 4+2", "aatc": "aatc 0.9", "kvtc": "kvtc 1"}  # else 2 bits
+
+
+def tuning(
+    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int,
+    vqllm: dict[str, list[int]], sink_tokens: int, context: str, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Every family of published systems at one rate with each of its ``TRIALS``, the first of which is page 11's
+    default, on the validation split, on which no table reports: a row per model, family and ``settings``, of which
+    ``arguments`` are the literal.
+
+    ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
+    information included. ``chosen``: the least mean over models within a family.
+    """
+    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed, "corpus": corpus}
+    settings = {
+        "who": text | {"dtype": dtype, "device": device, "held_out": "validation"},
+        "chunk_size": chunk_size, "vqllm": vqllm, "sink_tokens": sink_tokens, "context": context,
+    }  # fmt: skip
+    cases = [
+        {"model": name, "family": family, "arguments": arguments}
+        for name in models
+        for family, trials in TRIALS.items()
+        for arguments in trials
+    ]
+    rows, sources = sweep(_row, cases, settings, "tuning")
+    best = _best(pd.DataFrame(rows))
+    return frame([row | {"chosen": (row["family"], row["settings"]) in best} for row in rows], sources)
+
+
+def _best(table: pd.DataFrame) -> set[tuple[str, str]]:
+    """(family, settings) of the least mean among those that the most models have; of equals the first."""
+    found = table.groupby(["family", "settings"], sort=False)["equivalent_bits"].agg(["count", "mean"])
+    found = found.sort_values(["count", "mean"], ascending=[False, True], kind="stable")
+    return set(found.groupby("family").head(1).index)
+
+
+def _row(
+    model: str, family: str, arguments: dict, who: dict, chunk_size: int, vqllm: dict, sink_tokens: int, context: str
+):
+    who = who | {"name": model}
+    found = subject(**who)
+    try:
+        compressor = _fit(trial(family, arguments, vqllm, sink_tokens, who["seed"]), who)
+    except DataError as error:
+        return _without(model, f"{family}, {arguments}", error), found.sources
+    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
+    bits = total_bits(row, describe(found.model), kept_exact(compressor))[f"bits_{context}_x1"]
+    kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
+    words = ", ".join(f"{name} {value}" for name, value in arguments.items())
+    label = {"model": model, "family": family, "settings": words, "arguments": repr(arguments)}
+    label |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
+    return [label | {f"bits_{context}_x1": bits, "equivalent_bits": bits + math.log2(kl) / 2}], found.sources
+
+
+def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
+    """A family at the rate that it is tuned at; of residual VQ the first of ``vqllm``."""
+    given = (vqllm, sink_tokens, seed, {family: arguments})
+    label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
+    return (published(*given) | since(*given))[label]
+
+
+def chosen(table: pd.DataFrame) -> dict[str, dict]:
+    """Family -> the arguments that ``tuning`` chose for it, as ``published`` and ``since`` take them."""
+    rows = table[table["chosen"]]
+    return {family: ast.literal_eval(arguments) for family, arguments in zip(rows["family"], rows["arguments"])}
