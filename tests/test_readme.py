@@ -9,7 +9,7 @@ import pytest
 
 from vqkv.models.load import BUNDLED
 from vqkv.study.experiments import finalists
-from vqkv.study.experiments.frontier import what_to_use
+from vqkv.study.experiments.comparisons import what_to_use
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -13,7 +13,8 @@ MODULE = sys.modules[calibration_text.__module__]
 SETTINGS = {
     "systems": [["a", 0], ["b", 0.9]], "train_seqs": 4, "sizes": [1, 4, 8], "fit_seeds": [0, 1, 2],
     "text_seeds": [5, 6, 7], "seq_len": 16, "num_seqs": 2, "chunk_size": 4, "vqllm": {"vqllm 1x4": [1, 4]},
-    "codebook_size": 4, "kmeans_iterations": 1, "sink_tokens": 0, "dtype": "", "device": "cpu",
+    "codebook_size": 4, "kmeans_iterations": 1, "sink_tokens": 0, "tuned": {}, "larger": {"a": [16]},
+    "dtype": "", "device": "cpu",
 }  # fmt: skip
 
 
@@ -26,7 +27,7 @@ class MadeUp:
     def subject(self, **who):
         return self
 
-    def fitted_system(self, found, system, bits, who, vqllm, learning):
+    def fitted_system(self, found, system, bits, who, vqllm, learning, tuned):
         self.fits.append((who["name"], system, bits, who["corpus"], *who["train"], who["seed"]))
         if who["train"][0] == 1 and system == "b":
             raise DataError("components of 8 channels from 4 tokens: calibrate on more")
@@ -59,17 +60,18 @@ def table(made_up):
 
 def test_every_part_has_its_rows_and_a_calibration_serves_all(table, made_up):
     for (_, _), mine in table.groupby(["model", "system"]):
-        assert mine["part"].value_counts().to_dict() == {"domain": 4, "size": 3, "seeds": 9}
+        larger = mine["system"].iloc[0] == "a"
+        assert mine["part"].value_counts().to_dict() == {"domain": 4, "size": 3 + larger, "seeds": 9}
         domain, size, seeds = (mine[mine["part"] == part] for part in ("domain", "size", "seeds"))
         assert set(zip(domain["train_corpus"], domain["test_corpus"])) == {(a, b) for a in "xy" for b in "xy"}
         assert set(zip(seeds["fit_seed"], seeds["text_seed"])) == {(a, b) for a in (0, 1, 2) for b in (5, 6, 7)}
-        assert sorted(size["train_seqs"]) == [1, 4, 8]
+        assert sorted(size["train_seqs"]) == [1, 4, 8, *[16] * larger]
         assert (size[["train_corpus", "test_corpus"]] == "x").all(axis=None)
         assert (
             (domain["train_seqs"] == 4).all() and (domain["text_seed"] == 5).all() and (domain["fit_seed"] == 0).all()
         )
-    assert len(made_up.fits) == len(set(made_up.fits)) == 2 * 2 * 6  # models, systems, and x, y, 1, 8 and two seeds
-    assert made_up.reads == 2 * (14 + 13)  # a text is read once for all parts
+    assert len(made_up.fits) == len(set(made_up.fits)) == 2 * (7 + 6)  # x, y, 1, 8, two seeds, and 16 of "a"
+    assert made_up.reads == 2 * (15 + 13)  # a text is read once for all parts
     assert table.attrs["sources"].keys() == {"x 5", "x 6", "x 7", "y 5"}
 
 

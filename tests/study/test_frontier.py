@@ -12,9 +12,17 @@ import pytest
 from vqkv import presets
 from vqkv.data.corpus import load_corpus
 from vqkv.study import tables
-from vqkv.study.experiments import beside_published, designs, finalists, halving_search, predictors, within_budget
+from vqkv.study.experiments import beside_published, designs, finalists, predictors, within_budget
 from vqkv.study.experiments.common import all_told
-from vqkv.study.experiments.frontier import CONTEXTS, family, least_bits, total_bits, what_to_use
+from vqkv.study.experiments.comparisons import (
+    at_equal_bits,
+    at_equal_kl,
+    family,
+    least_bits,
+    proxy_correlations,
+    what_to_use,
+)
+from vqkv.study.experiments.frontier import CONTEXTS, halving_search, total_bits
 
 SEARCH = {
     "corpus": "python-stdlib", "contexts": ["1k", "32k"], "seq_len": 264, "chunk_size": 132, "codebook_size": 16,
@@ -34,12 +42,13 @@ def made_up(model, design, bits, who, **settings):
     side = 4.0 if arguments.get("predicted") else 0.1
     found = {"1k": bits + side, "32k": bits + side / 32}
     label = {"model": model, "design": design, "bits": bits, "train": who["train"][0], "kl_mean": kl}
+    label["kl_each"] = f"{kl * 0.9} {kl * 1.1}"
     return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}], {}
 
 
 @pytest.fixture
 def guessed(monkeypatch):
-    monkeypatch.setattr(sys.modules[what_to_use.__module__], "_tried", made_up)
+    monkeypatch.setattr(sys.modules[halving_search.__module__], "_tried", made_up)
 
 
 def test_each_rung_keeps_the_best_of_each_context(guessed):
@@ -51,6 +60,7 @@ def test_each_rung_keeps_the_best_of_each_context(guessed):
         ranked = first.sort_values(f"equivalent_bits_{context}", kind="stable")
         assert list(ranked[f"rank_{context}"]) == list(range(1, len(first) + 1))
         assert ranked["kept"].iloc[:3].all()
+        assert (first[f"rank_{context}_se"] == 0).all()  # all windows agree
     kept = set(first[first["kept"]]["design"])
     assert 3 <= len(kept) <= 6 and set(second["design"]) == kept
     assert set(second["train"]) == {8} and len(second) == 4 * len(kept)
@@ -203,3 +213,56 @@ def test_the_least_bits_that_keep_a_task_hold_with_more_bits_too():
     assert found["fewest"].tolist() == [False, False, True]
     worse = pd.DataFrame(rows).assign(x=0.2)
     assert least_bits(worse, ["x"], [2], "bits")["bits"].isna().all()
+
+
+def rates(system, seed, curve):
+    """Rows at bits -> KL of each window."""
+    for bits, windows in curve.items():
+        row = {"model": "m", "system": system, "nominal_bits": bits, "seed": seed, "bits": bits + 0.1}
+        yield row | {"kl_mean": sum(windows) / len(windows), "kl_each": " ".join(map(str, windows))}
+
+
+def compared():
+    ours = {1: [0.1, 0.3], 2: [0.001, 0.003]}
+    theirs = {
+        "worse": {1.5: [0.2, 0.4]},
+        "alike": {1.5: [0.008, 0.04]},
+        "better": {3: [1e-4, 2e-4]},
+        "few": {0.5: [1, 1]},
+    }
+    rows = [row for seed in range(4) for row in rates("mine", seed, ours)]
+    rows += [row for name, curve in theirs.items() for seed in range(4) for row in rates(name, seed, curve)]
+    return pd.DataFrame(rows)
+
+
+def test_at_equal_bits_says_who_is_better_where_the_interval_does():
+    table = compared()
+    found = at_equal_bits(table, ["worse", "alike", "better", "few"], ["mine", "absent"], "bits").set_index("system")
+    assert found["better"].to_dict() == {"worse": "ours", "alike": "neither", "better": "theirs", "few": "no rate"}
+    assert found.loc["worse", "our_kl"] == pytest.approx((0.01 + 0.03) / 2)  # between 0.1 and 0.001, 0.3 and 0.003
+    assert found.loc["better", "our_kl"] == pytest.approx(0.002)  # its most bits
+    assert found.loc["alike", "low"] < 1 < found.loc["alike", "high"]
+
+
+def test_at_equal_kl_finds_the_bits():
+    found = at_equal_kl(compared(), ["worse", "better", "few"], ["mine"], "bits").set_index("system")
+    assert found.loc["worse", "our_bits"] == 1.1  # better than that at its fewest bits
+    assert math.isnan(found.loc["better", "our_bits"]) and found.loc["better", "design"] == "none so low"
+    table = compared().replace({"worse": "same"})
+    table.loc[table["system"] == "same", "kl_mean"] = 0.02
+    same = at_equal_kl(table, ["same"], ["mine"], "bits")
+    assert same["our_bits"].item() == pytest.approx(1.6) and same["share"].item() == pytest.approx(1.0)
+
+
+def test_a_proxy_that_ranks_as_the_task_does_has_correlation_1_and_bands_are_kept_apart():
+    rows = [
+        {"model": "m", "system": f"s{i}", "nominal_bits": 0, "bits_per_value": i / 10, "x": 1 - i / 40, "x_exact": 1.0,
+         "good": i, "bad": (7 * i) % 12, "top1": 1 - i, "evr": 0.5}
+        for i in range(12)
+    ]  # fmt: skip
+    table = pd.DataFrame(rows)
+    found = proxy_correlations(table, ["good", "bad", "top1"], ["x"], {"all": [0, 9], "few": [0.55, 9]})
+    found = found.set_index(["bits", "proxy"])
+    assert found.loc[("all", "good"), "correlation"] == pytest.approx(1) == found.loc[("all", "top1"), "low"]
+    assert found.loc[("all", "bad"), "low"] < found.loc[("all", "bad"), "correlation"] < 1
+    assert found.loc[("few", "good"), "systems"] == 6

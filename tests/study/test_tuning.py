@@ -7,8 +7,8 @@ import sys
 import pandas as pd
 import pytest
 
+from vqkv.study.experiments.comparisons import family
 from vqkv.study.experiments.designs import published, since
-from vqkv.study.experiments.frontier import family
 from vqkv.study.experiments.tuning import TRIALS, chosen, trial, tuning
 
 VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}

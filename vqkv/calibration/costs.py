@@ -70,7 +70,7 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     settings, found = compressor.settings, {}
     exact = model(**inputs(model, tokens), use_cache=False).logits
     turns = rotations(model) if settings.pre_rope else [None] * len(kv_layers(model))
-    for place, codec, rows, restored in _restored(model, compressor, tokens):
+    for place, codec, rows, restored in restored_places(model, compressor, tokens):
         if not isinstance(codec, Chain):
             raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
         curve, vectors = codec.rates(rows), codec.vectors(rows)
@@ -82,7 +82,7 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     return found
 
 
-def _restored(model, compressor, tokens: Tensor) -> Iterator[tuple]:
+def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
     """For each place: its codec, what that was given (after prediction), and what is read back of the place's tokens
     from the first after the sinks on."""
     known, sinks = compressor.new_pass(), compressor.settings.sink_tokens

@@ -19,14 +19,16 @@ MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_
 def calibration_text(
     models: list[str], corpora: list[str], systems: list[list], train_seqs: int, sizes: list[int],
     fit_seeds: list[int], text_seeds: list[int], seq_len: int, num_seqs: int, chunk_size: int,
-    vqllm: dict[str, list[int]], codebook_size: int, kmeans_iterations: int, sink_tokens: int, dtype: str, device: str,
+    vqllm: dict[str, list[int]], codebook_size: int, kmeans_iterations: int, sink_tokens: int, tuned: dict[str, dict],
+    larger: dict[str, list[int]], dtype: str, device: str,
 ):  # fmt: skip
     """Every one of ``systems``, [label, nominal bits] as ``frontier.fitted_system`` takes them, calibrated on text of
     the ``train`` split and read on ``num_seqs`` sequences of the ``test`` split, ``chunked`` protocol. A row per part,
     model, system, calibration and text:
 
     - ``domain``: every one of ``corpora`` to calibrate on, and every one to read; ``train_seqs``, the first seeds.
-    - ``size``: ``sizes`` sequences to calibrate on, the fewer the first of the more; the first corpus and seeds.
+    - ``size``: ``sizes`` sequences to calibrate on, and those that ``larger`` names for a system; the fewer the first
+      of the more; the first corpus and seeds.
     - ``seeds``: ``fit_seeds``, which draw the calibration text and start k-means and rotations, times ``text_seeds``,
       which draw what is read; the first corpus, ``train_seqs``.
 
@@ -39,13 +41,16 @@ def calibration_text(
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
         "who": {"test": [num_seqs, seq_len], "test_seed": text_seeds[0], "dtype": dtype, "device": device},
-        "chunk_size": chunk_size, "vqllm": vqllm, "learning": learning,
+        "chunk_size": chunk_size, "vqllm": vqllm, "learning": learning, "tuned": tuned,
     }  # fmt: skip
-    fits = _fits(corpora, train_seqs, sizes, fit_seeds, text_seeds)
     cases = [
         {"model": name, "system": label, "bits": bits, "fit": [*fit], "texts": [[*text, parts] for text, parts in read]}
-        for name, (fit, read), (label, bits) in itertools.product(models, fits, systems)
+        for name, (label, bits) in itertools.product(models, systems)
+        for fit, read in _fits(corpora, train_seqs, [*sizes, *larger.get(label, [])], fit_seeds, text_seeds)
     ]
+    cases.sort(
+        key=lambda case: (models.index(case["model"]), str(case["fit"]))
+    )  # text is captured once for all systems
     return frame(*sweep(_rows, cases, settings, "calibration text"))
 
 
@@ -63,7 +68,7 @@ def _fits(corpora: list[str], train_seqs: int, sizes: list[int], fit_seeds: list
 
 def _rows(
     model: str, system: str, bits: float, fit: list, texts: list[list], who: dict, chunk_size: int,
-    vqllm: dict, learning: dict,
+    vqllm: dict, learning: dict, tuned: dict,
 ):  # fmt: skip
     corpus, count, seed = fit
     size, how = who["test"], {"name": model, "dtype": who["dtype"], "device": who["device"]}
@@ -71,7 +76,7 @@ def _rows(
     found = subject(**who)
     compressor, refused, rows, sources = None, "", [], found.sources
     try:
-        compressor, _ = fitted_system(found, system, bits, who, vqllm, learning)
+        compressor, _ = fitted_system(found, system, bits, who, vqllm, learning, tuned)
     except DataError as error:
         refused = str(error).partition(":")[0]
     for read, text_seed, parts in texts:

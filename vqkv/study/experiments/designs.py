@@ -10,11 +10,6 @@ from vqkv.study.experiments.systems import bare
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
 GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
-AQUA = {
-    "aqua higgs 2, first 2": (2, {"first_layer_bits": 2}),
-    "aqua higgs 2": (2, {}),
-    "aqua higgs 3, first 2": (3, {"first_layer_bits": 2}),
-}
 
 
 def published(
@@ -33,16 +28,14 @@ def published(
         label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
         for label, (depth, size, *_) in vqllm.items()
     }
-    found |= {
-        label: presets.aqua(presets.higgs(bits), **own["aqua higgs"] | first) for label, (bits, first) in AQUA.items()
-    }
+    found |= {f"aqua higgs {bits}": presets.aqua(presets.higgs(bits), **own["aqua higgs"]) for bits in (2, 3, 4)}
     return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
 
 
 def since(
     vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
 ) -> dict[str, Preset]:
-    """As ``published``: what came after the four sources, AQUA-KV with its stronger predictors and over residual VQ,
+    """As ``published``: what came after the four sources, AQUA-KV as published, at reduced rank and over residual VQ,
     and three systems with the recent window that they were published with. Blocks are such that chunks of 132 tokens
     leave as few behind as those of 32. Variants of a family are tuned like it, but for AQUA-KV's."""
     own = defaultdict(dict, tuned or {})
@@ -54,10 +47,10 @@ def since(
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
     found |= {f"kvtc {bits}": presets.kvtc(bits, **own["kvtc"]) for bits in (0.5, 0.75, 1, 1.5, 2, 3)}
-    found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False, **own["kvtc"]) for bits in (0.5, 0.9, 1.8)}
+    found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False, **own["kvtc"]) for bits in (0.9, 1.8)}
     few = min(vqllm.values(), key=lambda settings: settings[0])[:2]
     residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
-    found |= {f"aqua higgs {bits}, gptq": presets.aqua(presets.higgs(bits), "gptq") for bits in (2, 3)}
+    found |= {"aqua higgs 2, as published": presets.aqua(presets.higgs(2))}
     found |= {"aqua higgs 2, rank 64": presets.aqua(presets.higgs(2), "reduced_rank", rank=64)}
     found |= {"aqua vqllm {}x{}".format(*few): presets.aqua(residual)}
     found = {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
@@ -76,9 +69,10 @@ def factorial() -> dict[str, dict]:
     found = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
-        _add(found, quantizer="steps", **shared)
-        if mixed and rotation in ("principal", "weighted"):
-            _add(found, quantizer="steps", merged=False, **shared)
+        for quantizer in ("steps", "trellis"):
+            _add(found, quantizer=quantizer, **shared)
+            if mixed and rotation in ("principal", "weighted"):
+                _add(found, quantizer=quantizer, merged=False, **shared)
         for beam in (1,) if mixed else (1, 4):
             _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
     for rotation, grouping in GROUPINGS.items():

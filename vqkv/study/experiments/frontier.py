@@ -1,10 +1,10 @@
-"""Notebook 11: every system and the crosses that nobody published, on one harness: what to use at how many bits."""
+"""Notebook 11: every system and the crosses that nobody published, on one harness, and the search for the latter."""
 
 import itertools
 import math
-import re
 import warnings
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -24,6 +24,7 @@ from vqkv.study.sweep import per_process, sweep
 
 CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCHES = (1, 16)
+DRAWS = 1000  # of a bootstrap
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
 LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
@@ -40,8 +41,8 @@ def halving_search(
 
     A row per rung, model, design and nominal bits. ``equivalent_bits_CONTEXT``: stored bits of a value at so many
     tokens, side information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller,
-    as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1; ``kept`` whether it
-    went on.
+    as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1, ``rank_CONTEXT_se``
+    its standard error, over ``DRAWS`` bootstrap draws of the windows; ``kept`` whether it went on.
     """
     designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
     for number, rung in enumerate(rungs, 1):
@@ -61,10 +62,13 @@ def halving_search(
         if not found:
             raise DataError(f"rung {number}: no design that is left works with {models} at {rung['bits']} bits")
         ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
+        errors = {name: _rank_errors(found, f"equivalent_bits_{name}") for name in contexts}
         designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
         for row in found:
-            places = {f"rank_{name}": rank[row["design"]] for name, rank in ranks.items()}
-            rows.append({"rung": number, "kept": row["design"] in designs} | places | row)
+            design = row["design"]
+            places = {f"rank_{name}": rank[design] for name, rank in ranks.items()}
+            places |= {f"rank_{name}_se": error[design] for name, error in errors.items()}
+            rows.append({"rung": number, "kept": design in designs} | places | row)
         sources |= drawn
     return frame(rows, sources)
 
@@ -75,6 +79,20 @@ def _ranks(rows: list[dict], column: str) -> dict[str, int]:
     return {design: rank for rank, design in enumerate(means.sort_values(kind="stable").index, 1)}
 
 
+def _rank_errors(rows: list[dict], column: str) -> dict[str, float]:
+    """Design -> standard deviation of its place when the windows are drawn anew (Efron & Tibshirani 1993), the same
+    for all designs."""
+    table, rng = pd.DataFrame(rows), np.random.default_rng(0)
+    kl = np.array([each.split() for each in table["kl_each"]], float)
+    fixed = table[column] - np.log2(np.clip(kl.mean(1), LEAST, MOST)) / 2
+    places = []
+    for _ in range(DRAWS):
+        drawn = kl[:, rng.integers(kl.shape[1], size=kl.shape[1])].mean(1)
+        table["drawn"] = fixed + np.log2(np.clip(drawn, LEAST, MOST)) / 2
+        places.append(table.groupby("design", sort=False)["drawn"].mean().rank())
+    return pd.concat(places, axis=1).std(axis=1).to_dict()
+
+
 def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict, contexts: list[str]):
     who = who | {"name": model}
     found = subject(**who)
@@ -83,34 +101,40 @@ def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, lea
         compressor = _fit(preset, who)
     except DataError as error:
         return _without(model, design, error), found.sources
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
+    settings = {"chunk_size": chunk_size, "exact": found.exact, "per_sequence": True}
+    row = evaluate(found.model, compressor, found.test, reconstruction=False, **settings)
     totals = total_bits(row, describe(found.model), kept_exact(compressor))
     kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     label = {"model": model, "design": design, "bits": bits}
     label |= {f"equivalent_bits_{name}": totals[f"bits_{name}_x1"] + math.log2(kl) / 2 for name in contexts}
-    return [
-        label | {name: row[name] for name in ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes")}
-    ], found.sources
+    label |= {name: row[name] for name in ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes")}
+    return [label | {"kl_each": written(row["kl_each"])}], found.sources
+
+
+def written(numbers: list[float]) -> str:
+    """As one cell of a table: a number for each window."""
+    return " ".join(f"{number:.5g}" for number in numbers)
 
 
 def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, vqllm: dict[str, list[int]], codebook_size: int,
-    kmeans_iterations: int, sink_tokens: int, retains: list[float], dtype: str, device: str,
+    kmeans_iterations: int, sink_tokens: int, retains: list[float], tuned: dict[str, dict], dtype: str, device: str,
 ):  # fmt: skip
     """Every published system, the ``designs`` of ``designs.factorial`` at all nominal ``bits``, and eviction of all but
     a share in ``retains`` beside residual VQ: a row per model, seed and system, ``chunked`` protocol, the same
-    ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means.
+    ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means. ``tuned``: what ``tuning`` chose.
 
     ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. For eviction
     ``bits_per_value`` is that of the tokens kept, times their share. ``cloze``: the share of held-out tokens that the
-    model's first guess gets right; ``cloze_exact`` and ``recall_exact``: with everything exact.
+    model's first guess gets right; ``cloze_exact`` and ``recall_exact``: with everything exact. ``kl_each``: one number
+    for each held-out window, the same windows for all systems.
     """
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
         "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
-        "recall_seqs": recall_seqs, "chunk_size": chunk_size,
+        "recall_seqs": recall_seqs, "chunk_size": chunk_size, "tuned": tuned,
     }  # fmt: skip
     residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
     others = [label for label in _all_published(vqllm, sink_tokens, 0) if label not in vqllm]
@@ -143,14 +167,16 @@ def _without(model: str, system: str, error: DataError) -> list[dict]:
 
 
 def _row(
-    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, recall_seqs: int, chunk_size: int
-) -> dict:
-    compressor, share = fitted_system(found, system, bits, who, vqllm, learning)
+    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict, recall_seqs: int,
+    chunk_size: int,
+) -> dict:  # fmt: skip
+    compressor, share = fitted_system(found, system, bits, who, vqllm, learning, tuned)
     every = torch.ones_like(found.test, dtype=torch.bool)
     by_layer = not getattr(compressor, "joint", False)  # or a layer alone cannot be read back
     settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": by_layer}
-    row = evaluate(found.model, compressor, found.test, answers=every, **settings)
-    row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact")}
+    row = evaluate(found.model, compressor, found.test, answers=every, per_sequence=True, **settings)
+    row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact"), "kl_each": written(row["kl_each"])}
+    row = {name: value for name, value in row.items() if not isinstance(value, list)}
     row |= recalled(found, compressor, recall_seqs, who["seed"], chunk_size)
     row |= copied(found, compressor, chunk_size)
     row["bits_per_value"] *= share
@@ -160,13 +186,15 @@ def _row(
     return {"system": system, "nominal_bits": bits} | row
 
 
-def fitted_system(found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict):
+def fitted_system(
+    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict | None = None
+):
     """The maker of caches of a published system, of a design or of one of these with eviction, and the share of tokens
     that it keeps."""
     system, _, retain = system.partition(" + h2o ")
     if system in vqllm:
-        compressor = _residual(system, who, vqllm, learning)
-    elif system in (known := _all_published(vqllm, learning["sink_tokens"], who["seed"])):
+        compressor = _residual(system, who, vqllm, learning, tuned or {})
+    elif system in (known := _all_published(vqllm, learning["sink_tokens"], who["seed"], tuned)):
         compressor = _fit(known[system], who)
     else:
         preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
@@ -178,17 +206,18 @@ def _all_published(*arguments) -> dict[str, presets.Preset]:
     return published(*arguments) | since(*arguments)
 
 
-def _residual(system: str, who: dict, vqllm: dict, learning: dict) -> Compressor:
+def _residual(system: str, who: dict, vqllm: dict, learning: dict, tuned: dict) -> Compressor:
     """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
     depth, size, *_ = vqllm[system]
     label = max((label for label, other in vqllm.items() if other[1] == size), key=lambda label: vqllm[label][0])
-    return shallower(_fitted(label=label, who=who, vqllm=vqllm, sink_tokens=learning["sink_tokens"]), depth)
+    sinks = learning["sink_tokens"]
+    return shallower(_fitted(label=label, who=who, vqllm=vqllm, sink_tokens=sinks, tuned=tuned), depth)
 
 
 @per_process(maxsize=1)
-def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int) -> Compressor:
+def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
     """On the text of ``subject(**who)`` or, if it is told, on more of the same corpus, batch by batch."""
-    preset, (_, _, *more) = published(vqllm, sink_tokens, who["seed"])[label], vqllm[label]
+    preset, (_, _, *more) = published(vqllm, sink_tokens, who["seed"], tuned)[label], vqllm[label]
     found = subject(**who | {"train": [*more, who["train"][1]]} if more else who)
     return calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
 
@@ -222,75 +251,6 @@ def finalists(search: pd.DataFrame) -> list[str]:
     return list(last["design"].unique())
 
 
-def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
-    """Of one model's rows, for each budget of bits, all told, and length of a single context: the system whose mean KL
-    over seeds is lowest of those that stay within the budget with every seed and have a KL in every row, and that KL.
-    Rows: budget; columns: context."""
-    groups = table.groupby(["system", "nominal_bits"], sort=False)
-    mean = groups["kl_mean"].agg(lambda kl: kl.mean(skipna=False))
-    floor = table["kl_floor"].max()
-    found = {}
-    for name in CONTEXTS:
-        bits = groups[f"bits_{name}_x1"].max()
-        found[name] = [_within(bits, mean, budget, floor) for budget in budgets]
-    return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
-
-
-def _within(bits: pd.Series, kl: pd.Series, budget: float, floor: float) -> str:
-    fits = kl[bits <= budget].dropna()
-    if fits.empty:
-        return "none"
-    system, nominal = fits.idxmin()
-    least = f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
-    return f"{system}, {nominal:g} bits: {least}" if nominal else f"{system}: {least}"
-
-
-def family(system: str) -> str:
-    """A system's name without its numbers: what rates of one system share."""
-    return re.sub(r" ?[0-9][0-9.x+]*", "", system)
-
-
-def least_bits(table: pd.DataFrame, tasks: list[str], points: list[float], bits: str) -> pd.DataFrame:
-    """For each model, task, family of systems and number of accuracy points: the least ``bits`` (a column, mean over
-    seeds) of which no more points are lost, on average over seeds, nor by any of the family's rows with more bits; NaN
-    where even the most lose more. ``fewest``: whether that is the least that was tried."""
-    table = table.assign(family=table["system"].map(family))
-    rows = []
-    for (model, name), mine in table.groupby(["model", "family"], sort=False):
-        mean = mine.groupby(["system", "nominal_bits"]).mean(numeric_only=True).sort_values(bits)
-        for task, most in itertools.product(tasks, points):
-            kept = 100 * (mean[f"{task}_exact"] - mean[task]) <= most
-            kept = kept[::-1].cummin()[::-1]
-            least = mean.loc[kept, bits].min() if kept.any() else math.nan
-            about = {"model": model, "task": task, "family": name, "points": most}
-            rows.append(about | {"bits": least, "fewest": bool(kept.all()), "tried": len(mean)})
-    return pd.DataFrame(rows)
-
-
-def against_published(table: pd.DataFrame, systems: list[str], designs: list[str]) -> pd.DataFrame:
-    """For each published system, model and seed: the lowest KL of ``designs`` at no more stored bits, over its own; NaN
-    where none has so few."""
-    rows = []
-    for (model, seed), mine in table.groupby(["model", "seed"], sort=False):
-        ours = mine[mine["system"].isin(designs)]
-        for theirs in mine[mine["system"].isin(systems)].itertuples():
-            within = ours[ours["bits_per_value"] <= theirs.bits_per_value].nsmallest(1, "kl_mean")
-            bits, kl = next(within[["bits_per_value", "kl_mean"]].itertuples(index=False), (math.nan, math.nan))
-            label = {"system": theirs.system, "model": model, "seed": seed, "bits": theirs.bits_per_value}
-            label |= {"kl": theirs.kl_mean, "our_bits": bits, "our_kl": kl}
-            rows.append(label | {"ratio": kl / max(theirs.kl_mean, LEAST)})
-    return pd.DataFrame(rows)
-
-
-def proxy_correlations(table: pd.DataFrame, proxies: list[str], tasks: list[str]) -> pd.DataFrame:
-    """Spearman's rank correlation over all rows of each proxy with what each task's score loses against its ``_exact``:
-    a row per model, task and proxy. The sign is turned so that 1 means: what the proxy calls better is better. NaN
-    where no system changes the score."""
-    rows = table.assign(unexplained=1 - table["evr"])
-    found = []
-    for (model, mine), task, proxy in itertools.product(rows.groupby("model", sort=False), tasks, proxies):
-        change = (mine[task] - mine[f"{task}_exact"]).round(9)
-        value = mine[proxy].corr(change, method="spearman") if change.nunique() > 1 else math.nan
-        value *= 1 if proxy == "top1" else -1
-        found.append({"model": model, "task": task, "proxy": proxy, "correlation": value, "systems": len(mine)})
-    return pd.DataFrame(found)
+def with_plain_steps(designs: list[str]) -> list[str]:
+    """``designs``, and behind them the same with uniform steps in place of a trellis."""
+    return list(dict.fromkeys([*designs, *(name.replace("trellis", "steps") for name in designs)]))

@@ -43,6 +43,7 @@ TRIALS = {
     "aatc": [{"block": 32}, {"block": 128}],
     "kvtc": [{"block": 128}, {"block": 32}],
 }
+WORTH = 0.05  # equivalent bits by which a setting must beat the default to replace it: less is noise
 RATES = {"vqq product": "vqq product", "kvarn": "kvarn 4+2", "aatc": "aatc 0.9", "kvtc": "kvtc 1"}  # else 2 bits
 
 
@@ -55,7 +56,8 @@ def tuning(
     ``arguments`` are the literal.
 
     ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
-    information included. ``chosen``: the least mean over models within a family.
+    information included. ``chosen``: the least mean over models within a family, or its default if that is not worse
+    by ``WORTH``.
     """
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed, "corpus": corpus}
     settings = {
@@ -74,8 +76,10 @@ def tuning(
 
 
 def _best(table: pd.DataFrame) -> set[tuple[str, str]]:
-    """(family, settings) of the least mean among those that the most models have; of equals the first."""
+    """(family, settings) of the least mean among those that the most models have; the default, which comes first, has
+    ``WORTH`` of its own taken off."""
     found = table.groupby(["family", "settings"], sort=False)["equivalent_bits"].agg(["count", "mean"])
+    found.loc[found.groupby("family").head(1).index, "mean"] -= WORTH
     found = found.sort_values(["count", "mean"], ascending=[False, True], kind="stable")
     return set(found.groupby("family").head(1).index)
 
