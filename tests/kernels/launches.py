@@ -23,6 +23,8 @@ from vqkv.kernels.entropy.triton import rans_decode, rans_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.kernels.tiles import ATTENTION
+from vqkv.kernels.trellis.code import REACH
+from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
 from vqkv.kernels.view import Affine, Coded, Rope, Turn
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
@@ -69,6 +71,11 @@ def streams(decoded: bool) -> None:
         rans_encode(zeros(TOKENS // 32, len(channels), 32, dtype=torch.int32), code)
 
 
+def trellis(states: int) -> None:
+    costs, about = zeros(33, 2 * REACH + 2, dtype=torch.float32), zeros(HEADS * HEAD_DIM, dtype=torch.int32)
+    trellis_encode(zeros(64, HEADS * HEAD_DIM, dtype=torch.float32), costs, about, about, 0.05, states)
+
+
 ATTENTION["programs_each"] = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
 CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
 CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load that the first kernel must have, launch
@@ -84,6 +91,8 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name -> widest load th
     "unpack 11": (32, lambda: unpack_codes(zeros(CODES[0], 44, dtype=torch.uint8), 11, 32)),
     "rans_encode": (32, lambda: streams(False)),
     "rans_decode": (32, lambda: streams(True)),
+    "trellis_encode": (32, lambda: trellis(8)),
+    "trellis_decode": (32, lambda: trellis_decode(zeros(64, HEADS * HEAD_DIM, dtype=torch.int32), torch.ones(1), 8)),
     "attention int4 16 rows": (128, lambda: attend(affine(4), affine(4), rows=16)),
     "attention int4 32 rows": (128, lambda: attend(affine(4), affine(4), rows=32)),
     "attention product 32 rows": (128, lambda: attend(coded(4, 1, 256, 2, 64), coded(4, 1, 256, 2, 64), rows=32)),

@@ -20,3 +20,8 @@ LARGEST = (1 << 23) - 1  # of a code
 def transitions(states: int) -> torch.Tensor:
     """int64 (states, 2)."""
     return torch.tensor(TRANSITIONS[states])
+
+
+def origins(states: int) -> torch.Tensor:
+    """int64 (states, 2): the two ways to each state, as twice the state that it comes from plus the code's parity."""
+    return transitions(states).flatten().argsort(stable=True).view(states, 2)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.machine import compiled, index, serves, spread
-from vqkv.kernels.trellis.code import LARGEST, REACH, transitions
+from vqkv.kernels.trellis.code import LARGEST, REACH, origins, transitions
 
 COST = 100  # additions that a value is worth
 FAR = 2.0 * LARGEST
@@ -16,7 +16,7 @@ def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, w
     if not serves(x):
         return trellis_encode(x.cpu(), costs.cpu(), table_of.cpu(), shifts.cpu(), weight, states).to(x.device)
     codes = torch.empty(x.shape, dtype=torch.int32)
-    arrays = x.float().contiguous(), costs, table_of, shifts, _origins(states), codes
+    arrays = x.float().contiguous(), costs, table_of, shifts, origins(states), codes
     fixed = [array.numpy() for array in arrays]
     spread(lambda i, j: _encode(i, j, weight, *fixed), len(x), COST * x.shape[1])
     return codes
@@ -32,11 +32,6 @@ def trellis_decode(codes: Tensor, step: Tensor, states: int) -> Tensor:
     size = np.float32(step.item())
     spread(lambda i, j: _decode(i, j, size, *fixed), len(codes), 4 * codes.shape[1])
     return out
-
-
-def _origins(states: int) -> Tensor:
-    """int64 (states, 2): the two ways to each state, as twice the state that it comes from plus the code's parity."""
-    return transitions(states).flatten().argsort(stable=True).view(states, 2)
 
 
 @compiled(inline=True)

@@ -49,11 +49,12 @@ RATES = {"vqq product": "vqq product", "kvarn": "kvarn 4+2", "aatc": "aatc 0.9",
 
 def tuning(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int,
-    vqllm: dict[str, list[int]], sink_tokens: int, context: str, seed: int, dtype: str, device: str,
+    vqllm: dict[str, list[int]], families: list[str], sink_tokens: int, context: str, seed: int, dtype: str,
+    device: str,
 ):  # fmt: skip
-    """Every family of published systems at one rate with each of its ``TRIALS``, the first of which is page 11's
-    default, on the validation split, on which no table reports: a row per model, family and ``settings``, of which
-    ``arguments`` are the literal.
+    """Each of ``families`` of published systems (all if empty) at one rate with its ``TRIALS``, the first of which is
+    page 11's default, on the validation split, on which no table reports: a row per model, family and ``settings``, of
+    which ``arguments`` are the literal.
 
     ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
     information included. ``chosen``: the least mean over models within a family, or its default if that is not worse
@@ -67,8 +68,8 @@ def tuning(
     cases = [
         {"model": name, "family": family, "arguments": arguments}
         for name in models
-        for family, trials in TRIALS.items()
-        for arguments in trials
+        for family in families or TRIALS
+        for arguments in TRIALS[family]
     ]
     rows, sources = sweep(_row, cases, settings, "tuning")
     best = _best(pd.DataFrame(rows))

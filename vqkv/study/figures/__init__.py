@@ -5,7 +5,7 @@ from vqkv.study.figures.audit import claim_dots
 from vqkv.study.figures.calibration_text import domains, sizes
 from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane
-from vqkv.study.figures.frontier import contexts, frontier, proxy_bars, search_dots
+from vqkv.study.figures.frontier import frontier, lost, proxy_dots, search_dots
 from vqkv.study.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
 from vqkv.study.figures.grouping import GROUPING_COLOURS, grouping_bars
 from vqkv.study.figures.learning import code_usage, learning_curves

@@ -6,16 +6,16 @@ from matplotlib.ticker import NullLocator
 
 from vqkv.study.figures.style import PALETTE, mark_floor
 
-SYSTEMS = {  # beginning of a system's name -> colour, marker
-    "higgs": ("higgs", "D"),
+SYSTEMS = {  # part of a system's name -> colour, marker
     "turboquant": ("turboquant", "^"),
     "kvquant": ("kvquant", "v"),
     "cachegen": ("cachegen", "<"),
     "vqllm": ("vqllm", "s"),
     "aqua": ("aqua", "h"),
+    "higgs": ("higgs", "D"),
     "kvtc": ("kvtc", "p"),
-    "steps, weighted, mixed": ("crossed", "*"),
-    "steps, weighted, predicted": ("crossed 2", "P"),
+    "by head": ("crossed", "*"),
+    "predicted": ("crossed 2", "P"),
 }
 LEARNS_NOTHING = 1.001  # times: a KL that varies less with the size of the calibration text
 
@@ -90,7 +90,7 @@ def _line(kl, bits, mine, system: str, label: str) -> None:
 
 def _look(system: str) -> tuple[str, str]:
     """Colour and marker."""
-    looks = (look for name, look in SYSTEMS.items() if system.startswith(name))
+    looks = (look for name, look in SYSTEMS.items() if name in system)
     colour, marker = next(looks, ("published", "o"))
     return PALETTE[colour], marker
 

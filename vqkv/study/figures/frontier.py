@@ -4,23 +4,23 @@ import itertools
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from vqkv.study.figures.style import PALETTE, by_model, mark_floor
+from vqkv.study.figures.style import PALETTE, mark_floor, short
 
-PUBLISHED = {
-    "quanto": ("quanto", "o"),
-    "kivi": ("kivi", "^"),
-    "kvquant": ("kvquant", "v"),
-    "vqq product": ("pq", "p"),
-    "higgs": ("higgs", "D"),
-    "vqllm": ("vqllm", "s"),
-    "aqua": ("aqua", "h"),
+LINES = {  # beginning of a system's name -> colour, marker and line; all others are grey points
+    "kvtc": ("kvtc", "p-"),
+    "cachegen": ("cachegen", "<-"),
+    "higgs": ("higgs", "D-"),
+    "aqua higgs": ("aqua", "h-"),
+    "vqllm": ("vqllm", "s-"),
 }
-OURS = (("crossed", "*", "-"), ("crossed 2", "P", "-"), ("crossed 3", "X", "-"))
-STEP_LOSS = np.log2(np.pi * np.e / 6) / 2  # bits a value that uniform steps lose against Shannon's bound at high rates
-BOUND = "the best with perfect quantizers (0.25 bit less)"
+APART = (", window", ", rANS", ", as published", "rank")  # variants that are grey points, too
+OURS = (("crossed", "*-"), ("crossed 2", "P-"))
+LOSSES = {"recall": "recall lost (points)", "copied": "copying lost (points)"}
+TELLING = (2, 10)  # points whose first loss the table names
 ROTATION_COLOURS = {"none": "kivi", "hadamard": "higgs", "principal": "vqllm", "weighted": "kvquant"}
 PROXIES = {
     "kl_mean": "KL",
@@ -31,94 +31,83 @@ PROXIES = {
     "unexplained": "1 - EVR",
     "top1": "top-1 agreement",
 }
-TASKS = {"cloze": "next-token cloze on held-out text", "recall": "key-value recall"}
+TASKS = {"cloze": "next token", "recall": "recall", "copied": "copying"}
 
 
-def frontier(table, designs, names=()):
-    """KL against stored bits, every system in one panel per model. Points: mean over seeds; bars: least to largest.
-    ``names``: short ones of the designs, for the legend. Dotted: what would be left if the best design's uniform steps
-    were perfect quantizers (0.25 bit a value)."""
-    labels = [f"{name}: {design}" if name else design for name, design in itertools.zip_longest(names, designs)]
-    fig, axes, panels = by_model(table, (11, 5))
-    for ax, model, mine in panels:
-        evicted = mine["system"].str.contains("h2o")
-        for name, (colour, marker) in PUBLISHED.items():
-            rows = _over_seeds(mine[mine["system"].str.startswith(name) & ~evicted])
-            line = "-" if name in ("higgs", "vqllm", "quanto") else ""
-            _points(ax, rows, name, PALETTE[colour], marker + line)
-            if name == "aqua":
-                _named(ax, rows)
-        rows = _over_seeds(mine[evicted])
-        _points(ax, rows, "vqllm, half of the tokens evicted", PALETTE["vqllm"], "s", mfc="white")
-        for design, name, (colour, marker, line) in zip(designs, labels, OURS):
-            rows = _over_seeds(mine[mine["system"] == design])
-            _points(ax, rows, name, PALETTE[colour], marker + line, ms=9)
-        best = mine[mine["system"].isin(designs)].groupby("system")["kl_mean"].mean().nsmallest(1)
-        rows = _over_seeds(mine[mine["system"].isin(best.index)])  # none where the model takes none of the designs
-        ax.plot(rows["bits_per_value"] - STEP_LOSS, rows["kl_mean"], ":", color=PALETTE["bound"], label=BOUND)
-        ax.set(title=model, xlabel="stored bits per value", yscale="log", xlim=(0, 5))
-        mark_floor(ax, mine)
-    axes[0, 0].set_ylabel("KL to the exact cache (nats)")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
-    return fig
-
-
-def _over_seeds(rows):
-    """Means by system and nominal bits, and how far the least and the largest KL are from them; fewest bits first."""
-    groups = rows.groupby(["system", "nominal_bits"], sort=False)
-    found = groups[["bits_per_value", "kl_mean"]].mean()
-    found["below"] = found["kl_mean"] - groups["kl_mean"].min()
-    found["above"] = groups["kl_mean"].max() - found["kl_mean"]
-    return found.sort_values("bits_per_value")
-
-
-def _points(ax, rows, label: str, colour: str, style: str, **more) -> None:
-    error = rows[["below", "above"]].clip(0).to_numpy().T
-    ax.errorbar(rows["bits_per_value"], rows["kl_mean"], error, fmt=style, color=colour, label=label, capsize=2, **more)
-
-
-def _named(ax, rows) -> None:
-    """Write the rest of each system's name, after its first word, beside its point."""
-    for (system, _), row in rows.iterrows():
-        label, place = system.split(" ", 1)[1], (row["bits_per_value"], row["kl_mean"])
-        ax.annotate(label, place, xytext=(4, -9), textcoords="offset points", fontsize=6.5)
-
-
-def contexts(table, designs, contexts: dict[str, str]):
-    """KL against bits with side information: the lower envelope of all published systems and that of the ``designs``, a
-    column for each context (column of bits -> title), a row for each model. Bands: least to largest over seeds."""
-    models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(len(models), len(contexts), figsize=(11, 5.6), sharex=True, sharey="row", squeeze=False)
-    for row, model in zip(axes, models, strict=True):
-        mine = table[(table["model"] == model) & ~table["system"].str.contains("h2o")]
-        ours = mine["system"].isin(designs)
+def frontier(table, designs, contexts: dict[str, str], names):
+    """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
+    Points: means over seeds, bars: least to largest; ``names``: of ``designs``, for the legend. Grey: all other
+    systems."""
+    fig, axes = _grid(table, list(contexts), (12.5, 4.1), sharey="row")
+    for row, model in zip(axes, dict.fromkeys(table["model"]), strict=True):
+        mine = table[table["model"] == model]
         for ax, (bits, title) in zip(row, contexts.items(), strict=True):
-            for rows, label, colour in (
-                (mine[~ours], "published systems", "published"),
-                (mine[ours], "crosses", "crossed"),
-            ):
-                _envelope(ax, rows, bits, label, PALETTE[colour])
-            ax.set(yscale="log", xlim=(0, 6), title=f"{model.split('/')[-1]}, {title}")
+            _systems(ax, mine, designs, names, bits, mine["kl_mean"])
+            ax.set(yscale="log", title=f"{short(model)}: {title}")
             mark_floor(ax, mine)
-        row[0].set_ylabel("lowest KL (nats)")
+        row[0].set_ylabel("KL to the exact cache (nats)")
+    return _finished(fig, axes)
+
+
+def lost(table, designs, contexts: dict[str, str], names):
+    """As ``frontier``, but points of ``LOSSES``, a column for each context and task; lines: 2 and 10 points."""
+    columns = [(task, bits) for task in LOSSES for bits in contexts]
+    fig, axes = _grid(table, columns, (15, 3.8), sharey=True)
+    for row, model in zip(axes, dict.fromkeys(table["model"]), strict=True):
+        mine = table[table["model"] == model]
+        for ax, (task, bits) in zip(row, columns, strict=True):
+            _systems(ax, mine, designs, names, bits, 100 * (mine[f"{task}_exact"] - mine[task]))
+            ax.set_yscale("symlog", linthresh=1)
+            ax.set(ylim=(-1, 100), title=f"{short(model)}: {contexts[bits]}", ylabel=LOSSES[task])
+            ax.set_yticks([-1, 0, 1, 2, 5, 10, 20, 50], ["-1", "0", "1", "2", "5", "10", "20", "50"])
+            for points in TELLING:
+                ax.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
+    return _finished(fig, axes)
+
+
+def _grid(table, columns: list, size: tuple[float, float], sharey):
+    models = list(dict.fromkeys(table["model"]))
+    size = size[0], size[1] * len(models) + 0.5
+    return plt.subplots(len(models), len(columns), figsize=size, sharex=True, sharey=sharey, squeeze=False)
+
+
+def _finished(fig, axes):
     for ax in axes[-1]:
-        ax.set_xlabel("bits per value, all told")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+        ax.set_xlabel("bits per value")
+    for ax in axes.flat:
+        ax.set_xlim(0, 6)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=10)
     return fig
 
 
-def _envelope(ax, rows, bits: str, label: str, colour: str) -> None:
-    """The lowest KL that so many bits buy: mean over seeds, and a band from the least to the largest."""
-    grid = np.linspace(0.25, 6, 116)
-    each = [
-        [seed.loc[seed[bits] <= most, "kl_mean"].min() for most in grid] for _, seed in rows.groupby("seed", sort=False)
-    ]
-    each = np.array(each, float)
-    known = ~np.isnan(each).any(0)
-    ax.step(grid[known], each[:, known].mean(0), where="post", color=colour, label=label)
-    ax.fill_between(
-        grid[known], each[:, known].min(0), each[:, known].max(0), step="post", color=colour, alpha=0.25, lw=0
-    )
+def _systems(ax, rows, designs, names, bits: str, y) -> None:
+    """Every system of one model, ``y`` (a series like its rows) against a column of bits."""
+    known = pd.DataFrame({"system": rows["system"], "nominal": rows["nominal_bits"], "x": rows[bits], "y": y})
+    groups = known.groupby(["system", "nominal"], sort=False)
+    mean = groups[["x", "y"]].mean().assign(low=groups["y"].min(), high=groups["y"].max()).reset_index()
+    variants = mean["system"].map(lambda name: any(part in name for part in APART))
+    drawn = {name: mean["system"].str.startswith(name) & ~variants for name in LINES}
+    drawn["higgs"] &= ~mean["system"].str.startswith("aqua")
+    named = dict(zip(names, (mean["system"] == design for design in designs)))
+    other = ~variants & ~mean["system"].isin([*_with_steps(designs)])
+    for mask in drawn.values():
+        other &= ~mask
+    ax.plot(mean["x"][other | variants], mean["y"][other | variants], "o", color=PALETTE["other"], ms=4, label="others")
+    for (name, mask), (colour, style) in zip(drawn.items(), LINES.values(), strict=True):
+        _points(ax, mean[mask], name, PALETTE[colour], style)
+    for (name, mask), (colour, style) in zip(named.items(), OURS):
+        _points(ax, mean[mask], f"ours, {name}", PALETTE[colour], style, ms=9)
+
+
+def _with_steps(designs) -> list[str]:
+    """Designs and their twins with uniform steps, which the next page draws."""
+    return [*designs, *(name.replace("trellis", "steps") for name in designs)]
+
+
+def _points(ax, mean, label: str, colour: str, style: str, **more) -> None:
+    mean = mean.sort_values("x")
+    error = [(mean["y"] - mean["low"]).clip(0), (mean["high"] - mean["y"]).clip(0)]
+    ax.errorbar(mean["x"], mean["y"], error, fmt=style, color=colour, label=label, capsize=2, **more)
 
 
 def search_dots(search, context: str = "32k"):
@@ -154,24 +143,27 @@ def search_dots(search, context: str = "32k"):
     return fig
 
 
-def proxy_bars(correlations):
-    """Spearman's correlation of each proxy with each task over all systems: how well it ranks them. A panel per task, a
-    bar per model; 1 is a proxy that ranks systems as the task does. Grey: where 95 of 100 worthless proxies lie."""
-    tasks = list(dict.fromkeys(correlations["task"]))
-    fig, axes = plt.subplots(1, len(tasks), figsize=(11, 3.8), sharey=True, squeeze=False)
-    for ax, task in zip(axes[0], tasks, strict=True):
-        wide = correlations[correlations["task"] == task].pivot(index="proxy", columns="model", values="correlation")
-        wide = wide.loc[[proxy for proxy in PROXIES if proxy in wide.index]]
-        places = np.arange(len(wide))
-        for i, model in enumerate(wide):
+def proxy_dots(correlations):
+    """Spearman's correlation of each proxy with what a task loses, with its 95% interval: a row of panels for each band
+    of bits, a column for each task; 1 is a proxy that ranks systems as the task does."""
+    bands, tasks = (list(dict.fromkeys(correlations[column])) for column in ("bits", "task"))
+    known = [proxy for proxy in PROXIES if proxy in set(correlations["proxy"])]
+    size = (4.2 * len(tasks) + 1.5, 0.4 * len(known) * len(bands) + 1.2)
+    fig, axes = plt.subplots(len(bands), len(tasks), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for (i, band), (j, task) in itertools.product(enumerate(bands), enumerate(tasks)):
+        ax, mine = axes[i, j], correlations[(correlations["bits"] == band) & (correlations["task"] == task)]
+        for k, (model, rows) in enumerate(mine.groupby("model", sort=False)):
+            rows = rows.set_index("proxy").loc[known]
+            places = np.arange(len(known)) + 0.24 * (k - 0.5)
+            error = [(rows["correlation"] - rows["low"]).clip(0), (rows["high"] - rows["correlation"]).clip(0)]
             colour = PALETTE["llama-mini" if "llama" in model else "gpt2-mini"]
-            ax.barh(places + 0.38 * (i - (len(wide.columns) - 1) / 2), wide[model], 0.36, color=colour, label=model)
-        chance = 1.96 / np.sqrt(correlations["systems"].max() - 1)
-        ax.axvspan(-chance, chance, color=PALETTE["bound"], alpha=0.12, lw=0)
+            ax.errorbar(rows["correlation"], places, xerr=error, fmt="o", color=colour, label=short(model), capsize=2)
         ax.axvline(0, color=PALETTE["bound"], linewidth=0.8)
-        title = TASKS[task] + ("" if wide.notna().any(axis=None) else ": no system changes it")
-        ax.set(title=title, xlabel="rank correlation with what the score loses", xlim=(-1, 1))
-        ax.set_yticks(places, [PROXIES[proxy] for proxy in wide.index])
+        counts = f"{mine['systems'].max()} systems"
+        ax.set(title=f"{TASKS[task]}, {band} ({counts})", xlim=(-0.4, 1.05))
+        ax.set_yticks(range(len(known)), [PROXIES[proxy] for proxy in known])
     axes[0, 0].invert_yaxis()
-    axes[0, -1].legend(fontsize=9)
+    for ax in axes[-1]:
+        ax.set_xlabel("rank correlation with what the score loses")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig

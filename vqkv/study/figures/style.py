@@ -24,6 +24,7 @@ PALETTE = {
     "aqua": "#92dadd",
     "lossless": "#2e8b57",
     "zlib": "#94a4a2",
+    "other": "#bbbbbb",
     "kvtc": "#1b5e20",
     "cachegen": "#cc8800",
     "turboquant": "#5f6b00",

@@ -5,10 +5,19 @@ import itertools
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.frontier import OURS, PUBLISHED
+from vqkv.study.figures.frontier import OURS
 from vqkv.study.figures.style import PALETTE
 
 NOTHING = "#f2f2f2"
+PUBLISHED = {
+    "quanto": ("quanto", "o"),
+    "kivi": ("kivi", "^"),
+    "kvquant": ("kvquant", "v"),
+    "vqq product": ("pq", "p"),
+    "higgs": ("higgs", "D"),
+    "vqllm": ("vqllm", "s"),
+    "aqua": ("aqua", "h"),
+}
 NAMES = {
     "arc_25": "ARC-c", "hellaswag_10": "HellaSwag", "mmlu_5": "MMLU", "truthfulqa_0": "TruthfulQA",
     "winogrande_5": "WinoGrande", "gsm8k_5": "GSM8K",
@@ -119,7 +128,7 @@ def recall_planes(table, episodes: list[tuple[int, int]], designs=(), names=()):
     models = list(dict.fromkeys(table["model"]))
     looks = {name: (PALETTE[colour], marker, name) for name, (colour, marker) in PUBLISHED.items()}
     titles = [f"{name}: {design}" for name, design in zip(names, designs)] or designs
-    looks |= {name: (PALETTE[colour], marker, title) for name, title, (colour, marker, _) in zip(designs, titles, OURS)}
+    looks |= {name: (PALETTE[colour], style[0], title) for name, title, (colour, style) in zip(designs, titles, OURS)}
     size, share = (11, 1 + 3.1 * len(episodes)), {"sharex": True, "sharey": True, "squeeze": False}
     fig, axes = plt.subplots(len(episodes), len(models), figsize=size, **share)
     for line, (pairs, gap) in zip(axes, episodes):

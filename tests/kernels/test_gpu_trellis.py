@@ -1,0 +1,41 @@
+"""Triton's trellis against the naive twin, in its interpreter without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_guard import DEVICE, amid, gaussian, guarded  # noqa: F401, the fixture
+from test_trellis import costs
+
+from vqkv.kernels import naive
+from vqkv.kernels.trellis.code import LARGEST, REACH, TRANSITIONS
+from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
+
+
+@pytest.mark.parametrize("states", TRANSITIONS)
+@pytest.mark.parametrize("rows, channels", [(1, 1), (3, 37), (66, 5)])
+@pytest.mark.parametrize("odd", [0.0, float("nan"), -3e38, 2.0 * LARGEST])
+def test_paths_are_as_good_and_read_back_alike(states, rows, channels, odd, guarded):  # noqa: F811
+    x = 2 * gaussian(rows, channels, seed=1)
+    x[-1, channels // 2] = odd
+    bits, tables = costs(3), torch.arange(channels, dtype=torch.int32) % 3
+    shifts = torch.arange(channels, dtype=torch.int32) % 4
+    arguments = bits, tables, shifts
+    codes = trellis_encode(amid(x), *(amid(part.to(DEVICE)) for part in arguments), 0.3, states).cpu()
+    step = torch.tensor(0.25)
+    values = trellis_decode(amid(codes.to(DEVICE)), step.to(DEVICE), states).cpu()
+    assert torch.equal(values, naive.trellis_decode(codes, step, states))
+    expected = naive.trellis_encode(x.cpu(), *arguments, 0.3, states)
+    spent = [_cost(x.cpu(), each, *arguments, 0.3, states) for each in (codes, expected)]
+    assert torch.allclose(*spent, rtol=1e-5)
+
+
+def _cost(x, codes, bits, tables, shifts, weight: float, states: int):
+    """Squared error and weighted bits of each row."""
+    value = torch.nan_to_num(x, nan=0.0).clamp(-2.0 * LARGEST, 2.0 * LARGEST)
+    high = codes >> shifts
+    held = (high >= -REACH) & (high <= REACH)
+    rate = bits[tables.long(), torch.where(held, high + REACH, 2 * REACH + 1).long()] + held * shifts
+    error = naive.trellis_decode(codes, torch.tensor(1.0), states).double() - value
+    return (error.square() + weight * rate).sum(1)
