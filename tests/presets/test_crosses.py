@@ -171,7 +171,7 @@ def test_the_best_is_what_the_committed_search_found():
     side information between the two contexts that were ranked."""
     search = pd.read_csv(repository_root() / "results/11_search.csv")
     last = search[search["rung"] == search["rung"].max()]
-    chosen = [presets.best(2.0, context).arguments for context in (1, 1 << 30)]
+    chosen = [presets.best(2.0, context, trellis=True).arguments for context in (1, 1 << 30)]
     for context, arguments in zip(("1k", "32k"), chosen, strict=True):
         (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
         assert factorial()[winner].items() <= arguments.items()
@@ -198,6 +198,13 @@ def test_the_best_compresses_and_reads_back(llama):
 def test_the_best_of_nothing_is_refused(arguments):
     with pytest.raises(DataError, match="|".join(arguments)):
         presets.best(**arguments)
+
+
+def test_the_best_with_a_trellis_differs_in_its_codes_alone(llama):
+    found, plain = (presets.best(2.0, 1 << 20, trellis=trellis).arguments for trellis in (True, False))
+    assert found == plain | {"quantizer": "trellis"}
+    compressor = calibrate(llama, TOKENS, presets.best(1.0, 1, block=4, trellis=True), progress=False)
+    assert generated(llama, compressor.new_cache(llama)).shape[1] == 32
 
 
 def test_best_falls_back_where_predictions_do_not_pay(llama):

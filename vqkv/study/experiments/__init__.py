@@ -8,10 +8,17 @@ from vqkv.study.experiments import tasks
 from vqkv.study.experiments.audit import audited_tables, claims_audit
 from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
-from vqkv.study.experiments.comparisons import at_equal_bits, at_equal_kl, least_bits, proxy_correlations, what_to_use
+from vqkv.study.experiments.comparisons import (
+    at_equal_bits,
+    at_equal_kl,
+    beside,
+    least_bits,
+    proxy_correlations,
+    what_to_use,
+)
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
-from vqkv.study.experiments.frontier import finalists, frontier, halving_search, with_plain_steps
+from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking, with_plain_steps
 from vqkv.study.experiments.further import further_down
 from vqkv.study.experiments.generation import (
     choices,

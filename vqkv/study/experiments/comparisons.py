@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST
+from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, with_plain_steps
 
 CHANCE = 0.95  # of the intervals
 
@@ -125,6 +125,19 @@ def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bit
             label |= {"our_bits": found[best], "share": found[best] / their_bits, "design": best}
         rows.append(label)
     return pd.DataFrame(rows)
+
+
+def beside(table: pd.DataFrame, designs: list[str], contexts: list[str]) -> pd.DataFrame:
+    """``at_equal_bits`` of every system that is not ours, and the ``share`` of ``at_equal_kl``, for each of
+    ``contexts``, columns of bits; the index has system, column and model."""
+    ours = with_plain_steps(designs)
+    others = [name for name in dict.fromkeys(table["system"]) if name not in ours]
+    found = []
+    for bits in contexts:
+        rows = at_equal_bits(table, others, designs, bits)
+        shares = at_equal_kl(table, others, designs, bits)[["model", "system", "share"]]
+        found.append(rows.merge(shares, on=["model", "system"]).assign(context=bits))
+    return pd.concat(found).set_index(["system", "context", "model"])
 
 
 def proxy_correlations(

@@ -251,6 +251,15 @@ def finalists(search: pd.DataFrame) -> list[str]:
     return list(last["design"].unique())
 
 
+def ranking(search: pd.DataFrame, context: str, most: int = 8) -> pd.DataFrame:
+    """The ``most`` best designs of each rung at a context: their place with its standard error, and means over models
+    and bits."""
+    place = f"rank_{context}"
+    numbers = [f"{place}_se", "bits_per_value", "kl_mean", *(name for name in search if name.startswith("equivalent"))]
+    ranked = search.groupby(["rung", place, "design", "kept"])[numbers].mean().reset_index("kept")
+    return ranked.groupby("rung").head(most)
+
+
 def with_plain_steps(designs: list[str]) -> list[str]:
     """``designs``, and behind them the same with uniform steps in place of a trellis."""
     return list(dict.fromkeys([*designs, *(name.replace("trellis", "steps") for name in designs)]))
