@@ -244,6 +244,15 @@ def test_at_equal_bits_says_who_is_better_where_the_interval_does():
     assert found.loc["alike", "low"] < 1 < found.loc["alike", "high"]
 
 
+def test_windows_are_paired_by_seed_and_broken_ones_count_as_lost():
+    table = compared()
+    without = table[~((table["system"] == "mine") & (table["seed"] == 0))]
+    alike = at_equal_bits(without.replace({"mine": "ours"}), ["worse"], ["ours"], "bits")
+    assert alike["ratio"].item() == pytest.approx(at_equal_bits(table, ["worse"], ["mine"], "bits")["ratio"].item())
+    table.loc[(table["system"] == "mine") & (table["seed"] == 1), "kl_each"] = "nan 0.1"
+    assert at_equal_bits(table, ["worse"], ["mine"], "bits")["better"].item() == "neither"
+
+
 def test_at_equal_kl_finds_the_bits():
     found = at_equal_kl(compared(), ["worse", "better", "few"], ["mine"], "bits").set_index("system")
     assert found.loc["worse", "our_bits"] == 1.1  # better than that at its fewest bits

@@ -62,8 +62,9 @@ class PCA(Stage):
         self.matrix = (scale @ basis.flip(-1))[..., : self.rank or channels].half()
 
     def keep(self, count: int) -> None:
-        """The strongest components."""
-        self.matrix = self.matrix[..., :count].clone()
+        """The strongest components, unless they are weighted: these are not orthogonal, and each tells the others'."""
+        if not self.weighted:
+            self.matrix, self.inverse = self.matrix[..., :count].clone(), None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x @ matrix."""

@@ -1,4 +1,4 @@
-"""Notebook 11: calibration on text of another domain, on little text, and on text of several seeds: who breaks."""
+"""Notebook 14: calibration on text of another domain, on little text, and on text of several seeds: who breaks."""
 
 import itertools
 import math

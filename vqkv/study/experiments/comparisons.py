@@ -6,8 +6,9 @@ import re
 
 import numpy as np
 import pandas as pd
+from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, with_plain_steps
+from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, MOST, with_plain_steps
 
 CHANCE = 0.95  # of the intervals
 
@@ -60,49 +61,63 @@ def least_bits(table: pd.DataFrame, tasks: list[str], points: list[float], bits:
 def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
     """Each of ``systems`` against the best of ``designs`` at its own ``bits`` (a column): a row per model and system.
 
-    A design's KL between two of its rates is interpolated, log KL against bits; above its most it is the KL of the
-    most. ``ratio`` of mean KLs over all windows of all seeds, ours over theirs, with the ends of its 95% interval over
-    ``DRAWS`` bootstrap draws of windows, the same for both (Efron & Tibshirani 1993); ``better``: whose KL is less if
-    the interval leaves out 1, else "neither". NaN and "no rate" where no design has so few bits.
+    A design's KL between two of its rates is interpolated, log KL against bits, window by window; above its most it is
+    the KL of the most. ``ratio`` of mean KLs over the windows that both have, ours over theirs, with the ends of its
+    95% interval over ``DRAWS`` bootstrap draws of seeds, and of windows within each (Davison & Hinkley 1997, section
+    3.8); ``better``: whose KL is less if the interval leaves out 1, else "neither". A window that broke counts as
+    ``MOST`` nats. NaN and "no rate" where no design has so few bits.
     """
     rows = []
     for (model, system, nominal), theirs in table[table["system"].isin(systems)].groupby(
         ["model", "system", "nominal_bits"], sort=False
     ):
-        at = theirs[bits].mean()
-        found = {name: _interpolated(table[(table["model"] == model) & (table["system"] == name)], bits, at)
-                 for name in designs}  # fmt: skip
-        found = {name: kl for name, kl in found.items() if kl is not None}
+        at, their_kl = theirs[bits].mean(), _windows(theirs)
+        mine = table[table["model"] == model]
+        found = {name: _interpolated(mine[mine["system"] == name], bits, at) for name in designs}
+        found = {
+            name: kl for name, kl in found.items() if kl is not None and len(kl.index.intersection(their_kl.index))
+        }
         label = {"model": model, "system": system, "nominal_bits": nominal, "bits": at}
         if not found:
-            rows.append(label | {"kl": theirs["kl_mean"].mean(), "better": "no rate"})
+            rows.append(label | {"kl": their_kl.mean(), "better": "no rate"})
             continue
         best = min(found, key=lambda name: found[name].mean())
-        rows.append(label | {"design": best} | _compared(_windows(theirs), found[best]))
+        rows.append(label | {"design": best} | _compared(their_kl, found[best]))
     return pd.DataFrame(rows)
 
 
-def _windows(rows: pd.DataFrame) -> np.ndarray:
-    """KL of each window of one system at one rate, seed after seed."""
-    return np.array([float(x) for each in rows.sort_values("seed")["kl_each"] for x in each.split()])
+def _windows(rows: pd.DataFrame) -> pd.Series:
+    """KL of each window of one system at one rate, by seed and number."""
+    known = {
+        (row.seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
+        for row in rows.itertuples()
+        for number, kl in enumerate(row.kl_each.split())
+    }
+    return pd.Series(known, dtype=float)
 
 
-def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> np.ndarray | None:
-    """KL of each window of one design at so many bits; None if it has no rate of so few."""
-    rates = sorted((mine[bits].mean(), _windows(mine)) for _, mine in rows.groupby("nominal_bits"))
+def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
+    """KL of each window that all rates of one design have, at so many bits; None if it has no rate of so few."""
+    rates = sorted(
+        ((mine[bits].mean(), _windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0]
+    )
     if not rates or at < rates[0][0]:
         return None
-    known, kl = [bits for bits, _ in rates], np.log(np.array([kl for _, kl in rates]).clip(LEAST))
-    return np.exp([np.interp(at, known, each) for each in kl.T])
+    known, kl = [bits for bits, _ in rates], np.log(pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST))
+    return np.exp(kl.apply(lambda each: np.interp(at, known, each), axis=1))
 
 
-def _compared(theirs: np.ndarray, ours: np.ndarray) -> dict:
-    draws = np.random.default_rng(0).integers(len(ours), size=(DRAWS, len(ours)))
-    ratios = ours[draws].mean(1) / theirs[draws].mean(1)
-    low, high = np.nanquantile(ratios, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
+def _compared(theirs: pd.Series, ours: pd.Series) -> dict:
+    both = pd.concat([theirs, ours], axis=1).dropna()
+    by_seed, rng, ratios = [rows.to_numpy() for _, rows in both.groupby(level=0)], np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        drawn = [by_seed[seed] for seed in rng.integers(len(by_seed), size=len(by_seed))]
+        kl = np.concatenate([rows[rng.integers(len(rows), size=len(rows))] for rows in drawn]).mean(0)
+        ratios.append(kl[1] / kl[0])
+    low, high = np.quantile(ratios, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
     better = "ours" if high < 1 else "theirs" if low > 1 else "neither"
-    found = {"kl": theirs.mean(), "our_kl": ours.mean(), "ratio": ours.mean() / theirs.mean()}
-    return found | {"low": low, "high": high, "better": better}
+    kl = both.mean()
+    return {"kl": kl[0], "our_kl": kl[1], "ratio": kl[1] / kl[0], "low": low, "high": high, "better": better}
 
 
 def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
@@ -165,11 +180,12 @@ def proxy_correlations(
 def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
     known = proxy.notna() & lost.notna()
     pairs, rng = np.stack([proxy[known], lost[known]]), np.random.default_rng(0)
-    drawn = [_spearman(*pairs[:, rng.integers(pairs.shape[1], size=pairs.shape[1])]) for _ in range(DRAWS // 2)]
-    low, high = np.nanquantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if known.any() else (math.nan, math.nan)
+    drawn = [_spearman(*pairs[:, rng.integers(pairs.shape[1], size=pairs.shape[1])]) for _ in range(DRAWS)]
+    drawn = [value for value in drawn if not math.isnan(value)] or [math.nan]
+    low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
     return {"correlation": _spearman(*pairs), "low": low, "high": high}
 
 
 def _spearman(x: np.ndarray, y: np.ndarray) -> float:
-    ranks = [pd.Series(each).rank() for each in (x, y)]
-    return ranks[0].corr(ranks[1]) if all(each.nunique() > 1 for each in ranks) else math.nan
+    ranks = rankdata(x), rankdata(y)
+    return np.corrcoef(*ranks)[0, 1] if all(np.ptp(each) for each in ranks) else math.nan

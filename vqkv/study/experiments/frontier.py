@@ -83,7 +83,7 @@ def _rank_errors(rows: list[dict], column: str) -> dict[str, float]:
     """Design -> standard deviation of its place when the windows are drawn anew (Efron & Tibshirani 1993), the same
     for all designs."""
     table, rng = pd.DataFrame(rows), np.random.default_rng(0)
-    kl = np.array([each.split() for each in table["kl_each"]], float)
+    kl = np.nan_to_num(np.array([each.split() for each in table["kl_each"]], float), nan=MOST)
     fixed = table[column] - np.log2(np.clip(kl.mean(1), LEAST, MOST)) / 2
     places = []
     for _ in range(DRAWS):

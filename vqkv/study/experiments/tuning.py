@@ -49,10 +49,10 @@ RATES = {"vqq product": "vqq product", "kvarn": "kvarn 4+2", "aatc": "aatc 0.9",
 
 def tuning(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int,
-    vqllm: dict[str, list[int]], families: list[str], sink_tokens: int, context: str, seed: int, dtype: str,
-    device: str,
+    vqllm: dict[str, list[int]], sink_tokens: int, context: str, seed: int, dtype: str, device: str,
+    families: list[str] | None = None,
 ):  # fmt: skip
-    """Each of ``families`` of published systems (all if empty) at one rate with its ``TRIALS``, the first of which is
+    """Each of ``families`` of published systems (all by default) at one rate with its ``TRIALS``, the first of which is
     page 11's default, on the validation split, on which no table reports: a row per model, family and ``settings``, of
     which ``arguments`` are the literal.
 

@@ -1,4 +1,4 @@
-"""Figures of notebook 11's calibration on other text and on little text."""
+"""Figures of notebook 14's calibration on other text and on little text."""
 
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
