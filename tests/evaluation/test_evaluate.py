@@ -1,5 +1,6 @@
 """Metrics, protocols and the harness around them."""
 
+import copy
 import dataclasses
 import math
 
@@ -101,10 +102,12 @@ def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
     seen = [stored + i for stored in held for i in range(1, 9)][:-1]  # the last token has no successor to predict
     assert row["scored_tokens"] == 64 - 16 - 1
     assert row["exact_neighbours"] == pytest.approx(sum(seen) / len(seen))
-    # One at a time: products of a batch are summed in another order, by which a code of two bits may differ.
-    each = evaluate(mini[0], compressor, tokens, chunk_size=8, batch_size=1)["kl_mean"]
-    alone = [evaluate(mini[0], compressor, tokens[i : i + 1], chunk_size=8)["kl_mean"] for i in range(3)]
-    assert sum(alone) / 3 == pytest.approx(each, rel=1e-6)
+    exact = copy.deepcopy(
+        mini[0]
+    ).double()  # in fp32 a code of two bits may differ in a batch, by the order of its sums
+    together = evaluate(exact, compressor, tokens, chunk_size=8)["kl_mean"]
+    alone = [evaluate(exact, compressor, tokens[i : i + 1], chunk_size=8)["kl_mean"] for i in range(3)]
+    assert sum(alone) / 3 == pytest.approx(together, rel=1e-4)
     in_place = evaluate(mini[0], compressor, tokens, "in_place")
     assert in_place["exact_neighbours"] == 0 and in_place["scored_tokens"] == 63
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from vqkv.codecs.entropy_coded_scalar import (
     OCTAVES,
     PER_OCTAVE,
-    REACH,
     EntropyCodedScalar,
     as_step,
     bits_of,
@@ -23,7 +22,7 @@ from vqkv.codecs.entropy_coded_scalar import (
 from vqkv.codecs.stage import Side
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF
-from vqkv.kernels.trellis.code import TRANSITIONS
+from vqkv.kernels.trellis.code import REACH, TRANSITIONS
 
 FINER = 1.6  # uniform steps of the same rate are about so many times as long
 AROUND, BISECTIONS = 1.0, 8  # octaves around there in which the step is looked for, and how often they are halved

@@ -73,7 +73,7 @@ def crossed(
     if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
     if entropy and quantizer in TRANSFORM_CODERS:
-        raise DataError(f"{quantizer} are entropy-coded by themselves: leave entropy out")
+        raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
     preset = Preset(
