@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from vqkv.models.load import BUNDLED
-from vqkv.study.experiments import finalists, with_plain_steps
+from vqkv.study.experiments import finalists, without_twins
 from vqkv.study.experiments.comparisons import what_to_use
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,9 +39,10 @@ def test_the_table_of_what_to_use_is_the_committed_one():
     """Of llama-mini: in each cell the best of ours, and the best published system."""
     rows, ours = (pd.read_csv(ROOT / f"results/11_{name}.csv") for name in ("frontier", "search"))
     rows = rows[rows["model"] == "vqkv/llama-mini"]
-    mine, twins = (rows["system"].isin(names) for names in (finalists(ours), with_plain_steps(finalists(ours))))
+    rows = without_twins(rows, finalists(ours))
+    mine = rows["system"].isin(finalists(ours))
     budgets = [1, 1.5, 2, 3, 4]
-    best, others = what_to_use(rows[mine], budgets), what_to_use(rows[~twins], budgets)
+    best, others = what_to_use(rows[mine], budgets), what_to_use(rows[~mine], budgets)
     for budget in budgets:
         cells = [f"{_short(a)}<br>{_short(b)}" for a, b in zip(best.loc[budget], others.loc[budget], strict=True)]
         line = f"| {budget:g} | {' | '.join(cells)} |"

@@ -15,6 +15,7 @@ from vqkv.study.experiments.comparisons import (
     least_bits,
     proxy_correlations,
     what_to_use,
+    without_twins,
 )
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy

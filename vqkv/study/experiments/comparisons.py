@@ -142,11 +142,15 @@ def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bit
     return pd.DataFrame(rows)
 
 
+def without_twins(table: pd.DataFrame, designs: list[str]) -> pd.DataFrame:
+    """Rows of ``designs`` and of published systems, without those of designs that ``with_plain_steps`` added."""
+    return table[~table["system"].isin(set(with_plain_steps(designs)) - set(designs))]
+
+
 def beside(table: pd.DataFrame, designs: list[str], contexts: list[str]) -> pd.DataFrame:
-    """``at_equal_bits`` of every system that is not ours, and the ``share`` of ``at_equal_kl``, for each of
+    """``at_equal_bits`` of every system but ``designs``, and the ``share`` of ``at_equal_kl``, for each of
     ``contexts``, columns of bits; the index has system, column and model."""
-    ours = with_plain_steps(designs)
-    others = [name for name in dict.fromkeys(table["system"]) if name not in ours]
+    others = [name for name in dict.fromkeys(table["system"]) if name not in designs]
     found = []
     for bits in contexts:
         rows = at_equal_bits(table, others, designs, bits)

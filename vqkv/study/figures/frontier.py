@@ -89,7 +89,7 @@ def _systems(ax, rows, designs, names, bits: str, y) -> None:
     drawn = {name: mean["system"].str.startswith(name) & ~variants for name in LINES}
     drawn["higgs"] &= ~mean["system"].str.startswith("aqua")
     named = dict(zip(names, (mean["system"] == design for design in designs)))
-    other = ~variants & ~mean["system"].isin([*_with_steps(designs)])
+    other = ~variants & ~mean["system"].isin(designs)
     for mask in drawn.values():
         other &= ~mask
     ax.plot(mean["x"][other | variants], mean["y"][other | variants], "o", color=PALETTE["other"], ms=4, label="others")
@@ -97,11 +97,6 @@ def _systems(ax, rows, designs, names, bits: str, y) -> None:
         _points(ax, mean[mask], name, PALETTE[colour], style)
     for (name, mask), (colour, style) in zip(named.items(), OURS):
         _points(ax, mean[mask], f"ours, {name}", PALETTE[colour], style, ms=9)
-
-
-def _with_steps(designs) -> list[str]:
-    """Designs and their twins with uniform steps, which the next page draws."""
-    return [*designs, *(name.replace("trellis", "steps") for name in designs)]
 
 
 def _points(ax, mean, label: str, colour: str, style: str, **more) -> None:
