@@ -1,7 +1,6 @@
 """Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
 
 import ast
-import math
 
 import pandas as pd
 
@@ -11,7 +10,7 @@ from vqkv.models.load import describe
 from vqkv.presets import Preset
 from vqkv.study.experiments.common import frame, kept_exact, subject
 from vqkv.study.experiments.designs import published, since
-from vqkv.study.experiments.frontier import LEAST, MOST, _fit, _without, total_bits
+from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits, without
 from vqkv.study.sweep import sweep
 
 TRIALS = {
@@ -91,16 +90,17 @@ def _row(
     who = who | {"name": model}
     found = subject(**who)
     try:
-        compressor = _fit(trial(family, arguments, vqllm, sink_tokens, who["seed"]), who)
+        compressor = fitted(trial(family, arguments, vqllm, sink_tokens, who["seed"]), who)
     except DataError as error:
-        return _without(model, f"{family}, {arguments}", error), found.sources
+        return without(model, f"{family}, {arguments}", error), found.sources
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
     bits = total_bits(row, describe(found.model), kept_exact(compressor))[f"bits_{context}_x1"]
-    kl = max(LEAST, row["kl_mean"]) if math.isfinite(row["kl_mean"]) else MOST
     words = ", ".join(f"{name} {value}" for name, value in arguments.items())
     label = {"model": model, "family": family, "settings": words, "arguments": repr(arguments)}
     label |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
-    return [label | {f"bits_{context}_x1": bits, "equivalent_bits": bits + math.log2(kl) / 2}], found.sources
+    return [
+        label | {f"bits_{context}_x1": bits, "equivalent_bits": equivalent_bits(bits, row["kl_mean"])}
+    ], found.sources
 
 
 def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
