@@ -12,7 +12,7 @@ import pytest
 from vqkv import presets
 from vqkv.data.corpus import load_corpus
 from vqkv.study import tables
-from vqkv.study.experiments import beside_published, designs, finalists, predictors, within_budget
+from vqkv.study.experiments import beside_published, designs, finalists, frontier, predictors, retrieval, within_budget
 from vqkv.study.experiments.common import all_told
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
@@ -275,3 +275,17 @@ def test_a_proxy_that_ranks_as_the_task_does_has_correlation_1_and_bands_are_kep
     assert found.loc[("all", "good"), "correlation"] == pytest.approx(1) == found.loc[("all", "top1"), "low"]
     assert found.loc[("all", "bad"), "low"] < found.loc[("all", "bad"), "correlation"] < 1
     assert found.loc[("few", "good"), "systems"] == 6
+
+
+@pytest.mark.parametrize(("name", "function"), [("10_retrieval", retrieval), ("11_frontier", frontier)])
+def test_the_code_still_tries_the_systems_of_the_committed_table(name, function, monkeypatch):
+    tried = set()
+
+    def noted(compute, cases, *rest):
+        tried.update(label for case in cases for label in case.get("systems", [case.get("system")]))
+        return [], {}
+
+    monkeypatch.setattr(sys.modules[function.__module__], "sweep", noted)
+    folder = tables.repository_root() / "results"
+    function(**json.loads((folder / f"{name}.json").read_text())["parameters"])
+    assert tried == set(pd.read_csv(folder / f"{name}.csv")["system"])

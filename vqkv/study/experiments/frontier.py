@@ -19,7 +19,7 @@ from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import describe
 from vqkv.study.experiments.common import Subject, all_told, calibrated, copied, frame, kept_exact, recalled, subject
 from vqkv.study.experiments.depth import shallower
-from vqkv.study.experiments.designs import exists, factorial, published, since
+from vqkv.study.experiments.designs import exists, factorial, first_layers, published, since
 from vqkv.study.sweep import per_process, sweep
 
 CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
@@ -143,7 +143,7 @@ def frontier(
         "recall_seqs": recall_seqs, "chunk_size": chunk_size, "tuned": tuned,
     }  # fmt: skip
     residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
-    others = [label for label in _all_published(vqllm, sink_tokens, 0) if label not in vqllm]
+    others = [label for make in (published, since) for label in make(vqllm, sink_tokens, 0) if label not in vqllm]
     systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
     systems += [([design], nominal) for design, nominal in itertools.product(designs, bits) if exists(design, nominal)]
     cases = [
@@ -200,7 +200,7 @@ def fitted_system(
     system, _, retain = system.partition(" + h2o ")
     if system in vqllm:
         compressor = _residual(system, who, vqllm, learning, tuned or {})
-    elif system in (known := _all_published(vqllm, learning["sink_tokens"], who["seed"], tuned)):
+    elif system in (known := _known(vqllm, learning["sink_tokens"], who["seed"], tuned)):
         compressor = fitted(known[system], who)
     else:
         preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
@@ -208,8 +208,9 @@ def fitted_system(
     return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
 
 
-def _all_published(*arguments) -> dict[str, presets.Preset]:
-    return published(*arguments) | since(*arguments)
+def _known(vqllm: dict, sink_tokens: int, *more) -> dict[str, presets.Preset]:
+    arguments = vqllm, sink_tokens, *more
+    return published(*arguments) | since(*arguments) | first_layers(sink_tokens)
 
 
 def _residual(system: str, who: dict, vqllm: dict, learning: dict, tuned: dict) -> Compressor:

@@ -13,6 +13,7 @@ from vqkv.study.experiments.frontier import fitted_system
 from vqkv.study.sweep import sweep
 
 EXACT = "fp16"
+AQUA = ("aqua higgs 2, first 2", "aqua higgs 2", "aqua higgs 3, first 2")
 BLOCK = 128  # tokens, as many as the longest block of a published codec
 
 
@@ -25,9 +26,9 @@ def retrieval(
     episodes each, every key asked for once: a row per model, system and episode. Every token is read as it is stored
     (``in_place``).
 
-    Systems: ``designs.published``, and ``designs`` at all nominal ``bits``. ``low``, ``high``: 95% bootstrap interval
-    over episodes of what is ``lost``, in points. Raises ``DataError`` where episodes are too few to
-    tell ``tell_apart`` points apart.
+    Systems: ``designs.published`` with AQUA-KV's of ``AQUA``, and ``designs`` at all nominal ``bits``. ``low``,
+    ``high``: 95% bootstrap interval over episodes of what is ``lost``, in points. Raises ``DataError`` where episodes
+    are too few to tell ``tell_apart`` points apart.
     """
     for count in (*pairs, far_pairs):
         check_enough(f"recall of {count} pairs", count * num_seqs, tell_apart)
@@ -38,8 +39,8 @@ def retrieval(
         "episodes": [[count, 0] for count in pairs] + [[far_pairs, gap] for gap in gaps],
         "num_seqs": num_seqs, "vqllm": vqllm, "learning": learning,
     }  # fmt: skip
-    systems = [(EXACT, 16.0), *((label, 0.0) for label in published(vqllm, sink_tokens, seed))]
-    systems += itertools.product(designs, bits)
+    others = [label for label in published(vqllm, sink_tokens, seed) if not label.startswith("aqua")]
+    systems = [(EXACT, 16.0), *((label, 0.0) for label in (*others, *AQUA)), *itertools.product(designs, bits)]
     cases = [{"model": name, "system": label, "bits": rate} for name in models for label, rate in systems]
     return frame(*sweep(_rows, cases, settings, "retrieval"))
 
