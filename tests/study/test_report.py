@@ -9,6 +9,7 @@ from bs4 import BeautifulSoup
 from typer.testing import CliRunner
 
 from vqkv.study import report
+from vqkv.study.tables import stored
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n a figure").decode()
 FIRST = "# 01 First: a title\n\n**Question.** How *large*\nis it?\n\n**Published claim.** 5.5 at $5 or $6 each."
@@ -50,7 +51,13 @@ def parsed(path) -> BeautifulSoup:
 
 
 def test_pages_hold_what_the_notebooks_hold(files):
-    assert [file.name for file in files] == ["index.html", "01_first.html", "02_second.html", "03_third.html"]
+    assert [file.name for file in files] == [
+        "index.html",
+        "01_first.html",
+        "02_second.html",
+        "03_third.html",
+        "claims.html",
+    ]
     first = parsed(files[1])
     assert first.title.text == "01 First: a title" and first.h1.text == "01 First: a title"
     assert first.find("td").text == "0.37 < 1" and "0.37" not in [pre.text.strip() for pre in first.find_all("pre")]
@@ -71,14 +78,25 @@ def test_every_link_leads_somewhere_and_nothing_else_to_a_network_but_mathjax(fi
             assert (file.parent / target).is_file() and (not fragment or fragment in ids[target or file.name]), tag
         assert all("mathjax" in match.group(1) for match in loaded.finditer(file.read_text()))
     titles = [tag.text for tag in parsed(files[0]).find_all("h2")]
-    assert titles == ["01 First: a title", "02 Second", "03 Third & last"]
+    assert titles == ["01 First: a title", "02 Second", "03 Third & last", "All claims"]
     assert "".join(parsed(files[0]).h2.find_next("p").text.split()) == "Question.Howlargeisit?"
     second = files[2].read_text()
     assert 'href="01_first.html#cell-id=code-2"' in second and "a.ipynb" in second
 
 
+def test_claims_can_be_sorted_and_lead_to_their_pages(files):
+    page, claims = parsed(files[-1]), stored("12_claims")[0]
+    (table,) = page.find_all("table", class_="sortable")
+    assert len(table.tbody.find_all("tr")) == len(claims) and "table.sortable" in page.find_all("script")[-1].text
+    heads = [head.text for head in table.thead.find_all("th")]
+    row = [each.text for each in table.tbody.find_all("tr")[0].find_all("td")]
+    assert dict(zip(heads, row, strict=True))["quote"] == claims["quote"][0]
+    pages = {link["href"] for link in table.find_all("a")}
+    assert pages == {"02_second.html", "03_third.html"}  # the others are not in this report
+
+
 def test_command_line(pages, tmp_path):
     run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(pages)])
-    assert run.exit_code == 0 and "3 pages" in run.output and (tmp_path / "out/index.html").is_file()
+    assert run.exit_code == 0 and "4 pages" in run.output and (tmp_path / "out/index.html").is_file()
     run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(tmp_path)])
     assert run.exit_code == 2 and "no notebooks in" in run.output

@@ -1,9 +1,11 @@
 """``python -m vqkv.study.report``: the executed pages as a folder of HTML, for people without Jupyter.
 
 Every page is one file that needs nothing beside it, but a network for the formulas' MathJax: figures are embedded, code
-is folded away. ``index.html`` lists the pages with their questions.
+is folded away. ``index.html`` lists the pages with their questions, ``claims.html`` all audited claims in a table to
+sort.
 """
 
+import html
 import re
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +15,7 @@ import typer
 from nbconvert import HTMLExporter
 
 from vqkv.study.pages import all_notebooks
-from vqkv.study.tables import repository_root, write_atomically
+from vqkv.study.tables import repository_root, stored, write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
@@ -21,12 +23,21 @@ ABOUT = """# vqkv: the study's pages
 
 Ways to store a KV cache, on one harness, under one byte meter. Every page asks one question; its tables and figures
 were computed by the code folded away beside them."""
+CLAIMS = """# All claims
+
+**Question.** Which claims of the four sources hold? A click on a column's head sorts by it; page 12 has the rule that
+makes the verdicts."""
+CLAIMS = """# All claims
+
+**Question.** Which claims of the four sources hold? A click on a column's head sorts by it; page 12 has the rule that
+makes the verdicts."""
 
 
 def report(out: Path, notebooks: Path | None = None) -> list[Path]:
     """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files. Raises
     ``DataError`` if there are no notebooks."""
     pages = {path.stem: _page(path) for path in all_notebooks(Path(notebooks or repository_root() / "notebooks"))}
+    pages["claims"] = _claims(list(pages))
     exporter = HTMLExporter(
         template_name="basic",
         template_file="page.html.j2",
@@ -50,6 +61,22 @@ def _page(path: Path) -> nbformat.NotebookNode:
             cell.source = PAGE_LINK.sub(r"](\1.html\2)", cell.source)
     notebook.metadata["title"] = _title(notebook) or path.stem
     return notebook
+
+
+def _claims(pages: list[str]) -> nbformat.NotebookNode:
+    """Every audited claim in a table that a click sorts, with a link to the page that a measured one is read from."""
+    claims = stored("12_claims")[0].drop(columns=["rule", "how"])
+    linked = {f"page {name[:2]}": f'<a href="{name}.html">page {name[:2]}</a>' for name in pages}
+    words = claims.select_dtypes("str").columns
+    claims[words] = claims[words].fillna("").map(html.escape)
+    claims["where"] = claims["where"].replace(linked)
+    table = claims.to_html(
+        classes="sortable", index=False, escape=False, border=0, float_format="{:.4g}".format, na_rep=""
+    )
+    script = f"<script>{(TEMPLATES / 'sortable.js').read_text()}</script>"
+    shown = nbformat.v4.new_output("display_data", {"text/html": table + script})
+    cells = [nbformat.v4.new_markdown_cell(CLAIMS), nbformat.v4.new_code_cell("", outputs=[shown])]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"title": "All claims"})
 
 
 def _title(notebook: nbformat.NotebookNode) -> str:

@@ -1,7 +1,7 @@
 """The look of figures, and one function per figure."""
 
 # ruff: noqa: F401
-from vqkv.study.figures.audit import claim_dots
+from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import domains, sizes
 from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane

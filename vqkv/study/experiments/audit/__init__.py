@@ -1,21 +1,19 @@
 """Notebook 12: what the four sources say in numbers, beside the same numbers computed or measured here.
 
-``claims.csv`` has a row for each claim: ``published`` (a number, the key of one in ``stated_figures``, or a ratio of
-two; empty where ``find`` tells), ``table`` (of this study, that ``find`` reads; empty for arithmetic), ``find`` (a
-function of the source's module, and its arguments; empty where neither model nor machine is at hand), ``rule`` (see
-``rows.RULES``; by default equal but for rounding), ``else`` (the verdict where that does not hold), ``figures``
-(published ones that it stands for) and ``reason``, into which the function's facts are put.
+``results/published/claims.csv`` has a row for each claim: ``section`` and ``quote`` (of the source), ``published`` (a
+number, the key of one in ``stated_figures``, or a ratio of two; empty where ``find`` tells), ``table`` (of this study,
+that ``find`` reads; empty for arithmetic), ``find`` (a function of the source's module or of ``rows``, and its
+arguments; empty where neither model nor machine is at hand), ``rule`` (see ``rows.agrees``; ``ours`` for a comparison
+that the source did not make), ``figures`` (published ones that it stands for, each counted once) and ``reason``, into
+which the function's facts are put.
 """
-
-from pathlib import Path
 
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq
-from vqkv.study.experiments.audit.rows import model_names, row
+from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq, rows
 from vqkv.study.experiments.common import frame
-from vqkv.study.tables import repository_root, stored
+from vqkv.study.tables import published, repository_root, stored
 
 SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "transformers blog": blog, "VQ framework": framework}
 
@@ -34,21 +32,22 @@ def audited_tables() -> dict[str, str]:
 def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     """Every published figure that arithmetic or this study can test. ``tables``: from ``audited_tables``.
 
-    One row per claim: ``source``, ``claim``, the figure as ``published`` and as ``recomputed``, ``unit``, ``how``
-    (``arithmetic``: from a formula, a model's shape or bytes that are encoded here; ``measured here``: from tables of
-    this study, on whatever models these were made with), ``holds`` (yes, partly, no, cannot be tested here),
-    ``figures`` (how many it stands for; of several the one furthest off is shown), and the ``reason``.
+    One row per claim: ``source``, ``section``, ``claim``, ``quote``, the figure as ``published`` and as ``recomputed``
+    (of several cases the one that agrees least), ``unit``, ``how`` (``arithmetic``: from a formula, a model's shape or
+    bytes that are encoded here; ``measured here``: from tables of this study, on whatever models these were made with),
+    ``rule``, ``agree`` cases ``of`` so many, ``verdict`` (``rows.VERDICTS``), ``figures`` (how many it stands for),
+    ``where`` it is found (a page, or a function of this package) and the ``reason``.
     Raises ``DataError`` for a table that has changed since ``audited_tables``.
     """
     own = {name: _read(name, contents) for name, contents in tables.items() if not name.startswith("published/")}
-    rows = [row(claim, _found(claim, own)) for claim in listed().to_dict("records")]
-    return frame(rows, {f"table {name}": found for name, found in tables.items()})
+    audited = [rows.row(claim, _found(claim, own)) for claim in listed().to_dict("records")]
+    return frame(audited, {f"table {name}": found for name, found in tables.items()})
 
 
 def listed() -> pd.DataFrame:
     """The claims, as words but for ``figures``."""
-    words = pd.read_csv(Path(__file__).with_name("claims.csv"), dtype=str, keep_default_na=False)
-    return words.astype({"figures": int})
+    claims = published("claims").fillna("")
+    return claims.astype(str).astype({"figures": int})
 
 
 def _found(claim: dict, own: dict[str, pd.DataFrame]) -> dict | None:
@@ -56,10 +55,10 @@ def _found(claim: dict, own: dict[str, pd.DataFrame]) -> dict | None:
     name, *arguments = claim["find"].split("; ")
     if not name or claim["table"] not in ("", *own):
         return None
-    find = getattr(SOURCES[claim["source"]], name)
+    find = getattr(rows, name, None) or getattr(SOURCES[claim["source"]], name)
     if not claim["table"]:
         return find(*arguments)
-    return find(own[claim["table"]], *arguments) | {"models": model_names(own[claim["table"]])}
+    return find(own[claim["table"]], *arguments) | {"models": rows.model_names(own[claim["table"]])}
 
 
 def _read(name: str, expected: str) -> pd.DataFrame:

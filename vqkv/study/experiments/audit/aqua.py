@@ -10,7 +10,6 @@ from vqkv import presets
 from vqkv.codecs.grid import gaussian_grids
 from vqkv.evaluation.footprint import Footprint
 from vqkv.study.experiments.audit import shapes
-from vqkv.study.experiments.audit.rows import furthest, holds
 from vqkv.study.tables import published
 
 MODEL, LARGE = "Llama-3.2-3B", "Llama-3.1-70B"
@@ -64,12 +63,12 @@ def bits_by_width(method: str, widths: str, config: str = "") -> dict:
     pairs = [(printed[width], _bits(MAKERS[method](int(width)))) for width in widths.split()]
     if config:
         pairs.append((_detailed()["bits"][config], pairs[0][1]))
-    return furthest(pairs)
+    return {"cases": pairs}
 
 
 def detailed_bits(*configs: str) -> dict:
     """Bits of rows of the detailed table."""
-    return furthest([(_detailed()["bits"][config], _bits(DETAILED[config])) for config in configs])
+    return {"cases": [(_detailed()["bits"][config], _bits(DETAILED[config])) for config in configs]}
 
 
 def first_layer() -> dict:
@@ -88,7 +87,7 @@ def predictor_sizes(*names: str) -> dict:
         kind, settings = PREDICTORS[name]
         needed = shapes.stored(MODEL, presets.aqua(HIGGS, predictor=kind, **settings))
         pairs.append((float(printed[name]), needed.side_information / 2**20))
-    return furthest(pairs)
+    return {"cases": pairs}
 
 
 def with_predictors(context: str) -> dict:
@@ -110,7 +109,7 @@ def large_cache(method: str) -> dict:
     for width, size in _large(method, "cache_gib_70b").items():
         needed = shapes.stored(LARGE, MAKERS[method](int(width)))
         pairs.append((size, (needed.cache_bytes(shapes.CONTEXTS["128K"]) + needed.side_information) / 2**30))
-    return furthest(pairs) | {"agree": sum(holds("", *pair) for pair in pairs)}
+    return {"cases": pairs}
 
 
 def gaussian_grid() -> dict:
@@ -124,42 +123,36 @@ def one_bit() -> dict:
 
 
 def alone(table: pd.DataFrame) -> dict:
-    """Variance that 2 bits of HIGGS explain without sources, the lowest."""
+    """Variance that 2 bits of HIGGS explain without sources."""
     rows = table[table["strength"].isna() & (table["inputs"] == "2 bits")]
     evr = rows.groupby(["model", "target"])["evr"].mean()
-    return {"recomputed": evr.min(), "least": evr.min(), "most": evr.max()}
+    return {"cases": evr, "least": evr.min(), "most": evr.max()}
 
 
 def from_layer_before(table: pd.DataFrame) -> dict:
-    """Variance of keys that a linear probe explains from the layer before, the lowest."""
+    """Variance of keys that a linear probe explains from the layer before."""
     rows = table[(table["variant"] == "trained") & (table["target"] == "K") & (table["sources"] == "K-1")]
-    return {"recomputed": rows.groupby("model")["evr"].mean().min()}
-
-
-def kl_ratio(table: pd.DataFrame, worse: str, better: str, equal: str = "") -> dict:
-    """On the model that bears the claim out least: the ratio furthest from 1 where they should be equal, else the
-    lowest."""
-    kl = table.drop_duplicates(["model", "label"]).pivot(index="model", columns="label", values="kl_mean")
-    if not {worse, better} <= set(kl.columns):
-        return {"recomputed": math.nan}
-    ratios = list(kl[worse] / kl[better])
-    return {"recomputed": furthest([(1, ratio) for ratio in ratios])["recomputed"] if equal else min(ratios)}
+    return {"cases": rows.groupby("model")["evr"].mean()}
 
 
 def llama_weights() -> dict:
     """GiB of LLaMA's weights in KVQuant's table."""
-    return furthest([(size["weights_gb_16bit"], exact.weights / 2**30) for size, exact in _llamas()])
+    return {"cases": [(size["weights_gb_16bit"], exact.weights / 2**30) for size, exact in _llamas()]}
+
+
+def llama_weights_2bit() -> dict:
+    """GiB of LLaMA's weights, each in 2 bits."""
+    return {"cases": [(size["weights_gb_2bit"], exact.weights / 8 / 2**30) for size, exact in _llamas()]}
 
 
 def llama_caches() -> dict:
     """GiB of its caches in 16 bits, at every length."""
-    return furthest(
-        [
-            (size[column], exact.cache_bytes(tokens, size["batch"]) / 2**30)
-            for size, exact in _llamas()
-            for column, tokens in LENGTHS.items()
-        ]
-    )
+    cases = [
+        (size[column], exact.cache_bytes(tokens, size["batch"]) / 2**30)
+        for size, exact in _llamas()
+        for column, tokens in LENGTHS.items()
+    ]
+    return {"cases": cases}
 
 
 def llama_packed() -> dict:
@@ -168,7 +161,7 @@ def llama_packed() -> dict:
     for size, _ in _llamas():
         codes = shapes.stored(f"LLaMA-{size['model']}", presets.kvquant(2, block=8))
         pairs.append((size["kv_gb_10m_2bit"], codes.cache_bytes(10**7, size["batch"]) / 2**30))
-    return furthest(pairs) | {"bits": codes.bits_per_value}
+    return {"cases": pairs, "bits": codes.bits_per_value}
 
 
 def _llamas() -> list[tuple[dict, Footprint]]:

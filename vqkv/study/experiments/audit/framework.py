@@ -6,12 +6,13 @@ import torch
 
 from vqkv import presets
 from vqkv.study.experiments.audit import shapes
-from vqkv.study.experiments.audit.rows import furthest, stated
-from vqkv.study.experiments.audit.streams import stream
+from vqkv.study.experiments.audit.rows import stated
+from vqkv.study.experiments.audit.streams import INTERVAL, STEPS, stream
 from vqkv.study.tables import published
 
 GPT2 = (12, 12, 64)
 BLOCK = 8  # values
+LONGEST = 4096  # steps of a stream
 ALL_CODES = 1e9  # a threshold that no error exceeds
 CODECS = {"VQ of 8 values": presets.vq(BLOCK), "product codes": presets.vqq_product(ALL_CODES)}
 
@@ -22,13 +23,37 @@ def _claimed(config: str) -> float:
 
 
 def stream_ratio(tier: str, against: str) -> dict:
-    """Of bytes written here."""
-    return {"recomputed": stream(tier)[f"ratio_{against}"]}
+    """Of bytes written here, in a stream of ``STEPS`` steps to one of ``LONGEST``: the source does not say how long
+    its streams are, nor what its deltas are to."""
+    return _ranges([stream(tier)], against)
 
 
 def ladder_ratio(table: pd.DataFrame, tier: str, against: str) -> dict:
-    """Of page 05's files, where bytes depend on the data: the mean over its models."""
-    return {"recomputed": table.loc[table["tier"] == tier, f"ratio_{against}"].mean()}
+    """Of page 05's files, where bytes depend on the data."""
+    return _ranges(table[table["tier"] == tier].to_dict("records"), against)
+
+
+def _ranges(reports: list[dict], against: str) -> dict:
+    """The live cache has a length, that which was written; all snapshots grow with it."""
+    written = [report[f"ratio_{against}"] for report in reports]
+    if against != "every_fp32":
+        return {"cases": written}
+    longer = [_ratio_at(report, LONGEST) for report in reports]
+    facts = {"steps": STEPS, "longest": LONGEST, "least": min(written), "most": max(longer)}
+    return {"ranges": list(zip(written, longer, strict=True))} | facts
+
+
+def _ratio_at(report: dict, steps: int) -> float:
+    """The ratio to all snapshots of a longer stream, whose keyframes and deltas take as much a token."""
+    states, tails = (_states(number) for number in (STEPS, steps))
+    stored = report["keyframe_bytes"] / states[0] * tails[0] + report["delta_bytes"] / states[1] * tails[1]
+    return report["every_fp32_bytes"] / states[2] * tails[2] / stored
+
+
+def _states(steps: int) -> tuple[int, int, int]:
+    """Tokens in all keyframes, in all deltas, in all snapshots."""
+    keyframes = steps // INTERVAL
+    return INTERVAL * keyframes * (keyframes + 1) // 2, steps - keyframes, steps * (steps + 1) // 2
 
 
 def keyframe_share() -> dict:
@@ -65,9 +90,9 @@ def by_sizes() -> dict:
     return {"recomputed": sizes[0], "from_fp32": sizes[1]}
 
 
-def gain(codec: str) -> dict:
-    """Against fp16, of keys that are encoded here."""
-    return {"recomputed": 16 / shapes.bits_of(CODECS[codec])}
+def gain(codec: str, mask_bits: str = "0") -> dict:
+    """Against fp16, of keys that are encoded here, without the bits of a block that say how it is stored."""
+    return {"recomputed": 16 / (shapes.bits_of(CODECS[codec]) - int(mask_bits) / BLOCK)}
 
 
 def block_scale() -> dict:
@@ -82,7 +107,7 @@ def fallback_bits(share: float) -> float:
 
 def threshold_sweep(how: str, threshold: str = "") -> dict:
     """Ratios of its threshold sweep from its own shares of blocks in fp16, by its formula with the mean gain of all
-    blocks or by sizes added up: at one threshold, or the one furthest off of those that it calls approximate."""
+    blocks or by sizes added up: at one threshold, or at those that it calls approximate."""
     sweep = published("vqq_threshold_sweep_gpt2").set_index("threshold")
     share, tsc, in_fp16 = stated("vqq_keyframe_share"), _claimed("kf=64 lossy"), sweep["fp16_fallback_pct"] / 100
     if how == "formula":
@@ -91,7 +116,7 @@ def threshold_sweep(how: str, threshold: str = "") -> dict:
         found = tsc / (1 - share + share * in_fp16.map(fallback_bits) / 32)
     chosen = sweep.index == float(threshold) if threshold else sweep["approximate"] == "yes"
     pairs = list(zip(sweep["claimed_ratio"][chosen], found[chosen], strict=True))
-    return furthest(pairs) | {"halved": tsc * (1 - share + share * 2)}
+    return {"cases": pairs, "halved": tsc * (1 - share + share * 2)}
 
 
 def live_at_threshold(threshold: str) -> dict:
@@ -101,9 +126,9 @@ def live_at_threshold(threshold: str) -> dict:
 
 
 def fallen_back(table: pd.DataFrame) -> dict:
-    """The share of blocks in fp16 at threshold 0.07, the lowest."""
+    """The share of blocks in fp16 at threshold 0.07."""
     rows = table[(table["method"] == "vqq") & (table["threshold"] == 0.07)]
-    return {"recomputed": 1 - rows.groupby("model")["vq_blocks"].mean().max()}
+    return {"cases": 1 - rows.groupby("model")["vq_blocks"].mean()}
 
 
 def scale_bytes() -> dict:
@@ -117,7 +142,7 @@ def four_bit_step(over: str) -> dict:
     """The median of the largest magnitudes over 16, its rule, or over half of 15 steps."""
     magnitudes = published("vqq_magnitudes")
     steps = magnitudes["median_max_abs"] / 16 if over == "16" else 2 * magnitudes["median_max_abs"] / 15
-    return furthest(list(zip(magnitudes["step_4bit_median"], steps, strict=True)))
+    return {"cases": list(zip(magnitudes["step_4bit_median"], steps, strict=True))}
 
 
 def levels() -> dict:
@@ -126,9 +151,9 @@ def levels() -> dict:
 
 
 def median_error(table: pd.DataFrame) -> dict:
-    """Of the maximum, the lowest."""
+    """Of the maximum."""
     rows = table[(table["method"] == "vqq") & (table["threshold"] == table["threshold"].max())]
-    return {"recomputed": rows.groupby("model")["median_error"].mean().min()}
+    return {"cases": rows.groupby("model")["median_error"].mean()}
 
 
 def least_mean() -> dict:
@@ -138,18 +163,18 @@ def least_mean() -> dict:
 
 
 def worst_sequence(table: pd.DataFrame) -> dict:
-    """The worst of ten sequences over their mean, the higher."""
+    """The worst of the sequences over their mean."""
     rows = table[table["method"] == "vq, 2"]
     kl = rows.groupby("model")["kl"]
-    return {"recomputed": (kl.max() / kl.mean()).max(), "broken": int((rows["kl"] > 0.5).sum())}
+    return {"cases": kl.max() / kl.mean(), "broken": int((rows["kl"] > 0.5).sum())}
 
 
 def entropy_coded(table: pd.DataFrame, way: str) -> dict:
-    """The gain of entropy coding on codes of 8 values, the least."""
+    """The gain of entropy coding on codes of 8 values, by model, keys and values."""
     rows = table[table["codec"] == "VQ of 8 values"]
     gains = rows["packed"] / rows[way]
     guessed = stated("vqq_entropy_high") / _claimed("block 8, no fallback")
-    return {"recomputed": gains.min(), "least": gains.min(), "most": gains.max(), "guessed": guessed}
+    return {"cases": gains, "least": gains.min(), "most": gains.max(), "guessed": guessed}
 
 
 def over_quip() -> dict:

@@ -1,4 +1,4 @@
-"""A row of the audit: a figure as published and as found here, and a verdict on the two."""
+"""A row of the audit: figures as published and as found here, and the one rule that makes a verdict of them."""
 
 import math
 from collections.abc import Callable
@@ -9,50 +9,99 @@ import pandas as pd
 from vqkv.study.tables import published
 
 ARITHMETIC, MEASURED, NEITHER = "arithmetic", "measured here", "neither"
-YES, PARTLY, NO, UNTESTED = "yes", "partly", "no", "cannot be tested here"
-RULES: dict[str, Callable[[float, float, float], bool]] = {  # (published, recomputed, number) -> the claim holds
-    "close": lambda published, recomputed, within: abs(recomputed / published - 1) <= within,
-    "above": lambda _, recomputed, least: recomputed > least,  # claims of a direction, however large
-    "at least": lambda published, recomputed, _: recomputed >= published,
-    "at most": lambda published, recomputed, _: recomputed <= published,
-}
+HOLDS, IN_PART, DOES_NOT = "holds", "holds in part", "does not hold"
+UNTESTABLE, OURS = "not testable here", "our re-baselining"
+VERDICTS = (HOLDS, IN_PART, DOES_NOT, UNTESTABLE, OURS)
+Case = tuple[float, float]  # a figure as published and as found here
+
+
+def agrees(rule: str, said: float, found: float) -> bool:
+    """``rule``: empty for a figure, which ``found`` may miss by 2% or by its rounding; ``about`` by 10%, where the
+    source says about, almost, roughly, or where the figure is of other models; ``at least`` and ``at most``, a bound;
+    ``above: x`` and ``below: x``, the direction of a claim whose size depends on model and task."""
+    name, _, number = rule.partition(": ")
+    return _RULES[name](said, found, float(number or 0))
+
+
+def verdict(rule: str, cases: list[Case]) -> str:
+    """A claim ``holds`` where all of its figures, models or tasks agree, ``holds in part`` where some do, ``does not
+    hold`` where none does. ``ours``: a comparison that the source did not make, which says nothing about the source."""
+    if rule == "ours":
+        return OURS
+    if not cases:
+        return UNTESTABLE
+    agree = sum(agrees(rule, *case) for case in cases)
+    return HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
 
 
 def row(claim: dict, found: dict | None) -> dict:
-    """A row of the audit from a row of ``claims.csv`` and what its function found: ``recomputed``, ``published`` where
-    the claim does not say it, and facts for the reason. None: its table is not there; NaN: nor what this needs."""
-    found = {"recomputed": math.nan} if found is None else found
-    said, recomputed, reason = found.get("published", _number(claim["published"])), found["recomputed"], claim["reason"]
-    if claim["find"] and math.isnan(recomputed):
-        name = claim["table"]
-        reason = f"Table {name} is not there, or was made without what this needs: run page {name[:2]}."
-    if math.isnan(recomputed):
-        verdict = UNTESTED
-    else:
-        verdict = YES if holds(claim["rule"], said, recomputed) else claim["else"]
+    """A row of the audit from a row of ``claims.csv`` and what its function found: ``cases``, or one of them as
+    ``recomputed`` and, where the claim does not say it, ``published``, or ``ranges`` (least and most that a figure can
+    be where the source leaves a size open); and facts for the reason. None: its table is not there; NaN: nor what this
+    needs. Of several cases the row shows the one that agrees least."""
+    cases, rule = _cases(claim, found), claim["rule"]
+    said, recomputed = max(
+        cases, key=lambda case: _distance(rule, *case), default=(_number(claim["published"]), math.nan)
+    )
+    reason = claim["reason"]
+    if claim["find"] and not cases:
+        reason = (
+            f"Table {claim['table']} is not there, or was made without what this needs: run page {claim['table'][:2]}."
+        )
     return {
         "source": claim["source"],
+        "section": claim["section"],
         "claim": claim["claim"],
+        "quote": claim["quote"],
         "published": float(said),
         "recomputed": float(recomputed),
         "unit": claim["unit"],
         "how": MEASURED if claim["table"] else ARITHMETIC if claim["find"] else NEITHER,
-        "holds": verdict,
+        "rule": rule,
+        "agree": sum(agrees(rule, *case) for case in cases) if rule != "ours" else 0,
+        "of": len(cases),
+        "verdict": verdict(rule, cases) if cases or not claim["find"] else UNTESTABLE,
         "figures": claim["figures"],
-        "reason": reason.format(**found),
+        "where": f"page {claim['table'][:2]}" if claim["table"] else claim["find"].partition(";")[0],
+        "reason": reason.format(**(found or {}) | {"recomputed": recomputed}),
     }
 
 
-def holds(rule: str, published: float, recomputed: float) -> bool:
-    """``rule``: one of ``RULES`` and its number; without, apart by no more than how the figure was rounded."""
-    name, _, number = (rule or "close: 0.02").partition(": ")
-    return RULES[name](published, recomputed, float(number or 0))
+def ratio(table: pd.DataFrame, column: str, above: str, below: str) -> dict:
+    """On each model, the mean of ``column`` over the rows of one query divided by that over the rows of another."""
+    over, under = (table.query(query).groupby("model")[column].mean() for query in (above, below))
+    return {"cases": (over / under).dropna()}
+
+
+def value(table: pd.DataFrame, column: str, query: str = "") -> dict:
+    """On each model, the mean of ``column`` over the rows of a query."""
+    rows = table.query(query) if query else table
+    return {"cases": rows.groupby("model")[column].mean().dropna()}
 
 
 @cache
 def stated(key: str) -> float:
     """A figure in the sources' text."""
     return published("stated_figures").set_index("key")["value"][key]
+
+
+def model_names(table: pd.DataFrame) -> str:
+    """The models of a table, without their folders."""
+    return " and ".join(name.split("/")[-1] for name in dict.fromkeys(table.get("model", [])))
+
+
+def _cases(claim: dict, found: dict | None) -> list[Case]:
+    """Pairs of published and found; plain numbers get the figure that the claim says."""
+    if found is None:
+        return []
+    if "ranges" in found:
+        said = _number(claim["published"])
+        return [(said, min(max(said, low), high)) for low, high in found["ranges"]]
+    cases = found.get("cases")
+    if cases is None:
+        cases = [(found.get("published", _number(claim["published"])), found["recomputed"])]
+    pairs = [case if isinstance(case, tuple) else (_number(claim["published"]), case) for case in cases]
+    return [(float(said), float(is_now)) for said, is_now in pairs if not math.isnan(is_now)]
 
 
 def _number(text: str) -> float:
@@ -66,13 +115,27 @@ def _number(text: str) -> float:
         return stated(text)
 
 
-def furthest(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Of (published, recomputed), the pair that is furthest apart as a ratio."""
-    return dict(
-        zip(("published", "recomputed"), max(pairs, key=lambda pair: abs(math.log(pair[1] / pair[0]))), strict=True)
-    )
+def _equal(said: float, found: float, within: float = 0.02) -> bool:
+    """Apart by no more than 2%, or than how a figure of two digits or more was rounded."""
+    whole, _, decimals = f"{said:g}".partition(".")
+    rounded = len((whole + decimals).lstrip("0")) > 1 and round(found, len(decimals)) == said
+    return rounded or abs(found - said) <= within * abs(said)
 
 
-def model_names(table: pd.DataFrame) -> str:
-    """The models of a table, without their folders."""
-    return " and ".join(name.split("/")[-1] for name in dict.fromkeys(table.get("model", [])))
+def _distance(rule: str, said: float, found: float) -> float:
+    """Larger for the figure that agrees less."""
+    if rule.startswith(("above", "at least")):
+        return -found / said if rule == "at least" else -found
+    if rule.startswith(("below", "at most")):
+        return found / said if rule == "at most" else found
+    return abs(math.log(found / said)) if found > 0 < said else math.inf
+
+
+_RULES: dict[str, Callable[[float, float, float], bool]] = {
+    "": lambda said, found, _: _equal(said, found),
+    "about": lambda said, found, _: _equal(said, found, 0.1),
+    "at least": lambda said, found, _: found >= said,
+    "at most": lambda said, found, _: found <= said,
+    "above": lambda _, found, least: found > least,
+    "below": lambda _, found, most: found < most,
+}
