@@ -102,9 +102,10 @@ def test_which_seeds_matter(table):
 
 def test_figures_show_every_system_and_what_refused(table):
     table = table.replace({"system": {"a": "higgs 2", "b": "kvtc 1"}})
-    fig = figures.domains(across_domains(table), {"kvtc 1": "short"})
+    fig = figures.domains(across_domains(table), seed_spread(table), {"kvtc 1": "short"})
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["higgs 2", "short"]
-    assert [ax.get_title() for ax in fig.axes] == ["m reads x", "n reads x", "m reads y", "n reads y"]
+    assert [ax.get_title() for ax in fig.axes] == ["m", "n"]
+    assert fig.axes[0].patches[0].get_width() == pytest.approx(2 * 2**0.5)  # octaves: a standard deviation of one
     fig = figures.sizes(table.assign(refused=table["refused"].replace("", math.nan)), {})  # as it is read back
     crosses = [len(line.get_xdata()) for line in fig.axes[0].lines if line.get_marker() == "x"]
     assert crosses == [1] and "kvtc 1 refuses" in [text.get_text().strip() for text in fig.axes[0].texts]

@@ -11,7 +11,7 @@ import pytest
 
 from vqkv import presets
 from vqkv.data.corpus import load_corpus
-from vqkv.study import tables
+from vqkv.study import figures, tables
 from vqkv.study.experiments import beside_published, designs, finalists, frontier, predictors, retrieval, within_budget
 from vqkv.study.experiments.common import all_told
 from vqkv.study.experiments.comparisons import (
@@ -19,6 +19,7 @@ from vqkv.study.experiments.comparisons import (
     at_equal_kl,
     family,
     least_bits,
+    paired_ablation,
     proxy_correlations,
     what_to_use,
 )
@@ -74,6 +75,18 @@ def test_a_search_may_begin_with_few_designs(guessed):
     table = halving_search(["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
     assert list(table[table["rung"] == 1]["design"]) == named
     assert set(table[table["rung"] == 2]["design"]) == {"steps"}  # a grid has no half bit
+
+
+def test_a_part_is_worth_what_its_twin_lacks():
+    designs = {"steps, weighted": 3.0, "trellis, weighted": 2.5, "trellis, weighted, mixed": 1.0, "rvq, mixed": 0.0}
+    rows = [{"rung": 1, "design": name, "equivalent_bits_1k": bits} for name, bits in designs.items()]
+    found = paired_ablation(pd.DataFrame([*rows, {"rung": 2, "design": "rvq", "equivalent_bits_1k": 9.0}]), ["1k"])
+    assert found.to_dict("list") == {
+        "part": ["trellis, not steps", "mixed"],
+        "design": ["trellis, weighted", "trellis, weighted, mixed"],
+        "saved_1k": [0.5, 1.5],
+    }
+    assert figures.ablation_dots(found, {"1k": "1,024 tokens"}).axes
 
 
 def test_every_design_is_a_preset_and_has_a_name_of_its_own():

@@ -11,11 +11,14 @@ PROFILES = Path(__file__).parent / "profiles"
 
 
 def load_profile(name: str) -> dict[str, dict]:
-    """{notebook or "*": {parameter: value}}. Raises ``UnknownNameError`` for an unknown profile."""
+    """{notebook or "*": {parameter: value}}; what a profile leaves out it has from the one that it is ``like``. Raises
+    ``UnknownNameError`` for an unknown profile."""
     known = [path.stem for path in PROFILES.glob("*.yaml")]
     if name not in known:
         raise UnknownNameError("profile", name, known)
-    return yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    own = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    base = load_profile(own.pop("like")) if "like" in own else {}
+    return base | {page: base.get(page, {}) | parameters for page, parameters in own.items()}
 
 
 def parse_assignments(assignments: list[str]) -> dict:

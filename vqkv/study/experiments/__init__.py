@@ -13,6 +13,7 @@ from vqkv.study.experiments.comparisons import (
     at_equal_kl,
     beside,
     least_bits,
+    paired_ablation,
     proxy_correlations,
     what_to_use,
     without_twins,

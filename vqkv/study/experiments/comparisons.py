@@ -143,8 +143,33 @@ def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bit
 
 
 def without_twins(table: pd.DataFrame, designs: list[str]) -> pd.DataFrame:
-    """Rows of ``designs`` and of published systems, without those of designs that ``with_plain_steps`` added."""
-    return table[~table["system"].isin(set(with_plain_steps(designs)) - set(designs))]
+    """Rows of ``designs`` and of published systems, without those of designs that ``with_plain_steps`` added, and the
+    ``family`` of each."""
+    rows = table[~table["system"].isin(set(with_plain_steps(designs)) - set(designs))]
+    return rows.assign(family=rows["system"].map(family))
+
+
+PARTS = {  # part of a design -> what names it, and what stands in its place in the design without it
+    "trellis, not steps": ("trellis", "steps"),
+    "mixed": (", mixed", ""),
+    "weighted, not principal": ("weighted", "principal"),
+    "predicted": (", predicted", ""),
+    "by head": (", by head", ""),
+}
+
+
+def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
+    """Equivalent bits that a part of a design saves at each of ``contexts`` (``saved_CONTEXT``): a row for every part
+    (of ``PARTS``) and design of the first rung that has it, if its twin, which differs in nothing else, was tried."""
+    first = search[search["rung"] == 1].groupby("design", sort=False)
+    bits = first[[f"equivalent_bits_{name}" for name in contexts]].mean()
+    rows = []
+    for (part, (own, other)), design in itertools.product(PARTS.items(), bits.index):
+        twin = design.replace(own, other)
+        if twin != design and twin in bits.index:
+            saved = (bits.loc[twin] - bits.loc[design]).rename(lambda name: name.replace("equivalent_bits", "saved"))
+            rows.append({"part": part, "design": design} | saved.to_dict())
+    return pd.DataFrame(rows)
 
 
 def beside(table: pd.DataFrame, designs: list[str], contexts: list[str]) -> pd.DataFrame:

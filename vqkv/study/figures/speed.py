@@ -1,6 +1,7 @@
 """Figures of notebook 09."""
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
@@ -30,68 +31,61 @@ FORMATS = {  # start of a format -> palette key of the system that has it, marke
     "residual 3": ("vq", "s"),
     "residual 8": ("vqllm", "o"),
 }
-DOING = {  # operation -> how a row of the figure names it
-    "rvq_encode": "encode {}",
-    "rvq_encode_packed": "encode to bits {}",
-    "rvq_encode_beam4": "encode, beam 4, {}",
-    "rvq_statistics": "learning's sums {}",
-    "rans_encode": "encode to streams, {}",
-    "rans_decode": "decode streams, {}",
-    "best_decode": "best {}",
-    "rvq_decode": "sum codes {}",
-    "decode_add": "decode and add {}",
-    "decode_rope": "decode and rotate {}",
+WRITING = {  # operation, start of its format -> how a row of the figure names it
+    ("rvq_encode", "residual"): "residual VQ",
+    ("product_encode", "product"): "product codes",
+    ("grid_encode", "grid 256"): "Gaussian grid",
+    ("affine_encode", "int4"): "int4",
+    ("rans_encode", "2.5 bits"): "entropy-coded streams",
+    ("rvq_statistics", "residual"): "codebook learning's sums",
 }
-WRITING = ("rvq_encode", "rvq_encode_packed", "rvq_encode_beam4", "rvq_statistics", "affine_encode", "grid_encode",
-           "product_encode", "pack", "rans_encode")  # fmt: skip
-READING = ("rvq_decode", "affine_decode", "grid_decode", "product_decode", "residual_decode", "decode_add",
-           "decode_rope", "unpack", "rans_decode", "best_decode")  # fmt: skip
+READING = {
+    ("residual_decode", "residual 8"): "residual VQ",
+    ("product_decode", "product"): "product codes",
+    ("grid_decode", "grid 256"): "Gaussian grid",
+    ("affine_decode", "int4"): "int4",
+    ("rans_decode", "2.5 bits"): "entropy-coded streams",
+    ("best_decode", "by head, whole"): "short, all steps",
+    ("best_decode", "predicted, whole"): "long, all steps",
+}
+LIBRARIES = ("faiss", "quanto", "hqq", "vector-quantize", "constriction")
 
 
 def bound_dots(table):
-    """The share of the roofline that every implementation of every operation reaches, with the slowest and fastest of
-    its repetitions. Left: writing a cache; right: reading it. Hollow: the reference, where no kernel is faster."""
-    fig, axes = plt.subplots(1, 2, figsize=(12, 8), sharex=True)
-    table = table[table["operation"].isin(WRITING + READING)]
-    searched = table["operation"].str.startswith("rvq")  # in several sizes, of which the largest is shown
-    problem = table["operation"] + table["format"].where(~searched, "")
-    table = table[table["bound_ms"] == table.groupby(problem)["bound_ms"].transform("max")]
-    for ax, operations in zip(axes, (WRITING, READING), strict=True):
-        _panel(ax, table[table["operation"].isin(operations)], operations)
-    axes[0].set(title="writing a cache")
-    axes[1].set(title="reading a cache")
-    shown = {look_of(name)[2]: look_of(name)[:2] for name in table["implementation"]}
-    handles = [Line2D([], [], color=colour, marker=marker, linestyle="") for colour, marker in shown.values()]
-    fig.legend(handles, shown.keys(), loc="outside lower center", ncol=4)
+    """The share of the roofline that this library, plain torch and the fastest of other libraries reach in an operation
+    at its largest size, with the slowest and fastest of its repetitions. Left: writing a cache; right: reading it."""
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharex=True)
+    for ax, (title, names) in zip(axes, (("writing a cache", WRITING), ("reading a cache", READING)), strict=True):
+        for place, (operation, start) in enumerate(names):
+            rows = table[(table["operation"] == operation) & table["format"].str.startswith(start)]
+            _bound_row(ax, place, rows[rows["bound_ms"] == rows["bound_ms"].max()])
+        ax.axvline(1, color=PALETTE["bound"], linewidth=1.5, linestyle=":")
+        ax.set_yticks(range(len(names)), names.values())
+        ax.set(title=title, xscale="log", xlabel="share of the machine's bound", ylim=(len(names) - 0.5, -0.5))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
+    axes[0].set_xlim(left=axes[0].get_xlim()[0] / 2)  # room for names
+    labels = {"vqkv": "vqkv", "plain torch": "plain torch", "faiss": "fastest other library (named)"}
+    handles = [
+        Line2D([], [], ls="", ms=9, color=look_of(name)[0], marker=look_of(name)[1], label=label)
+        for name, label in labels.items()
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return fig
 
 
-def _panel(ax, table, operations) -> None:
-    named = [(o, f) for o in operations for f in dict.fromkeys(table[table["operation"] == o]["format"])]
-    for place, (operation, stored) in enumerate(named):
-        rows = table[(table["operation"] == operation) & (table["format"] == stored)]
-        ax.axhline(place, color="#dddddd", linewidth=0.8, zorder=0)
-        for row in rows.itertuples():
-            _dot(ax, place, row)
-    ax.axvline(1, color=PALETTE["bound"], linewidth=1, linestyle=":")
-    ax.set_yticks(range(len(named)), [_doing(*each) for each in named])
-    ax.set(xscale="log", xlabel="share of the bound that is reached", ylim=(len(named) - 0.5, -0.5))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
-    ax.grid(axis="y", visible=False)
-
-
-def _dot(ax, place: int, row) -> None:
-    colour, marker, label = look_of(row.implementation)
-    ours, share = label == "vqkv", row.ratio_to_bound
-    # a median that equals an end may be rounded beyond it
-    ends = [[max(0.0, share - row.bound_ms / row.max)], [max(0.0, row.bound_ms / row.min - share)]]
-    face = "white" if row.implementation.endswith("(reference)") else colour
-    style = {"color": colour, "mfc": face, "ms": 9 if ours else 6, "elinewidth": 1, "zorder": 4 if ours else 3}
-    ax.errorbar(share, place, xerr=ends, fmt=marker, **style)
-
-
-def _doing(operation: str, stored: str) -> str:
-    return DOING.get(operation, f"{operation.split('_')[-1]} {{}}").format(stored)
+def _bound_row(ax, place: int, rows) -> None:
+    rows = rows.sort_values("median")
+    others = rows["implementation"].str.startswith(LIBRARIES)
+    for row in (*rows[~others].itertuples(), *rows[others].head(1).itertuples()):
+        known, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
+        if not known and not row.implementation.startswith(("vqkv", "plain torch")):
+            continue
+        colour, marker, name = look_of("faiss" if known else row.implementation)
+        # a median that equals an end may be rounded beyond it
+        ends = [[max(0.0, share - row.bound_ms / row.max)], [max(0.0, row.bound_ms / row.min - share)]]
+        ax.errorbar(share, place, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
+        if known:
+            ax.annotate(look_of(row.implementation)[2], (share, place), (0, 7), textcoords="offset points", ha="center")
 
 
 def look_of(implementation: str) -> tuple[str, str, str]:
@@ -106,11 +100,12 @@ def format_look(stored: str) -> tuple[str, str]:
     return PALETTE[colour], marker
 
 
-def attention_lines(table):
-    """Time of one token's attention over that of fp16 SDPA (black), by context; a column per batch size. Above: packed
-    keys and values are read as they are; below: they are decoded first. Bars: fastest and slowest repetition."""
+def attention_lines(table, without=("int8",)):
+    """Time of one token's attention over that of fp16 SDPA (black; grey: faster), by context; a column per batch size.
+    Above: packed keys and values are read as they are; below: they are decoded first. Bars: fastest and slowest
+    repetition. ``without``: formats that are left to the table."""
     table = with_numbers(table[table["operation"] == "decode_attention"], "batch", "context")
-    batches = sorted(set(table["batch"]))
+    table, batches = table[~table["format"].isin(without)], sorted(set(table["batch"]))
     fig, axes = plt.subplots(2, len(batches), figsize=(11, 7), sharex="col", sharey=True, squeeze=False)
     ways = {"vqkv": "packed keys and values", "decode, then": "decoded, then SDPA"}
     for row, (start, title) in zip(axes, ways.items(), strict=True):
@@ -122,33 +117,38 @@ def attention_lines(table):
     for ax in axes[1]:
         ax.set(xlabel="context (tokens)")
     plain_numbers(axes[0, 0].yaxis)
-    fig.canvas.draw()
+    low = min(0.6, axes[0, 0].get_ylim()[0])
+    axes[0, 0].set_ylim(bottom=low)
     for ax in axes.flat:
-        _name_ends(ax)
-    axes[0, 0].text(0.02, 1, "fp16 SDPA", transform=axes[0, 0].get_yaxis_transform(), va="bottom", fontsize=9)
+        ax.axhspan(low, 1, color=PALETTE["fp16"], alpha=0.08, lw=0)
+        name_ends(ax)
+    axes[0, 0].text(0.02, 0.98, "faster than fp16", transform=axes[0, 0].get_yaxis_transform(), va="top", fontsize=10)
     return fig
 
 
 def _attention_panel(ax, table) -> None:
     ax.axhline(1, color=PALETTE["fp16"], linewidth=1.8)
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.set_xticks(sorted(set(table["context"])), [f"{n:,}" for n in sorted(set(table["context"]))])
     for stored, rows in table.groupby("format", sort=False):
         colour, marker = format_look(stored)
         ratio = rows["ratio_to_fp16"]
         scale = ratio / rows["median"]
         ends = [ratio - rows["min"] * scale, rows["max"] * scale - ratio]
-        ax.errorbar(
-            rows["context"].astype(int), ratio, ends, fmt=marker + "-", color=colour, elinewidth=1, label=stored
-        )
+        look = {"fmt": marker + "-", "color": colour, "elinewidth": 1, "label": stored}
+        ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
 
 
-def _name_ends(ax) -> None:
-    """Each line's name at its right end, no closer than they can be read."""
-    lines = {name: handle.lines[0] for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
-    ends = {name: ax.transData.transform(line.get_xydata()[-1]) for name, line in lines.items()}
-    points = sorted((*ax.transAxes.inverted().transform(end)[::-1], name) for name, end in ends.items())
-    for (end, right, name), place in zip(points, spread([point[0] for point in points], 0.065), strict=True):
+def name_ends(ax, step: float = 0.075) -> None:
+    """The name of each labelled line of ``ax``, whose limits are final, at its right end, no closer than they can be
+    read."""
+    ax.autoscale_view()
+    lines = {
+        name: getattr(line, "lines", [line])[0] for line, name in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    ends = {name: np.ma.compress_rows(np.ma.masked_invalid(line.get_xydata()))[-1] for name, line in lines.items()}
+    points = sorted((*(ax.transScale + ax.transLimits).transform(end)[::-1], name) for name, end in ends.items())
+    for (end, right, name), place in zip(points, spread([point[0] for point in points], step), strict=True):
         name_beside(ax, name, lines[name].get_color(), (right, end), (right + 0.04, place))
 
 
@@ -158,7 +158,7 @@ def search_lines(table):
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     rows = with_numbers(table[table["operation"] == "rvq_encode"], "N", "K", "C")
     rows = rows[rows["N"] == rows["N"].min()]
-    panels = {"C": ("K", "codes of a codebook"), "K": ("C", "codebooks")}
+    panels = {"C": ("K", "codes a codebook, {} codebooks"), "K": ("C", "codebooks of {:,} codes")}
     for ax, (along, (fixed, label)) in zip(axes, panels.items(), strict=True):
         shown = rows[rows[fixed] == rows[fixed].max()].sort_values(along)
         for name, line in shown.groupby("implementation", sort=False):
@@ -168,7 +168,7 @@ def search_lines(table):
             ax.errorbar(x, line["median"], ends, fmt=marker + "-", color=colour, label=known, elinewidth=1)
         bound = shown.groupby(along)["bound_ms"].max()
         ax.plot(bound.index.astype(int), bound, ":", color=PALETTE["bound"], label="bound")
-        ax.set(xscale="log", yscale="log", xlabel=f"{label} ({fixed} = {rows[fixed].max()})")
+        ax.set(xscale="log", yscale="log", xlabel=label.format(rows[fixed].max()))
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes[0].set_ylabel(f"ms to encode {rows['N'].min():,} vectors")

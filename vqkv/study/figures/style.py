@@ -54,6 +54,18 @@ PALETTE = {
     "gpt2-mini": "#e76300",
 }
 
+LOOKS = {  # part of a system's name -> palette key and marker; the first that fits
+    "by head": ("crossed", "*"),
+    "predicted": ("crossed 2", "P"),
+    "turboquant": ("turboquant", "^"),
+    "kvquant": ("kvquant", "v"),
+    "cachegen": ("cachegen", "<"),
+    "vqllm": ("vqllm", "s"),
+    "aqua": ("aqua", "h"),
+    "higgs": ("higgs", "D"),
+    "kvtc": ("kvtc", "p"),
+}
+
 STYLE = {
     "figure.figsize": (8, 4),
     "figure.dpi": 120,
@@ -111,12 +123,18 @@ def render(fig, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def by_model(table, size: tuple[float, float]):
+def by_model(table, size: tuple[float, float], sharex: bool = False):
     """A figure with a panel for each model, side by side: figure, axes (1, models), and (panel, model, its rows) of
     each."""
     models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(1, len(models), figsize=size, sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(models), figsize=size, sharex=sharex, sharey=True, squeeze=False)
     return fig, axes, [(ax, name, table[table["model"] == name]) for ax, name in zip(axes[0], models, strict=True)]
+
+
+def look(system: str) -> dict:
+    """Colour, marker and its size of a system, in the arguments of ``plot``."""
+    colour, marker = next((style for part, style in LOOKS.items() if part in system), ("published", "o"))
+    return {"color": PALETTE[colour], "marker": marker, "ms": 10 if marker in "*P" else 7}
 
 
 def where(table, conditions: dict):
@@ -146,7 +164,11 @@ def mark_floor(ax, rows, across: bool = True) -> None:
     (ax.set_ylim if across else ax.set_xlim)(min(low, floor / 2), high)
 
 
+def basename(model: str) -> str:
+    """A model's name without its owner or folder."""
+    return model.split("/")[-1]
+
+
 def short(model: str) -> str:
     """A model's palette key."""
-    name = model.split("/")[-1]
-    return name if name in PALETTE else "llama-mini"
+    return basename(model) if basename(model) in PALETTE else "llama-mini"
