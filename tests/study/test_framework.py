@@ -74,6 +74,17 @@ def test_a_llama_in_other_units_is_the_same_llama():
 
 
 @torch.no_grad()
+def test_norms_put_into_a_llama_leave_heads_of_equal_size_as_they_were():
+    """One token is as large as the mean over tokens."""
+    torch.manual_seed(0)
+    model, tokens = normalised._llama().eval(), torch.randint(1, 4000, (1, 1))
+    normed = normalised.both_normed(model, tokens)
+    torch.testing.assert_close(normed(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+    assert all(x.square().mean(-1).sub(1).abs().max() < 1e-2 for role in capture(normed, tokens) for x in role)
+    assert not torch.allclose(capture(model, tokens)[0][1], capture(normed, tokens)[0][1], rtol=0.1)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["_both", "_gemma4"])
 def test_normalised_values_have_size_one(name):
     torch.manual_seed(0)

@@ -26,7 +26,8 @@ from vqkv.models.capture import capture
 from vqkv.models.load import fingerprint
 from vqkv.reference.data import TOKENIZER_DIR, VOCAB_SIZE
 from vqkv.reference.train import DECAY_SHARE, adamw, next_token_loss, update
-from vqkv.study.experiments.common import draw, frame
+from vqkv.study.experiments import probes
+from vqkv.study.experiments.common import RECALL_PAIRS, draw, frame, subject
 from vqkv.study.sweep import per_process, sweep
 
 LAYERS, HEAD_DIM = 4, 64
@@ -46,9 +47,13 @@ KEPT = (
 class HeadNorm(nn.Module):
     """Each head's vector over its root mean square, without a weight, as Gemma 4 does to its values."""
 
+    def __init__(self, head_dim: int = HEAD_DIM):
+        super().__init__()
+        self.head_dim = head_dim
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., num_kv_heads * head_dim), the same shape."""
-        return F.rms_norm(x.unflatten(-1, (-1, HEAD_DIM)), (HEAD_DIM,), eps=1e-6).flatten(-2)
+        return F.rms_norm(x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-6).flatten(-2)
 
 
 def _llama():
@@ -93,6 +98,40 @@ def scaled_down(model, tokens: torch.Tensor):
     return model
 
 
+@torch.no_grad()
+def keys_normed(model, tokens: torch.Tensor):
+    """A trained Llama with ``HeadNorm`` put behind its keys; queries are larger by the size that a head's keys had, on
+    average over ``tokens``."""
+    model, (keys, _) = copy.deepcopy(model), capture(model, tokens)
+    for layer, size in zip(model.model.layers, map(_sizes, keys), strict=True):
+        own = layer.self_attn
+        own.q_proj.weight.unflatten(0, (len(size), -1, own.head_dim)).mul_(size[:, None, None, None])
+        own.k_proj = nn.Sequential(own.k_proj, HeadNorm(own.head_dim))
+    return model
+
+
+@torch.no_grad()
+def both_normed(model, tokens: torch.Tensor):
+    """The same, and ``HeadNorm`` behind its values; output projections make up for their size."""
+    model, (_, values) = keys_normed(model, tokens), capture(model, tokens)
+    for layer, size in zip(model.model.layers, map(_sizes, values), strict=True):
+        own = layer.self_attn
+        own.o_proj.weight.unflatten(1, (len(size), -1, own.head_dim)).mul_(size[:, None, None])
+        own.v_proj = nn.Sequential(own.v_proj, HeadNorm(own.head_dim))
+    return model
+
+
+def _sizes(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_kv_heads, seq_len, head_dim) -> (num_kv_heads,): mean root mean square of a head's vectors."""
+    return x.square().mean(-1).sqrt().mean((0, 2))
+
+
+CHANGED = {  # what is done to a trained Llama
+    "as trained": _as_trained,
+    "scaled to max 0.45": scaled_down,
+    "keys normed": keys_normed,
+    "keys and values normed": both_normed,
+}
 MODELS = {  # architecture that is trained, and what is done to it afterwards
     "Llama": (_llama, _as_trained),
     "Llama, scaled to max 0.45": (_llama, scaled_down),
@@ -132,6 +171,31 @@ def _rows(model: str, training: dict, measured: dict, codebook_size: int):
     label = {"model": model, "parameters": sum(p.numel() for p in found.parameters())}
     label |= _magnitudes(found, tokens["test"])
     return [label | row for row in _codec_rows(found, tokens, measured["prompt_len"], codebook_size)], sources
+
+
+def normed_afterwards(
+    name: str, changes: list[str], corpus: str, prompt_len: int, new_tokens: int, train_seqs: int, num_seqs: int,
+    recall_seqs: int, codebook_size: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """The same of a trained Llama with norms put in afterwards, untrained since: a row per change and codec.
+    ``recall``: its own, of 16 pairs, with everything exact."""
+    texts = {"train": [train_seqs, prompt_len + new_tokens], "test": [num_seqs, prompt_len + new_tokens], "seed": seed}
+    settings = {
+        "who": texts | {"name": name, "corpus": corpus, "dtype": dtype, "device": device},
+        "prompt_len": prompt_len,
+        "recall_seqs": recall_seqs,
+        "codebook_size": codebook_size,
+    }
+    return frame(*sweep(_changed_rows, [{"change": change} for change in changes], settings, "norms"))
+
+
+def _changed_rows(change: str, who: dict, prompt_len: int, recall_seqs: int, codebook_size: int):
+    found = subject(**who)
+    model = CHANGED[change](found.model, found.test)
+    hit = probes.recall(model, found.tokenizer, RECALL_PAIRS, num_seqs=recall_seqs, seed=who["seed"])
+    label = {"model": f"{who['name'].split('/')[-1]}, {change}", "recall": hit} | _magnitudes(model, found.test)
+    tokens = {"train": found.train, "test": found.test}
+    return [label | row for row in _codec_rows(model, tokens, prompt_len, codebook_size)], found.sources
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

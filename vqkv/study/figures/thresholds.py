@@ -80,7 +80,7 @@ def sequence_spread(table):
         ax.tick_params(axis="x", labelsize=9)
         ax.set(title=model, yscale="log")
         mark_floor(ax, mine)
-    for kl, words in ((0.1, "\"defensible\" 0.1"), (0.5, "\"completely broken\" 0.5")):
+    for kl, words in ((0.1, '"defensible" 0.1'), (0.5, '"completely broken" 0.5')):
         axes[0, -1].text(len(codecs) - 0.55, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="right")
     axes[0, 0].set_ylabel("KL of a sequence (nats)")
     return fig
