@@ -31,7 +31,7 @@ from vqkv.study.experiments.generation import (
 from vqkv.study.experiments.grouping import grouping
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
-from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards
+from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget

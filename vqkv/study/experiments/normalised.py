@@ -141,6 +141,11 @@ MODELS = {  # architecture that is trained, and what is done to it afterwards
 }
 
 
+def small_models(beginnings: list[str]) -> list[str]:
+    """Names of ``MODELS`` that begin so."""
+    return [name for name in MODELS if name.startswith(tuple(beginnings))]
+
+
 def normalised_keys(
     models: list[str], corpus: str, text_seqs: int, batch_size: int, prompt_len: int, new_tokens: int, train_seqs: int,
     num_seqs: int, codebook_size: int, seed: int, device: str,

@@ -81,29 +81,32 @@ def sequence_spread(table):
         ax.set(title=model, yscale="log")
         mark_floor(ax, mine)
     for kl, words in ((0.1, '"defensible" 0.1'), (0.5, '"completely broken" 0.5')):
-        axes[0, -1].text(len(codecs) - 0.55, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="right")
+        axes[0, 0].text(len(codecs) / 2, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="center")
     axes[0, 0].set_ylabel("KL of a sequence (nats)")
     return fig
 
 
 def ladder_bars(table, claimed: dict[str, float]):
-    """Each tier's file: ratio to every snapshot in fp32 (left, with the published claim as a mark) and to the live fp16
-    cache (right; left of 1: larger than the live cache). Means over models; KL of each."""
-    names = ["ratio_every_fp32", "ratio_live_fp16"]
-    rows = table.groupby("tier", sort=False)[names].mean()
-    fig, axes = plt.subplots(1, 2, figsize=(10.5, 4), sharey=True, width_ratios=(3, 2))
-    looks = (("vqq", "against every snapshot in fp32", (1, 4000)), ("vq", "against the live fp16 cache", (0.05, 10)))
-    for ax, name, (colour, title, limits) in zip(axes, names, looks, strict=True):
-        ax.barh(range(len(rows)), rows[name] - limits[0], 0.6, left=limits[0], color=PALETTE[colour])
-        for y, ratio in enumerate(rows[name]):
-            ax.text(limits[0] * 1.15, y, f"{ratio:.3g}x" if ratio > 1 else f"{ratio:.2f}x", va="center", fontsize=9)
-        ax.set(xscale="log", xlim=limits, title=title, xlabel="times smaller (bytes on disk)")
-    marks = [claimed.get(tier, float("nan")) for tier in rows.index]
-    axes[0].plot(marks, range(len(rows)), "D", color=PALETTE["bound"], label="claimed")
+    """Each tier's file, a bar per model: ratio to every snapshot in fp32 (left, with the published claim as a mark) and
+    to the live fp16 cache (right; left of 1: larger than the live cache)."""
+    tiers, models = (list(dict.fromkeys(table[column])) for column in ("tier", "model"))
+    fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, width_ratios=(3, 2))
+    panels = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
+    panels += [("live_fp16", "against the live fp16 cache", 0.05, 10)]
+    for ax, (name, title, low, high) in zip(axes, panels, strict=True):
+        for i, model in enumerate(models):
+            ratios = table[table["model"] == model].set_index("tier").loc[tiers, f"ratio_{name}"]
+            places = [y + 0.38 * (i - (len(models) - 1) / 2) for y in range(len(tiers))]
+            ax.barh(places, ratios - low, 0.36, left=low, color=PALETTE[short(model)], label=model)
+            for y, ratio in zip(places, ratios, strict=True):
+                ax.text(low * 1.1, y, f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", va="center", fontsize=8)
+        ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
+    marks = [claimed.get(tier, float("nan")) for tier in tiers]
+    axes[0].plot(marks, range(len(tiers)), "D", color=PALETTE["bound"], label="claimed")
     axes[1].axvline(1, color=PALETTE["bound"], linewidth=1)
-    axes[0].set_yticks(range(len(rows)), [tier.replace("deltas", "deltas, our reading") for tier in rows.index])
+    axes[0].set_yticks(range(len(tiers)), [tier.replace("deltas", "deltas (our reading)") for tier in tiers])
     axes[0].invert_yaxis()
-    axes[0].legend(loc="upper right")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
 
 
