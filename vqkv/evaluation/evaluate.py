@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
-from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement
+from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
 from vqkv.models.layers import check_decoder, kv_layers
 from vqkv.runtime.processes import current
@@ -55,8 +55,8 @@ def evaluate(
     ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
     them, then decode and score the rest ``step_size`` tokens at a time). Only tokens that read something packed are
     scored. ``batch_size``: sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values.
-    ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each`` and
-    ``top1_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
+    ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each``,
+    ``top1_each`` and ``top2_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
 
     Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
     and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
@@ -92,7 +92,7 @@ def evaluate(
         raise DataError(NOTHING_LEFT)
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
-        names = ("kl", "top1", "recall", "recall_exact") if answers is not None else ("kl", "top1")
+        names = ("kl", "top1", "top2") + (("recall", "recall_exact") if answers is not None else ())
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in names}
     return row | (_mean_ratios(totals, *ROLES_MSE) if reconstruction else {})
 
@@ -129,7 +129,7 @@ def _all_batches(measure, count: int) -> list[Sums]:
 def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], values: list[Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
-    KL (mean, and std and worst over sequences) and top-1 agreement with the exact cache. ``exact``: see ``evaluate``.
+    KL (mean, and std and worst over sequences), top-1 agreement and perplexities. ``exact``: see ``evaluate``.
     """
     model, start = exact.model, keys[0].shape[2]
     tokens = tokens.to(model.device)
@@ -137,9 +137,10 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     pairs = zip(keys, values, strict=True)
     cache = DynamicCache([tuple(x.to(model.device, model.dtype) for x in pair) for pair in pairs])
     logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
-    kl, top1 = token_kl(expected, logits).mean(1), top1_agreement(expected, logits).mean(1)
     floor = exact.floor(tokens, [start, tokens.shape[1] - start])[:, start:-1].mean().item()
-    return _spread(kl) | {"kl_floor": floor, "top1": top1.mean().item()}
+    row = _spread(token_kl(expected, logits).mean(1)) | {"kl_floor": floor}
+    nll = [token_nll(found, tokens[:, start + 1 :]).mean().exp().item() for found in (expected, logits)]
+    return row | dict(zip(("ppl_exact", "ppl", "top1"), (*nll, top1_agreement(expected, logits).mean().item())))
 
 
 def _spread(kl: Tensor) -> dict:
@@ -217,6 +218,7 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         "nll": token_nll(logits, targets).mean(1),
         "kl": token_kl(exact, logits).mean(1),
         "top1": top1_agreement(exact, logits).mean(1),
+        "top2": top2_agreement(exact, logits).mean(1),
         "kl_floor": exact_pass.floor(tokens, pieces)[:, start:-1].mean(1),
         "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
         "attention_mse": _attention_sums(exact_attention, packed_attention, start),

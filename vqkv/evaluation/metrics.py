@@ -49,6 +49,12 @@ def top1_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tenso
     return (reference.argmax(-1) == logits.argmax(-1)).float()
 
 
+def top2_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """1.0 where the reference's next token is the likeliest or the second likeliest here: (batch, seq_len, vocab) twice
+    -> (batch, seq_len)."""
+    return (logits.topk(2).indices == reference.argmax(-1, keepdim=True)).any(-1).float()
+
+
 def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
     """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
     p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)

@@ -96,7 +96,7 @@ class Trainer:
         self.validation = TokenStream(data / "validation.bin", self.tokenizer)
         torch.manual_seed(0)
         self.model = ARCHITECTURES[name]().to(device)
-        self.optimizer = _optimizer(self.model)
+        self.optimizer = adamw(self.model)
         self.log = {"tokens": 0, "steps": 0, "loss": [], "measured": [], "runs": []}
         if (state / "log.json").exists():
             self._resume()
@@ -111,31 +111,14 @@ class Trainer:
             whole["state"].setdefault(int(index), {})[key] = value
         self.optimizer.load_state_dict(whole)
 
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Next-token cross-entropy in nats: the mean over sequences of each one's mean over its labelled tokens.
-
-        So a recall sequence's few answers weigh as much as a sequence of text. Logits are made at labelled places only.
-        """
-        tokens, targets = tokens.to(self.device), labels[:, 1:].to(self.device)
-        asked = targets != IGNORE
-        weights = (asked / asked.sum(1, keepdim=True).clamp_min(1) / len(targets))[asked]
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=_fast_bf16(self.device)):
-            hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1][asked]
-            logits = self.model.lm_head(hidden)
-        return (F.cross_entropy(logits.float(), targets[asked], reduction="none") * weights).sum()
-
     def step(self) -> float:
         """One optimizer step; returns the training loss."""
         log = self.log
         rows, seq_len = self.mixture.shape(log["tokens"], log["steps"])
         rows *= CUDA_ROWS if self.device == "cuda" else 1
-        loss = self.loss(*self.mixture.batch(rows, seq_len, log["tokens"], log["steps"]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * self._scale()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=_fast_bf16(self.device)):
+            loss = next_token_loss(self.model, *self.mixture.batch(rows, seq_len, log["tokens"], log["steps"]))
+        update(self.model, self.optimizer, loss, LEARNING_RATE * self._scale())
         log["steps"] += 1
         log["tokens"] += rows * seq_len
         return loss.item()
@@ -213,7 +196,30 @@ class Trainer:
         temporary.rmdir()
 
 
-def _optimizer(model) -> torch.optim.AdamW:
+def next_token_loss(model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy in nats: the mean over sequences of each one's mean over its labelled tokens.
+
+    So a recall sequence's few answers weigh as much as a sequence of text. Logits are made at labelled places only.
+    """
+    tokens, targets = tokens.to(model.device), labels[:, 1:].to(model.device)
+    asked = targets != IGNORE
+    weights = (asked / asked.sum(1, keepdim=True).clamp_min(1) / len(targets))[asked]
+    logits = model.lm_head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1][asked])
+    return (F.cross_entropy(logits.float(), targets[asked], reduction="none") * weights).sum()
+
+
+def update(model, optimizer: torch.optim.Optimizer, loss: torch.Tensor, lr: float) -> None:
+    """One step down the gradient, clipped to norm 1, at this learning rate."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model) -> torch.optim.AdamW:
+    """Weight decay on matrices other than embeddings."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in embeddings]
     others = [p for p in model.parameters() if p.ndim < 2 or p in embeddings]

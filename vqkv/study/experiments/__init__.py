@@ -32,13 +32,16 @@ from vqkv.study.experiments.generation import (
 from vqkv.study.experiments.grouping import grouping
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
+from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
+from vqkv.study.experiments.product_codes import gaps, kmeans_times, product_against_residual
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.retrieval import first_lost, retrieval
+from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.systems import systems
 from vqkv.study.experiments.tasks import leaderboard
-from vqkv.study.experiments.thresholds import threshold_sweep
+from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
 from vqkv.study.experiments.tuning import chosen, tuning

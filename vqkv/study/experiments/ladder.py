@@ -23,7 +23,8 @@ KEPT = (
 )  # fmt: skip
 EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
-EVICTION_COLUMNS = ("kl_mean", "kl_low", "kl_high", "kl_worst", "kl_floor", "top1", "ratio")
+DAMAGE = ("kl_mean", "kl_low", "kl_high", "kl_std", "kl_worst", "kl_floor", "ppl_exact", "ppl", "top1")
+EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
 def tier_ladder(
@@ -108,7 +109,7 @@ def _evicted(found: Subject, live, interval: int, retain: float, recent: float) 
     settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False, "exact": found.exact}
     row = evaluate(found.model, H2O(exact_compressor(found), retain, recent), found.test, "snapshot", **settings)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
-    return saved | {name: row[name] for name in ("kl_mean", "kl_low", "kl_high", "kl_worst", "kl_floor", "top1")}
+    return saved | {name: row[name] for name in DAMAGE}
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:

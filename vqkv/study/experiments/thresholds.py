@@ -1,13 +1,39 @@
-"""Notebook 05: the VQ quality framework's threshold sweep."""
+"""Notebook 05: the VQ quality framework's threshold sweep, beside what it claims."""
 
 import statistics
+
+import pandas as pd
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.capture import capture
+from vqkv.study.experiments.audit.framework import fallback_bits
 from vqkv.study.experiments.common import Subject, calibrated, frame, subject
 from vqkv.study.sweep import per_process, sweep
+from vqkv.study.tables import published
+
+TINYLLAMA = {  # rows of its table 4.2, and what they are called here
+    "m=2 threshold=0.08": ("vqq_product", 0.08),
+    "m=2 threshold=0.10": ("vqq_product", 0.1),
+    "block 2, no fallback": ("vq, 2", None),
+    "block 8, no fallback": ("vq, 8, unscaled", None),
+}
+
+
+def claimed_sweep() -> pd.DataFrame:
+    """The source's tables 4.1 (GPT-2, plain VQ) and 4.2 (TinyLlama): one row per method and threshold. ``claimed_live``
+    is the ratio to the live fp16 cache that its shares of blocks in fp16 leave."""
+    plain, other = published("vqq_threshold_sweep_gpt2"), published("vqq_tinyllama").set_index("config")
+    live = 16 / fallback_bits(plain["fp16_fallback_pct"] / 100)
+    plain = plain.assign(method="vqq", claimed_live=live).rename(columns={"kl": "claimed_kl"})
+    rows = [
+        {"method": method, "threshold": threshold, "claimed_ratio": other["claimed_ratio"][config]}
+        | {"claimed_kl": float(other["kl_mean"][config])}
+        for config, (method, threshold) in TINYLLAMA.items()
+    ]
+    columns = ["method", "threshold", "claimed_ratio", "claimed_kl", "claimed_live"]
+    return pd.concat([plain, pd.DataFrame(rows)])[columns].astype({"threshold": float})
 
 
 def threshold_sweep(

@@ -9,6 +9,7 @@ from vqkv.study.figures.frontier import ablation_dots, frontier, lost, proxy_dot
 from vqkv.study.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
 from vqkv.study.figures.grouping import GROUPING_COLOURS, grouping_bars
 from vqkv.study.figures.learning import learning_curves, unused_codes
+from vqkv.study.figures.normalised import architecture_dots, product_lines
 from vqkv.study.figures.phenomena import channel_ratios, emergence, magnitude_boxes, recall_lines
 from vqkv.study.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
 from vqkv.study.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation

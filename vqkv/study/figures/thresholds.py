@@ -28,72 +28,85 @@ def threshold_curves(table):
         ax.set(title=model, xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
         ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         mark_floor(ax, mine)
-    axes[0, 0].text(1.05, 0.105, 'the source\'s "defensible" KL 0.1', color=PALETTE["published"], fontsize=9)
+    axes[0, 0].text(1.05, 0.115, '"defensible": KL 0.1', color=PALETTE["published"], fontsize=9)
     axes[0, 0].set_ylabel("KL (nats), mean over sequences")
     axes[0, -1].legend(loc="lower right")
     return fig
 
 
 def ratios_by_threshold(measured, claimed):
-    """Ratio by error threshold: as claimed, and as measured against the live fp16 cache (``measured``: columns
-    ``threshold``, ``model``, ``ratio``; ``claimed``: ``threshold``, ``claimed_ratio``)."""
-    fig, ax = plt.subplots(figsize=(7.5, 3.8))
-    claimed = claimed[claimed["threshold"] > 0]
-    ax.plot(claimed["threshold"], claimed["claimed_ratio"], "o--", color=PALETTE["published"], label="claimed (GPT-2)")
-    for model, rows in measured[measured["threshold"] > 0].groupby("model", sort=False):
-        ax.plot(rows["threshold"], rows["ratio"], "o-", color=PALETTE[short(model)], label=f"measured ({model})")
-    ax.axhline(1, color=PALETTE["bound"], linewidth=1)
-    ax.text(1, 1.08, "as large as the live fp16 cache", fontsize=9, ha="right")
-    ax.set(xscale="log", yscale="log", xlabel="error threshold (share of the head's maximum)")
-    ax.set(
-        ylabel="compression ratio", xticks=claimed["threshold"], xticklabels=[f"{t:g}" for t in claimed["threshold"]]
-    )
-    ax.minorticks_off()
-    ax.legend()
+    """Ratio by error threshold, a panel per denominator: as claimed, against every snapshot in fp32; and against the
+    live fp16 cache, as measured (``measured``: columns ``threshold``, ``model``, ``ratio``) and as the source's own
+    shares of blocks in fp16 leave it (``claimed``: ``threshold``, ``claimed_ratio``, ``claimed_live``)."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    measured, claimed = (table[table["threshold"] > 0] for table in (measured, claimed))
+    look = {"color": PALETTE["published"]}
+    axes[0].plot(claimed["threshold"], claimed["claimed_ratio"], "o--", label="claimed (GPT-2)", **look)
+    axes[0].set(title="against every snapshot in fp32", ylabel="times smaller", ylim=(10, 2000))
+    for (model, rows), line in zip(measured.groupby("model", sort=False), ("-", ":"), strict=False):
+        look_of_model = {"color": PALETTE[short(model)], "linewidth": 2.5}
+        axes[1].plot(rows["threshold"], rows["ratio"], f"o{line}", label=f"measured ({model})", **look_of_model)
+    axes[1].plot(claimed["threshold"], claimed["claimed_live"], "s--", label="from the source's own shares", **look)
+    axes[1].axhline(1, color=PALETTE["bound"], linewidth=1)
+    axes[1].set(title="against the live fp16 cache", ylim=(0.8, 20))
+    axes[1].set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+    ticks = [t for t in claimed["threshold"] if t != 0.08]
+    for ax in axes:
+        ax.set(xscale="log", yscale="log", xlabel="error threshold (share of the head's maximum)")
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=9)
+        ax.minorticks_off()
+        ax.legend(loc="upper left" if ax is axes[1] else "lower right")
+    axes[1].set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     return fig
 
 
-def sequence_spread(table, chosen: list[tuple[str, str, float | None]]):
-    """KL of every single sequence, a dot each, and their mean, for (label, method, threshold) by model."""
-    fig, axes, panels = by_model(table, (10, 3.4))
+SEQUENCE_COLOURS = {"VQ of": "vq", "VQ of 8, threshold": "vqq", "product": "pq", "H2O": "fp16"}
+
+
+def sequence_spread(table):
+    """KL of every single sequence, a dot each, and their median, by codec; a panel per model."""
+    fig, axes, panels = by_model(table, (10, 4.2))
+    codecs = list(dict.fromkeys(table["codec"]))
     for ax, model, mine in panels:
-        for x, (_, method, threshold) in enumerate(chosen):
-            rows = mine[mine["method"] == method]
-            rows = rows if threshold is None else rows[rows["threshold"] == threshold]
-            colour = PALETTE[METHODS[method][1]]
-            offsets = x + 0.3 * (rows["sequence"] / max(1, rows["sequence"].max()) - 0.5)
-            ax.plot(offsets, rows["kl"], "o", color=colour, alpha=0.7)
-            ax.plot([x - 0.3, x + 0.3], [rows["kl"].mean()] * 2, color=PALETTE["bound"])
-        ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
-        ax.set_xticks(range(len(chosen)), [label for label, *_ in chosen], rotation=20, ha="right")
+        for x, codec in enumerate(codecs):
+            rows = mine[mine["codec"] == codec]
+            colour = PALETTE[[key for start, key in SEQUENCE_COLOURS.items() if codec.startswith(start)][-1]]
+            offsets = x + 0.6 * (rows["sequence"] / max(1, rows["sequence"].max()) - 0.5)
+            ax.plot(offsets, rows["kl"], "o", color=colour, alpha=0.5, markersize=3.5)
+            ax.plot([x - 0.35, x + 0.35], [rows["kl"].median()] * 2, color=PALETTE["bound"], linewidth=2)
+        for kl, line in ((0.1, "--"), (0.5, ":")):
+            ax.axhline(kl, color=PALETTE["published"], linestyle=line, linewidth=1)
+        ax.set_xticks(range(len(codecs)), [codec.replace(", ", ",\n") for codec in codecs], rotation=25, ha="right")
+        ax.tick_params(axis="x", labelsize=9)
         ax.set(title=model, yscale="log")
         mark_floor(ax, mine)
-    axes[0, 0].text(0.6, 0.115, "KL 0.1", color=PALETTE["published"], fontsize=9)
+    for kl, words in ((0.1, '"defensible" 0.1'), (0.5, '"completely broken" 0.5')):
+        axes[0, 0].text(len(codecs) / 2, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="center")
     axes[0, 0].set_ylabel("KL of a sequence (nats)")
     return fig
 
 
 def ladder_bars(table, claimed: dict[str, float]):
-    """Each tier's file: ratio to every snapshot in fp32 (bar, with the published claim as a mark) and to the live fp16
-    cache (narrow bar; left of 1: larger than the live cache). Mean over models."""
-    rows = table.groupby("tier", sort=False)[["ratio_every_fp32", "ratio_live_fp16", "kl_mean"]].mean()
-    fig, ax = plt.subplots(figsize=(9.5, 4.4))
-    for y, (tier, row) in enumerate(rows.iterrows()):
-        ax.barh(y - 0.18, row["ratio_every_fp32"] - 0.05, 0.34, left=0.05, color=PALETTE["vqq"])
-        ax.barh(y + 0.2, row["ratio_live_fp16"] - 0.05, 0.34, left=0.05, color=PALETTE["vq"])
-        ax.text(1.15, y - 0.18, f"{row['ratio_every_fp32']:.0f}x", va="center", fontsize=9)
-        ax.text(
-            max(1.15, row["ratio_live_fp16"] * 1.1), y + 0.2, f"{row['ratio_live_fp16']:.2g}x", va="center", fontsize=9
-        )
-        ax.plot(claimed.get(tier, float("nan")), y - 0.18, "D", color=PALETTE["bound"], label="_" if y else "claimed")
-    ax.axvline(1, color=PALETTE["bound"], linewidth=1)
-    ax.barh(0, 0, color=PALETTE["vqq"], label="against every snapshot in fp32")
-    ax.barh(0, 0, color=PALETTE["vq"], label="against the live fp16 cache")
-    labels = [f"{tier}\nKL {kl:.1g}" for tier, kl in rows["kl_mean"].items()]
-    ax.set_yticks(range(len(rows)), labels, fontsize=9)
-    ax.set(xscale="log", xlabel="times smaller (bytes on disk)", xlim=(0.05, 4000))
-    ax.invert_yaxis()
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+    """Each tier's file, a bar per model: ratio to every snapshot in fp32 (left, with the published claim as a mark) and
+    to the live fp16 cache (right; left of 1: larger than the live cache)."""
+    tiers, models = (list(dict.fromkeys(table[column])) for column in ("tier", "model"))
+    fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, width_ratios=(3, 2))
+    panels = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
+    panels += [("live_fp16", "against the live fp16 cache", 0.05, 10)]
+    for ax, (name, title, low, high) in zip(axes, panels, strict=True):
+        for i, model in enumerate(models):
+            ratios = table[table["model"] == model].set_index("tier").loc[tiers, f"ratio_{name}"]
+            places = [y + 0.38 * (i - (len(models) - 1) / 2) for y in range(len(tiers))]
+            ax.barh(places, ratios - low, 0.36, left=low, color=PALETTE[short(model)], label=model)
+            for y, ratio in zip(places, ratios, strict=True):
+                ax.text(low * 1.1, y, f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", va="center", fontsize=8)
+        ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
+    marks = [claimed.get(tier, float("nan")) for tier in tiers]
+    axes[0].plot(marks, range(len(tiers)), "D", color=PALETTE["bound"], label="claimed")
+    axes[1].axvline(1, color=PALETTE["bound"], linewidth=1)
+    axes[0].set_yticks(range(len(tiers)), [tier.replace("deltas", "deltas (our reading)") for tier in tiers])
+    axes[0].invert_yaxis()
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
 
 
@@ -101,7 +114,7 @@ CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a t
 
 
 def entropy_bars(table):
-    """Factors by which ANS makes the codes smaller, by codec and role, with three kinds of tables; a panel per
+    """Factors by which ANS makes the codes smaller, by codec and role, with two kinds of tables; a panel per
     model."""
     codecs = list(dict.fromkeys(table["codec"]))
     fig, axes, panels = by_model(table, (10, 4.2))
@@ -111,10 +124,10 @@ def entropy_bars(table):
         for i, (coder, label) in enumerate(CODERS.items()):
             gains = [mine.loc[place, "packed"] / mine.loc[place, coder] for place in places]
             heights = [gain - 1 for gain in gains]
-            ax.bar([x + 0.27 * (i - 1) for x in range(len(places))], heights, 0.25, 1, color=f"C{i}", label=label)
+            ax.bar([x + 0.3 * (i - 0.5) for x in range(len(places))], heights, 0.28, 1, color=f"C{i}", label=label)
         ax.axhline(1, color=PALETTE["bound"], linewidth=1)
         ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source", zorder=0)
-        labels = [f"{codec}, {role}s" for codec, role in places]
+        labels = [f"{codec.replace(' of 8 values', '')}, {role}s" for codec, role in places]
         ax.set_xticks(range(len(places)), labels, fontsize=9, rotation=25, ha="right")
         ax.set(title=model, ylim=(0.98, None))
     axes[0, 0].set_ylabel("times smaller than packed codes")
@@ -124,14 +137,16 @@ def entropy_bars(table):
 
 def eviction_curves(table):
     """KL against the share of tokens retained, by codec and rule; a panel per model."""
-    fig, axes, panels = by_model(table, (10, 3.6))
+    fig, axes, panels = by_model(table, (10, 3.8))
     for ax, model, mine in panels:
         for (codec, rule), rows in mine.groupby(["codec", "rule"], sort=False):
             style = "o-" if rule == "heavy hitters" else "x:"
             ax.plot(100 * rows["retain"], rows["kl_mean"], style, color=PALETTE[codec], label=f"{codec}, {rule}")
-        ax.set(title=model, xlabel="tokens retained (%)", yscale="log")
+        ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
+        ax.set(title=model, xlabel="tokens retained (%)")
         ax.invert_xaxis()
         mark_floor(ax, mine)
+    axes[0, 0].text(26, 0.105, "KL 0.1", color=PALETTE["published"], fontsize=9, ha="right")
     axes[0, 0].set_ylabel("KL (nats)")
-    axes[0, -1].legend(fontsize=9)
+    axes[0, 0].legend(fontsize=9)
     return fig

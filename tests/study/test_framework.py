@@ -1,0 +1,92 @@
+"""Pages 05 and 17: what they compute, on cases whose answer is known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.evaluation.metrics import top1_agreement, top2_agreement
+from vqkv.models.capture import capture
+from vqkv.study import experiments
+from vqkv.study.experiments import normalised, product_codes, sequences
+
+
+def test_two_modes_are_told_from_one():
+    rng = np.random.default_rng(0)
+    one, skewed = rng.normal(size=64), rng.exponential(size=64)
+    two = np.concatenate([rng.normal(-3, 1, 32), rng.normal(3, 1, 32)])
+    assert sequences.two_modes(two)["sarle"] > 5 / 9 and sequences.two_modes(two)["p"] < 0.001
+    assert sequences.two_modes(one)["sarle"] < 5 / 9 and sequences.two_modes(one)["p"] > 0.05
+    assert sequences.two_modes(np.log(np.exp(one))) == sequences.two_modes(one)
+    assert sequences.two_modes(skewed)["sarle"] > sequences.two_modes(one)["sarle"]  # a tail counts too: hence the log
+
+
+def test_modes_count_sequences_and_second_best_tokens():
+    table = pd.DataFrame({"kl": [0.01, 0.02, 0.04, 0.3, 0.8], "top1": [1, 1, 0.9, 0.8, 0.5], "tokens": 10})
+    table = table.assign(top2=[1, 1, 1, 0.9, 0.6], model="m", codec="c", kl_floor=1e-7, sequence=range(5))
+    row = experiments.modes(table).iloc[0]
+    assert (row["broken"], row["over 0.1"], row["changed"]) == (0.2, 0.4, 8)
+    assert row["worst/median"] == pytest.approx(20) and row["second"] == pytest.approx(0.3 / 0.8)
+
+
+def test_top2_is_top1_or_the_next():
+    reference = torch.tensor([[[0.0, 1, 2, 3]] * 3])
+    logits = torch.tensor([[[0.0, 1, 2, 3], [0, 1, 3, 2], [3, 1, 2, 0]]])
+    assert top1_agreement(reference, logits).tolist() == [[1, 0, 0]]
+    assert top2_agreement(reference, logits).tolist() == [[1, 1, 0]]
+
+
+def test_claims_stand_beside_the_method_that_they_are_of():
+    claims = experiments.claimed_sweep().set_index(["method", "threshold"])
+    assert claims.index.is_unique and claims["claimed_ratio"]["vqq", 0.07] == 123
+    assert claims.loc[("vqq_product", 0.1), ["claimed_ratio", "claimed_kl"]].tolist() == [308, 0.2]
+    live = claims["claimed_live"].dropna()
+    assert live.index.get_level_values("method").unique() == ["vqq"] and live.max() == pytest.approx(128 / 9)
+
+
+def test_product_codes_are_best_where_halves_are_independent_and_residual_stages_where_sums_are():
+    generator = torch.Generator().manual_seed(0)
+    kmeans = KMeans(4, 20, 0)
+    codes = torch.randn(2, 4, 4, generator=generator) * 5
+    halves = torch.cat([codes[i][torch.randint(4, (512,), generator=generator)] for i in range(2)], dim=1)
+    assert product_codes._product(halves, halves, kmeans) < 1e-6 < product_codes._residual(halves, halves, kmeans)
+    coarse, fine = torch.randn(4, 8, generator=generator) * 20, torch.randn(4, 8, generator=generator)
+    sums = sum(part[torch.randint(4, (512,), generator=generator)] for part in (coarse, fine))
+    assert 10 * product_codes._residual(sums, sums, kmeans) < product_codes._product(sums, sums, kmeans)
+
+
+def test_every_k_means_ends_with_about_the_same_error():
+    table = experiments.kmeans_times(2000, 16, 20, 1, 0)
+    assert len(table) >= 2 and (table["seconds"] > 0).all()
+    assert table["mse"].max() < 1.1 * table["mse"].min() and table["mse"].max() < 0.8
+
+
+@torch.no_grad()
+def test_a_llama_in_other_units_is_the_same_llama():
+    torch.manual_seed(0)
+    model, tokens = normalised._llama().eval(), torch.randint(1, 4000, (2, 24))
+    smaller = normalised.scaled_down(model, tokens)
+    roles = capture(smaller, tokens, post_rope=True)
+    assert all(x.abs().max().item() == pytest.approx(normalised.LARGEST, rel=1e-4) for role in roles for x in role)
+    torch.testing.assert_close(smaller(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert capture(model, tokens)[1][0].abs().max() > 0.5
+
+
+@torch.no_grad()
+def test_norms_put_into_a_llama_leave_heads_of_equal_size_as_they_were():
+    """One token is as large as the mean over tokens."""
+    torch.manual_seed(0)
+    model, tokens = normalised._llama().eval(), torch.randint(1, 4000, (1, 1))
+    normed = normalised.both_normed(model, tokens)
+    torch.testing.assert_close(normed(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+    assert all(x.square().mean(-1).sub(1).abs().max() < 1e-2 for role in capture(normed, tokens) for x in role)
+    assert not torch.allclose(capture(model, tokens)[0][1], capture(normed, tokens)[0][1], rtol=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["_both", "_gemma4"])
+def test_normalised_values_have_size_one(name):
+    torch.manual_seed(0)
+    for x in capture(getattr(normalised, name)().eval(), torch.randint(1, 4000, (2, 24)))[1]:
+        torch.testing.assert_close(x.square().mean(-1), torch.ones(x.shape[:-1]), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,94 @@
+"""Notebook 05: the KL of every single sequence, whether it has two modes, and what becomes of changed predictions."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from scipy.stats import kurtosis, skew
+
+from vqkv import presets
+from vqkv.cache.eviction import H2O
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.study.experiments.common import calibrated, exact_compressor, frame, subject
+from vqkv.study.sweep import sweep
+
+BROKEN, DEFENSIBLE = 0.5, 0.1  # nats: the source's words
+DRAWS = 5000
+
+
+def sequence_damage(
+    models: list[str], corpus: str, prompt_len: int, new_tokens: int, num_seqs: int, train_seqs: int, retain: float,
+    recent: float, codebook_size: int, seed: int, dtype: str, device: str,
+):  # fmt: skip
+    """Many held-out sequences, whose first ``prompt_len`` tokens are stored as the source does or evicted from: a row
+    per model, codec and sequence.
+
+    ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
+    prediction is the best, or among the two best, with this one.
+    """
+    texts = {"train": [train_seqs, prompt_len], "test": [num_seqs, prompt_len + new_tokens], "seed": seed}
+    settings = {
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
+        "shared": {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed},
+        "kept": {"retain": retain, "recent": recent},
+    }
+    codecs = [*_stored(settings["shared"]), _evicted(retain)]
+    cases = [{"model": name, "codec": codec} for name in models for codec in codecs]
+    return frame(*sweep(_rows, cases, settings, "sequences"))
+
+
+def _rows(model: str, codec: str, who: dict, shared: dict, kept: dict):
+    who = who | {"name": model}
+    found, prompt_len = subject(**who), shared["keyframe"]
+    made = {name: partial(calibrated, preset, who) for name, preset in _stored(shared).items()}
+    made[_evicted(kept["retain"])] = lambda: H2O(exact_compressor(found), **kept)
+    settings = {"prompt_len": prompt_len, "step_size": found.test.shape[1] - prompt_len, "reconstruction": False}
+    settings |= {"batch_size": 32, "per_sequence": True, "exact": found.exact}
+    row = evaluate(found.model, made[codec](), found.test, "snapshot", **settings)
+    label = {"model": model, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
+    each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)
+    rows = [dict(zip(("sequence", "kl", "top1", "top2"), (i, *numbers))) for i, numbers in enumerate(each)]
+    return [label | row for row in rows], found.sources
+
+
+def _stored(shared: dict) -> dict[str, presets.Preset]:
+    return {
+        "VQ of 8 values": presets.vq(8, **shared),
+        "VQ of 2 values": presets.vq(2, **shared),
+        "VQ of 8, threshold 0.07": presets.vqq(0.07, **shared),
+        "product codes, threshold 0.10": presets.vqq_product(0.1, **shared),
+    }
+
+
+def _evicted(retain: float) -> str:
+    return f"H2O, {100 * retain:.0f}% retained"
+
+
+def modes(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each model and codec: shares of sequences with a KL above 0.5 and 0.1, worst over median, Sarle's coefficient
+    of log KL (5/9: uniform; more: perhaps two modes) with the chance that as many normal draws reach it, and the share
+    of changed predictions whose exact one is second."""
+    rows = []
+    for (model, codec), mine in table.groupby(["model", "codec"], sort=False):
+        kl, changed = mine["kl"], 1 - mine["top1"]
+        row = {"model": model, "codec": codec, "sequences": len(mine), "median": kl.median()}
+        row |= {"broken": (kl > BROKEN).mean(), "over 0.1": (kl > DEFENSIBLE).mean()}
+        row |= {"worst/median": kl.max() / kl.median(), **two_modes(np.log(kl.clip(lower=mine["kl_floor"])))}
+        row |= {"changed": round((changed * mine["tokens"]).sum())}
+        rows.append(row | {"second": (mine["top2"] - mine["top1"]).sum() / max(changed.sum(), 1e-9)})
+    return pd.DataFrame(rows)
+
+
+def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """``sarle``, the bimodality coefficient of a sample (SAS/STAT; Pfister et al. 2013), and ``p``, the share of normal
+    samples of that size with one as large."""
+    draws = np.random.default_rng(seed).standard_normal((DRAWS, len(x)))
+    found, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
+    return {"sarle": found.item(), "p": (drawn >= found).mean()}
+
+
+def _sarle(x: np.ndarray) -> np.ndarray:
+    """(samples, n) -> (samples,)."""
+    n = x.shape[1]
+    most = 3 * (n - 1) ** 2 / ((n - 2) * (n - 3))
+    return (skew(x, axis=1, bias=False) ** 2 + 1) / (kurtosis(x, axis=1, bias=False) + most)
