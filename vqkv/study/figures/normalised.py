@@ -21,9 +21,9 @@ def architecture_dots(table):
         places = [y + 0.12 * (1.5 - i) for y in range(len(models))]
         look = {"color": PALETTE[colour], "capsize": 2, "linewidth": 1}
         ax.errorbar(rows["kl_mean"], places, xerr=interval(rows), fmt=marker, label=codec, **look)
-    for kl, words in ((0.1, '"defensible"'), (0.03, "expected of\nnormed K and V")):
+    for kl, words, side in ((0.1, '"defensible" 0.1', "left"), (0.03, "expected of normed K and V: 0.03", "right")):
         ax.axvline(kl, color=PALETTE["published"], linestyle="--", linewidth=1)
-        ax.text(kl, len(models) - 0.45, words, color=PALETTE["published"], fontsize=9, ha="center", va="bottom")
+        ax.text(kl, len(models) - 0.45, words, color=PALETTE["published"], fontsize=9, ha=side, va="bottom")
     ax.set_yticks(range(len(models)), models)
     ax.set(xscale="log", xlabel="KL (nats), prompt read from the codec", ylim=(-0.5, len(models) - 0.5))
     fig.legend(loc="outside right center", fontsize=9)
@@ -43,8 +43,9 @@ def product_lines(gaps):
         ax.fill_between(rows["codebook_size"], rows["min"], rows["max"], color=colour, alpha=0.15, lw=0)
     ax.axhline(1, color=PALETTE["bound"], linewidth=1)
     sizes = sorted(set(gaps["codebook_size"]))
-    ax.set(xscale="log", xlabel="codes in a codebook (two codes a block of 8 values)")
+    ax.set(xscale="log", yscale="log", xlabel="codes in a codebook (two codes a block of 8 values)", ylim=(0.8, 2.7))
     ax.set(ylabel="product codes' error\nover residual stages'")
+    ax.set_yticks([0.9, 1, 1.25, 1.5, 2, 2.5], ["0.9", "1", "1.25", "1.5", "2", "2.5"])
     ax.set_xticks(sizes, [f"{size}" for size in sizes])
     ax.minorticks_off()
     fig.legend(loc="outside right center", fontsize=9)
