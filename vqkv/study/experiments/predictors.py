@@ -78,7 +78,7 @@ def error_propagation(
 
     ``evr_exact``: fitted on exact inputs and read from them. ``evr_mismatched``: the same predictor reading what
     AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
-    error of the restored layer over its variance.
+    error of the restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
     """
     who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {"who": who | {"dtype": dtype, "device": device}, "batch_size": batch_size}
@@ -91,9 +91,9 @@ def _propagation_rows(model: str, bits: int, who: dict, batch_size: int):
     found, exact = subject(**who), _exact(who=who)
     on_exact = _on_exact(who=who, batch_size=batch_size)
     preset = presets.aqua(presets.higgs(bits), sink_tokens=0)
-    compressor = calibrated(preset, who, batch_size)
+    compressor, alone = (calibrated(each, who, batch_size) for each in (preset, presets.higgs(bits, sink_tokens=0)))
     label = {"model": model, "bits": bits}
-    return [label | row for row in _by_place(exact, on_exact, compressor)], found.sources
+    return [label | row for row in _by_place(exact, on_exact, compressor, alone)], found.sources
 
 
 @per_process(maxsize=1)
@@ -258,21 +258,33 @@ def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     }
 
 
-def _by_place(exact: dict, on_exact, compressor) -> list[dict]:
-    restored, known, rows = {}, compressor.new_pass(), []
-    for layer in range(len(compressor.codecs)):
-        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
-        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+def _by_place(exact: dict, on_exact, compressor, alone) -> list[dict]:
+    restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
     for place, prediction in compressor.predictions.items():
         fitted_on_exact = on_exact.predictions[place]
         found = {
             "evr_exact": _evr(exact, exact[place], fitted_on_exact),
             "evr_mismatched": _evr(restored, exact[place], fitted_on_exact),
             "evr": _evr(restored, exact[place], prediction),
-            "mse": 1 - explained_variance_ratio(side_by_side(exact[place]), side_by_side(restored[place])),
+            "mse": _error(exact[place], restored[place]),
+            "mse_alone": _error(exact[place], without[place]),
         }
         rows.append({"role": place[0], "layer": place[1]} | found)
     return rows
+
+
+def _restored(exact: dict, compressor) -> dict:
+    """Keys and values by place, as they are read back."""
+    restored, known = {}, compressor.new_pass()
+    for layer in range(len(compressor.codecs)):
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+    return restored
+
+
+def _error(x, x_hat) -> float:
+    """Over the variance."""
+    return 1 - explained_variance_ratio(side_by_side(x), side_by_side(x_hat))
 
 
 def _evr(known: dict, y, prediction: Prediction) -> float:
