@@ -127,6 +127,13 @@ def _strength_rows(model: str, who: dict, held_out: int, strengths: list[float],
     return rows, found.sources
 
 
+def with_interval(table, name: str, low: str, high: str):
+    """The table with the ends of a 95% interval in words behind what they belong to; "" where there is none."""
+    cells = zip(table[name], table[low], table[high])
+    words = ["" if np.isnan(x) else f"{x:.2g} ({a:.2g} to {b:.2g})" for x, a, b in cells]
+    return table.assign(**{name: words})
+
+
 def _ratio(ours: str, theirs: str | None) -> dict:
     """Of mean KLs, ``written`` by sequence; NaN without another to compare with."""
     if theirs is None:

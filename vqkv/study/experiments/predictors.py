@@ -112,16 +112,20 @@ def _on_exact(who: dict, batch_size: int):
 
 
 def within_budget(table, budget: float):
-    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL: a row per model, a
-    column per context length."""
+    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL, and how many others
+    its 95% interval does not tell from it: a row per model, a column per context length."""
     found = {}
     for model, rows in table.groupby("model", sort=False):
-        affordable = {name: rows[rows[name] <= budget] for name in CONTEXTS}
-        found[model] = {
-            name: fits.loc[fits["kl_mean"].idxmin(), "label"] if len(fits) else "none"
-            for name, fits in affordable.items()
-        }
+        found[model] = {name: _lowest(rows[rows[name] <= budget]) for name in CONTEXTS}
     return type(table).from_dict(found, orient="index")
+
+
+def _lowest(rows) -> str:
+    if not len(rows):
+        return "none"
+    best = rows.loc[rows["kl_mean"].idxmin()]
+    ties = int((rows["kl_low"] <= best["kl_high"]).sum()) - 1
+    return best["label"] + f" ({ties} level)" * (ties > 0)
 
 
 NOTHING = {"key_from": "none", "value_from": "none"}
@@ -150,13 +154,13 @@ PUBLISHED = {
 
 def beside_published(table, published):
     """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
-    percent), then each model's bits, KL and perplexity increase."""
+    percent), then each model's perplexity increase and KL."""
     theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
     theirs.index = list(PUBLISHED)
     exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]
     joined = theirs[["bits"]].assign(ppl_increase=100 * (theirs["wiki2_ppl"] / exact - 1)).add_prefix("published ")
     for model, rows in table.groupby("model", sort=False):
-        ours = rows.set_index("label")[["bits_per_value", "kl_mean", "ppl_increase"]]
+        ours = rows.set_index("label")[["ppl_increase", "kl_mean"]]
         joined = joined.join(ours.add_prefix(model.split("/")[-1] + " "))
     return joined
 
