@@ -144,7 +144,7 @@ ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
 
 def row(label, bits, kl, side_bytes=0, predicted=False):
     found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
-    found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0}
+    found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
     return found | {name: all_told(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
 
 
@@ -172,6 +172,8 @@ def test_the_winner_within_a_budget_changes_with_the_context():
     found = within_budget(pd.DataFrame([*PLAIN, aqua]), 3.0)
     assert found.loc["m"].tolist() == [*2 * predictors.WITHOUT[1:2], "aqua", "aqua"]
     assert within_budget(pd.DataFrame(PLAIN), 1.0).loc["m"].tolist() == ["none"] * 4
+    near = pd.DataFrame([aqua, row("near", 2.0, 1.4e-3), row("beyond", 2.0, 1.6e-3)])
+    assert within_budget(near, 3.0).loc["m", "bits_128k"] == "aqua (1 level)"
 
 
 def test_every_published_row_is_one_of_ours_and_the_sources():

@@ -22,7 +22,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.crosses import best, crossed
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset
-from vqkv.presets.recent import aatc, cachegen, kvarn, kvtc, nsnquant, turboquant
+from vqkv.presets.recent import aatc, cachegen, kvarn, kvtc, minicache, nsnquant, turboquant
 from vqkv.runtime.registry import call, call_described
 
 
@@ -280,7 +280,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (
         fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc,
+        best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
     )
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ def error_propagation(
 
     ``evr_exact``: fitted on exact inputs and read from them. ``evr_mismatched``: the same predictor reading what
     AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
-    error of the restored layer over its variance.
+    error of the restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
     """
     who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {"who": who | {"dtype": dtype, "device": device}, "batch_size": batch_size}
@@ -91,9 +91,9 @@ def _propagation_rows(model: str, bits: int, who: dict, batch_size: int):
     found, exact = subject(**who), _exact(who=who)
     on_exact = _on_exact(who=who, batch_size=batch_size)
     preset = presets.aqua(presets.higgs(bits), sink_tokens=0)
-    compressor = calibrated(preset, who, batch_size)
+    compressor, alone = (calibrated(each, who, batch_size) for each in (preset, presets.higgs(bits, sink_tokens=0)))
     label = {"model": model, "bits": bits}
-    return [label | row for row in _by_place(exact, on_exact, compressor)], found.sources
+    return [label | row for row in _by_place(exact, on_exact, compressor, alone)], found.sources
 
 
 @per_process(maxsize=1)
@@ -112,16 +112,20 @@ def _on_exact(who: dict, batch_size: int):
 
 
 def within_budget(table, budget: float):
-    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL: a row per model, a
-    column per context length."""
+    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL, and how many others
+    its 95% interval does not tell from it: a row per model, a column per context length."""
     found = {}
     for model, rows in table.groupby("model", sort=False):
-        affordable = {name: rows[rows[name] <= budget] for name in CONTEXTS}
-        found[model] = {
-            name: fits.loc[fits["kl_mean"].idxmin(), "label"] if len(fits) else "none"
-            for name, fits in affordable.items()
-        }
+        found[model] = {name: _lowest(rows[rows[name] <= budget]) for name in CONTEXTS}
     return type(table).from_dict(found, orient="index")
+
+
+def _lowest(rows) -> str:
+    if not len(rows):
+        return "none"
+    best = rows.loc[rows["kl_mean"].idxmin()]
+    ties = int((rows["kl_low"] <= best["kl_high"]).sum()) - 1
+    return best["label"] + f" ({ties} level)" * (ties > 0)
 
 
 NOTHING = {"key_from": "none", "value_from": "none"}
@@ -150,13 +154,13 @@ PUBLISHED = {
 
 def beside_published(table, published):
     """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
-    percent), then each model's bits, KL and perplexity increase."""
+    percent), then each model's perplexity increase and KL."""
     theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
     theirs.index = list(PUBLISHED)
     exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]
     joined = theirs[["bits"]].assign(ppl_increase=100 * (theirs["wiki2_ppl"] / exact - 1)).add_prefix("published ")
     for model, rows in table.groupby("model", sort=False):
-        ours = rows.set_index("label")[["bits_per_value", "kl_mean", "ppl_increase"]]
+        ours = rows.set_index("label")[["ppl_increase", "kl_mean"]]
         joined = joined.join(ours.add_prefix(model.split("/")[-1] + " "))
     return joined
 
@@ -258,21 +262,33 @@ def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     }
 
 
-def _by_place(exact: dict, on_exact, compressor) -> list[dict]:
-    restored, known, rows = {}, compressor.new_pass(), []
-    for layer in range(len(compressor.codecs)):
-        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
-        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+def _by_place(exact: dict, on_exact, compressor, alone) -> list[dict]:
+    restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
     for place, prediction in compressor.predictions.items():
         fitted_on_exact = on_exact.predictions[place]
         found = {
             "evr_exact": _evr(exact, exact[place], fitted_on_exact),
             "evr_mismatched": _evr(restored, exact[place], fitted_on_exact),
             "evr": _evr(restored, exact[place], prediction),
-            "mse": 1 - explained_variance_ratio(side_by_side(exact[place]), side_by_side(restored[place])),
+            "mse": _error(exact[place], restored[place]),
+            "mse_alone": _error(exact[place], without[place]),
         }
         rows.append({"role": place[0], "layer": place[1]} | found)
     return rows
+
+
+def _restored(exact: dict, compressor) -> dict:
+    """Keys and values by place, as they are read back."""
+    restored, known = {}, compressor.new_pass()
+    for layer in range(len(compressor.codecs)):
+        pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
+        restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
+    return restored
+
+
+def _error(x, x_hat) -> float:
+    """Over the variance."""
+    return 1 - explained_variance_ratio(side_by_side(x), side_by_side(x_hat))
 
 
 def _evr(known: dict, y, prediction: Prediction) -> float:

@@ -39,7 +39,7 @@ def predicted_plane(table):
 def context_costs(table):
     """Bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for the
     same KL without them (level lines): where they cross, the predictors have paid for themselves."""
-    fig, axes, panels = by_model(table, (11, 4.2))
+    fig, axes, panels = by_model(table, (11, 4.6))
     tokens = np.geomspace(256, 131072, 200)
     for ax, model, mine in panels:
         for (label, name), style in zip(KINDS.items(), KIND_STYLES, strict=True):
@@ -47,18 +47,18 @@ def context_costs(table):
             values = 8 * row["side_bytes"] / (row["bits_128k"] - row["bits_per_value"]) / 131072
             total = row["bits_per_value"] + 8 * row["side_bytes"] / (values * tokens)
             ax.plot(tokens, total, style, color=PALETTE["aqua"], label=f"AQUA-KV, {name}")
-            ax.axhline(
-                row["plain_bits"], linestyle=style, color=PALETTE["higgs"], label=f"HIGGS alone, same KL as {name}"
-            )
+            same = {"label": "HIGGS alone at the same KL"} if style == "-" else {}
+            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], linewidth=1, **same)
             if row["pays_from"] >= tokens[0]:
                 ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
-                note = {"xytext": (5, 9), "textcoords": "offset points", "fontsize": 9}
-                ax.annotate(f"{row['pays_from']:,.0f} tokens", (row["pays_from"], row["plain_bits"]), **note)
+                note = {"xytext": (0, -22), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+                about = float(f"{row['pays_from']:.2g}")
+                ax.annotate(f"{about:,.0f}", (row["pays_from"], row["plain_bits"]), **note)
         ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
         ax.set_ylim(0, 2 * table["plain_bits"].max())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes[0, 0].set_ylabel("bits per value, side information included")
-    axes[0, -1].legend(fontsize=9)
+    fig.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
 
 
