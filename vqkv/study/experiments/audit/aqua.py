@@ -135,6 +135,19 @@ def from_layer_before(table: pd.DataFrame) -> dict:
     return {"cases": rows.groupby("model")["evr"].mean()}
 
 
+def error_share(table: pd.DataFrame) -> dict:
+    """The share of a quantizer's error that is left with predictors over the share of the variance that these leave,
+    by model and role, layers together."""
+    sums = table.assign(left=1 - table["evr"]).groupby(["model", "role"])[["mse", "mse_alone", "left"]].mean()
+    return {"cases": sums["mse"] / sums["mse_alone"] / sums["left"]}
+
+
+def decoding_speed(table: pd.DataFrame) -> dict:
+    """Of 2-bit HIGGS with predictors over without, at the longest history."""
+    times = table[table["context"] == table["context"].max()].set_index("system")["decode_ms"]
+    return {"recomputed": times.get("higgs 2", math.nan) / times.get("aqua higgs 2", math.nan)}
+
+
 def llama_weights() -> dict:
     """GiB of LLaMA's weights in KVQuant's table."""
     return {"cases": [(size["weights_gb_16bit"], exact.weights / 2**30) for size, exact in _llamas()]}

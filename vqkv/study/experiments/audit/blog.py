@@ -16,6 +16,7 @@ from vqkv.study.tables import published
 
 MODEL = "Llama-2-7B"
 BITS, GROUP = 4, 64
+INT4 = "transformers quanto 4"
 
 
 def worked_size() -> dict:
@@ -49,13 +50,33 @@ def saved_by_int4() -> dict:
 def at_peak(table: pd.DataFrame) -> dict:
     """Memory of the whole process at its peak."""
     peak = table.drop_duplicates("system").set_index("system")["decode_mb"]
-    return {"recomputed": peak.get("DynamicCache", math.nan) / peak.get("transformers quanto 4", math.nan)}
+    return {"recomputed": peak.get("DynamicCache", math.nan) / peak.get(INT4, math.nan)}
 
 
 def perplexity(table: pd.DataFrame) -> dict:
     """Over the exact cache's."""
-    rows = table[table["system"] == "transformers quanto 4"]
+    rows = table[table["system"] == INT4]
     return {"cases": np.exp(rows.groupby("model")["nll_added"].mean())}
+
+
+def by_batch(table: pd.DataFrame) -> dict:
+    """How much more int4 slows a token down at the largest batch than at one sequence."""
+    rows = table[(table["system"] == INT4) & (table["context"] == table.loc[table["batch"].idxmax(), "context"])]
+    slowdown = rows.set_index("batch")["slowdown"]
+    small, large = slowdown[slowdown.index.min()], slowdown[slowdown.index.max()]
+    return {"recomputed": large / small, "small": small, "large": large}
+
+
+def weights_and_cache(table: pd.DataFrame) -> dict:
+    """A token's time with quantized weights and cache over that with neither, by kind of weights and batch."""
+    return {"cases": table.loc[table["system"].str.startswith(INT4 + ", "), "slowdown"]}
+
+
+def first_token(table: pd.DataFrame) -> dict:
+    """Prefill of one sequence over a later token, by length of the prompt."""
+    rows = table[(table["system"] == INT4) & (table["batch"] == 1)]
+    ratio = rows["prefill_ms"] / rows["decode_ms"]
+    return {"cases": ratio, "least": ratio.min(), "most": ratio.max()}
 
 
 def fit_four_bits(sign: str) -> dict:

@@ -180,3 +180,53 @@ def entropy_coded(table: pd.DataFrame, way: str) -> dict:
 def over_quip() -> dict:
     """Its peak over QuIP#'s ratio."""
     return {"recomputed": _claimed("block 8, no fallback") / stated("vqq_quip")}
+
+
+def kmeans_seconds(table: pd.DataFrame) -> dict:
+    """Of this library's k-means; ``printed``: of the source's code."""
+    seconds = table.set_index("implementation")["seconds"]
+    return {"recomputed": seconds["vqkv"], "printed": seconds[seconds.index.str.startswith("the source")].item()}
+
+
+def broken_share(table: pd.DataFrame, codec: str) -> dict:
+    """The share of sequences above the KL that the source calls broken."""
+    kl = table[table["codec"] == codec].groupby("model")["kl"]
+    return {"cases": kl.agg(lambda each: (each > stated("vqq_broken_kl")).mean()), "worst": kl.max().max()}
+
+
+def second_best(table: pd.DataFrame, codec: str) -> dict:
+    """Where the most likely token is another, the share in which the exact one is second."""
+    top = table[table["codec"] == codec].groupby("model")[["top1", "top2"]].mean()
+    return {"cases": (top["top2"] - top["top1"]) / (1 - top["top1"])}
+
+
+def evicted_most(table: pd.DataFrame) -> dict:
+    """The largest ratio of heavy hitters in 16 bits whose KL stays below 0.1."""
+    rows = table[(table["codec"] == "fp16") & (table["rule"] == "heavy hitters") & (table["kl_mean"] < 0.1)]
+    return {"cases": rows.groupby("model")["ratio"].max()}
+
+
+def product_over_residual(table: pd.DataFrame) -> dict:
+    """Squared error at the largest codebooks, by data."""
+    mse = table[table["codebook_size"] == table["codebook_size"].max()].groupby(["data", "method"])["mse"].mean()
+    return {"cases": mse.unstack()["product"] / mse.unstack()["residual"]}
+
+
+def normalised(table: pd.DataFrame) -> dict:
+    """KL of codes of 8 values on one model whose keys and values are normalised in three ways; ``plain``: in none."""
+    kl = table[table["codec"] == "VQ of 8 values"].set_index("model")["kl_mean"]
+    plain = kl.index.str.endswith("as trained")
+    return {"cases": kl[~plain], "least": kl[~plain].min(), "most": kl[~plain].max(), "plain": kl[plain].item()}
+
+
+def ppl_moved(table: pd.DataFrame, tier: str) -> dict:
+    """Perplexity of a tier less the exact cache's, in size."""
+    rows = table[table["tier"] == tier].set_index("model")
+    return {"cases": (rows["ppl"] - rows["ppl_exact"]).abs()}
+
+
+def kvquant_ratio() -> dict:
+    """To fp16 of keys in 4 bits, beside the nearest ratio of the range that the source names."""
+    bits = shapes.bits_of(presets.kvquant(4))
+    said = min(max(16 / bits, stated("vqq_kvquant_least")), stated("vqq_kvquant_most"))
+    return {"published": said, "recomputed": 16 / bits, "bits": bits}

@@ -71,3 +71,36 @@ def larger_is_better(table: pd.DataFrame) -> dict:
         return {"cases": []}
     small, large = kl.columns[-2:]
     return {"cases": kl[large] / kl[small], "large": large, "small": small, "depths": len(kl)}
+
+
+def codes_gain(table: pd.DataFrame) -> dict:
+    """Points that the larger codebooks lose less at the largest depth, by model and task."""
+    lost = table[table["num_quantizers"] == table["num_quantizers"].max()]
+    lost = lost.pivot(index=["model", "task"], columns="codebook_size", values="lost")
+    return {"cases": lost.iloc[:, 0] - lost.iloc[:, -1]}
+
+
+def depth_matters(table: pd.DataFrame) -> dict:
+    """Points that the largest depth gains over the smallest, beyond what the larger codebooks gain at that, by model
+    and task."""
+    lost = table.pivot(index=["model", "task"], columns=["num_quantizers", "codebook_size"], values="lost")
+    (least, small), (most, large) = min(lost.columns), max(lost.columns)
+    return {"cases": (lost[least, large] - lost[most, large]) - (lost[least, small] - lost[least, large])}
+
+
+def finetuned(table: pd.DataFrame, rate: str) -> dict:
+    """Perplexity after fine-tuning at a learning rate over that before, by seed and depth."""
+    ppl = table.pivot(index=["seed", "num_quantizers"], columns=["label", "learning_rate"], values="ppl")
+    return {"cases": ppl["key + value, fine-tuned", float(rate)] / ppl["key + value", 0.0]}
+
+
+def prefill(table: pd.DataFrame, system: str) -> dict:
+    """Over the uncompressed cache's, by batch and context."""
+    times = table.pivot(index=["batch", "context"], columns="system", values="prefill_ms")
+    return {"cases": (times[system] / times["DynamicCache"]).dropna()}
+
+
+def by_size(table: pd.DataFrame, above: str, below: str, sizes: str) -> dict:
+    """The ratio of two systems' mean KL by model and size of what was injected."""
+    over, under = (table.query(sizes).query(query).groupby(["model", "size"])["kl_mean"].mean() for query in (above, below))
+    return {"cases": over / under}
