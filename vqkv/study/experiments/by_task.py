@@ -10,16 +10,16 @@ from vqkv.study.sweep import sweep
 
 def depth_by_task(
     models: list[str], corpus: str, codebook_sizes: list[int], depths: list[int], group_size: int,
-    kmeans_iterations: int, train_seqs: int, seq_len: int, task_seqs: int, pairs: int, far_pairs: int, gap: int,
+    kmeans_iterations: int, train_seqs: int, seq_len: int, num_seqs: int, pairs: int, far_pairs: int, gap: int,
     chunk_size: int, seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """Table 2's question on three tasks, every token read packed (``in_place``): to recall ``pairs`` pairs, or
     ``far_pairs`` behind ``gap`` tokens of text, and to go on with a passage of ``chunk_size`` tokens that comes again.
 
-    One row per model, codebook size, depth and task, of ``task_seqs`` sequences; ``lost``: points, with ``low`` and
+    One row per model, codebook size, depth and task, of ``num_seqs`` sequences; ``lost``: points, with ``low`` and
     ``high`` as in ``retrieval``. Codebooks are learned once per size, as in ``residual_depth``.
     """
-    text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [task_seqs, seq_len], "seed": seed}
+    text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
         "who": text | {"dtype": dtype, "device": device},
         "quantizer": {"group_size": group_size, "kmeans_iterations": kmeans_iterations},

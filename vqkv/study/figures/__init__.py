@@ -15,7 +15,7 @@ from vqkv.study.figures.predictors import ablation_bars, context_costs, predicte
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, format_look, look_of, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, render, save, use_style
-from vqkv.study.figures.tasks import change_grid, depth_lines, perplexity_dots, recall_planes
+from vqkv.study.figures.tasks import change_dots, depth_lines, recall_planes, tuning_dots
 from vqkv.study.figures.thresholds import (
     entropy_bars,
     eviction_curves,
