@@ -57,10 +57,9 @@ def _bars(ax, rows: dict) -> None:
 def group_size_lines(table, num_quantizers: int):
     """KL of shared codebooks against the channels of a group, mean and range over seeds, a panel per model: a line for
     ``num_quantizers`` codebooks, with their bits, and one for the bits that they make in some other groups as well."""
-    shared = table[table["codebooks"] == "shared"]
-    bits = shared["bits_per_value"].mode()[0]
-    fig, axes, panels = by_model(shared, (9.5, 4.1))
+    fig, axes, panels = by_model(table[table["codebooks"] == "shared"], (9.5, 4.1))
     for ax, model, mine in panels:
+        bits = mine["bits_per_value"].mode()[0]
         usual = mine[mine["num_quantizers"] == num_quantizers]
         _line(ax, usual, "contiguous", f"{num_quantizers} codebooks (numbers: bits per value)")
         _line(ax, mine[mine["bits_per_value"] == bits], "strided", f"{bits:g} bits per value (codebooks in proportion)")
