@@ -249,11 +249,11 @@ def _by_size(rows: pd.DataFrame) -> pd.DataFrame:
 def given_back(table: pd.DataFrame) -> pd.DataFrame:
     """``finetuning``'s trained rows with ``given_back``: of what codes add to the perplexity of the untrained model,
     the share (%) that training takes away again."""
-    keys = ["num_quantizers", "seed"]
-    before = table[table["label"] == BOTH].set_index(keys)
-    rows = table[table["label"] != BOTH].set_index(keys)
-    share = 100 * (before["ppl"] - rows["ppl"]) / (before["ppl"] - before["ppl_exact"])
-    return rows.assign(given_back=share).reset_index()
+    keys, untrained = ["num_quantizers", "seed"], table["label"] == BOTH
+    before = table.loc[untrained, [*keys, "ppl", "ppl_exact"]]
+    rows = table[~untrained].merge(before, how="left", on=keys, suffixes=("", "_before"))
+    share = 100 * (rows["ppl_before"] - rows["ppl"]) / (rows["ppl_before"] - rows["ppl_exact_before"])
+    return rows.assign(given_back=share)
 
 
 def changes(table: pd.DataFrame) -> pd.DataFrame:
