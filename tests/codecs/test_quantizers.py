@@ -230,12 +230,19 @@ def test_rotation_makes_outlier_channels_harmless():
     assert errors[0] < 0.12 and errors[1] > 3 * errors[0]  # 0.108 on a Gaussian; unrotated, the outlier is cut off
 
 
-def test_product_codes_are_those_of_each_piece_alone():
+@pytest.mark.parametrize("stages", [1, 3])
+def test_product_codes_are_those_of_each_piece_alone(stages):
+    x = gaussian(1, 2, 300, 8)
+    product = Chain([], ProductVQ(2, 32, 4, num_quantizers=stages), 8).fit(x)
+    for i, piece in enumerate(x.split(4, dim=-1)):
+        alone = Chain([], ResidualVQ(stages, 32, 4, seed=i), 4).fit(piece)
+        assert torch.equal(product.decode(product.encode(x)).split(4, dim=-1)[i], alone.decode(alone.encode(piece)))
+    assert product.encode(x).nbytes == 2 * 300 * -(-2 * stages * 5 // 8)  # whole bytes
+
+
+def test_product_codes_of_one_stage_beat_plain_ones_of_half_the_bits():
     x = gaussian(1, 2, 300, 8)
     product = Chain([], ProductVQ(2, 32, 4), 8).fit(x)
-    for i, piece in enumerate(x.split(4, dim=-1)):
-        alone = Chain([], ResidualVQ(1, 32, 4, seed=i), 4).fit(piece)
-        assert torch.equal(product.decode(product.encode(x)).split(4, dim=-1)[i], alone.decode(alone.encode(piece)))
     plain = Chain([], ResidualVQ(1, 32, 8), 8).fit(x)
     assert (
         product.encode(x).nbytes * 5 == plain.encode(x).nbytes * 10 // 1

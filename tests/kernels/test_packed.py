@@ -16,7 +16,8 @@ from vqkv.presets import Preset
 def product(kind: str) -> Preset:
     def codec(head_dim):
         stages = [TokenBlock(32), HeadScale()] if kind == "blocks" else [VectorScale("rms")]
-        return Chain([*stages, Grouping(group_size=8)], ProductVQ(2, 16, 4), head_dim)
+        sizes = {"num_quantizers": 3 if kind == "stages" else 1}
+        return Chain([*stages, Grouping(group_size=8)], ProductVQ(2, 16, 4, **sizes), head_dim)
 
     return Preset("product", codec, codec)
 
@@ -31,6 +32,7 @@ READ = {
     "rvq2": presets.rvq2(codebook_size=16),
     "product": product("blocks"),
     "product of tokens": product("tokens"),
+    "product of stages": product("stages"),
 }
 NOT_READ = {
     "kivi keys": presets.kivi(2),

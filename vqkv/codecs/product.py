@@ -17,25 +17,26 @@ from vqkv.runtime.checks import MAX_SEED
 @dataclass(eq=False)
 class ProductVQ(Quantizer):
     """Rows (..., num_subvectors * sub_dim): every piece of ``sub_dim`` values -> one of ``codebook_size`` codes of that
-    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011). Learned like ``ResidualVQ``'s stages.
+    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011), or of each of its ``num_quantizers``, as in
+    a ``ResidualVQ`` of its own, like which it is learned.
 
-    Side information: ``codebooks``, fp16 (num_subvectors, codebook_size, sub_dim).
+    Side information: ``codebooks``, fp16 (num_subvectors * num_quantizers, codebook_size, sub_dim), by piece.
     """
 
     num_subvectors: int = 2
     codebook_size: int = 256
     sub_dim: int = 4
     seed: int = 0
+    num_quantizers: int = 1
     limits = {"num_subvectors": (1, 4096), "seed": (0, MAX_SEED - 4096)}
 
     def __post_init__(self):
         super().__post_init__()
         # which learn, and are not registered: the codebooks of all are saved as one tensor
-        self._pieces = [
-            ResidualVQ(1, self.codebook_size, self.sub_dim, seed=self.seed + i) for i in range(self.num_subvectors)
-        ]
+        sizes = self.num_quantizers, self.codebook_size, self.sub_dim
+        self._pieces = [ResidualVQ(*sizes, seed=self.seed + i) for i in range(self.num_subvectors)]
         self.code_bits = self._pieces[0].code_bits
-        self.num_tables = self.num_subvectors  # codes of a row take turns between the pieces' distributions
+        self.num_tables = self.num_subvectors * self.num_quantizers  # a row's codes take turns between distributions
         self.register_buffer("codebooks", None)
 
     def build(self, shape: tuple[int, ...]) -> None:
@@ -44,7 +45,7 @@ class ProductVQ(Quantizer):
         if shape[-1] != width:
             raise DataError(f"rows of {shape[1:]} reach a product quantizer of {width} values: add a Grouping")
         self.row_shape = shape[1:]
-        self.codes_per_row = math.prod(self.row_shape) // self.sub_dim
+        self.codes_per_row = math.prod(self.row_shape) // self.sub_dim * self.num_quantizers
 
     def partial_fit(self, x: Tensor) -> None:
         """Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
@@ -60,17 +61,19 @@ class ProductVQ(Quantizer):
         self._pieces = []
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors)."""
-        pieces = zip(self._split(x), self.codebooks.split(1), strict=True)
+        """(batch, heads, rows, ..., width) -> (batch, heads, rows, vectors * num_subvectors * num_quantizers)."""
+        pieces = zip(self._split(x), self.codebooks.split(self.num_quantizers), strict=True)
         return torch.cat([rvq_encode(values, codebook) for values, codebook in pieces], dim=-1).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        pieces = zip(codes.unflatten(-1, (-1, self.num_subvectors)).unbind(-1), self.codebooks.split(1), strict=True)
-        values = [rvq_decode(piece.unsqueeze(-1), codebook) for piece, codebook in pieces]
+        by_piece = codes.unflatten(-1, (-1, self.num_subvectors, self.num_quantizers)).unbind(-2)
+        pieces = zip(by_piece, self.codebooks.split(self.num_quantizers), strict=True)
+        values = [rvq_decode(piece, codebook) for piece, codebook in pieces]
         return torch.cat(values, dim=-1).flatten(-2).unflatten(-1, self.row_shape)
 
     def kernel_view(self, payload: Payload) -> KernelView:
-        return Coded(payload.fields["codes"], self.codebooks.unsqueeze(1), self.code_bits, self.codes_per_row)
+        tables = self.codebooks.unflatten(0, (self.num_subvectors, self.num_quantizers))
+        return Coded(payload.fields["codes"], tables, self.code_bits, self.codes_per_row // self.num_quantizers)
 
     def _join(self) -> None:
         self.codebooks = torch.cat([piece.codebooks for piece in self._pieces])

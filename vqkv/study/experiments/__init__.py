@@ -6,6 +6,7 @@
 # ruff: noqa: F401
 from vqkv.study.experiments import tasks
 from vqkv.study.experiments.audit import audited_tables, claims_audit
+from vqkv.study.experiments.by_task import depth_by_task
 from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
 from vqkv.study.experiments.comparisons import (
@@ -29,7 +30,7 @@ from vqkv.study.experiments.generation import (
     loss_by_position,
     memory_growth,
 )
-from vqkv.study.experiments.grouping import grouping
+from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
@@ -43,6 +44,6 @@ from vqkv.study.experiments.retrieval import first_lost, retrieval
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.systems import systems
-from vqkv.study.experiments.tasks import leaderboard
+from vqkv.study.experiments.tasks import finetuning, leaderboard
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
 from vqkv.study.experiments.tuning import chosen, tuning

@@ -12,7 +12,7 @@ from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
-from vqkv.data.recall import RecallTask
+from vqkv.data.recall import RecallBatch, RecallTask
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
@@ -159,10 +159,14 @@ def kept_exact(compressor) -> float:
 def copied(found: Subject, compressor, chunk_size: int) -> dict:
     """``copied`` and ``copied_exact``: the share of tokens told right of a passage of ``chunk_size`` tokens of the
     held-out text that comes again at its end, in place of its last ones, from the ``FINDS``-th on."""
-    text = found.test
+    batch, settings = passages(found.test, chunk_size), {"chunk_size": chunk_size, "reconstruction": False}
+    row = evaluate(found.model, compressor, batch.tokens, answers=batch.answers, exact=found.exact, **settings)
+    return {"copied": row["recall"], "copied_exact": row["recall_exact"]}
+
+
+def passages(text: torch.Tensor, chunk_size: int) -> RecallBatch:
+    """``text`` (num_seqs, seq_len) with its second ``chunk_size`` tokens again as its last; see ``copied``."""
     tokens = torch.cat([text[:, :-chunk_size], text[:, chunk_size : 2 * chunk_size]], dim=1)
     answers = torch.zeros_like(tokens, dtype=torch.bool)
     answers[:, FINDS - chunk_size :] = True
-    settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
-    row = evaluate(found.model, compressor, tokens, answers=answers, **settings)
-    return {"copied": row["recall"], "copied_exact": row["recall_exact"]}
+    return RecallBatch(tokens, answers, torch.full_like(tokens, text.shape[1] - 2 * chunk_size) * answers)

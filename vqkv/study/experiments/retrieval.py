@@ -56,13 +56,13 @@ def _rows(
     else:
         compressor, _ = fitted_system(found, system, bits, who, vqllm, learning)
     for count, gap in episodes:
-        batch = _episodes(found, count, gap, num_seqs, learning["sink_tokens"], who)
+        batch = recall_episodes(found, count, gap, num_seqs, learning["sink_tokens"], who)
         about = {"model": model, "system": system, "nominal_bits": bits, "pairs": count, "gap": gap}
-        rows.append(about | _scored(found, compressor, batch))
+        rows.append(about | scored(found, compressor, batch))
     return rows, found.sources
 
 
-def _episodes(found: Subject, count: int, gap: int, num_seqs: int, sinks: int, who: dict) -> RecallBatch:
+def recall_episodes(found: Subject, count: int, gap: int, num_seqs: int, sinks: int, who: dict) -> RecallBatch:
     """Episodes, and held-out text behind the last query up to sinks and whole blocks, or a codec that packs blocks of
     tokens would hold the last ones exact."""
     text = draw(who["corpus"], found.tokenizer, "test", gap + BLOCK, num_seqs, who["seed"], found.sources)[:, 1:]
@@ -73,7 +73,8 @@ def _episodes(found: Subject, count: int, gap: int, num_seqs: int, sinks: int, w
     return RecallBatch(*(torch.cat(pair, 1) for pair in parts))
 
 
-def _scored(found: Subject, compressor, batch: RecallBatch) -> dict:
+def scored(found: Subject, compressor, batch: RecallBatch) -> dict:
+    """Shares of right answers, read in place and exact, and points ``lost`` with their interval over sequences."""
     row = evaluate(
         found.model, compressor, batch.tokens, "in_place", answers=batch.answers, reconstruction=False,
         per_sequence=True, exact=found.exact,

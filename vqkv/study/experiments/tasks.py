@@ -74,6 +74,42 @@ def leaderboard(
     return frame(*sweep(_rows, [dict(zip(names, case)) for case in cases], settings | {"depth": depth}, "tasks"))
 
 
+def finetuning(
+    model: str, corpus: str, num_quantizers: list[int], codebook_size: int, group_size: int, kmeans_iterations: int,
+    train_seqs: int, seq_len: int, num_seqs: int, steps: int, size: list[int], rates: list[float], seeds: list[int],
+    protocol: str, dtype: str, device: str,
+):  # fmt: skip
+    """Fine-tuning with several ``seeds``, which draw its text and start k-means, at each of ``rates`` (constant), for
+    ``steps`` steps of ``size`` (num_seqs, seq_len) tokens; the control is trained at the highest rate.
+
+    One row per seed, number of codebooks, label and rate (0: not trained): ``ppl`` of the same ``num_seqs`` held-out
+    sequences read packed, and ``ppl_exact``, what the model, trained or not, makes of them exact.
+    """
+    text = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "test_seed": 0}
+    settings = {
+        "who": text | {"name": model, "dtype": dtype, "device": device},
+        "quantizer": {"codebook_size": codebook_size, "group_size": group_size, "kmeans_iterations": kmeans_iterations},
+        "depth": max(num_quantizers), "tuning": {"steps": steps, "size": size}, "protocol": protocol,
+    }  # fmt: skip
+    tuned, control = (label for label, (_, reads_codes) in TRAINED.items() if reads_codes)
+    kinds = [(BOTH, 0.0), *((tuned, rate) for rate in rates), (control, max(rates))]
+    cases = [
+        {"seed": seed, "label": label, "rate": rate, "count": count}
+        for seed in seeds for label, rate in kinds for count in num_quantizers
+    ]  # fmt: skip
+    return frame(*sweep(_tuned_row, cases, settings, "fine-tuning"))
+
+
+def _tuned_row(
+    seed: int, label: str, rate: float, count: int, who: dict, quantizer: dict, depth: int, tuning: dict, protocol: str
+):
+    who, quantizer = who | {"seed": seed}, quantizer | {"num_quantizers": count}
+    found, (read, compressor) = subject(**who), _system(label, quantizer, depth, who, tuning | {"lr": rate})
+    score = evaluate(read, compressor, found.test, protocol, reconstruction=False)
+    about = {"model": who["name"], "seed": seed, "label": label, "learning_rate": rate, "num_quantizers": count}
+    return [about | {name: score[name] for name in ("bits_per_value", "ppl", "ppl_exact")}], found.sources
+
+
 def _rows(table: int, model: str, label: str, quantizer: dict, depth: int, who: dict, scoring: dict, tuning: dict):
     from vqkv.evaluation.harness import run_tasks  # seconds, which the other experiments need not spend
 
@@ -210,10 +246,14 @@ def _by_size(rows: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["codebook_size", "num_quantizers"], kind="stable")
 
 
-def trained(table: pd.DataFrame) -> pd.DataFrame:
-    """Perplexities of what was and was not fine-tuned: label, num_quantizers, value."""
-    rows = table[(table["task"] == TEXT) & table["table"].isin((1, 4))]
-    return rows.loc[rows["label"].isin((BOTH, *TRAINED)), ["label", "num_quantizers", "value"]].reset_index(drop=True)
+def given_back(table: pd.DataFrame) -> pd.DataFrame:
+    """``finetuning``'s trained rows with ``given_back``: of what codes add to the perplexity of the untrained model,
+    the share (%) that training takes away again."""
+    keys, untrained = ["num_quantizers", "seed"], table["label"] == BOTH
+    before = table.loc[untrained, [*keys, "ppl", "ppl_exact"]]
+    rows = table[~untrained].merge(before, how="left", on=keys, suffixes=("", "_before"))
+    share = 100 * (rows["ppl_before"] - rows["ppl"]) / (rows["ppl_before"] - rows["ppl_exact_before"])
+    return rows.assign(given_back=share)
 
 
 def changes(table: pd.DataFrame) -> pd.DataFrame:

@@ -4,10 +4,10 @@
 from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import domains, sizes
 from vqkv.study.figures.capacity import context_dots
-from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane
+from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane, task_lines
 from vqkv.study.figures.frontier import ablation_dots, frontier, lost, proxy_dots
 from vqkv.study.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
-from vqkv.study.figures.grouping import GROUPING_COLOURS, grouping_bars
+from vqkv.study.figures.grouping import GROUPING_COLOURS, group_size_lines, grouping_bars, grouping_errors
 from vqkv.study.figures.learning import learning_curves, unused_codes
 from vqkv.study.figures.normalised import architecture_dots, product_lines
 from vqkv.study.figures.phenomena import channel_ratios, emergence, magnitude_boxes, recall_lines
@@ -16,7 +16,7 @@ from vqkv.study.figures.predictors import ablation_bars, context_costs, predicte
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, render, save, use_style
-from vqkv.study.figures.tasks import change_grid, depth_lines, perplexity_dots, recall_planes
+from vqkv.study.figures.tasks import change_dots, depth_lines, recall_planes, tuning_dots
 from vqkv.study.figures.thresholds import (
     entropy_bars,
     eviction_curves,

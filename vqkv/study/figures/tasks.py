@@ -8,7 +8,12 @@ import pandas as pd
 from vqkv.study.figures.frontier import OURS
 from vqkv.study.figures.style import PALETTE
 
-NOTHING = "#f2f2f2"
+ROLES = {  # of Table 1 without training -> palette key and marker
+    "key (contiguous)": ("contiguous", "o"),
+    "key (strided)": ("strided", "s"),
+    "value": ("value", "^"),
+    "key + value": ("key+value", "D"),
+}
 PUBLISHED = {
     "quanto": ("quanto", "o"),
     "kivi": ("kivi", "^"),
@@ -24,79 +29,51 @@ NAMES = {
 }  # fmt: skip
 
 
-def change_grid(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, str], here: str):
-    """Two grids, systems by tasks: the change of accuracy from the exact cache in points, published and here.
+def change_dots(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, str], here: str):
+    """The change of accuracy from the exact cache in points, a dot for each of ``ROLES`` and task: published and here.
 
     ``published`` has a row for each system and a column for each task; ``ours`` is a table of changes with columns
-    label, task, change, error; both without the exact row. ``names``: what to call tasks; ``here``: our model. A cell
-    of ours whose change is within one standard error is grey. Colours stop at 10 points.
+    label, task, change, error; both without the exact row. ``names``: what to call tasks; ``here``: our model. Bars:
+    one standard error.
     """
-    wide = [ours.pivot(index="label", columns="task", values=column) for column in ("change", "error")]
-    order = (ours["label"].unique(), [task for task in names if task in set(ours["task"])])
-    change, error = (table.loc[order[0], order[1]] for table in wide)
-    fig, axes = plt.subplots(
-        1, 2, figsize=(10, 1.6 + 0.42 * len(change)), width_ratios=[published.shape[1], change.shape[1]]
-    )
-    _grid(axes[0], published.reindex(change.index).rename(columns=NAMES), None)
-    _grid(axes[1], change.rename(columns=names), error)
-    axes[0].set_title("published: Llama-3-8B", loc="left")
-    axes[1].set_title(f"here: {here}", loc="left")
-    axes[1].set_yticklabels([])
+    change, error = (ours.pivot(index="label", columns="task", values=column) for column in ("change", "error"))
+    tasks = [task for task in names if task in change]
+    widths = [published.shape[1], len(tasks)]
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4), width_ratios=widths, sharey=True)
+    _dots(axes[0], published.rename(columns=NAMES), None)
+    _dots(axes[1], change[tasks].rename(columns=names), error[tasks])
+    axes[0].set(title="published: Llama-3-8B", ylabel="change of accuracy (points)")
+    axes[1].set_title(f"here: {here} (bars: standard error)")
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=len(ROLES))
     return fig
 
 
-def _grid(ax, change: pd.DataFrame, error: pd.DataFrame | None) -> None:
-    ax.imshow(change, cmap="RdBu", vmin=-10, vmax=10, aspect="auto")
-    for y in range(change.shape[0]):
-        for x in range(change.shape[1]):
-            _cell(ax, x, y, change.iat[y, x], None if error is None else error.iat[y, x])
+def _dots(ax, change: pd.DataFrame, error: pd.DataFrame | None) -> None:
+    ax.axhline(0, color=PALETTE["fp16"], linewidth=1)
+    for i, (role, (colour, marker)) in enumerate(ROLES.items()):
+        place = [x + 0.18 * (i - (len(ROLES) - 1) / 2) for x in range(change.shape[1])]
+        bars = None if error is None else error.loc[role]
+        ax.errorbar(place, change.loc[role], bars, fmt=marker, color=PALETTE[colour], label=role, capsize=2)
     ax.set_xticks(range(change.shape[1]), change.columns, rotation=25, ha="right")
-    ax.set_yticks(range(change.shape[0]), change.index)
-    ax.grid(False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.grid(axis="x", visible=False)
 
 
-def _cell(ax, x: int, y: int, change: float, error: float | None) -> None:
-    if pd.isna(change):
-        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color="white"))
-        return
-    unclear = error is not None and abs(change) <= error
-    if unclear:
-        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=NOTHING))
-    text = f"{change:+.1f}" + ("" if error is None else f"\n±{error:.1f}")
-    dark = not unclear and abs(change) > 6
-    ax.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222", linespacing=0.9)
-
-
-def perplexity_dots(table: pd.DataFrame, exact: float):
-    """Held-out perplexity (columns label, num_quantizers, value) against that of the exact cache: a panel for each
-    number of codebooks; models that read exact keys and values are black."""
-    depths = sorted(table["num_quantizers"].unique(), reverse=True)
-    rows = [table[table["num_quantizers"] == depth] for depth in depths]
-    heights = [len(mine) for mine in rows]
-    fig, axes = plt.subplots(
-        len(rows), 1, figsize=(8, 1.3 + 0.45 * sum(heights)), height_ratios=heights, sharex=True, squeeze=False
-    )
-    for ax, mine, depth in zip(axes[:, 0], rows, depths):
-        _dots(ax, mine, exact)
-        ax.set_title(f"{depth} codebook{'s' if depth > 1 else ''}", loc="left")
-        ax.margins(x=0.12, y=0.25 if len(mine) < 4 else 0.12)
-        ax.invert_yaxis()
-    axes[-1, 0].set_xlabel(f"perplexity of held-out text (dashed: exact cache, not trained, {exact:.1f})")
+def tuning_dots(table: pd.DataFrame):
+    """What training gives back of what codes cost (``tasks.given_back``), in percent: a panel for each number of
+    codebooks, a row for each label and rate; small dots are seeds, bars run from the least to the most."""
+    depths = sorted(table["num_quantizers"].unique())
+    fig, axes = plt.subplots(1, len(depths), figsize=(10, 2.9), sharey=True, squeeze=False)
+    for ax, depth in zip(axes[0], depths, strict=True):
+        kinds = table[table["num_quantizers"] == depth].groupby(["label", "learning_rate"], sort=False)
+        for y, (_, rows) in enumerate(kinds):
+            share, colour = rows["given_back"], PALETTE["kivi" if "control" in rows["label"].iloc[0] else "vqllm"]
+            spread = [[share.mean() - share.min()], [share.max() - share.mean()]]
+            ax.errorbar([share.mean()], [y], xerr=spread, fmt="D", ms=8, color=colour, capsize=4)
+            ax.plot(share, [y] * len(share), "o", ms=4, color=PALETTE["fp16"])
+        ax.axvline(0, color=PALETTE["fp16"], linewidth=1)
+        ax.set(title=f"{depth} codebooks", xlabel="of what codes cost, given back (%)", ylim=(len(kinds) - 0.5, -0.5))
+        ax.set_yticks(range(len(kinds)), [f"{label}\n(rate {rate:g})" for label, rate in kinds.groups])
     return fig
-
-
-def _dots(ax, rows: pd.DataFrame, exact: float) -> None:
-    ax.axvline(exact, color=PALETTE["bound"], linestyle="--", linewidth=1.2)
-    for y, (label, value) in enumerate(zip(rows["label"], rows["value"])):
-        colour = PALETTE["fp16"] if "without" in label else PALETTE["vqllm"]
-        ax.plot([exact, value], [y, y], color=colour, linewidth=1.2)
-        ax.plot(value, y, "o", color=colour)
-        side = 1 if value >= exact else -1
-        at = {"xytext": (8 * side, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-        ax.annotate(f"{value:.1f}", (value, y), ha="left" if side > 0 else "right", **at)
-    ax.set_yticks(range(len(rows)), rows["label"])
 
 
 def depth_lines(published: pd.DataFrame, ours: pd.DataFrame, here: str):

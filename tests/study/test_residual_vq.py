@@ -1,0 +1,61 @@
+"""What pages 03, 06 and 10 ask of residual VQ: whose codebooks, which task, which training."""
+
+import pandas as pd
+import pytest
+
+from vqkv.study import figures
+from vqkv.study.experiments import depth_by_task, group_sizes, tasks
+
+TEXT = dict(
+    models=["vqkv/llama-mini"], corpus="python-stdlib", seq_len=128, num_seqs=2, chunk_size=32, dtype="float32",
+    device="cpu",
+)  # fmt: skip
+
+
+def test_codebooks_of_their_own_cost_side_information_and_no_bits():
+    table = group_sizes(
+        **TEXT,
+        codebook_size=16,
+        num_quantizers=2,
+        group_size=32,
+        sizes=[16, 32],
+        train_seqs=4,
+        recall_seqs=1,
+        seeds=[0],
+    )
+    own = table[table["group_size"] == 32].set_index("codebooks")
+    codebooks = own["side_bytes"] / own["side_bytes"]["shared"]  # 2 KV heads of 2 groups each
+    assert codebooks.to_dict() == {"shared": 1, "by group": 2, "by head and group": 4}
+    assert own["bits_per_value"].nunique() == 1 and own["key_mse"]["by head and group"] < own["key_mse"]["shared"]
+    assert (own["bits_8k"] - own["bits_per_value"]).is_monotonic_increasing
+    halves = table[table["group_size"] == 16].set_index("num_quantizers")["bits_per_value"]
+    assert halves[1] == own["bits_per_value"]["shared"] < halves[2]
+    assert len(figures.group_size_lines(table, 2).axes) == 1
+
+
+def test_every_task_is_scored_at_every_depth():
+    table = depth_by_task(
+        **TEXT, codebook_sizes=[16], depths=[1, 3], group_size=32, kmeans_iterations=1, train_seqs=4, pairs=4,
+        far_pairs=2, gap=20, seed=0,
+    )  # fmt: skip
+    assert set(table["answers"]) == {2 * 4, 2 * 2, 2 * 16} and len(table) == 6
+    assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
+    kl = table.pivot(index="task", columns="num_quantizers", values="kl_mean")
+    assert (kl[3] < kl[1]).all() and table["lost"].max() > 20
+    assert len(figures.task_lines(table).axes) == 3
+
+
+def test_what_training_gives_back_is_a_share_of_what_codes_cost():
+    both, tuned = tasks.BOTH, tasks.BOTH + tasks.FINE_TUNED
+    rows = [
+        (0, both, 0, 30, 20),
+        (0, tuned, 1e-4, 25, 19),
+        (1, both, 0, 40, 20),
+        (1, tuned, 1e-4, 45, 21),
+    ]
+    columns = ["seed", "label", "learning_rate", "ppl", "ppl_exact"]
+    found = tasks.given_back(pd.DataFrame(rows, columns=columns).assign(num_quantizers=2))
+    assert dict(zip(zip(found["seed"], found["learning_rate"]), found["given_back"])) == {
+        (0, 1e-4): pytest.approx(50), (1, 1e-4): pytest.approx(-25), (0, 1e-5): 0,
+    }  # fmt: skip
+    assert len(figures.tuning_dots(found).axes) == 1
