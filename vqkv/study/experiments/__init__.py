@@ -34,6 +34,13 @@ from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
+from vqkv.study.experiments.quantized_cache import (
+    first_difference,
+    greedy_text,
+    peak_by_batch,
+    residual_lengths,
+    side_by_side,
+)
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.retrieval import first_lost, retrieval
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
