@@ -27,6 +27,7 @@ from vqkv.study.experiments.generation import (
     generation_peak,
     loss_by_position,
     memory_growth,
+    with_side,
 )
 from vqkv.study.experiments.grouping import grouping
 from vqkv.study.experiments.ladder import eviction, tier_ladder

@@ -36,9 +36,9 @@ def residual_lengths(
     Systems: ``quanto 4`` and the like are presets with that ``flush_block``, ``transformers hqq 8`` and the like its
     own cache with that ``residual_length`` (0, which it does not tell from 1). ``snapshot`` protocol, token by token,
     as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed, and every later one up to
-    ``seq_len`` reads them. ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of packed
-    tokens, scales in 16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192 tokens.
-    ``ppl_increase`` is in percent.
+    ``seq_len`` reads them. ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of
+    packed tokens, scales in 16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192
+    tokens. ``ppl_increase`` is in percent.
     """
     who = {"corpus": corpus, "train": [1, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {"who": who | {"dtype": dtype, "device": device}, "prompt_len": prompt_len}
