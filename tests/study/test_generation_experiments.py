@@ -71,8 +71,9 @@ def test_loss_by_position_adds_up_to_what_evaluate_finds(llama, tmp_path):
 
 
 def test_a_choice_counts_side_information():
-    memory = pd.DataFrame({"system": ["DynamicCache", "quanto 4"], "batch": 1, "generated": 8, "stored_bytes": [160, 20],
-                           "side_bytes": [0, 60], "values": 80, "ratio": [1.0, 8.0]})  # fmt: skip
+    rows = [("DynamicCache", 160, 0, 1.0), ("quanto 4", 20, 60, 8.0)]
+    memory = pd.DataFrame(rows, columns=["system", "stored_bytes", "side_bytes", "ratio"])
+    memory = memory.assign(batch=1, generated=8, values=80)
     told = generation.with_side(memory).set_index("system").loc["quanto 4"]
     assert told[["all_told_bytes", "bits_all_told", "ratio_all_told"]].tolist() == [80, 8, 2]
     times = pd.DataFrame(

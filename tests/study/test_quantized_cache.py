@@ -32,8 +32,16 @@ def test_what_is_held_exact_costs_bits_and_spares_loss(llama):
         expected = rows["bits_per_value"] + (16 - rows["bits_per_value"]) * rows["held"] / 1024
         assert rows["bits_1k"].tolist() == pytest.approx(expected.tolist())
     assert eight["kl_mean"].iloc[0] < 0.1 * theirs.loc[16, "kl_mean"]
-    dots = {"transformers hqq 8": "hqq 8"}
-    assert figures.residual_plane(table, "bits_8k", systems["swept"], dots).axes
+    steps = experiments.worth_of_steps(table, *systems["swept"], "transformers hqq 8")
+    assert figures.residual_lines(table, steps, systems["swept"]).axes
+
+
+def test_a_step_is_worth_what_its_bits_would_bring_elsewhere():
+    rows = [("a", 0, 8.0, 4, 4, 4), ("a", 16, 2.0, 4, 5, 4.5), ("b", 16, 9.0, 4, 4, 4), ("c", 16, 1.0, 6, 6, 6)]
+    columns = ["system", "length", "kl_mean", "bits_per_value", "bits_1k", "bits_8k"]
+    found = experiments.worth_of_steps(pd.DataFrame(rows, columns=columns).assign(model="m"), "a", "b", "c")
+    assert found.index.tolist() == [("m", 16)]
+    assert found[["rate", "gain", "at_1k", "at_8k"]].iloc[0].tolist() == pytest.approx([3, 4, 3, 3**0.5])
 
 
 def test_greedy_text_is_compared_with_the_exact_model_s_own(llama):
@@ -70,7 +78,7 @@ def test_quantized_weights_are_smaller_and_time_beside_the_model_s_own():
     how = {"geometry": "tiny", "codebook_sizes": [16], "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
     rows = pd.DataFrame(latency([[1, 8, 3], [2, 8, 3]], 1, ["quanto 4"], weights=["qint8"], **how))
     systems = list(dict.fromkeys(rows["system"]))
-    assert len(systems) == 6 and systems[3:] == [f"{label}, qint8 weights" for label in systems[:3]]
+    assert len(systems) == 5 and systems[3:] == [f"{label}, qint8 weights" for label in systems[:2]]
     assert (rows["slowdown_q1"] <= rows["slowdown"]).all() and (rows["prefill_slowdown"] > 0).all()
     assert figures.rate_lines(rows, [1, 2], [8], systems[:3]).axes
 

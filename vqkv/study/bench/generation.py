@@ -18,6 +18,7 @@ from vqkv.study.bench.caches import (
     GEOMETRIES,
     PEER,
     REFERENCE,
+    THEIRS,
     prepared,
     quantized_weights,
     random_llama,
@@ -38,8 +39,8 @@ def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
     threads: int, dtype: str, device: str, weights: list[str] | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]; and once more with
-    each of ``weights``, as ``caches.quantized_weights`` knows them.
+    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]; transformers'
+    caches once more with each of ``weights``, as ``caches.quantized_weights`` knows them.
 
     One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
     bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
@@ -63,7 +64,8 @@ def latency(
         going = {label: Generation(model, system) for label, system in compared.items()}
         for kind in weights or []:
             other = quantized_weights(model, kind)
-            going |= {f"{label}, {kind} weights": Generation(other, system) for label, system in compared.items()}
+            theirs = {label: system for label, system in compared.items() if label in THEIRS}
+            going |= {f"{label}, {kind} weights": Generation(other, system) for label, system in theirs.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             label = {"batch": batch, "context": context, "generated": generated}
             found = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)

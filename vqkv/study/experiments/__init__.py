@@ -41,6 +41,7 @@ from vqkv.study.experiments.quantized_cache import (
     peak_by_batch,
     residual_lengths,
     side_by_side,
+    worth_of_steps,
 )
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.retrieval import first_lost, retrieval

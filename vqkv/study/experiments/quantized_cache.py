@@ -62,6 +62,21 @@ def _residual_row(model: str, label: str, length: int, who: dict, prompt_len: in
     return [{"model": model, "system": label, "length": length} | row], found.sources
 
 
+def worth_of_steps(residual: pd.DataFrame, system: str, coarse: str, fine: str) -> pd.DataFrame:
+    """``gain``: how many times less KL ``system`` has at each residual length than at the next shorter one; ``at_1k``
+    and ``at_8k``: how many times less the same bits would bring at 1,024 and 8,192 tokens if every token had them, at
+    the rate a bit from ``coarse`` to ``fine``, systems of other bits. A row per model and length."""
+    found = []
+    for model, rows in residual.groupby("model", sort=False):
+        ends = rows.drop_duplicates("system").set_index("system").reindex([coarse, fine])
+        rate = (ends["kl_mean"].iloc[0] / ends["kl_mean"].iloc[1]) ** (1 / ends["bits_per_value"].diff().iloc[1])
+        mine = rows[rows["system"] == system].set_index("length")
+        worth = {f"at_{name[5:]}": rate ** mine[name].diff() for name in BITS_AT}
+        steps = pd.DataFrame({"model": model, "rate": rate, "gain": mine["kl_mean"].shift() / mine["kl_mean"]} | worth)
+        found.append(steps.iloc[1:])
+    return pd.concat(found).set_index("model", append=True).swaplevel()
+
+
 def _system(label: str, length: int, who: dict):
     name, bits = label.removeprefix(THEIRS).rsplit(" ", 1)
     if label.startswith(THEIRS):

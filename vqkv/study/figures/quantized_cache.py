@@ -3,32 +3,34 @@
 import matplotlib.pyplot as plt
 
 from vqkv.study.figures.generation import plain_numbers, style_of
-from vqkv.study.figures.style import by_model, mark_floor
+from vqkv.study.figures.style import PALETTE, by_model, mark_floor
+
+ELSEWHERE = {"at_1k": ("--", "1,024"), "at_8k": (":", "8,192")}  # column of the steps -> line, tokens
 
 
-def residual_plane(table, bits: str, lines: list[str], dots: dict[str, str]):
-    """KL, with its 95% interval over sequences, against the column ``bits``, a panel for each model: ``lines`` by the
-    number of recent tokens kept exact, which stands at the first's points, and ``dots`` of one length, a name each.
-    Hollow: transformers' own caches. ``table``: from ``residual_lengths``."""
+def residual_lines(table, steps, systems: list[str]):
+    """KL, with its 95% interval over sequences, against the number of recent tokens kept exact, a panel for each model;
+    grey: where the first system's would stand if its added bits had gone to every token. ``table``: from
+    ``residual_lengths``, ``steps``: from ``worth_of_steps``."""
     fig, axes, panels = by_model(table, (11, 4.6))
     for ax, model, mine in panels:
-        for system in [*lines, *dots]:
+        first = mine[mine["system"] == systems[0]]
+        places = {length: place for place, length in enumerate(first["length"])}
+        for shift, system in zip((-0.06, 0.06), systems, strict=False):
             rows, (colour, marker) = mine[mine["system"] == system], style_of(system)
-            spread = [rows["kl_mean"] - rows["kl_low"], rows["kl_high"] - rows["kl_mean"]]
-            look = {"color": colour, "mfc": "white" if system.startswith("transformers") else colour, "elinewidth": 1}
-            look |= {"fmt": marker + "-" * (system in lines), "ms": 9 if system == lines[0] else 6}
-            ax.errorbar(rows[bits], rows["kl_mean"], spread, label=system, zorder=2 + (system != lines[0]), **look)
-        for row in mine[mine["system"] == lines[0]].itertuples():
-            where = {"xytext": (8, 5), "textcoords": "offset points", "fontsize": 9}
-            ax.annotate(f"{row.length}", (getattr(row, bits), row.kl_mean), **where)
-        for system, name in dots.items():
-            for row in mine[mine["system"] == system].itertuples():
-                where = {"xytext": (8, 0), "textcoords": "offset points", "fontsize": 9, "va": "center"}
-                ax.annotate(name, (getattr(row, bits), row.kl_mean), color=style_of(system)[0], **where)
-        ax.set(title=model.split("/")[-1], yscale="log", xlabel="bits per value, exact tokens included")
-        ax.margins(x=0.12, y=0.08)
+            ends = [rows["kl_mean"] - rows["kl_low"], rows["kl_high"] - rows["kl_mean"]]
+            look = {"color": colour, "mfc": "white" if system.startswith("transformers") else colour, "ms": 7}
+            at = [places[length] + shift for length in rows["length"]]
+            ax.errorbar(at, rows["kl_mean"], ends, fmt=marker + "-", label=system, elinewidth=1, **look)
+        for column, (line, tokens) in ELSEWHERE.items():
+            gains = [1, *steps.loc[model, column].cumprod()]
+            label = f"the same bits for every token, at {tokens} tokens"
+            ax.plot([first["kl_mean"].iloc[0] / gain for gain in gains], line, color=PALETTE["published"], label=label)
+        ax.set(title=model.split("/")[-1], yscale="log", xlabel="residual length (tokens)")
+        ax.set_xticks(list(places.values()), list(places))
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
 
 
