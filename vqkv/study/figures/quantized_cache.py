@@ -1,6 +1,7 @@
 """Figures of notebook 16."""
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 from vqkv.study.figures.generation import plain_numbers, style_of
 from vqkv.study.figures.style import PALETTE, by_model, mark_floor
@@ -44,15 +45,17 @@ def rate_lines(times, batches: list[int], contexts: list[int], systems: list[str
         colour, marker = style_of(system)
         rows = by_batch[by_batch["system"] == system]
         spread = [rows["slowdown"] - rows["slowdown_q1"], rows["slowdown_q3"] - rows["slowdown"]]
-        axes[0].errorbar(rows["batch"], rows["slowdown"], spread, fmt=marker + "-", color=colour, label=system)
+        look = {"color": colour, "mfc": "white" if system.startswith("transformers") else colour, "ms": 8}
+        axes[0].errorbar(rows["batch"], rows["slowdown"], spread, fmt=marker + "-", label=system, elinewidth=1, **look)
         rows = by_prompt[by_prompt["system"] == system].sort_values("context")
-        axes[1].plot(rows["context"], rows["prefill_ms"] / rows["decode_ms"], marker + "-", color=colour)
+        axes[1].plot(rows["context"], rows["prefill_ms"] / rows["decode_ms"], marker + "-", **look)
     axes[0].set(xscale="log", xlabel="sequences generated at a time", ylabel="a token's time over DynamicCache's")
     axes[1].set(xscale="log", yscale="log", xlabel="tokens of the prompt")
     axes[1].set_ylabel("first token's time over a following one's")
     for ax, ticks in zip(axes, (batches, contexts), strict=True):
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         ax.minorticks_off()
+    axes[1].yaxis.set_minor_locator(LogLocator(subs="auto"))
     plain_numbers(axes[1].yaxis)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(systems))
     return fig
