@@ -24,19 +24,20 @@ class Scripted:
         self.system, self.tokens, self.stored_bytes = system, 0, 7
 
     def prefill(self, tokens):
-        return 100.0 * self.system
+        return 100.0 * (1 + self.system)
 
     def step(self):
         self.tokens += 1
         return (10.0 + self.system + (20 if self.tokens % 128 == 0 else 0)) * (5 if self.tokens // 3 % 3 == 2 else 1)
 
 
-def test_what_is_added_is_the_median_difference_of_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(generation, "Generation", Scripted)
+def test_what_is_added_is_the_median_difference_of_the_same_tokens():
     systems = {REFERENCE: 0, PEER: 4, "ours": 2}
-    rows = {row["system"]: row for row in generation.timed_run(None, systems, torch.zeros(1, 8), 150, 3)}
+    going = {label: Scripted(None, system) for label, system in systems.items()}
+    rows = {row["system"]: row for row in generation.timed_run(going, torch.zeros(1, 8), 150, 3)}
     assert {label: row["added_ms"] for label, row in rows.items()} == systems
     assert rows["ours"]["added_vs_quanto"] == 0.5 and rows["ours"]["added_prefill_ms"] == 200
+    assert rows["ours"]["slowdown"] == rows["ours"]["slowdown_q1"] == 1.2 and rows[REFERENCE]["slowdown_q3"] == 1
     assert rows["ours"]["decode_ms"] == 12 < rows["ours"]["mean_ms"] and rows["ours"]["decode_q3"] == 60
 
 

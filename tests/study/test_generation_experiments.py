@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +68,22 @@ def test_loss_by_position_adds_up_to_what_evaluate_finds(llama, tmp_path):
         assert (tokens * mine["kl"]).sum() == pytest.approx(lost, rel=1e-3) and (mine["kl_se"] > 0).all()
         added = row["scored_tokens"] * math.log(row["ppl"] / row["ppl_exact"])
         assert (tokens * mine["nll_added"]).sum() == pytest.approx(added, rel=1e-3, abs=1e-3)
+
+
+def test_a_choice_counts_side_information():
+    rows = [("DynamicCache", 160, 0, 1.0), ("quanto 4", 20, 60, 8.0)]
+    memory = pd.DataFrame(rows, columns=["system", "stored_bytes", "side_bytes", "ratio"])
+    memory = memory.assign(batch=1, generated=8, values=80)
+    told = generation.with_side(memory).set_index("system").loc["quanto 4"]
+    assert told[["all_told_bytes", "bits_all_told", "ratio_all_told"]].tolist() == [80, 8, 2]
+    times = pd.DataFrame(
+        {"system": memory["system"], "batch": 1, "context": 9, "added_ms": [0, 3], "added_prefill_ms": 1}
+    )
+    losses = pd.DataFrame({"model": ["m", "m", "other"], "system": "quanto 4", "start": [0, 1, 0], "end": [1, 4, 1],
+                           "kl": [1.0, 2.0, 9.0], "kl_floor": 0.0})  # fmt: skip
+    found = generation.choices(times, memory, losses, "m", 9, sharing=6)
+    assert found.loc["quanto 4", ["bits_all_told", "bits_shared", "kl", "added_ms"]].tolist() == [8, 3, 1.75, 3]
+    assert figures.choose(found, ["quanto 4"]).axes
 
 
 @given(st.lists(st.floats(-1, 2), min_size=1, max_size=20), st.floats(0.01, 0.2))

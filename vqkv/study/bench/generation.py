@@ -18,7 +18,9 @@ from vqkv.study.bench.caches import (
     GEOMETRIES,
     PEER,
     REFERENCE,
+    THEIRS,
     prepared,
+    quantized_weights,
     random_llama,
     random_tokens,
     stored_bytes,
@@ -35,9 +37,10 @@ SHOWN = ["batch", "context", "system", "prefill_ms", "decode_ms", "mean_ms", "ad
 
 def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
-    threads: int, dtype: str, device: str,
+    threads: int, dtype: str, device: str, weights: list[str] | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens].
+    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]; transformers'
+    caches once more with each of ``weights``, as ``caches.quantized_weights`` knows them.
 
     One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
     bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
@@ -45,7 +48,8 @@ def latency(
     ``added_prefill_ms``, ``added_ms`` and ``added_mean_ms``: median, median and mean of the differences from
     ``DynamicCache``'s time for the same prefill or token of the same turn, which a machine that is busy now and then
     disturbs less than the difference of medians. ``added_vs_quanto`` and ``added_mean_vs_quanto``: those over what
-    transformers' quanto cache adds in the same run (NaN without it).
+    transformers' quanto cache adds in the same run (NaN without it). ``slowdown``, ``slowdown_q1``, ``slowdown_q3``:
+    median and quartiles over tokens of a system's time over ``DynamicCache``'s; ``prefill_slowdown``: of prompts.
     ``stored_bytes``: what the cache holds in the end; ``fit_s``: seconds of calibration (NaN: none). Presets that
     learn are fitted on random text, which changes no time but those of ``vqq_product`` and entropy codes: how many of
     its blocks stay in fp16, and what escapes from their tables, depends on the data.
@@ -57,17 +61,21 @@ def latency(
         compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed, seconds)
         shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
         rows = []
+        going = {label: Generation(model, system) for label, system in compared.items()}
+        for kind in weights or []:
+            other = quantized_weights(model, kind)
+            theirs = {label: system for label, system in compared.items() if label in THEIRS}
+            going |= {f"{label}, {kind} weights": Generation(other, system) for label, system in theirs.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             label = {"batch": batch, "context": context, "generated": generated}
-            found = timed_run(model, compared, random_tokens(model, batch, context, seed), generated, rounds)
+            found = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)
             shared |= {"versions": versions(*PACKAGES)}
             rows += [label | row | {"fit_s": seconds.get(row["system"])} | shared for row in found]
     return rows
 
 
-def timed_run(model, systems: dict, tokens: torch.Tensor, generated: int, rounds: int) -> list[dict]:
+def timed_run(going: dict[str, "Generation"], tokens: torch.Tensor, generated: int, rounds: int) -> list[dict]:
     """Prefill ``tokens`` (batch, context) and generate ``generated`` more with each system in turn; a row a system."""
-    going = {label: Generation(model, system) for label, system in systems.items()}
     for generation in going.values():  # warms up
         generation.prefill(tokens[:, : max(1, tokens.shape[1] // 8)])
         generation.step()
@@ -85,6 +93,7 @@ def timed_run(model, systems: dict, tokens: torch.Tensor, generated: int, rounds
         | _times(prefills[label], steps[label])
         | added[label]
         | _beside_peer(added[label], added.get(PEER))
+        | _slowdown(prefills, steps, label)
         | {"stored_bytes": generation.stored_bytes}
         for label, generation in going.items()
     ]
@@ -140,6 +149,14 @@ def _added(prefills: dict, steps: dict, label: str) -> dict[str, float]:
     """Times that a system adds to the uncompressed cache's."""
     prefill, step = (np.subtract(times[label], times[REFERENCE]) for times in (prefills, steps))
     return {"added_prefill_ms": np.median(prefill), "added_ms": np.median(step), "added_mean_ms": np.mean(step)}
+
+
+def _slowdown(prefills: dict, steps: dict, label: str) -> dict[str, float]:
+    """Times over the uncompressed cache's."""
+    prefill, step = (np.divide(times[label], times[REFERENCE]) for times in (prefills, steps))
+    first, middle, third = np.percentile(step, (25, 50, 75)).tolist()
+    found = {"slowdown": middle, "slowdown_q1": first, "slowdown_q3": third}
+    return found | {"prefill_slowdown": float(np.median(prefill))}
 
 
 def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:

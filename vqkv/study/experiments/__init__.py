@@ -29,6 +29,7 @@ from vqkv.study.experiments.generation import (
     generation_peak,
     loss_by_position,
     memory_growth,
+    with_side,
 )
 from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.ladder import eviction, tier_ladder
@@ -39,6 +40,14 @@ from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths, with_interval
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
 from vqkv.study.experiments.product_codes import gaps, kmeans_times, product_against_residual
+from vqkv.study.experiments.quantized_cache import (
+    first_difference,
+    greedy_text,
+    peak_by_batch,
+    residual_lengths,
+    side_by_side,
+    worth_of_steps,
+)
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.retrieval import first_lost, retrieval
 from vqkv.study.experiments.sequences import modes, sequence_damage

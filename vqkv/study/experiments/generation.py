@@ -179,15 +179,27 @@ def _by_bucket(losses: torch.Tensor, bucket: int) -> list[dict]:
     return rows
 
 
-def choices(times: pd.DataFrame, memory: pd.DataFrame, losses: pd.DataFrame, model: str, context: int) -> pd.DataFrame:
-    """The choice that one has, a row per system: bits per value of all that is stored after the most generated tokens,
-    milliseconds added to the prompt and to a token after ``context`` tokens (one sequence), and ``model``'s KL over all
-    positions, with that of an fp16 cache."""
+def with_side(memory: pd.DataFrame, sharing: int = 1) -> pd.DataFrame:
+    """Rows of ``memory_growth`` with side information counted, ``sharing`` such caches having it in common:
+    ``all_told_bytes``, ``bits_all_told`` a value, and ``ratio_all_told`` of ``DynamicCache``'s bytes to these."""
+    total = memory["stored_bytes"] + memory["side_bytes"] / sharing
+    ratio = memory["ratio"] * memory["stored_bytes"] / total
+    return memory.assign(all_told_bytes=total, bits_all_told=8 * total / memory["values"], ratio_all_told=ratio)
+
+
+def choices(
+    times: pd.DataFrame, memory: pd.DataFrame, losses: pd.DataFrame, model: str, context: int, sharing: int
+) -> pd.DataFrame:
+    """The choice that one has, a row per system: ``model``'s bits per value all told of one sequence after the most
+    generated tokens (``bits_all_told``) and of one of ``sharing`` such that share side information (``bits_shared``),
+    and its KL over all positions, with that of an fp16 cache; and milliseconds added to the prompt and to a token after
+    ``context`` tokens of the model that is timed."""
     losses = losses[losses["model"] == model]
     weights = losses["end"] - losses["start"]
     means = losses[["kl", "kl_floor"]].mul(weights, axis=0).groupby(losses["system"], sort=False).sum()
     means = means.div(weights.groupby(losses["system"], sort=False).sum(), axis=0)
     timed = times[(times["batch"] == 1) & (times["context"] == context)].set_index("system")
     stored = memory[(memory["batch"] == 1) & (memory["generated"] == memory["generated"].max())].set_index("system")
-    columns = [stored[["bits_total", "side_bytes"]], timed[["added_prefill_ms", "added_ms", "added_vs_quanto"]]]
-    return pd.concat([*columns, means], axis=1, join="inner")
+    bits = {"bits_all_told": with_side(stored)["bits_all_told"]}
+    bits |= {"bits_shared": with_side(stored, sharing)["bits_all_told"]}
+    return pd.concat([pd.DataFrame(bits), means, timed[["added_prefill_ms", "added_ms"]]], axis=1, join="inner")

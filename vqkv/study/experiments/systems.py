@@ -48,7 +48,7 @@ def _row(model: str, label: str, who: dict, quantizer: dict, chunk_size: int):
     compressor = _peers()[label] if peer else _compressor(label, who, quantizer)
     row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
     if peer:
-        short = _in_bfloat16(name=model, device=who["device"])
+        short = in_bfloat16(name=model, device=who["device"])
         metered = evaluate(short, compressor, found.test[:1], chunk_size=chunk_size, reconstruction=False)
         row["bits_per_value"] = metered["bits_per_value"]
     contexts = {"bits_8k": 8192, "bits_128k": 131072}
@@ -71,7 +71,8 @@ def _deepest(who: dict, quantizer: dict) -> Compressor:
 
 
 @per_process(maxsize=1)
-def _in_bfloat16(name: str, device: str):
+def in_bfloat16(name: str, device: str):
+    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
     return load_model(name, "bfloat16", device)[0]
 
 

@@ -13,6 +13,7 @@ from vqkv.study.figures.normalised import architecture_dots, product_lines
 from vqkv.study.figures.phenomena import channel_ratios, emergence, magnitude_boxes, recall_lines
 from vqkv.study.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
 from vqkv.study.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
+from vqkv.study.figures.quantized_cache import rate_lines, residual_lines
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, render, save, use_style

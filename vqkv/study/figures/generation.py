@@ -72,18 +72,18 @@ def plain_numbers(axis) -> None:
 
 
 def memory_lines(table, systems: list[str]):
-    """Storage of ``systems`` for one sequence against generated tokens: megabytes, and how many times less than
-    ``DynamicCache``."""
+    """Storage of ``systems`` for one sequence, side information counted, against generated tokens: megabytes, and how
+    many times less than ``DynamicCache``. ``table``: from ``with_side``."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.4))
     rows = table[(table["batch"] == 1) & table["system"].isin(systems)]
-    rows = rows.assign(megabytes=rows["stored_bytes"] / 1e6)
-    for ax, column in zip(axes, ("megabytes", "ratio"), strict=True):
+    rows = rows.assign(megabytes=rows["all_told_bytes"] / 1e6)
+    for ax, column in zip(axes, ("megabytes", "ratio_all_told"), strict=True):
         for system, line in rows.groupby("system", sort=False):
             colour, marker = style_of(system)
             ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5)
         ax.set(xlabel="generated tokens, after a prompt of 128", ylim=(0, None))
         _name_ends(ax, rows[rows["generated"] == rows["generated"].max()], "generated", column)
-    axes[0].set(ylabel="stored for one sequence (MB)")
+    axes[0].set(ylabel="stored for one sequence, all told (MB)")
     axes[1].set(ylabel="times smaller than DynamicCache")
     return fig
 
@@ -91,6 +91,11 @@ def memory_lines(table, systems: list[str]):
 def _face(system: str) -> str:
     """Transformers' own caches are hollow."""
     return "white" if system.startswith("transformers") else style_of(system)[0]
+
+
+def _dashes(system: str) -> str:
+    """Affine codes of 2 bits are dashed, beside those of 4."""
+    return "--" if system.endswith(("quanto 2", "hqq 2")) else "-"
 
 
 def _name_ends(ax, last, x: str, y: str) -> None:
@@ -139,10 +144,10 @@ def loss_by_position(table, systems: list[str]):
         shown = [system for system in systems if system in set(mine["system"])]
         for system in [*shown, REFERENCE]:
             rows, (colour, marker) = mine[mine["system"] == system], style_of(system)
-            look = {"color": colour, "mfc": _face(system), "ms": 5, "elinewidth": 1}
-            column[0].plot(rows["middle"], rows["nll"], color=colour)
+            look = {"color": colour, "mfc": _face(system), "ms": 5, "elinewidth": 1, "ls": _dashes(system)}
+            column[0].plot(rows["middle"], rows["nll"], color=colour, ls=_dashes(system))
             if system != REFERENCE:
-                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker + "-", **look)
+                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker, **look)
         if mine["end"].max() > mine["trained"].max():
             for ax in column:
                 ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
@@ -156,27 +161,27 @@ def loss_by_position(table, systems: list[str]):
     return fig
 
 
-LEAST_MS = 0.5
-
-
-def choose(table):
-    """KL against the milliseconds that a system adds to a token, both best at the lower left; the bits that it stores a
-    value stand at its name, and make the circle. Hollow: transformers' own caches."""
-    fig, ax = plt.subplots(figsize=(10, 6))
-    rows = table.drop(index=REFERENCE, errors="ignore").sort_values("kl", kind="stable")
-    rows = rows.assign(system=rows.index, added=rows["added_ms"].clip(LEAST_MS))
-    sizes, colours = 40 * rows["bits_total"], [style_of(system)[0] for system in rows.index]
-    ax.scatter(rows["added"], rows["kl"], s=sizes, c=[_face(system) for system in rows.index], edgecolors=colours)
-    ax.set(xscale="log", yscale="log", xlabel="added to each generated token (ms)")
-    ax.set_ylabel("KL from the exact model (nats)")
-    ax.margins(x=0.1, y=0.1)
-    plain_numbers(ax.xaxis)
-    points = _in_axes(ax, rows[["added", "kl"]])
-    for row, point, place in zip(rows.itertuples(), points, spread(points[:, 1], 0.045), strict=True):
-        line = {"arrowstyle": "-", "color": "#555555", "alpha": 0.5, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
-        where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "va": "center", "fontsize": 10}
-        radius = 0.011 + 0.0045 * row.bits_total**0.5
-        ax.annotate(
-            f"{row.system}: {row.bits_total:.1f} bits", point, (point[0] + radius, place), arrowprops=line, **where
-        )
+def choose(table, systems: list[str]):
+    """KL against bits per value all told, both best at the lower left, of ``systems``: a line from what a sequence
+    takes that shares side information with others (filled) to what it takes alone (hollow), and at its name the
+    milliseconds that the system adds to a token. ``table``: from ``choices``."""
+    fig, ax = plt.subplots(figsize=(10, 5))
+    rows = table[table.index.isin(systems)].sort_values("kl", kind="stable")
+    for system, row in rows.iterrows():
+        colour, marker = style_of(system)
+        ax.plot(row[["bits_shared", "bits_all_told"]], [row["kl"]] * 2, color=colour)
+        ax.plot(row["bits_all_told"], row["kl"], marker, color=colour, mfc="white", ms=8)
+        ax.plot(row["bits_shared"], row["kl"], marker, color=colour, ms=8)
+    ax.set(xscale="log", yscale="log", xlabel="bits per value, all told", ylabel="KL from the exact model (nats)")
+    ax.margins(x=0.08, y=0.08)
+    for set_ticks in (ax.set_xticks, ax.xaxis.set_ticklabels):
+        set_ticks(TICKS)
+    ax.minorticks_off()
+    points = _in_axes(ax, rows[["bits_all_told", "kl"]])
+    for (system, row), point, place in zip(rows.iterrows(), points, spread(points[:, 1], 0.055), strict=True):
+        name = f"{system} (+{row['added_ms']:.0f} ms)"
+        name_beside(ax, name, style_of(system)[0], tuple(point), (point[0] + 0.03, place))
     return fig
+
+
+TICKS = (2, 3, 4, 5, 6, 8, 10)

@@ -102,5 +102,7 @@ def prefill(table: pd.DataFrame, system: str) -> dict:
 
 def by_size(table: pd.DataFrame, above: str, below: str, sizes: str) -> dict:
     """The ratio of two systems' mean KL by model and size of what was injected."""
-    over, under = (table.query(sizes).query(query).groupby(["model", "size"])["kl_mean"].mean() for query in (above, below))
+    over, under = (
+        table.query(sizes).query(query).groupby(["model", "size"])["kl_mean"].mean() for query in (above, below)
+    )
     return {"cases": over / under}
