@@ -128,9 +128,9 @@ def _strength_rows(model: str, who: dict, held_out: int, strengths: list[float],
 
 
 def with_interval(table, name: str, low: str, high: str):
-    """The table with the ends of a 95% interval in words behind what they belong to; "" where there is none."""
-    cells = zip(table[name], table[low], table[high])
-    words = ["" if np.isnan(x) else f"{x:.2g} ({a:.2g} to {b:.2g})" for x, a, b in cells]
+    """The table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
+    cells = list(zip(table[name], table[low], table[high], strict=True))
+    words = [f"{x:.3g}" + f" ({a:.3g} to {b:.3g})" * (not np.isnan(a)) if x == x else "" for x, a, b in cells]
     return table.assign(**{name: words})
 
 

@@ -47,8 +47,7 @@ def context_costs(table):
             values = 8 * row["side_bytes"] / (row["bits_128k"] - row["bits_per_value"]) / 131072
             total = row["bits_per_value"] + 8 * row["side_bytes"] / (values * tokens)
             ax.plot(tokens, total, style, color=PALETTE["aqua"], label=f"AQUA-KV, {name}")
-            same = {"label": "HIGGS alone at the same KL"} if style == "-" else {}
-            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], linewidth=1, **same)
+            ax.axhline(row["plain_bits"], linestyle=style, color=PALETTE["higgs"], linewidth=1)
             if row["pays_from"] >= tokens[0]:
                 ax.plot(row["pays_from"], row["plain_bits"], "o", color=PALETTE["bound"])
                 note = {"xytext": (0, -22), "textcoords": "offset points", "ha": "center", "fontsize": 9}
@@ -57,6 +56,7 @@ def context_costs(table):
         ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
         ax.set_ylim(0, 2 * table["plain_bits"].max())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes[0, -1].plot([], [], color=PALETTE["higgs"], linewidth=1, label="HIGGS alone at the same KL")
     axes[0, 0].set_ylabel("bits per value, side information included")
     fig.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
