@@ -86,7 +86,8 @@ def test_a_part_is_worth_what_its_twin_lacks():
         "design": ["trellis, weighted", "trellis, weighted, mixed"],
         "saved_1k": [0.5, 1.5],
     }
-    assert figures.ablation_dots(found, {"1k": "1,024 tokens"}).axes
+    none = paired_ablation(pd.DataFrame(rows[:1]), ["1k"])
+    assert none.empty and all(figures.ablation_dots(pairs, {"1k": "1,024 tokens"}).axes for pairs in (found, none))
 
 
 def test_every_design_is_a_preset_and_has_a_name_of_its_own():

@@ -163,13 +163,13 @@ def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
     (of ``PARTS``) and design of the first rung that has it, if its twin, which differs in nothing else, was tried."""
     first = search[search["rung"] == 1].groupby("design", sort=False)
     bits = first[[f"equivalent_bits_{name}" for name in contexts]].mean()
+    bits.columns = [f"saved_{name}" for name in contexts]
     rows = []
     for (part, (own, other)), design in itertools.product(PARTS.items(), bits.index):
         twin = design.replace(own, other)
         if twin != design and twin in bits.index:
-            saved = (bits.loc[twin] - bits.loc[design]).rename(lambda name: name.replace("equivalent_bits", "saved"))
-            rows.append({"part": part, "design": design} | saved.to_dict())
-    return pd.DataFrame(rows)
+            rows.append({"part": part, "design": design} | (bits.loc[twin] - bits.loc[design]).to_dict())
+    return pd.DataFrame(rows, columns=["part", "design", *bits])
 
 
 def beside(table: pd.DataFrame, designs: list[str], contexts: list[str]) -> pd.DataFrame:
