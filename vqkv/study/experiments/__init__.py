@@ -29,6 +29,7 @@ from vqkv.study.experiments.generation import (
     memory_growth,
 )
 from vqkv.study.experiments.grouping import grouping
+from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
