@@ -1,5 +1,7 @@
 """Injected phenomena: other keys and values, the same outputs."""
 
+import copy
+
 import pytest
 import small_models
 import torch
@@ -131,6 +133,11 @@ def test_attention_that_clips_its_projections():
 def test_numbers_that_do_not_fit(llama, given_to):
     with pytest.raises(DataError, match=r"give finite numbers .*here \(3, 2, 32\)"):
         models.inject(llama, **given_to)
+
+
+def test_weights_that_are_elsewhere(llama):
+    with pytest.raises(DataError, match="some weights are not in memory"):
+        models.inject(copy.deepcopy(llama).to("meta"), keys=torch.tensor(2.0))
 
 
 def test_grouped_queries_share_their_head_s_multiplier(llama):

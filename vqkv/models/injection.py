@@ -32,6 +32,8 @@ def inject(model, keys=None, values=None, key_bias=None):
     for unequal multipliers of channels that RoPE turns together.
     """
     check_decoder(model, "inject")
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise DataError("some weights are not in memory: inject into a model that fits on its devices twice")
     layers, name = kv_layers(model), getattr(model, "vqkv_name", type(model).__name__)
     keys, values = _spread("keys", keys, layers, 1), _spread("values", values, layers, 2)
     biases = _spread("key_bias", key_bias, layers, 1)

@@ -8,6 +8,7 @@ from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_pl
 from vqkv.study.figures.frontier import frontier, lost, proxy_dots, search_dots
 from vqkv.study.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
 from vqkv.study.figures.grouping import GROUPING_COLOURS, grouping_bars
+from vqkv.study.figures.injected import SHOWN, kl_by_size, quiet_heads
 from vqkv.study.figures.learning import code_usage, learning_curves
 from vqkv.study.figures.phenomena import channel_ratios, emergence, magnitude_boxes, recall_bars
 from vqkv.study.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
