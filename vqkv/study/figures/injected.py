@@ -5,6 +5,7 @@ import numpy as np
 
 from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor, short, where
 
+CLAIMED = (2, 3)  # codes of a quiet head: VQ quality framework, section 2.2
 SHOWN = {  # phenomenon -> what its size is, and system -> colour, marker, line
     "outlier channels": (
         "outlier channels, times as loud",
@@ -41,16 +42,19 @@ def kl_by_size(table, phenomenon: str):
             rows = mine[mine["system"] == system]
             look = {"color": PALETTE[colour], "marker": marker, "ls": line, "ms": 9 if marker == "*" else 5}
             ax.errorbar(*_means(rows), label=system, capsize=2, **look)
-        first = min(size for size in mine["size"] if size > 0)
-        ax.set(xscale="symlog" if mine["size"].min() == 0 else "log", yscale="log", title=short(model), xlabel=label)
-        if mine["size"].min() == 0:
-            ax.set_xscale("symlog", linthresh=first)
-        ax.set_xticks(sorted(set(mine["size"])), [f"{size:g}" for size in sorted(set(mine["size"]))])
-        ax.minorticks_off()
+        ax.set_xscale("symlog", linthresh=mine.loc[mine["size"] > 0, "size"].min())  # logarithmic, and 0 beside it
+        ax.set(yscale="log", title=short(model), xlabel=label)
+        _ticks(ax, mine)
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     return fig
+
+
+def _ticks(ax, rows) -> None:
+    sizes = sorted(set(rows["size"]))
+    ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    ax.minorticks_off()
 
 
 def _means(rows):
@@ -74,11 +78,12 @@ def quiet_heads(table):
             found = mine.groupby("size")[column].agg(["mean", "min", "max"])
             bars = np.stack([found["mean"] - found["min"], found["max"] - found["mean"]]).clip(0)
             ax.errorbar(found.index, found["mean"], bars, capsize=2, label=f"{short(model)}, {how}", **look)
+    axes[0].axhspan(*CLAIMED, color=PALETTE["published"], lw=0)
+    axes[0].text(1, CLAIMED[1] + 3, "claimed", color=PALETTE["published"], fontsize=10)
     for ax, label in zip(
-        axes, ("codes in effective use by quiet heads, of 256", "relative squared error of quiet heads")
+        axes, ("effective codes of quiet heads", "relative squared error of quiet heads"), strict=True
     ):
-        ax.set(xscale="log", xlabel="loud heads, times as loud", ylabel=label, ylim=(0, None))
-        ax.set_xticks(sorted(set(rows["size"])), [f"{size:g}" for size in sorted(set(rows["size"]))])
-        ax.minorticks_off()
+        ax.set(xscale="log", xlabel="loud heads, times as loud", ylabel=label, ylim=(0, 1.08 * ax.get_ylim()[1]))
+        _ticks(ax, rows)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
