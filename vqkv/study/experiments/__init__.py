@@ -32,6 +32,7 @@ from vqkv.study.experiments.generation import (
     with_side,
 )
 from vqkv.study.experiments.grouping import group_sizes, grouping
+from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models

@@ -1,0 +1,210 @@
+"""Notebook 15: phenomena of larger models, injected into the bundled ones: outlier channels, loud heads, key biases."""
+
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+
+from vqkv import presets
+from vqkv.calibration.calibrate import calibrate
+from vqkv.calibration.spill import CapturedTokens
+from vqkv.codecs.exact import Fp16
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.evaluation.exact import ExactPass
+from vqkv.evaluation.metrics import code_perplexity, relative_mse, token_kl
+from vqkv.evaluation.peers import TransformersQuantized
+from vqkv.models import inject
+from vqkv.models.layers import kv_layers
+from vqkv.models.rope import rotations
+from vqkv.study.experiments.common import Subject, frame, subject
+from vqkv.study.experiments.systems import bare
+from vqkv.study.sweep import per_process, sweep
+
+PAIRS = 4  # neighbouring RoPE pairs of a head that are outliers
+GROUPINGS = {"contiguous": 16, "strided": 16, "random": 16, "contiguous, groups of 32": 32, "strided, groups of 32": 32}
+KEYFRAME = 64  # tokens that the framework divides by one maximum
+COVERED = 0.9
+MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "ppl", "ppl_exact")
+BY_HEAD = ("quiet_error", "loud_error", "quiet_codes", "quiet_effective", "quiet_most", "quiet_worst")
+
+
+def injected(
+    models: list[str], corpus: str, sizes: dict[str, list[float]], seeds: list[int], train_seqs: int, seq_len: int,
+    num_seqs: int, chunk_size: int, codebook_size: int, dtype: str, device: str,
+):  # fmt: skip
+    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes, injected into every model without a
+    change of its outputs, and its systems calibrated on that model: a row per model, phenomenon, size, system and seed.
+    ``chunked`` protocol, KL to the injected model's own exact cache, four sinks and no recent window, except for
+    transformers' cache. A seed draws the calibration text, where the outlier channels are, and k-means' start; systems
+    without codebooks have the first alone. ``injection_kl``: what the injection itself does to the model; ``warned``:
+    whether ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
+    """
+    settings = {
+        "who": {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "test_seed": 0}
+        | {"dtype": dtype, "device": device},
+        "chunk_size": chunk_size, "codebook_size": codebook_size,
+    }  # fmt: skip
+    cases = [
+        {"model": name, "phenomenon": phenomenon, "size": size, "seed": seed, "first": seed == seeds[0]}
+        for name, phenomenon in itertools.product(models, sizes)
+        for size, seed in itertools.product(sizes[phenomenon], seeds)
+    ]
+    return frame(*sweep(_rows, cases, settings, "injected"))
+
+
+def outlier_channels(model, size: float, seed: int) -> dict:
+    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by ``seed``; without RoPE in as many
+    channels of either half."""
+    layers, generator = kv_layers(model), torch.Generator().manual_seed(seed)
+    factors = torch.ones(len(layers), *layers[0].shape[:2])
+    for turn, heads in zip(rotations(model), factors, strict=True):
+        halves = torch.arange(heads.shape[1]).chunk(2) if turn is None else (turn.first, turn.second)
+        for head in heads:
+            start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
+            for half in halves:
+                head[half[start : start + PAIRS]] = size
+    return {"keys": factors}
+
+
+def loud_heads(model, size: float, seed: int) -> dict:
+    """Keys and values of one head of each layer times ``size``."""
+    factors = torch.where(_loud(model), size, 1.0)[:, :, None]
+    return {"keys": factors, "values": factors}
+
+
+def key_bias(model, size: float, seed: int) -> dict:
+    """``size`` added to one channel of each head: of the RoPE pair that turns most slowly, or the last."""
+    layers = kv_layers(model)
+    bias = torch.zeros(len(layers), *layers[0].shape[:2])
+    for turn, layer in zip(rotations(model), bias, strict=True):
+        layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
+    return {"key_bias": bias}
+
+
+def _loud(model) -> torch.Tensor:
+    """(num_layers, num_kv_heads): one head of each layer, in turn."""
+    layers = kv_layers(model)
+    return torch.arange(layers[0].num_kv_heads) == torch.arange(len(layers))[:, None] % layers[0].num_kv_heads
+
+
+def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
+    """Values stay in 16 bits."""
+    shared = {"codebook_size": codebook_size, "kmeans_iterations": 4, "seed": seed}
+    found = {
+        f"vqllm {label}": presets.vqllm(size // 4, group_size=size, key_grouping=label.split(",")[0], **shared)
+        for label, size in GROUPINGS.items()
+    }
+    found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2), "quanto 4": presets.quanto(4)}
+    found |= {"higgs 2": presets.higgs(2), "grid 2, not rotated": presets.crossed("grid", 2, rotation="none")}
+    found |= {"steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False)}
+    return {label: dataclasses.replace(preset, make_value_codec=Fp16) for label, preset in found.items()}
+
+
+def _framework(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
+    shared = {"codebook_size": codebook_size, "seed": seed, "keyframe": KEYFRAME}
+    return {
+        "vq unscaled": presets.vq(8, per_head_scale=False, **shared),
+        "vq": presets.vq(8, **shared),
+        "vqq 0.1": presets.vqq(0.1, **shared),
+    }
+
+
+def _biased(codebook_size: int, seed: int) -> dict[str, presets.Preset | TransformersQuantized]:
+    return {
+        "quanto 4": presets.quanto(4),
+        "quanto 2": presets.quanto(2),
+        "transformers int4": TransformersQuantized("quanto", 4),
+        "kivi 2": presets.kivi(2),
+        "kvquant 4": presets.kvquant(4, seed=seed),
+        "higgs 2": presets.higgs(2),
+        "higgs 4": presets.higgs(4),
+        "higgs 4, mean kept": presets.crossed("grid", 4, rotation="hadamard", mean=False),
+        "turboquant 4": presets.turboquant(4),
+        "kvarn 4+2": presets.kvarn(),
+        "vqllm": presets.vqllm(4, codebook_size, 16, kmeans_iterations=4, seed=seed),
+        "steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False),
+    }
+
+
+PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, and what is tried on it
+    "outlier channels": (outlier_channels, _keys_only),
+    "loud heads": (loud_heads, _framework),
+    "key bias": (key_bias, _biased),
+}
+
+
+def _rows(
+    model: str, phenomenon: str, size: float, seed: int, first: bool, who: dict, chunk_size: int, codebook_size: int
+):
+    who = who | {"name": model, "seed": seed}
+    found, rows = _injected(who=who, phenomenon=phenomenon, size=size), []
+    damage = token_kl(subject(**who).exact(found.test)[0], found.exact(found.test)[0]).mean().item()
+    for system, preset in PHENOMENA[phenomenon][1](codebook_size, seed).items():
+        if not first and not system.startswith("vq"):
+            continue
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            maker = _fitted(preset, who, phenomenon, size)
+        row = evaluate(found.model, maker, found.test, chunk_size=chunk_size, exact=found.exact, reconstruction=False)
+        label = {"model": model, "phenomenon": phenomenon, "size": size, "system": system, "seed": seed}
+        label |= {name: row[name] for name in MEASURED} | {"injection_kl": damage}
+        label["warned"] = any("of the variance of" in str(warning.message) for warning in said)
+        rows.append(label | (by_head(found, maker) if phenomenon == "loud heads" else dict.fromkeys(BY_HEAD, math.nan)))
+    return rows, found.sources
+
+
+@per_process(maxsize=1)
+def _injected(who: dict, phenomenon: str, size: float) -> Subject:
+    found = subject(**who)
+    model = inject(found.model, **PHENOMENA[phenomenon][0](found.model, size, who["seed"]))
+    return found._replace(model=model, exact=ExactPass(model))
+
+
+@per_process(maxsize=2)
+def _captured(who: dict, phenomenon: str, size: float, post_rope: bool) -> CapturedTokens:
+    found = _injected(who=who, phenomenon=phenomenon, size=size)
+    return CapturedTokens(found.model, found.train, len(found.train), post_rope, progress=False)
+
+
+def _fitted(preset, who: dict, phenomenon: str, size: float):
+    """With four sinks; other people's caches as they are."""
+    if not isinstance(preset, presets.Preset):
+        return preset
+    found = _injected(who=who, phenomenon=phenomenon, size=size)
+    preset = dataclasses.replace(bare(preset), sink_tokens=4).fitting(found.model)
+    held = _captured(who=who, phenomenon=phenomenon, size=size, post_rope=not preset.pre_rope)
+    return calibrate(found.model, found.train, preset, len(found.train), progress=False, captured=held)
+
+
+def by_head(found: Subject, compressor) -> dict[str, float]:
+    """Relative squared error of the quiet and of the loud heads (means over layers and roles). Of the quiet ones the
+    codes that they use at all, in effect (2 to the entropy), and the fewest that make up ``COVERED`` of their blocks
+    (means over heads, NaN where blocks may stay exact), and the largest error of a value in shares of its head's
+    maximum in the keyframe."""
+    keys, values = found.exact.keys_and_values(found.test, post_rope=not compressor.settings.pre_rope)
+    loud, rows = _loud(found.model), []
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        read = compressor.reconstruct(layer, *pair)
+        for x, x_hat, codec in zip(pair, read, compressor.codecs[layer], strict=True):
+            x = x[:, :, : x_hat.shape[2]].float()
+            for head, is_loud in enumerate(loud[layer].tolist()):
+                one = slice(head, head + 1)
+                rows.append({"loud": is_loud} | _head(x[:, one], x_hat[:, one], codec))
+    table = pd.DataFrame(rows)
+    quiet, loud = table[~table["loud"]], table[table["loud"]]
+    means = {f"quiet_{name}": quiet[name].mean() for name in ("error", "codes", "effective", "most")}
+    return means | {"quiet_worst": quiet["worst"].max(), "loud_error": loud["error"].mean()}
+
+
+def _head(x: torch.Tensor, x_hat: torch.Tensor, codec) -> dict[str, float]:
+    largest, error = (y.abs().unflatten(2, (-1, KEYFRAME)).amax(dim=(3, 4)) for y in (x, x - x_hat))
+    row = {"error": relative_mse(x, x_hat), "worst": (error / largest).max().item()}
+    if not hasattr(codec.quantizer, "usage"):
+        return row | dict.fromkeys(("codes", "effective", "most"), math.nan)
+    counts = codec.quantizer.usage(codec.vectors(x))[0].sort(descending=True).values.double()
+    most = int((counts.cumsum(0) < COVERED * counts.sum()).sum()) + 1
+    return row | {"codes": int((counts > 0).sum()), "effective": code_perplexity(counts).item(), "most": most}
