@@ -1,4 +1,4 @@
-"""The README's code runs, and its numbers are those of the committed tables."""
+"""The code of every README runs, and their numbers are those of the committed tables."""
 
 import json
 import re
@@ -12,7 +12,9 @@ from vqkv.study.experiments import finalists, without_twins
 from vqkv.study.experiments.comparisons import what_to_use
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "README.md").read_text()
+FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/kernels", "vqkv/models", "vqkv/presets", "vqkv/reference")
+TEXTS = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
+TEXT = "\n".join(TEXTS.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 TIMED = {
     ("rvq_encode", "residual 8x2048 d=32"): "encode: residual VQ, 8x2048",
@@ -78,6 +80,26 @@ def test_the_models_table_is_what_the_cards_say(name):
     assert re.search(rf"\| `{name}` \|.*\| {tokens:.1f}M \| {bits:.3f} \|", TEXT)
 
 
-def test_every_link_to_a_file_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_link_to_a_file_leads_somewhere(folder):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", TEXTS[folder]):
+        if not target.startswith("http"):
+            path = ROOT / folder / (target or "README.md")
+            assert path.exists(), target
+            heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if path.suffix == ".md" else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+def test_the_readme_is_short_and_scores_the_sources():
+    assert len(TEXTS["."].split()) <= 900
+    claims = pd.read_csv(ROOT / "results/12_claims.csv")
+    verdicts = ("holds", "holds in part", "does not hold", "not testable here")
+    for _, rows in claims.groupby("source", sort=False):
+        counts = [str((rows["verdict"] == verdict).sum()) for verdict in verdicts]
+        assert f" | {' | '.join(counts)} |" in TEXTS["."]
+    assert f"which of {(claims['verdict'] != 'our re-baselining').sum()} published claims hold" in TEXTS["."]
+
+
+def test_every_page_is_listed():
+    pages = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {name for name in pages if f"](notebooks/{name})" in TEXTS["."]} == pages
