@@ -137,9 +137,9 @@ def from_layer_before(table: pd.DataFrame) -> dict:
 
 def error_share(table: pd.DataFrame) -> dict:
     """The share of a quantizer's error that is left with predictors over the share of the variance that these leave,
-    by model and role, layers together."""
-    sums = table.assign(left=1 - table["evr"]).groupby(["model", "role"])[["mse", "mse_alone", "left"]].mean()
-    return {"cases": sums["mse"] / sums["mse_alone"] / sums["left"]}
+    by model and role, mean over layers and bits."""
+    share = table["mse"] / table["mse_alone"] / (1 - table["evr"])
+    return {"cases": share.groupby([table["model"], table["role"]]).mean()}
 
 
 def decoding_speed(table: pd.DataFrame) -> dict:
