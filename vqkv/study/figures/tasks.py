@@ -37,7 +37,7 @@ def change_dots(published: pd.DataFrame, ours: pd.DataFrame, names: dict[str, st
     one standard error.
     """
     change, error = (ours.pivot(index="label", columns="task", values=column) for column in ("change", "error"))
-    tasks = [task for task in names if task in change]
+    tasks = [*ours["task"].unique()]
     widths = [published.shape[1], len(tasks)]
     fig, axes = plt.subplots(1, 2, figsize=(10, 4), width_ratios=widths, sharey=True)
     _dots(axes[0], published.rename(columns=NAMES), None)
