@@ -51,14 +51,18 @@ def listed() -> pd.DataFrame:
 
 
 def _found(claim: dict, own: dict[str, pd.DataFrame]) -> dict | None:
-    """The result of the claim's function; None if it has none, or the table that it reads is not there."""
+    """The result of the claim's function; None if it has none, or the table that it reads is not there, or lacks what
+    it needs."""
     name, *arguments = claim["find"].split("; ")
     if not name or claim["table"] not in ("", *own):
         return None
     find = getattr(rows, name, None) or getattr(SOURCES[claim["source"]], name)
     if not claim["table"]:
         return find(*arguments)
-    return find(own[claim["table"]], *arguments) | {"models": rows.model_names(own[claim["table"]])}
+    try:
+        return find(own[claim["table"]], *arguments) | {"models": rows.model_names(own[claim["table"]])}
+    except (LookupError, ValueError):  # a table of other systems or settings
+        return None
 
 
 def _read(name: str, expected: str) -> pd.DataFrame:
