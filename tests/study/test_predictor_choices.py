@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.study.experiments import ridge_strengths, with_interval
+from vqkv.study.experiments import ridge_strengths
 from vqkv.study.experiments.predictor_choices import BESIDE, _ratio, _systems
+from vqkv.study.tables import with_interval
 
 DATA = {"models": ["vqkv/llama-mini"], "corpus": "python", "train_seqs": 4, "seq_len": 40, "num_seqs": 2}
 DATA |= {"batch_size": 4, "seed": 0, "dtype": "", "device": "cpu"}

@@ -7,6 +7,7 @@
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import time
@@ -69,6 +70,13 @@ def with_floor(table: pd.DataFrame, kl: str = "kl_mean", floor: str = "kl_floor"
         "at the fp16 floor" if x <= least else f"{x:.2g}" for x, least in zip(table[kl], table[floor], strict=True)
     ]
     return table.assign(**{kl: words}).drop(columns=floor)
+
+
+def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:
+    """The table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
+    cells = list(zip(table[name], table[low], table[high], strict=True))
+    words = [f"{x:.3g}" + f" ({a:.3g} to {b:.3g})" * (not math.isnan(a)) if x == x else "" for x, a, b in cells]
+    return table.assign(**{name: words})
 
 
 def with_numbers(table: pd.DataFrame, *names: str) -> pd.DataFrame:

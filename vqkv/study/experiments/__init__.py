@@ -38,7 +38,7 @@ from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
 from vqkv.study.experiments.predictability import algebra, predictability
-from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths, with_interval
+from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
 from vqkv.study.experiments.product_codes import gaps, kmeans_times, product_against_residual
 from vqkv.study.experiments.quantized_cache import (

@@ -22,6 +22,7 @@ from vqkv import presets
 from vqkv.calibration.calibrate import calibrate
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
+from vqkv.models import inject
 from vqkv.models.capture import capture
 from vqkv.models.load import fingerprint
 from vqkv.reference.data import TOKENIZER_DIR, VOCAB_SIZE
@@ -84,18 +85,11 @@ def _as_trained(model, tokens):
     return model
 
 
-@torch.no_grad()
 def scaled_down(model, tokens: torch.Tensor):
     """The same Llama in other units: every layer's keys and values times what makes the largest of ``tokens``
-    ``LARGEST``, queries and output projections over it. It predicts what it did before, up to rounding."""
-    model, roles = copy.deepcopy(model), capture(model, tokens, post_rope=True)
-    for layer, keys, values in zip(model.model.layers, *roles, strict=True):
-        own = layer.self_attn
-        for x, smaller, larger in ((keys, own.k_proj, own.q_proj), (values, own.v_proj, own.o_proj)):
-            factor = LARGEST / x.abs().max()
-            smaller.weight.mul_(factor)
-            larger.weight.div_(factor)
-    return model
+    ``LARGEST``. It predicts what it did before, up to rounding."""
+    roles = capture(model, tokens, post_rope=True)
+    return inject(model, *(torch.stack([LARGEST / x.abs().max() for x in role])[:, None, None] for role in roles))
 
 
 @torch.no_grad()
@@ -132,12 +126,13 @@ CHANGED = {  # what is done to a trained Llama
     "keys normed": keys_normed,
     "keys and values normed": both_normed,
 }
+ARCHITECTURES = {"llama": _llama, "qwen3": _qwen3, "both": _both, "gemma4": _gemma4}
 MODELS = {  # architecture that is trained, and what is done to it afterwards
-    "Llama": (_llama, _as_trained),
-    "Llama, scaled to max 0.45": (_llama, scaled_down),
-    "Qwen 3: keys normed": (_qwen3, _as_trained),
-    "Qwen 3, values normed too": (_both, _as_trained),
-    "Gemma 4: both normed": (_gemma4, _as_trained),
+    "Llama": ("llama", _as_trained),
+    "Llama, scaled to max 0.45": ("llama", scaled_down),
+    "Qwen 3: keys normed": ("qwen3", _as_trained),
+    "Qwen 3, values normed too": ("both", _as_trained),
+    "Gemma 4: both normed": ("gemma4", _as_trained),
 }
 
 
@@ -166,11 +161,11 @@ def normalised_keys(
 
 
 def _rows(model: str, training: dict, measured: dict, codebook_size: int):
-    (make, change), sources, tokens = MODELS[model], {}, {}
+    (architecture, change), sources, tokens = MODELS[model], {}, {}
     drawing = {"seq_len": training["seq_len"], "seed": training["seed"], "sources": sources}
     for split, count in (("train", measured["train_seqs"]), ("test", measured["num_seqs"])):
         tokens[split] = draw(training["corpus"], _tokenizer(), split, num_seqs=count, **drawing)
-    found = change(_trained(architecture=make.__name__, **training), tokens["test"])
+    found = change(_trained(architecture=architecture, **training), tokens["test"])
     found.vqkv_name = model
     sources[f"model {model}"] = fingerprint(found)
     label = {"model": model, "parameters": sum(p.numel() for p in found.parameters())}
@@ -213,7 +208,7 @@ def _trained(architecture: str, corpus: str, text_seqs: int, batch_size: int, se
     text = draw(corpus, _tokenizer(), "train", seq_len, text_seqs, seed, {})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = globals()[architecture]().to(device)
+        model = ARCHITECTURES[architecture]().to(device)
     optimizer, batches = adamw(model), text.split(batch_size)
     for step, batch in enumerate(batches):
         done = (step + 1) / len(batches)

@@ -63,9 +63,8 @@ def _choice_row(model: str, label: str, who: dict, batch_size: int, share_thresh
 
 def _scored(found, compressor, tokens, read: dict) -> dict:
     row = evaluate(found.model, compressor, tokens, reconstruction=False, per_sequence=True, exact=found.exact, **read)
-    del row["top1_each"]
-    increase = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-    return row | {"kl_each": written(row["kl_each"]), "ppl_increase": increase}
+    kl, row = written(row["kl_each"]), {name: value for name, value in row.items() if not isinstance(value, list)}
+    return row | {"kl_each": kl, "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
 
 
 def _systems(share_threshold: float) -> dict[str, presets.Preset]:
@@ -125,13 +124,6 @@ def _strength_rows(model: str, who: dict, held_out: int, strengths: list[float],
     for row in rows:
         row |= {"chosen": row["kl_held_out"] == least} | _ratio(row.pop("kl_each"), fixed)
     return rows, found.sources
-
-
-def with_interval(table, name: str, low: str, high: str):
-    """The table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
-    cells = list(zip(table[name], table[low], table[high], strict=True))
-    words = [f"{x:.3g}" + f" ({a:.3g} to {b:.3g})" * (not np.isnan(a)) if x == x else "" for x, a, b in cells]
-    return table.assign(**{name: words})
 
 
 def _ratio(ours: str, theirs: str | None) -> dict:

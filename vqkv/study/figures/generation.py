@@ -1,8 +1,8 @@
 """Figures of notebook 08."""
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter
 
+from vqkv.study.figures.labels import in_axes, name_beside, name_ends, plain_numbers, spread
 from vqkv.study.figures.style import PALETTE, mark_floor
 
 STYLES = {  # start of a label -> palette key, marker; the first that fits
@@ -65,12 +65,6 @@ def _dumbbell(ax, place: int, rows, ends) -> None:
         ax.errorbar(row["decode_ms"], place, xerr=whiskers, fmt=marker, color=colour, mfc=face, ms=7, elinewidth=1)
 
 
-def plain_numbers(axis) -> None:
-    """1, 2, 5, 10, ... along a logarithmic axis."""
-    for axis_format in (axis.set_major_formatter, axis.set_minor_formatter):
-        axis_format(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
-
-
 def memory_lines(table, systems: list[str]):
     """Storage of ``systems`` for one sequence, side information counted, against generated tokens: megabytes, and how
     many times less than ``DynamicCache``. ``table``: from ``with_side``."""
@@ -80,9 +74,9 @@ def memory_lines(table, systems: list[str]):
     for ax, column in zip(axes, ("megabytes", "ratio_all_told"), strict=True):
         for system, line in rows.groupby("system", sort=False):
             colour, marker = style_of(system)
-            ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5)
+            ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5, label=system)
         ax.set(xlabel="generated tokens, after a prompt of 128", ylim=(0, None))
-        _name_ends(ax, rows[rows["generated"] == rows["generated"].max()], "generated", column)
+        name_ends(ax, 0.05)
     axes[0].set(ylabel="stored for one sequence, all told (MB)")
     axes[1].set(ylabel="times smaller than DynamicCache")
     return fig
@@ -96,40 +90,6 @@ def _face(system: str) -> str:
 def _dashes(system: str) -> str:
     """Affine codes of 2 bits are dashed, beside those of 4."""
     return "--" if system.endswith(("quanto 2", "hqq 2")) else "-"
-
-
-def _name_ends(ax, last, x: str, y: str) -> None:
-    """Every line's name beside its last point, moved up or down no more than they need to stand apart."""
-    last = last.sort_values(y)
-    ends = _in_axes(ax, last[[x, y]])
-    for system, (right, end), place in zip(last["system"], ends, spread(ends[:, 1], 0.05), strict=True):
-        name_beside(ax, system, style_of(system)[0], (right, end), (right + 0.03, place))
-
-
-def name_beside(ax, name: str, colour: str, end: tuple[float, float], place: tuple[float, float]) -> None:
-    """A name at ``place`` and a line from there to ``end``, both in shares of the axes."""
-    line = {"arrowstyle": "-", "color": colour, "alpha": 0.5, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
-    where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
-    ax.annotate(name, end, place, arrowprops=line, color=colour, fontsize=9, va="center", **where)
-
-
-def _in_axes(ax, points):
-    """Data as shares of the axes' width and height, whatever room the layout will leave them."""
-    ax.autoscale_view()
-    return (ax.transScale + ax.transLimits).transform(points.to_numpy())
-
-
-def spread(places, step: float) -> list[float]:
-    """The sorted ``places`` at least ``step`` apart, with the least squared displacement (pool adjacent violators)."""
-    groups: list[list[float]] = []
-    for i, place in enumerate(places):
-        groups.append([place - i * step, 1])
-        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
-            mean, count = groups.pop()
-            other, more = groups.pop()
-            groups.append([(mean * count + other * more) / (count + more), count + more])
-    level = [mean for mean, count in groups for _ in range(count)]
-    return [base + i * step for i, base in enumerate(level)]
 
 
 def loss_by_position(table, systems: list[str]):
@@ -147,15 +107,14 @@ def loss_by_position(table, systems: list[str]):
             look = {"color": colour, "mfc": _face(system), "ms": 5, "elinewidth": 1, "ls": _dashes(system)}
             column[0].plot(rows["middle"], rows["nll"], color=colour, ls=_dashes(system))
             if system != REFERENCE:
-                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker, **look)
+                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker, label=system, **look)
         if mine["end"].max() > mine["trained"].max():
             for ax in column:
                 ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
         column[0].set(title=model)
         column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(mine["kl_floor"].max() / 2, None))
         mark_floor(column[1], mine)
-        last = mine[(mine["end"] == mine["end"].max()) & mine["system"].isin(shown)]
-        _name_ends(column[1], last, "middle", "kl")
+        name_ends(column[1], 0.05)
     axes[0, 0].set_ylabel("loss (nats)")
     axes[1, 0].set_ylabel("KL from the exact model (nats)")
     return fig
@@ -177,7 +136,7 @@ def choose(table, systems: list[str]):
     for set_ticks in (ax.set_xticks, ax.xaxis.set_ticklabels):
         set_ticks(TICKS)
     ax.minorticks_off()
-    points = _in_axes(ax, rows[["bits_all_told", "kl"]])
+    points = in_axes(ax, rows[["bits_all_told", "kl"]])
     for (system, row), point, place in zip(rows.iterrows(), points, spread(points[:, 1], 0.055), strict=True):
         name = f"{system} (+{row['added_ms']:.0f} ms)"
         name_beside(ax, name, style_of(system)[0], tuple(point), (point[0] + 0.03, place))

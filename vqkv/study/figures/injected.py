@@ -6,28 +6,25 @@ import numpy as np
 from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor, short, where
 
 CLAIMED = (2, 3)  # codes of a quiet head: VQ quality framework, section 2.2
-SHOWN = {  # phenomenon -> what its size is, and system -> colour, marker, line
+LOOKS = {  # palette key and marker
+    "vqllm contiguous": ("contiguous", "s"),
+    "vqllm strided": ("strided", "o"),
+    "quanto 4": ("quanto", "v"),
+    "turboquant 4": ("turboquant", "P"),
+    "higgs 2": ("higgs", "D"),
+    "higgs 4, mean kept": ("higgs", "D"),  # dotted
+    "higgs 4": ("higgs", "D"),
+    "kivi 2": ("kivi", "^"),
+    "steps 2, weighted": ("crossed", "*"),
+}
+SHOWN = {  # phenomenon -> what its size is, and systems
     "outlier channels": (
         "outlier channels, times as loud",
-        {
-            "vqllm contiguous": ("contiguous", "s", "-"),
-            "vqllm strided": ("strided", "o", "-"),
-            "quanto 4": ("quanto", "v", "-"),
-            "higgs 2": ("higgs", "D", "-"),
-            "kivi 2": ("kivi", "^", "-"),
-            "steps 2, weighted": ("crossed", "*", "-"),
-        },
+        ["vqllm contiguous", "vqllm strided", "quanto 4", "higgs 2", "kivi 2", "steps 2, weighted"],
     ),
     "key bias": (
         "constant in one channel of each head's keys",
-        {
-            "quanto 4": ("quanto", "v", "-"),
-            "turboquant 4": ("turboquant", "P", "-"),
-            "higgs 4, mean kept": ("higgs", "D", ":"),
-            "higgs 4": ("higgs", "D", "-"),
-            "kivi 2": ("kivi", "^", "-"),
-            "steps 2, weighted": ("crossed", "*", "-"),
-        },
+        ["quanto 4", "turboquant 4", "higgs 4, mean kept", "higgs 4", "kivi 2", "steps 2, weighted"],
     ),
 }
 
@@ -38,10 +35,11 @@ def kl_by_size(table, phenomenon: str):
     label, systems = SHOWN[phenomenon]
     fig, axes, panels = by_model(where(table, {"phenomenon": phenomenon}), (11, 4.6))
     for ax, model, mine in panels:
-        for system, (colour, marker, line) in systems.items():
-            rows = mine[mine["system"] == system]
-            look = {"color": PALETTE[colour], "marker": marker, "ls": line, "ms": 9 if marker == "*" else 5}
-            ax.errorbar(*_means(rows), label=system, capsize=2, **look)
+        for system in systems:
+            colour, marker = LOOKS[system]
+            look = {"color": PALETTE[colour], "marker": marker, "ms": 9 if marker == "*" else 5}
+            look["ls"] = ":" if "mean kept" in system else "-"
+            ax.errorbar(*_means(mine[mine["system"] == system]), label=system, capsize=2, **look)
         ax.set_xscale("symlog", linthresh=mine.loc[mine["size"] > 0, "size"].min())  # logarithmic, and 0 beside it
         ax.set(yscale="log", title=short(model), xlabel=label)
         _ticks(ax, mine)

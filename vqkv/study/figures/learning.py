@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.speed import name_ends
+from vqkv.study.figures.labels import name_ends
 from vqkv.study.figures.style import PALETTE, where
 
 

@@ -2,8 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.generation import plain_numbers
-from vqkv.study.figures.speed import name_ends
+from vqkv.study.figures.labels import name_ends, plain_numbers
 from vqkv.study.figures.style import PALETTE, basename, by_model, short
 
 ROLE_NAMES = {"key": "keys before RoPE", "key_post_rope": "keys after RoPE", "value": "values"}

@@ -3,7 +3,8 @@
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
-from vqkv.study.figures.generation import plain_numbers, style_of
+from vqkv.study.figures.generation import style_of
+from vqkv.study.figures.labels import plain_numbers
 from vqkv.study.figures.style import PALETTE, by_model, mark_floor
 
 ELSEWHERE = {"at_1k": ("--", "1,024"), "at_8k": (":", "8,192")}  # column of the steps -> line, tokens

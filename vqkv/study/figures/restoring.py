@@ -3,8 +3,8 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from vqkv.study.figures.generation import plain_numbers, style_of
-from vqkv.study.figures.speed import name_ends
+from vqkv.study.figures.generation import style_of
+from vqkv.study.figures.labels import name_ends, plain_numbers
 from vqkv.study.figures.style import PALETTE, basename, by_model
 
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}

@@ -1,11 +1,10 @@
 """Figures of notebook 09."""
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.generation import name_beside, plain_numbers, spread
+from vqkv.study.figures.labels import name_ends, plain_numbers
 from vqkv.study.figures.style import PALETTE
 from vqkv.study.tables import with_numbers
 
@@ -137,19 +136,6 @@ def _attention_panel(ax, table) -> None:
         ends = [ratio - rows["min"] * scale, rows["max"] * scale - ratio]
         look = {"fmt": marker + "-", "color": colour, "elinewidth": 1, "label": stored}
         ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
-
-
-def name_ends(ax, step: float = 0.075) -> None:
-    """The name of each labelled line of ``ax``, whose limits are final, at its right end, no closer than they can be
-    read."""
-    ax.autoscale_view()
-    lines = {
-        name: getattr(line, "lines", [line])[0] for line, name in zip(*ax.get_legend_handles_labels(), strict=True)
-    }
-    ends = {name: np.ma.compress_rows(np.ma.masked_invalid(line.get_xydata()))[-1] for name, line in lines.items()}
-    points = sorted((*(ax.transScale + ax.transLimits).transform(end)[::-1], name) for name, end in ends.items())
-    for (end, right, name), place in zip(points, spread([point[0] for point in points], step), strict=True):
-        name_beside(ax, name, lines[name].get_color(), (right, end), (right + 0.04, place))
 
 
 def search_lines(table):

@@ -5,10 +5,15 @@ import math
 import re
 
 import pandas as pd
+import torch
 
 from vqkv import presets
+from vqkv.calibration.calibrate import calibrate
 from vqkv.codecs.grid import gaussian_grids
+from vqkv.codecs.predictive import ROLES, side_by_side
 from vqkv.evaluation.footprint import Footprint
+from vqkv.models.capture import capture
+from vqkv.models.load import load_model
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.tables import published
 
@@ -133,6 +138,29 @@ def from_layer_before(table: pd.DataFrame) -> dict:
     """Variance of keys that a linear probe explains from the layer before."""
     rows = table[(table["variant"] == "trained") & (table["target"] == "K") & (table["sources"] == "K-1")]
     return {"cases": rows.groupby("model")["evr"].mean()}
+
+
+def algorithms() -> dict:
+    """The share of a bundled model's keys and values that are read back as its Algorithms 2 and 3 say, layer by layer:
+    what a fitted predictor says of the reconstructions before, and what is stored of the rest."""
+    model, _ = load_model("vqkv/llama-mini")
+    tokens = torch.randint(0, 4096, (4, 64), generator=torch.Generator().manual_seed(0))
+    compressor = calibrate(model, tokens, presets.aqua(HIGGS, sink_tokens=0, recent_window=0), progress=False)
+    exact, known, rows = dict(zip(ROLES, capture(model, tokens))), compressor.new_pass(), []
+    before: dict[tuple[str, int], torch.Tensor] = {}
+    for layer, codecs in enumerate(compressor.codecs):
+        pair = [exact[role][layer].float() for role in ROLES]
+        read = compressor.reconstruct(layer, *pair, known)
+        for role, x, codec, found in zip(ROLES, pair, codecs, read, strict=True):
+            sources = [("key", layer - 1)] if role == "key" else [("value", layer - 1), ("key", layer)]
+            predicted = 0.0
+            if layer:
+                beside = torch.cat([side_by_side(before[place]) for place in sources], dim=-1)
+                predictor = compressor.predictions[role, layer].predictor
+                predicted = predictor(beside).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+            before[role, layer] = codec.decode(codec.encode(x - predicted)) + predicted
+            rows.append(((before[role, layer] - found).abs() < 1e-5).double().mean().item())
+    return {"cases": rows}
 
 
 def error_share(table: pd.DataFrame) -> dict:

@@ -2,8 +2,10 @@
 model"), found again: a function for each kind of claim."""
 
 import pandas as pd
+import torch
 
 from vqkv import presets
+from vqkv.kernels import rvq_encode
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.experiments.audit.rows import stated
 from vqkv.study.tables import published
@@ -31,6 +33,19 @@ def with_codebooks(context: str) -> dict:
 def steps() -> dict:
     """Steps of a run over its tokens."""
     return {"recomputed": stated("rvq_tokens") / stated("rvq_batch")}
+
+
+def algorithm() -> dict:
+    """The share of random vectors whose codes are those of Algorithm 1 as it is printed, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    z, codebooks = torch.randn(1, 1, 500, 32, generator=generator), torch.randn(8, 64, 32, generator=generator)
+    codes, left = rvq_encode(z, codebooks).flatten(0, 2), z.flatten(0, 2).double()
+    same = torch.ones(len(left), dtype=torch.bool)
+    for stage, codebook in enumerate(codebooks.double()):
+        nearest = torch.cdist(left, codebook).argmin(1)
+        same &= codes[:, stage] == nearest
+        left = left - codebook[nearest]
+    return {"recomputed": same.double().mean().item()}
 
 
 def settled(table: pd.DataFrame) -> dict:
@@ -62,6 +77,23 @@ def drops(task: str, name: str) -> dict:
     drops = scores[task, "no"] - scores[task, "yes"]
     said = drops.clip(stated(f"rvq_{name}_least"), stated(f"rvq_{name}_most"))
     return {"cases": list(zip(said, drops, strict=True)), "least": drops.min(), "most": drops.max()}
+
+
+def pronounced() -> dict:
+    """Points by which MMLU and GSM8K drop more than any other task in its Table 2, at each size of fewer than 8
+    codebooks."""
+    scores = published("rvq_table2_codebook_size").set_index("num_quantizers")[TASKS]
+    fewer = scores.loc[[depth for depth in scores.index.unique() if depth < 8]]
+    drops = scores[scores.index.isna()].iloc[0] - fewer
+    hard = ["mmlu_5", "gsm8k_5"]
+    return {"cases": drops[hard].min(axis=1) - drops.drop(columns=hard).max(axis=1)}
+
+
+def gemma_drops() -> dict:
+    """Points by which Gemma drops more on TruthfulQA than each other model of its Table 3."""
+    scores = published("rvq_table3_models").set_index(["model", "quantised"])["truthfulqa_0"].unstack()
+    drops = scores["no"] - scores["yes"]
+    return {"cases": drops["Gemma-7b"] - drops.drop("Gemma-7b")}
 
 
 def larger_is_better(table: pd.DataFrame) -> dict:

@@ -26,10 +26,10 @@ def agrees(rule: str, said: float, found: float) -> bool:
 def verdict(rule: str, cases: list[Case]) -> str:
     """A claim ``holds`` where all of its figures, models or tasks agree, ``holds in part`` where some do, ``does not
     hold`` where none does. ``ours``: a comparison that the source did not make, which says nothing about the source."""
-    if rule == "ours":
-        return OURS
     if not cases:
         return UNTESTABLE
+    if rule == "ours":
+        return OURS
     agree = sum(agrees(rule, *case) for case in cases)
     return HOLDS if agree == len(cases) else IN_PART if agree else DOES_NOT
 
@@ -60,7 +60,7 @@ def row(claim: dict, found: dict | None) -> dict:
         "rule": rule,
         "agree": sum(agrees(rule, *case) for case in cases) if rule != "ours" else 0,
         "of": len(cases),
-        "verdict": verdict(rule, cases) if cases or not claim["find"] else UNTESTABLE,
+        "verdict": verdict(rule, cases),
         "figures": claim["figures"],
         "where": f"page {claim['table'][:2]}" if claim["table"] else claim["find"].partition(";")[0],
         "reason": reason.format(**(found or {}) | {"recomputed": recomputed}),
