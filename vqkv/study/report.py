@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import nbformat
+import pandas as pd
 import typer
 from nbconvert import HTMLExporter
 
@@ -37,7 +38,8 @@ def report(out: Path, notebooks: Path | None = None) -> list[Path]:
     """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files. Raises
     ``DataError`` if there are no notebooks."""
     pages = {path.stem: _page(path) for path in all_notebooks(Path(notebooks or repository_root() / "notebooks"))}
-    pages["claims"] = _claims(list(pages))
+    if audited := stored("12_claims"):
+        pages["claims"] = _claims(audited[0], list(pages))
     exporter = HTMLExporter(
         template_name="basic",
         template_file="page.html.j2",
@@ -63,9 +65,9 @@ def _page(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def _claims(pages: list[str]) -> nbformat.NotebookNode:
+def _claims(audited: pd.DataFrame, pages: list[str]) -> nbformat.NotebookNode:
     """Every audited claim in a table that a click sorts, with a link to the page that a measured one is read from."""
-    claims = stored("12_claims")[0].drop(columns=["rule", "how"])
+    claims = audited.drop(columns=["rule", "how"])
     linked = {f"page {name[:2]}": f'<a href="{name}.html">page {name[:2]}</a>' for name in pages}
     words = claims.select_dtypes("str").columns
     claims[words] = claims[words].fillna("").map(html.escape)
