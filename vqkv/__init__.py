@@ -16,6 +16,7 @@ from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.evaluation.capacity import capacity
 from vqkv.evaluation.evaluate import evaluate
+from vqkv.evaluation.recommend import recommend
 from vqkv.models.capture import capture
 from vqkv.models.load import load_model
 
@@ -36,4 +37,5 @@ __all__ = [
     "evaluate",
     "load_corpus",
     "load_model",
+    "recommend",
 ]

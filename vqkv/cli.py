@@ -1,4 +1,4 @@
-"""``vqkv calibrate | finetune | evaluate | tasks | lm-eval | inspect``."""
+"""``vqkv calibrate | finetune | evaluate | tasks | lm-eval | recommend | inspect``."""
 
 import contextlib
 import json
@@ -18,6 +18,7 @@ from vqkv.calibration.finetune import finetune
 from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError, FormatError
 from vqkv.evaluation.evaluate import evaluate
+from vqkv.evaluation.recommend import recommend
 from vqkv.models.load import load_model
 from vqkv.runtime.processes import launched, own_device
 
@@ -161,6 +162,25 @@ def lm_eval_command(context: typer.Context) -> None:
         from vqkv.evaluation.harness.command import main
 
         main(context.args)
+
+
+@app.command("recommend")
+def recommend_command(
+    model: Model,
+    context: Annotated[int, typer.Option(help="tokens of a sequence")] = 8192,
+    batch_size: Annotated[int, typer.Option(help="sequences that share the side information")] = 1,
+    memory_gb: Annotated[float | None, typer.Option(help="GB of 10^9 bytes for weights and cache")] = None,
+    ms_per_token: Annotated[float | None, typer.Option(help="that a step may take longer, on one CPU thread")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="also what something else beats in bytes and KL")] = False,
+) -> None:
+    """Ways to store this model's cache, the fewest bytes first, with what each lost on the bundled models. Of the model
+    only its config is read."""
+    with _plain_errors():
+        table = recommend(model, context, batch_size, memory_gb, ms_per_token)
+        shown = table if everything else table[table["recommended"]]
+        shown = shown.drop(columns=["preset", "recommended"])
+        typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
+        typer.echo(f"{len(table) - len(shown)} more with --all. Losses are those of two small models: evaluate yours.")
 
 
 @app.command("inspect")

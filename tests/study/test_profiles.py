@@ -7,9 +7,9 @@ from transformers import AutoConfig
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
 from vqkv.evaluation.capacity import architecture
+from vqkv.models.configs import KNOWN_CONFIGS
 from vqkv.study.driver import Study
 from vqkv.study.experiments.capacity import MODELS
-from vqkv.study.known_models import KNOWN_CONFIGS
 from vqkv.study.page_parameters import load_profile
 from vqkv.study.pages import notebook_parameters
 from vqkv.study.tables import repository_root

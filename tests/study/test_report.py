@@ -57,6 +57,7 @@ def test_pages_hold_what_the_notebooks_hold(files):
         "02_second.html",
         "03_third.html",
         "claims.html",
+        "calculator.html",
     ]
     first = parsed(files[1])
     assert first.title.text == "01 First: a title" and first.h1.text == "01 First: a title"
@@ -78,14 +79,14 @@ def test_every_link_leads_somewhere_and_nothing_else_to_a_network_but_mathjax(fi
             assert (file.parent / target).is_file() and (not fragment or fragment in ids[target or file.name]), tag
         assert all("mathjax" in match.group(1) for match in loaded.finditer(file.read_text()))
     titles = [tag.text for tag in parsed(files[0]).find_all("h2")]
-    assert titles == ["01 First: a title", "02 Second", "03 Third & last", "All claims"]
+    assert titles == ["01 First: a title", "02 Second", "03 Third & last", "All claims", "Which one for my model?"]
     assert "".join(parsed(files[0]).h2.find_next("p").text.split()) == "Question.Howlargeisit?"
     second = files[2].read_text()
     assert 'href="01_first.html#cell-id=code-2"' in second and "a.ipynb" in second
 
 
 def test_claims_can_be_sorted_and_lead_to_their_pages(files):
-    page, claims = parsed(files[-1]), stored("12_claims")[0]
+    page, claims = parsed(files[0].with_name("claims.html")), stored("12_claims")[0]
     (table,) = page.find_all("table", class_="sortable")
     assert len(table.tbody.find_all("tr")) == len(claims) and "table.sortable" in page.find_all("script")[-1].text
     heads = [head.text for head in table.thead.find_all("th")]
@@ -97,6 +98,6 @@ def test_claims_can_be_sorted_and_lead_to_their_pages(files):
 
 def test_command_line(pages, tmp_path):
     run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(pages)])
-    assert run.exit_code == 0 and "4 pages" in run.output and (tmp_path / "out/index.html").is_file()
+    assert run.exit_code == 0 and "5 pages" in run.output and (tmp_path / "out/index.html").is_file()
     run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(tmp_path)])
     assert run.exit_code == 2 and "no notebooks in" in run.output

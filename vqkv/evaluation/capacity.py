@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -29,14 +28,13 @@ from transformers.cache_utils import DynamicLayer
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
+from vqkv.models.configs import REFUSALS
 from vqkv.models.layers import check_decoder
-from vqkv.models.load import LOADING_ERRORS
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 
 GB = 10**9
 MOST = 1 << 40  # tokens or sequences, where a search ends
-REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 
 
 @dataclass(frozen=True)
@@ -188,12 +186,12 @@ def _check_room(model, needed: Footprint, reserve: int, memory: int) -> None:
 def _search(needed: Footprint, memory: int, batch_size: int, context: int) -> tuple[int, int]:
     """The longest context at ``batch_size`` and the largest batch at ``context``."""
     return (
-        _largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory),
-        _largest(lambda sequences: needed.peak(context, sequences) <= memory),
+        largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory),
+        largest(lambda sequences: needed.peak(context, sequences) <= memory),
     )
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
+def largest(fits: Callable[[int], bool]) -> int:
     """The largest number below ``MOST`` that fits, if all smaller ones do; 0 if none."""
     low, high = 0, MOST
     while high - low > 1:

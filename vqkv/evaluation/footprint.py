@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import tensor_bytes
+from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import part_from_config
 from vqkv.errors import DataError, FormatError
@@ -117,6 +118,18 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
         side, predicted = sum(codec.side_bytes for codec in codecs) + sum(predictors), bool(predictors)
     block = math.lcm(settings.flush_block, *(codec.tokens_per_row for codec in codecs))
     stored = _block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape)
+    return _of(model, settings, block, stored, side, predicted)
+
+
+def expected(model, preset: Preset, bits_per_value: Fraction, side_information: int, predicted: bool) -> Footprint:
+    """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
+    and tables so many bytes. ``predicted``: layers are predicted from others."""
+    block, values = preset.settings.flush_block, model_shape(model).values
+    return _of(model, preset.settings, block, bits_per_value * block * values / 8, side_information, predicted)
+
+
+def _of(model, settings: CacheSettings, block: int, stored: int | Fraction, side: int, predicted: int) -> Footprint:
+    shape = model_shape(model)
     return Footprint(
         weights=weight_bytes(model),
         side_information=side,

@@ -13,7 +13,8 @@ from vqkv.data.corpus import SPLITS, check_corpus
 from vqkv.errors import DataError
 from vqkv.evaluation.capacity import GB, architecture
 from vqkv.evaluation.footprint import weight_bytes
-from vqkv.study.known_models import check_model, config_of, quiet_hub
+from vqkv.models.configs import config_of
+from vqkv.study.known_models import check_model, quiet_hub
 
 MODELS = ("model", "second_model")
 HUB_SECONDS = 3  # that the hub has to answer once; else only copies on this machine are looked for

@@ -2,7 +2,7 @@
 
 Every page is one file that needs nothing beside it, but a network for the formulas' MathJax: figures are embedded, code
 is folded away. ``index.html`` lists the pages with their questions, ``claims.html`` all audited claims in a table to
-sort.
+sort, ``calculator.html`` is a form that recommends.
 """
 
 import html
@@ -15,6 +15,7 @@ import pandas as pd
 import typer
 from nbconvert import HTMLExporter
 
+from vqkv.study import calculator
 from vqkv.study.pages import all_notebooks
 from vqkv.study.tables import repository_root, stored, write_atomically
 
@@ -28,10 +29,6 @@ CLAIMS = """# All claims
 
 **Question.** Which claims of the four sources hold? A click on a column's head sorts by it; page 12 has the rule that
 makes the verdicts."""
-CLAIMS = """# All claims
-
-**Question.** Which claims of the four sources hold? A click on a column's head sorts by it; page 12 has the rule that
-makes the verdicts."""
 
 
 def report(out: Path, notebooks: Path | None = None) -> list[Path]:
@@ -40,6 +37,7 @@ def report(out: Path, notebooks: Path | None = None) -> list[Path]:
     pages = {path.stem: _page(path) for path in all_notebooks(Path(notebooks or repository_root() / "notebooks"))}
     if audited := stored("12_claims"):
         pages["claims"] = _claims(audited[0], list(pages))
+    pages["calculator"] = calculator.page()
     exporter = HTMLExporter(
         template_name="basic",
         template_file="page.html.j2",

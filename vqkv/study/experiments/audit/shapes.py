@@ -7,9 +7,9 @@ from torch import nn
 
 from vqkv.evaluation.capacity import architecture
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
+from vqkv.models.configs import KNOWN_CONFIGS
 from vqkv.presets import Preset
 from vqkv.study.experiments.capacity import MODELS
-from vqkv.study.known_models import KNOWN_CONFIGS
 
 CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}  # tokens
 # Touvron et al. 2023, table 2: hidden size, MLP, layers, heads

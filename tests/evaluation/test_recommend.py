@@ -1,0 +1,128 @@
+"""What ``recommend`` says, against caches that are filled, and against the tables that its losses come from."""
+
+import dataclasses
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from vqkv import calibrate, load_corpus, load_model, presets, recommend
+from vqkv.errors import DataError
+from vqkv.evaluation.footprint import Footprint
+from vqkv.evaluation.recommend import BASELINE, break_even, measurements
+from vqkv.study import measured, tables
+from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.systems import bare
+from vqkv.study.experiments.tuning import chosen
+
+LLAMA = "meta-llama/Meta-Llama-3-8B"
+VQLLM = {f"vqllm {depth}x1024": [depth, 1024] for depth in (3, 6, 8)}
+
+
+@pytest.fixture(scope="module")
+def table():
+    return recommend(LLAMA, context=32768, memory_gb=24).set_index("system")
+
+
+def test_the_packaged_numbers_are_those_of_pages_08_and_11():
+    made = measured.measured(tables.stored("11_frontier")[0], tables.stored("08_latency")[0])
+    pd.testing.assert_frame_equal(made.fillna({"grows": ""}), measurements(), rtol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("label", [label for label, (*_, grows) in measured.SYSTEMS.items()])
+def test_a_recommended_preset_is_the_one_that_was_measured(label):
+    given = (VQLLM, 4, 0, chosen(tables.stored("11_tuning")[0]))
+    name, arguments, _ = measured.SYSTEMS[label]
+    tried = (published(*given) | since(*given))[label]
+    preset = dataclasses.replace(bare(presets.make(name, **arguments)), sink_tokens=4)
+    for role in ("key_codec", "value_codec"):
+        one, other = (getattr(made, role)(64).config() for made in (preset, tried))
+        assert _without(one) == _without(other)
+    assert _without(preset.arguments) == _without(tried.arguments) and preset.settings == tried.settings
+
+
+def _without(config):
+    """Without seeds and the steps of a codebook's training, which change no bytes."""
+    if isinstance(config, list):
+        return [_without(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    return {key: _without(value) for key, value in config.items() if key not in ("seed", "kmeans_iterations")}
+
+
+def test_bytes_are_those_of_a_cache_that_is_filled():
+    model, tokenizer = load_model("vqkv/llama-mini")
+    text = load_corpus("python-stdlib", tokenizer, split="train", seq_len=300, num_seqs=1)
+    cache = calibrate(model, text, presets.higgs(3), progress=False).new_cache(model)
+    model(text, past_key_values=cache)
+    row = recommend(model, context=300).set_index("system").loc["higgs 3"]
+    report = cache.report()
+    assert round(row["cache_gb"] * 1e9) == report.cache_bytes + report.side_bytes
+    assert row["bits_all_told"] == pytest.approx(8e9 * row["cache_gb"] / (300 * 2 * 6 * 128))
+
+
+@pytest.mark.parametrize("name", ["vqkv/llama-mini", "vqkv/gpt2-mini"])
+def test_what_is_scaled_comes_near_what_was_measured(name):
+    """On the model that it is scaled from exactly; on the other by its shape."""
+    found = recommend(name, context=1 << 20).set_index("system")["side_mb"]
+    frontier = tables.stored("11_frontier")[0].query("model == @name")
+    means = frontier.groupby(["system", "nominal_bits"])["side_bytes"].mean() / 1e6
+    within = 0.001 if name == measured.WIDEST else 0.3
+    for label, words, nominal in (("long 1.8", "trellis, weighted, predicted, mixed", 1.8), ("kvtc 1", "kvtc 1", 0.0)):
+        assert found[label] == pytest.approx(means[words, nominal], rel=within)
+
+
+def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
+    assert table["bits_all_told"].is_monotonic_increasing and table.loc[BASELINE, "bits_all_told"] == 16
+    assert (table["longest"] > 32768).all() and table["recommended"].any()
+    losses = table.filter(like="kl_")
+    for place, (_, row) in enumerate(losses.iterrows()):
+        beaten = (losses.iloc[:place] <= row).all(axis=1).any()
+        assert table["recommended"].iloc[place] == (not beaten)
+
+
+def test_limits_leave_out_what_does_not_fit(table):
+    tight = recommend(LLAMA, context=32768, memory_gb=16.5).set_index("system")
+    kept = tight["longest"] >= 32768
+    assert kept.any() and not kept.all() and not tight.loc[~kept, "recommended"].any()
+    quick = recommend(LLAMA, context=32768, ms_per_token=3000).set_index("system")
+    assert (quick.loc[quick["recommended"], "ms_per_token"] <= 3000).all() and quick.loc["quanto 4", "recommended"]
+
+
+def test_calls_make_the_presets_that_they_name(table):
+    made = eval(table.loc["long 1.8", "preset"], {"presets": presets})
+    assert made.name == "best" and made.fallback is not None
+    short = recommend(LLAMA, context=4096).set_index("system")["preset"]
+    assert "long 1.8" not in short and eval(short["short 1.8"], {"presets": presets}).fallback is None
+
+
+@pytest.mark.parametrize(("block", "side", "tokens"), [(1, 0, 1), (32, 0, 32), (1, 1200, 101), (32, 1200, 128)])
+def test_break_even_is_where_the_cache_gets_smaller(block, side, tokens):
+    """12 of 16 bytes are saved a token, once a block of them is packed."""
+    needed = Footprint(0, side, 4 * block, block, 16, 0, 8)
+    assert break_even(needed) == tokens
+    assert needed.cache_bytes(tokens) + side < 16 * tokens and needed.cache_bytes(tokens - 1) + side >= 16 * (
+        tokens - 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"context": 0}, "context"),
+        ({"batch_size": 1.5}, "batch_size"),
+        ({"memory_gb": -1}, "memory_gb -1 must be a number above 0"),
+        ({"ms_per_token": math.nan}, "ms_per_token nan must be"),
+        ({"model_or_config": "no/such/model"}, "config of 'no/such/model' cannot be reached"),
+        ({"model_or_config": "mistralai/Mistral-7B-v0.1"}, "sliding window"),
+    ],
+)
+def test_bad_input_is_named(wrong, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=message):
+        recommend(**{"model_or_config": LLAMA} | wrong)
+
+
+def test_presets_are_stored_as_json():
+    assert all(len(json.loads(text)) == 2 for text in measurements()["preset"])

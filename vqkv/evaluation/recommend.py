@@ -1,0 +1,158 @@
+"""Which way of storing a cache suits a model: bytes by its shape, losses by page 11, on the bundled models.
+
+``measured.csv`` is that page in short (``python -m vqkv.study.measured`` writes it), so that the answer needs no
+checkout. Sizes that depend on shapes alone are measured (``footprint``). What entropy coders store depends on the text:
+they are taken to need the bits that they needed on gpt2-mini, the wider of the two bundled models, and as many bytes
+for each number of the matrices that ``GROWS`` counts.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from vqkv import presets
+from vqkv.errors import DataError
+from vqkv.evaluation.capacity import GB, architecture, largest
+from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
+from vqkv.models.configs import config_of
+from vqkv.presets.crosses import long_pays
+from vqkv.runtime.checks import check_whole
+
+MEASURED = Path(__file__).parent / "measured.csv"
+BASELINE = "fp16 (DynamicCache)"
+MOST = 1 << 40  # tokens or sequences
+GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, but for a factor
+    "by head": lambda shape: shape.num_layers * shape.num_kv_heads * shape.head_dim**2,
+    "by layer": lambda shape: shape.num_layers * shape.width**2,
+    "all layers": lambda shape: (shape.num_layers * shape.width) ** 2,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to store a cache: page 11's system, the call that makes it, what it occupies, what was measured
+    (``kl_MODEL``, ``recall_lost_MODEL`` and ``ns_per_value``), and for how many tokens that share the side information
+    it is meant: ``least`` or more, and fewer than ``below``."""
+
+    system: str
+    call: str
+    needed: Footprint
+    measured: dict[str, float]
+    least: int = 0
+    below: int = MOST**2
+
+    def row(self, context: int, batch_size: int, memory: int | None) -> dict:
+        """As ``recommend`` says, but for what depends on other rows."""
+        needed, tokens = self.needed, context * batch_size
+        stored = needed.cache_bytes(context, batch_size) + needed.side_information
+        row = {"system": self.system, "preset": self.call, "bits_all_told": 8 * stored / (tokens * needed.values)}
+        row |= {"bits_per_value": needed.bits_per_value, "cache_gb": stored / GB}
+        row |= {"side_mb": needed.side_information / 1e6, "break_even": break_even(needed)}
+        if memory is not None:
+            row["longest"] = largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory)
+        losses = dict(self.measured)
+        return row | {"ms_per_token": losses.pop("ns_per_value") * tokens * needed.values / 1e6} | losses
+
+
+def recommend(
+    model_or_config,
+    context: int = 8192,
+    batch_size: int = 1,
+    memory_gb: float | None = None,
+    ms_per_token: float | None = None,
+) -> pd.DataFrame:
+    """Ways to store a cache of ``batch_size`` sequences of ``context`` tokens, a row each, the fewest bytes first.
+
+    ``model_or_config``: a loaded model, a transformers config or its contents as a dict; or the name of a bundled
+    model, a local folder or a model of the hub, of which the config alone is read.
+
+    ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
+    ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
+    the cache is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb`` beside the weights
+    (see ``capacity``). ``ms_per_token``: what a step takes longer than with fp16 on one CPU thread, at the time a value
+    that page 08 measured; NaN where it did not. ``kl_MODEL`` (nats) and ``recall_lost_MODEL`` (points, behind text):
+    page 11's means over three seeds on the bundled models, with four tokens exact in every system; what it is on yours
+    only ``evaluate`` can tell. ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has both
+    fewer bits all told and no more KL on either model.
+
+    Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.
+    """
+    check_whole("context", context, 1, MOST)
+    check_whole("batch_size", batch_size, 1, MOST)
+    for label, limit in (("memory_gb", memory_gb), ("ms_per_token", ms_per_token)):
+        if limit is not None and not (type(limit) in (int, float) and 0 < limit < math.inf):
+            raise DataError(f"{label} {limit!r} must be a number above 0, or None for no limit")
+    model = architecture(config_of(model_or_config) if isinstance(model_or_config, str) else model_or_config)
+    memory = None if memory_gb is None else round(memory_gb * GB)
+    tokens = context * batch_size
+    found = [each for each in candidates(model, tokens) if each.least <= tokens < each.below]
+    table = pd.DataFrame([each.row(context, batch_size, memory) for each in found])
+    table = table.sort_values("bits_all_told", ignore_index=True)
+    fits = (table["longest"] >= context) if memory is not None else table["system"].notna()
+    if ms_per_token is not None:
+        fits &= table["ms_per_token"] <= ms_per_token
+    return table.assign(recommended=fits & _undominated(table[fits]).reindex(table.index, fill_value=False))
+
+
+def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
+    """Ways to store a cache of ``model``, which may lie on the ``meta`` device, of which ``tokens`` tokens share the
+    side information; also the one of ``best``'s two designs that it would not choose for so many."""
+    known = measurements()
+    numbers = [name for name in known if name.startswith(("kl_", "recall_lost_", "ns_per_value"))]
+    found = [Candidate(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(numbers, 0.0))]
+    for _, row in known.iterrows():
+        (name, arguments), range_ = json.loads(row["preset"]), {}
+        if name == "best":
+            range_, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
+            arguments |= more
+        needed = _occupied(model, presets.make(name, **arguments), row)
+        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        measured = row[numbers].astype(float).to_dict()
+        found.append(Candidate(row["system"], f"presets.{name}({shown})", needed, measured, **range_))
+    return found
+
+
+def _chosen_for(grows: str, bits: float, width: int, tokens: int) -> tuple[dict, dict]:
+    """For how many tokens ``best`` is this one of its designs, and its arguments that make it so, at ``tokens`` if
+    it is."""
+    pays = math.ceil(long_pays(bits) * width)
+    if grows == "by layer":
+        return {"least": pays}, {"context": max(pays, tokens), "kv_width": width}
+    return {"below": pays}, {"context": min(pays - 1, tokens), "kv_width": width}
+
+
+@cache
+def measurements() -> pd.DataFrame:
+    """``measured.csv``: ``system``, ``preset`` (name and arguments as JSON), what its side information ``grows`` with
+    (a name in ``GROWS``; empty where its size depends on shapes alone), ``bits_per_value`` and ``side_bytes_each`` of
+    those that grow, and numbers as in ``recommend``."""
+    return pd.read_csv(MEASURED, keep_default_na=True).fillna({"grows": ""})
+
+
+def break_even(needed: Footprint) -> int:
+    """Tokens from which on a cache, side information included, is smaller than in 16 bits; 0 if it is those."""
+    if needed.bits_per_value >= 16:
+        return 0
+    return largest(lambda tokens: needed.cache_bytes(tokens) + needed.side_information >= tokens * needed.exact) + 1
+
+
+def _occupied(model: nn.Module, preset: presets.Preset, row: pd.Series) -> Footprint:
+    if not row["grows"]:
+        return footprint(model, preset)
+    side = round(row["side_bytes_each"] * GROWS[row["grows"]](model_shape(model)))
+    return expected(model, preset, Fraction(row["bits_per_value"]), side, predicted=row["grows"] == "by layer")
+
+
+def _undominated(table: pd.DataFrame) -> pd.Series:
+    """Rows, sorted by bits, than which no row before loses as little on every model."""
+    losses = table[[name for name in table if name.startswith("kl_")]].to_numpy()
+    no_worse = (losses[:, None] <= losses[None]).all(axis=2)
+    return pd.Series(~np.triu(no_worse, 1).any(axis=0), table.index, dtype=bool)
