@@ -5,7 +5,7 @@ from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import domains, sizes
 from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound, systems_plane, task_lines
-from vqkv.study.figures.frontier import ablation_dots, frontier, lost, proxy_dots
+from vqkv.study.figures.frontier import ablation_dots, frontier, lost, overview, proxy_dots
 from vqkv.study.figures.generation import choose, loss_by_position, memory_lines, time_dumbbells
 from vqkv.study.figures.grouping import GROUPING_COLOURS, group_size_lines, grouping_bars, grouping_errors
 from vqkv.study.figures.injected import SHOWN, kl_by_size, quiet_heads
@@ -17,7 +17,7 @@ from vqkv.study.figures.predictors import ablation_bars, context_costs, predicte
 from vqkv.study.figures.quantized_cache import rate_lines, residual_lines
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
-from vqkv.study.figures.style import PALETTE, STYLE, render, save, use_style
+from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style
 from vqkv.study.figures.tasks import change_dots, depth_lines, recall_planes, tuning_dots
 from vqkv.study.figures.thresholds import (
     entropy_bars,

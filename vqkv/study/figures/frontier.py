@@ -10,6 +10,7 @@ from vqkv.study.figures.style import PALETTE, basename, look, mark_floor, short
 
 FAMILIES = ("kvtc", "cachegen", "aqua higgs", "vqllm")  # all others are grey points
 OURS = (("crossed", "*-"), ("crossed 2", "P-"))
+MAIN = ("kvtc", "aqua higgs", "vqllm")  # of these, in the overview
 LOSSES = {"recall": "recall lost (points)", "copied": "copying lost (points)"}
 TELLING = (2, 10)  # points whose first loss the table names
 PROXIES = {
@@ -57,27 +58,48 @@ def lost(table, designs, bits: str, names):
     for (row, model), (j, task) in itertools.product(zip(axes, models, strict=True), enumerate(LOSSES)):
         ax, mine = row[j], table[table["model"] == model]
         _systems(ax, mine, designs, names, bits, 100 * (mine[f"{task}_exact"] - mine[task]))
-        ax.set_yscale("symlog", linthresh=2)
-        ax.set(ylim=(-1, 80), title=basename(model), ylabel=LOSSES[task])
-        ax.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
+        _points(ax, LOSSES[task], basename(model))
         for points in TELLING:
             ax.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
     return _finished(fig, axes)
+
+
+def overview(table, designs, bits: str, names):
+    """As ``frontier`` at one column of bits: KL on the left, points of recall lost on the right, a row for each
+    model."""
+    models = list(dict.fromkeys(table["model"]))
+    fig, axes = plt.subplots(len(models), 2, figsize=(11.2, 3.4 * len(models) + 0.6), sharex=True, squeeze=False)
+    for (left, right), model in zip(axes, models, strict=True):
+        mine = table[table["model"] == model]
+        _systems(left, mine, designs, names, bits, mine["kl_mean"], MAIN)
+        left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=basename(model))
+        mark_floor(left, mine)
+        _systems(right, mine, designs, names, bits, 100 * (mine["recall_exact"] - mine["recall"]), MAIN)
+        _points(right, LOSSES["recall"], basename(model))
+    return _finished(fig, axes)
+
+
+def _points(ax, label: str, title: str) -> None:
+    """Points of accuracy lost, up from zero: linear up to 2, then logarithmic."""
+    ax.set_yscale("symlog", linthresh=2)
+    ax.set(ylim=(-1, 80), title=title, ylabel=label)
+    ax.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
 
 
 def _finished(fig, axes):
     for ax in axes[-1]:
         ax.set_xlabel("bits per value, all told")
     axes[0, 0].set_xlim(0, 5)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=11)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=6 if len(labels) == 6 else 4, fontsize=11)
     return fig
 
 
-def _systems(ax, rows, designs, names, bits: str, y) -> None:
+def _systems(ax, rows, designs, names, bits: str, y, families=FAMILIES) -> None:
     """Every system of one model, ``y`` (a series like its rows) against a column of bits."""
     groups = rows.assign(x=rows[bits], y=y).groupby(["family", "system", "nominal_bits"], sort=False)
     mean = groups[["x", "y"]].mean().assign(low=groups["y"].min(), high=groups["y"].max()).reset_index()
-    labels = {name: name for name in FAMILIES} | {d: f"ours, {name}" for d, name in zip(designs, names)}
+    labels = {name: name for name in families} | {d: f"ours, {name}" for d, name in zip(designs, names)}
     others = mean[~mean["family"].isin(labels)]
     ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")
     for family, label in labels.items():

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from IPython.display import Image
 
-from vqkv.study.tables import record_figures, write_atomically
+from vqkv.study.tables import output_root, record_figures, repository_root, write_atomically
 
 PALETTE = {
     # systems
@@ -113,6 +114,12 @@ def save(fig, name: str, table) -> None:
     if asked or not all(path.is_file() for path in paths):
         hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
         record_figures(root, origin["name"], hashes)
+
+
+def made(name: str) -> Image:
+    """Another page's figure, ``figures/NAME.png`` of the run at hand or, where that has none, of the repository."""
+    paths = (root / "figures" / f"{name}.png" for root in (output_root(), repository_root()))
+    return Image(next(path for path in paths if path.is_file()).read_bytes())
 
 
 def render(fig, kind: str) -> bytes:

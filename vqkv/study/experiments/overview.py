@@ -1,0 +1,86 @@
+"""Page 00: what the other pages found, in one table."""
+
+import pandas as pd
+
+from vqkv.study.experiments.common import frame
+from vqkv.study.experiments.comparisons import at_equal_kl, without_twins
+from vqkv.study.experiments.frontier import finalists
+from vqkv.study.tables import stored
+
+READ = ("08_latency", "10_retrieval", "11_frontier", "11_search", "12_claims")
+CONTEXTS = {"8,192": "bits_8k_x1", "131,072": "bits_128k_x1"}
+RATES = (0.9, 2.8)  # bits all told of KVTC, between which we have rates of our own
+TWO_BITS = (2.0, 2.5)
+BASELINE = "DynamicCache"
+
+
+def contents() -> dict[str, str]:
+    """The tables that are read, by name, with a hash of what each holds: other contents, another table of findings."""
+    return {name: found[1] for name in READ if (found := stored(name))}
+
+
+def findings(tables: dict[str, str]) -> pd.DataFrame:
+    """The study's findings in numbers: ``least`` and ``most`` of the cases that each is about, their ``unit`` and the
+    ``page`` that has them; ``model``: empty where it is about none of them. ``tables``: of ``contents``; without one of
+    them its findings are left out."""
+    known = {name: stored(name)[0] for name in tables}
+    makers = {
+        _bits: ("11_frontier", "11_search"),
+        _recall: ("10_retrieval",),
+        _told: ("12_claims",),
+        _time: ("08_latency",),
+    }
+    rows = [row for make, needed in makers.items() if {*needed} <= {*known} for row in make(*map(known.get, needed))]
+    return frame(rows, {f"table {name}": sha256 for name, sha256 in tables.items()})
+
+
+def frontier_rows() -> tuple[pd.DataFrame, list[str]]:
+    """Page 11's rows without the twins of its designs, and those designs, as ``figures.overview`` takes them."""
+    designs = finalists(stored("11_search")[0])
+    return without_twins(stored("11_frontier")[0], designs), designs
+
+
+def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") -> dict:
+    return {"finding": finding, "model": model, "least": cases.min(), "most": cases.max(), "unit": unit, "page": page}
+
+
+def _bits(frontier: pd.DataFrame, search: pd.DataFrame) -> list[dict]:
+    designs = finalists(search)
+    table, found = without_twins(frontier, designs), []
+    rivals = [name for name in dict.fromkeys(table["system"]) if name.startswith("kvtc") and "," not in name]
+    for tokens, bits in CONTEXTS.items():
+        equal = at_equal_kl(table, rivals, designs, bits)
+        for model, rows in equal[equal["bits"].between(*RATES)].groupby("model", sort=False):
+            found.append(
+                _row(f"ours over KVTC's at equal KL, {tokens} tokens", rows["share"], "of its bits", "11", model)
+            )
+    return found
+
+
+def _recall(table: pd.DataFrame) -> list[dict]:
+    far = table[table["gap"] > 0]
+    ours = far["system"].str.contains("weighted")
+    kinds = {
+        "recall lost behind text, published caches of 2 to 2.5 bits": ~ours & far["bits_per_value"].between(*TWO_BITS),
+        "recall lost behind text, ours at 1 bit": ours & (far["nominal_bits"] == 1),
+    }
+    return [
+        _row(name, rows["lost"], "points", "10", model)
+        for name, kind in kinds.items()
+        for model, rows in far[kind].groupby("model", sort=False)
+    ]
+
+
+def _told(claims: pd.DataFrame) -> list[dict]:
+    counted = claims[claims["claim"] == "... predictors counted, one sequence of 8K"]["recomputed"]
+    return [_row("AQUA-KV's 2.16 bits, predictors counted, one sequence of 8K", counted, "bits", "12")]
+
+
+def _time(latency: pd.DataFrame) -> list[dict]:
+    longest = latency[(latency["context"] == latency["context"].max()) & (latency["batch"] == 1)]
+    times = longest.set_index("system")["decode_ms"] / longest.loc[longest["system"] == BASELINE, "decode_ms"].item()
+    kinds = {"ours": "best.*(short|long)$", "transformers' int4": "transformers quanto 4$"}
+    return [
+        _row(f"time of a token, {name}", times[times.index.str.match(pattern)], "of fp16's", "08")
+        for name, pattern in kinds.items()
+    ]
