@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.study.experiments.common import frame, subject
@@ -32,9 +31,9 @@ def own_preset(
     models: list[str], corpus: str, definition: str, preset: str, bits: list[int], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, sink_tokens: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Rows of ``frontier`` of the preset that ``definition`` (Python source, run in each process) enters in
-    ``presets.PRESETS`` under the name ``preset``: a row per model, seed and number of ``bits``. Only sinks stay exact,
-    as there. What is measured was saved and loaded before; raises ``DataError`` if that changed it."""
+    """Rows of ``frontier`` of a preset: ``definition``, Python source that is run in each process, makes the function
+    ``preset``, which takes ``bits``. A row per model, seed and number of them. Only sinks stay exact, as there. What is
+    measured was saved and loaded before; raises ``DataError`` if that changed it."""
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     settings = {
         "who": text | {"dtype": dtype, "device": device}, "definition": definition, "preset": preset,
@@ -45,10 +44,10 @@ def own_preset(
 
 
 def _row(model: str, seed: int, bits: int, who: dict, definition: str, preset: str, sink_tokens: int, **settings):
-    exec(definition, {"__name__": "__main__"})
+    exec(definition, defined := {"__name__": "__main__"})
     who = who | {"name": model, "seed": seed}
-    found, made = subject(**who), bare(presets.make(preset, bits=bits))
-    compressor = _reloaded(fitted(dataclasses.replace(made, sink_tokens=sink_tokens), who))
+    found, made = subject(**who), dataclasses.replace(bare(defined[preset](bits)), sink_tokens=sink_tokens)
+    compressor = _reloaded(fitted(made, who))
     label = {"model": model, "seed": seed, "system": preset, "nominal_bits": bits}
     return [label | measured(found, compressor, seed, **settings)], found.sources
 

@@ -10,7 +10,7 @@ from vqkv.study.figures.style import PALETTE, basename, look, mark_floor, short
 
 FAMILIES = ("kvtc", "cachegen", "aqua higgs", "vqllm")  # all others are grey points
 OURS = (("crossed", "*-"), ("crossed 2", "P-"))
-OWN = {"color": PALETTE["own"], "marker": "X", "ms": 11, "zorder": 5}
+OWN = {"color": PALETTE["own"], "marker": "X", "ms": 9, "zorder": 5}
 LOSSES = {"recall": "recall lost (points)", "copied": "copying lost (points)"}
 TELLING = (2, 10)  # points whose first loss the table names
 PROXIES = {
