@@ -6,14 +6,12 @@ import json
 import linecache
 import statistics
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import nbformat
 import papermill
 import pytest
 
-from vqkv.codecs.part import Part
 from vqkv.study import figures
 from vqkv.study.pages import is_tagged, notebook_parameters, strip, written
 from vqkv.study.pages import read as read_json
@@ -76,7 +74,7 @@ def test_figures_come_out_again_from_the_committed_tables(path, monkeypatch):
 
     monkeypatch.chdir(FOLDER)
     monkeypatch.setattr(figures, "save", keep)
-    with plt.rc_context(), patch.dict(Part.registry):
+    with plt.rc_context():
         scope = {"display": lambda *_: None}
         for number, cell in enumerate(code(read(path)), 1):
             name = f"{path.stem}, code cell {number}"

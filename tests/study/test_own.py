@@ -20,9 +20,8 @@ NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 
 
 @pytest.fixture
-def cell(monkeypatch):
-    """What the page's cell defines; its class is forgotten afterwards."""
-    monkeypatch.setattr(Part, "registry", dict(Part.registry))
+def cell():
+    """What the page's cell defines."""
     defined = {"__name__": "__main__"}
     exec(CELL, defined)
     return defined
@@ -45,13 +44,10 @@ def test_hard_values_come_back(cell):
 
 
 def test_rows_are_those_of_the_frontier_without_the_class_being_known():
-    assert "NormalFloat" not in Part.registry
+    Part.registry.pop("NormalFloat", None)
     sizes = {"train_seqs": 1, "seq_len": 40, "num_seqs": 1, "recall_seqs": 1, "chunk_size": 18, "sink_tokens": 4}
     about = {"models": ["vqkv/llama-mini"], "corpus": "python-stdlib", "seeds": [0], "dtype": "", "device": "cpu"}
-    try:
-        (row,) = own_preset(**about, **sizes, definition=CELL, preset="nf", bits=[4]).to_dict("records")
-    finally:
-        Part.registry.pop("NormalFloat", None)
+    (row,) = own_preset(**about, **sizes, definition=CELL, preset="nf", bits=[4]).to_dict("records")
     known = pd.read_csv(repository_root() / "results/11_frontier.csv", nrows=1)
     assert set(row) == set(known) and (row["system"], row["nominal_bits"]) == ("nf", 4)
     assert row["bits_per_value"] == 4.125 and row["kl_floor"] < row["kl_mean"] < 0.1
