@@ -9,7 +9,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = CONFIG["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = [
     Requirement(line) for line in (*PROJECT["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra))
@@ -54,6 +55,21 @@ def test_every_extra_is_installed_by_conda_and_make():
 def test_a_package_is_listed_once():
     names = [canonicalize_name(requirement.name) for requirement in DIRECT]
     assert len(names) == len(set(names))
+
+
+def test_a_wheel_has_every_file_but_the_guides():
+    """Modules of packages, which have an ``__init__.py``, and what ``package-data`` names."""
+    package, setuptools = ROOT / "vqkv", CONFIG["tool"]["setuptools"]
+    assert not setuptools["include-package-data"] and not setuptools["packages"]["find"]["namespaces"]
+    files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    packed = {path for pattern in setuptools["package-data"]["vqkv"] for path in package.glob(pattern)}
+    packed |= {path for path in files if path.suffix == ".py" and _is_module(path)}
+    assert {path for path in files - packed if path.name != "README.md"} == set()
+
+
+def _is_module(path: Path) -> bool:
+    folders = [path.parent, *path.parent.parents]
+    return all((folder / "__init__.py").is_file() for folder in folders[: folders.index(ROOT)])
 
 
 def test_ci_runs_make_test():

@@ -7,12 +7,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from vqkv.data.bundled import CORPORA, PACKAGES
+from vqkv.data.hub import HUB_CORPORA
+from vqkv.data.splits import SPLITS, listed
 from vqkv.models.load import BUNDLED
 from vqkv.study.experiments import finalists, without_twins
 from vqkv.study.experiments.comparisons import what_to_use
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/kernels", "vqkv/models", "vqkv/presets", "vqkv/reference")
+FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/data", "vqkv/kernels", "vqkv/models", "vqkv/presets")
+FOLDERS += ("vqkv/reference",)
 TEXTS = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 TEXT = "\n".join(TEXTS.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -78,6 +82,13 @@ def test_the_models_table_is_what_the_cards_say(name):
     log = json.loads((BUNDLED[name] / "training.json").read_text())
     tokens, bits = log["tokens"] / 1e6, log["released"]["bits_per_byte"]
     assert re.search(rf"\| `{name}` \|.*\| {tokens:.1f}M \| {bits:.3f} \|", TEXT)
+
+
+def test_the_data_card_is_that_of_the_splits_and_of_all_data_sets():
+    card = TEXTS["vqkv/data"]
+    assert all(f"| {split} | {len(listed(split)):,} |" in card for split in SPLITS)
+    assert all(f"| `{name}` |" in card for name in (*CORPORA, *HUB_CORPORA))
+    assert f"the {len(PACKAGES)} packages" in card and sum(bool(word.strip("|-")) for word in card.split()) <= 400
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

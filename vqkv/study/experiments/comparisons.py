@@ -83,7 +83,8 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
             continue
         best = min(found, key=lambda name: found[name].mean())
         rows.append(label | {"design": best} | _compared(their_kl, found[best]))
-    return pd.DataFrame(rows)
+    names = ("model", "system", "nominal_bits", "bits", "design", "kl", "our_kl", "ratio", "low", "high", "better")
+    return pd.DataFrame(rows, columns=names)
 
 
 def _windows(rows: pd.DataFrame) -> pd.Series:

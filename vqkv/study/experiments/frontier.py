@@ -177,19 +177,26 @@ def _row(
     chunk_size: int,
 ) -> dict:  # fmt: skip
     compressor, share = fitted_system(found, system, bits, who, vqllm, learning, tuned)
+    row = measured(found, compressor, who["seed"], recall_seqs, chunk_size, share)
+    return {"system": system, "nominal_bits": bits} | row
+
+
+def measured(
+    found: Subject, compressor, seed: int, recall_seqs: int, chunk_size: int, share: float = 1.0
+) -> dict[str, float | str]:
+    """Columns of ``frontier`` but for the names; ``share``: of the tokens that are kept."""
     every = torch.ones_like(found.test, dtype=torch.bool)
     by_layer = not getattr(compressor, "joint", False)  # or a layer alone cannot be read back
     settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": by_layer}
     row = evaluate(found.model, compressor, found.test, answers=every, per_sequence=True, **settings)
     row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact"), "kl_each": written(row["kl_each"])}
     row = {name: value for name, value in row.items() if not isinstance(value, list)}
-    row |= recalled(found, compressor, recall_seqs, who["seed"], chunk_size)
+    row |= recalled(found, compressor, recall_seqs, seed, chunk_size)
     row |= copied(found, compressor, chunk_size)
     row["bits_per_value"] *= share
     row |= total_bits(row, describe(found.model), kept_exact(getattr(compressor, "compressor", compressor)))
     row |= {"evr": _explained(found, compressor) if by_layer else math.nan}
-    row |= {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
-    return {"system": system, "nominal_bits": bits} | row
+    return row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
 
 
 def fitted_system(

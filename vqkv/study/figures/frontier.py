@@ -11,6 +11,7 @@ from vqkv.study.figures.style import PALETTE, basename, look, mark_floor, short
 FAMILIES = ("kvtc", "cachegen", "aqua higgs", "vqllm")  # all others are grey points
 OURS = (("crossed", "*-"), ("crossed 2", "P-"))
 MAIN = ("kvtc", "aqua higgs", "vqllm")  # of these, in the overview
+OWN = {"color": PALETTE["own"], "marker": "X", "ms": 9, "zorder": 5}
 LOSSES = {"recall": "recall lost (points)", "copied": "copying lost (points)"}
 TELLING = (2, 10)  # points whose first loss the table names
 PROXIES = {
@@ -33,17 +34,17 @@ QUANTIZERS = {  # of a design -> palette key, marker and label of the search's f
 }
 
 
-def frontier(table, designs, contexts: dict[str, str], names):
+def frontier(table, designs, contexts: dict[str, str], names, families=FAMILIES, own: str = ""):
     """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
-    Points: means over seeds, bars: least to largest; ``names``: of ``designs``, for the legend. Grey: all other
-    systems. ``table``: from ``experiments.without_twins``."""
-    models = list(dict.fromkeys(table["model"]))
-    size = (5.6 * len(contexts), 3.9 * len(models) + 0.6)
+    Points: means over seeds, bars: least to largest; ``names``: of ``designs``, for the legend. Grey: all
+    systems but these, ``families`` and the reader's ``own``. ``table``: from ``experiments.without_twins``."""
+    models, named = list(dict.fromkeys(table["model"])), table["family"].where(table["system"] != own, own)
+    table, size = table.assign(family=named), (5.6 * len(contexts), 3.9 * len(models) + 0.6)
     fig, axes = plt.subplots(len(models), len(contexts), figsize=size, sharex=True, sharey="row", squeeze=False)
     for row, model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
         for ax, (bits, title) in zip(row, contexts.items(), strict=True):
-            _systems(ax, mine, designs, names, bits, mine["kl_mean"])
+            _systems(ax, mine, designs, names, bits, mine["kl_mean"], families, own)
             ax.set(yscale="log", title=f"{basename(model)}: {title}")
             mark_floor(ax, mine)
         row[0].set_ylabel("KL to the exact cache (nats)")
@@ -95,17 +96,19 @@ def _finished(fig, axes):
     return fig
 
 
-def _systems(ax, rows, designs, names, bits: str, y, families=FAMILIES) -> None:
+def _systems(ax, rows, designs, names, bits: str, y, families=FAMILIES, own: str = "") -> None:
     """Every system of one model, ``y`` (a series like its rows) against a column of bits."""
     groups = rows.assign(x=rows[bits], y=y).groupby(["family", "system", "nominal_bits"], sort=False)
     mean = groups[["x", "y"]].mean().assign(low=groups["y"].min(), high=groups["y"].max()).reset_index()
     labels = {name: name for name in families} | {d: f"ours, {name}" for d, name in zip(designs, names)}
+    labels |= {own: f"yours: {own}"} if own else {}
     others = mean[~mean["family"].isin(labels)]
     ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")
     for family, label in labels.items():
         mine = mean[mean["family"] == family].sort_values("x")
         error = [(mine["y"] - mine["low"]).clip(0), (mine["high"] - mine["y"]).clip(0)]
-        ax.errorbar(mine["x"], mine["y"], error, label=label, capsize=2, lw=2.2, **look(family))
+        style = OWN if family == own else look(family)
+        ax.errorbar(mine["x"], mine["y"], error, label=label, capsize=2, lw=2.2, **style)
 
 
 def ablation_dots(pairs, contexts: dict[str, str]):

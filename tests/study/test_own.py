@@ -1,0 +1,85 @@
+"""Page 19: a quantizer of a reader's own, measured where it was not defined, and what the page makes of its rows."""
+
+import linecache
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from vqkv.codecs.part import Part
+from vqkv.errors import DataError
+from vqkv.study.experiments import defining_text, neighbours, on_same_windows, own_preset
+from vqkv.study.pages import read, source_of, tags_of
+from vqkv.study.tables import repository_root
+
+(PAGE,) = (repository_root() / "notebooks").glob("19*.ipynb")
+(CELL,) = (source_of(cell) for cell in read(PAGE)["cells"] if "defines-quantizer" in tags_of(cell))
+NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]  # Dettmers et al. 2023, appendix E
+NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
+
+
+@pytest.fixture
+def cell():
+    """What the page's cell defines."""
+    defined = {"__name__": "__main__"}
+    exec(CELL, defined)
+    return defined
+
+
+def test_the_levels_are_those_of_the_paper(cell):
+    np.testing.assert_allclose(cell["NormalFloat"](4).levels.float(), NF4, atol=5e-4)
+
+
+def test_hard_values_come_back(cell):
+    x = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(0))
+    x[0, :, 3] = 0
+    x[0, :, 4] *= 1e4
+    x[0, :, 5] *= 1e-6
+    codec = cell["nf"](4).key_codec(64).fit(x)
+    payload = codec.encode(x)
+    error = codec.decode(payload) - x
+    assert error.isfinite().all() and error.square().sum() < 0.02 * x.square().sum()
+    assert 8 * payload.nbytes == x.numel() * 4 + 8 * 16  # codes, and a scale for each token
+
+
+def test_rows_are_those_of_the_frontier_without_the_class_being_known():
+    Part.registry.pop("NormalFloat", None)
+    sizes = {"train_seqs": 1, "seq_len": 40, "num_seqs": 1, "recall_seqs": 1, "chunk_size": 18, "sink_tokens": 4}
+    about = {"models": ["vqkv/llama-mini"], "corpus": "python-stdlib", "seeds": [0], "dtype": "", "device": "cpu"}
+    (row,) = own_preset(**about, **sizes, definition=CELL, preset="nf", bits=[4]).to_dict("records")
+    known = pd.read_csv(repository_root() / "results/11_frontier.csv", nrows=1)
+    assert set(row) == set(known) and (row["system"], row["nominal_bits"]) == ("nf", 4)
+    assert row["bits_per_value"] == 4.125 and row["kl_floor"] < row["kl_mean"] < 0.1
+
+
+def test_a_changed_cell_is_another_parameter():
+    for text in ("def f():\n    return 1", "def f():\n    return 2"):
+        linecache.cache["<cell>"] = len(text), None, text.splitlines(keepends=True), "<cell>"
+        defined = {}
+        exec(compile(text, "<cell>", "exec"), defined)
+        assert defining_text(defined["f"]) == text
+    exec("def unseen(): pass", defined)
+    with pytest.raises(DataError, match="unseen"):
+        defining_text(defined["unseen"])
+
+
+def rows(system, bits, kl, nominal=0, seed=0, exact=10.0):
+    about = {"model": "m", "seed": seed, "system": system, "nominal_bits": nominal, "b": bits, "ppl_exact": exact}
+    return about | {"kl_mean": kl, "kl_each": f"{kl * 0.9} {kl * 1.1}"}
+
+
+def test_only_rows_of_the_same_windows_are_beside_it():
+    own = pd.DataFrame([rows("nf", 2, 0.1)])
+    known = pd.DataFrame([rows("a", 2, 0.2), rows("b", 2, 0.2, exact=10.1), rows("c", 2, 0.2, seed=1)])
+    assert on_same_windows(own, known)["system"].tolist() == ["a", "nf"]
+
+
+def test_neighbours_are_those_of_like_bits():
+    own = [rows("nf", 2, 0.1, 2), rows("nf", 3, 0.001, 3)]
+    known = [rows("far", 2.5, 0.1), rows("near", 2.0, 0.2), rows("both", 3.1, 0.004, 3), rows("both", 5, 0.001, 5)]
+    found = neighbours(pd.DataFrame(own + known), "nf", "b", 0.15).set_index("system")
+    assert found.index.tolist() == ["near", "both"]
+    np.testing.assert_allclose(found["ratio"], [0.5, 0.25])
+    assert (found["better"] == "ours").all()
+    assert neighbours(pd.DataFrame(own), "nf", "b", 0.15).empty
