@@ -93,7 +93,7 @@ def test_local_tasks_are_quiet_and_the_same_each_time(small, capfd):
     assert all(row["n"] == 2 and 0 <= row["value"] <= 1 and row["num_fewshot"] == 0 for row in first)
 
 
-@pytest.mark.parametrize(("num_docs", "context_chars"), [(40, 240), (20, 1000)])
+@pytest.mark.parametrize(("num_docs", "context_chars"), [(25, 240), (12, 1000)])
 def test_cloze_documents(num_docs, context_chars):
     texts = list(documents(local_data.CORPUS, "test"))
     rows = local_data.code_cloze(num_docs, context_chars)["test"].to_list()
