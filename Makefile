@@ -1,5 +1,5 @@
 # study  recompute every committed table, figure and page      smoke  the same in small, into a temporary folder
-# test   lint, library tests, committed pages, smoke           lab    read and change the notebooks
+# test   lint, types, library tests, committed pages, smoke           lab    read and change the notebooks
 # bench  the kernels against other libraries, runs/bench.csv    report  the pages as HTML, for people without Jupyter
 # (each makes .venv when there is none)
 
@@ -23,10 +23,11 @@ smoke: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
 	$(MAKE) --no-print-directory smoke
-	@echo "make test: lint, library tests, committed notebooks and the smoke study passed"
+	@echo "make test: lint, types, library tests, committed notebooks and the smoke study passed"
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks

@@ -93,9 +93,13 @@ def test_local_tasks_are_quiet_and_the_same_each_time(small, capfd):
     assert all(row["n"] == 2 and 0 <= row["value"] <= 1 and row["num_fewshot"] == 0 for row in first)
 
 
-@pytest.mark.parametrize(("num_docs", "context_chars"), [(40, 240), (20, 1000)])
-def test_cloze_documents(num_docs, context_chars):
-    texts = list(documents(local_data.CORPUS, "test"))
+@pytest.fixture(scope="module")
+def texts():
+    return list(documents(local_data.CORPUS, "test"))
+
+
+@pytest.mark.parametrize(("num_docs", "context_chars"), [(25, 240), (12, 1000)])
+def test_cloze_documents(num_docs, context_chars, texts):
     rows = local_data.code_cloze(num_docs, context_chars)["test"].to_list()
     assert len(rows) == num_docs and rows == local_data.code_cloze(num_docs, context_chars)["test"].to_list()
     assert {row["answer"] for row in rows} == {0, 1, 2, 3}

@@ -12,18 +12,17 @@ from vqkv.kernels import naive
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode, serves
 
 
-@pytest.mark.parametrize("lanes, tokens", [(1, 5), (3, 33), (4, 32), (4, 1), (32, 33)])
-@pytest.mark.parametrize("far", [0, -(2**23), 2**23 - 1])
-def test_streams_are_naive(lanes, tokens, far, request):
-    """Whole ones, and what is made of damaged ones."""
+@pytest.mark.parametrize("lanes, tokens", [(1, 5), (3, 13), (4, 16), (4, 1), (32, 33)])
+def test_streams_are_naive(lanes, tokens, request):
+    """Whole ones, two of them with the farthest values there are, and what is made of damaged ones."""
     tables = torch.arange(7) % len(SIGMAS)
     shifts = torch.tensor([0, 0, 0, 3, 0, 16, 0])
-    code, x = code_of(tables, shifts, lanes), drawn(tables, shifts, 2, tokens, 5)
-    x[1, 2, tokens // 2] = far
+    code, x = code_of(tables, shifts, lanes), drawn(tables, shifts, 3, tokens, 5)
+    x[1:, 2, tokens // 2] = torch.tensor([-(2**23), 2**23 - 1])
     expected, sizes = naive.rans_encode(x, code)
     altered = expected.clone()
     altered[len(altered) // 3] ^= 64
-    cases = (expected, sizes), (altered, sizes), (expected[:-1], sizes - torch.tensor([0, 1]))
+    cases = (expected, sizes), (altered, sizes), (expected[:-1], sizes - torch.tensor([0, 0, 1]))
     wanted = [naive.rans_decode(*case, code, tokens) for case in cases]
     request.getfixturevalue("guarded")  # not before: naive results may be of bools
     there = code.to(DEVICE)

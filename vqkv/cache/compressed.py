@@ -52,9 +52,9 @@ class CompressedCache(Cache):
         windows = [None if cross else getattr(layers[x.layer_idx], "sliding_window", None) for x in own.values()]
         self.reaches = [window and window - 1 for window in windows]
         # where layers are predicted from each other their tokens must line up
-        kept = [None] * len(windows) if compressor.predictions else self.reaches
-        coders, turns = ([x[number] for number in own] for x in (compressor.coders, turns))
-        self.batch = Batch(compressor, coders, self.settings, turns, kept)
+        kept: list[int | None] = [None] * len(windows) if compressor.predictions else self.reaches
+        coders, turned = [compressor.coders[number] for number in own], [turns[number] for number in own]
+        self.batch = Batch(compressor, coders, self.settings, turned, kept)
         for place, layer in enumerate(own.values()):
             layers[layer.layer_idx] = self._layer(place, layers[layer.layer_idx])
         super().__init__(layers=layers)

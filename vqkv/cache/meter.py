@@ -25,7 +25,7 @@ class Report:
     seq_len: int
     batch_size: int
     side_bytes: int
-    dynamic_values: int | None = None
+    dynamic_values: int = None  # type: ignore[assignment]  # __post_init__ puts values
     derived_bytes: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
@@ -71,11 +71,10 @@ def total(reports: list[Report]) -> Report:
     """Several caches of one compressor as if they were one."""
     kinds = sum((Counter(report.kinds) for report in reports), Counter())
     names = ("packed_bytes", "packed_values", "values", "dynamic_values")
-    *sums, dynamic = (sum(getattr(r, name) for r in reports) for name in names)
-    rows = sum(report.batch_size for report in reports)
+    sums = {name: sum(getattr(r, name) for r in reports) for name in (*names, "batch_size")}
     shared = ("seq_len", "side_bytes", "derived_bytes")
-    longest, side, derived = (max((getattr(r, name) for r in reports), default=0) for name in shared)
-    return Report(dict(kinds), *sums, longest, rows, side, dynamic, derived)
+    most = {name: max((getattr(r, name) for r in reports), default=0) for name in shared}
+    return Report(dict(kinds), **sums, **most)
 
 
 def tensor_bytes(*objects) -> int:

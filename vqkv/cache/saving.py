@@ -116,14 +116,15 @@ def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
 def fill(cache, header: dict, parts: list[dict[str, Tensor]]) -> None:
     """Hand every store of an empty ``cache`` its own tensors: those of the last of ``parts``, and its quantized tokens
     of all parts, one after the other."""
-    batch, device, owned = cache.batch, cache.model().device, defaultdict(dict)
+    batch, device = cache.batch, cache.model().device
+    owned: dict[tuple, dict[str, list[Tensor]]] = defaultdict(dict)
     *earlier, tensors = parts
     batch.size, batch.slots = header["batch_size"], header["slots"]
     batch.tokens = tensors.pop("tokens").bool() if "tokens" in tensors else None
     for name, tensor in tensors.items():
-        number, *owner, part = name.split(".", 3)
+        group_number, *owner, part = name.split(".", 3)
         before = [x[name].to(device) for x in earlier] if part.startswith("payload.") else []
-        owned[int(number), *owner][part] = [*before, tensor.to(device)]
+        owned[int(group_number), *owner][part] = [*before, tensor.to(device)]
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(about["rows"])
         (group.positions.explicit,) = owned[number,].get("positions", [None])

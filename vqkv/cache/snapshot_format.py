@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -122,7 +123,7 @@ class StreamLayout:
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
         """The tensors of a step of so many tokens."""
-        left, parts, size = io.BytesIO(data), [[] for _ in range(2 * self.num_layers)], self.batch_size
+        left, parts, size = io.BytesIO(data), [list[Tensor]() for _ in range(2 * self.num_layers)], self.batch_size
         for places, codec, start, stop in self._shares(kind, tokens):
             payload = self._payload(left, codec, size * len(places), stop - start)
             for i, own in zip(places, torch.arange(size * len(places)).split(size), strict=True):
@@ -182,7 +183,7 @@ def header_of(new: list[Tensor], stored: dict, interval: int) -> bytes:
     chosen = {kind: _codecs(stored[kind], new) for kind in KINDS}
     codecs = {id(codec): codec for kind in KINDS for codec in chosen[kind]}
     numbers = {key: number for number, key in enumerate(codecs)}
-    about = dict(zip(SIZES, (len(new) // 2, batch, heads, head_dim, interval), strict=True))
+    about: dict[str, Any] = dict(zip(SIZES, (len(new) // 2, batch, heads, head_dim, interval), strict=True))
     about |= {kind: [numbers[id(codec)] for codec in chosen[kind]] for kind in KINDS}
     about |= {"dtype": dtype_name(new[0].dtype), "codecs": [codec.config() for codec in codecs.values()]}
     about["id"] = os.urandom(8).hex()

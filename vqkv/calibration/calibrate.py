@@ -91,9 +91,8 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
                         stacklevel=3,
                     )
                 preset = preset.fallback.fitting(model)
-                codecs, predictions = fit_layers(
-                    preset, preset.plan.arrange(preset, trial), made, trial, model.device, progress
-                )
+                plan = preset.plan.arrange(preset, trial)  # type: ignore[union-attr]  # a fallback has one, too
+                codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
     if current().first:

@@ -64,7 +64,8 @@ class CapturedTokens(Spill):
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
         super().__init__(folder)
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
-        self.about, self.weights, self._metrics = describe(model), fingerprint(model), None
+        self.about, self.weights = describe(model), fingerprint(model)
+        self._metrics: dict[Place, Tensor] | None = None
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -73,8 +73,8 @@ def part_from_config(config):
     return Part.registry[name](**settings)
 
 
-def codec_from_config(config: dict, state: dict[str, Tensor]) -> Part:
-    """A codec or a predictor, ready, from ``config()`` and ``state_dict()``."""
+def codec_from_config(config: dict, state: dict[str, Tensor]) -> Any:
+    """A codec or a predictor, whichever ``config`` names, ready, from ``config()`` and ``state_dict()``."""
     root = part_from_config(config)
     load_learned(root, state)
     for part in root.modules():

@@ -4,7 +4,7 @@ import ast
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -95,7 +95,7 @@ def _source() -> list[Document]:
     return _stdlib() + _packages()
 
 
-CORPORA = {
+CORPORA: dict[str, Callable[[], list[Document]]] = {
     "python-stdlib": _stdlib,
     "python-packages": _packages,
     "python": _source,

@@ -136,8 +136,9 @@ def _check_apart(name: str) -> None:
     """Raise ``DataError`` if one text is to be learned from and another, which has the same documents among its own, to
     be reported on. (Data sets are streamed, and cannot be compared beforehand; nor are shifted copies seen.)"""
     match = PAIR.fullmatch(str(name))
-    apart = match is None or match["train"] == match["test"]
-    if apart or any(isinstance(_find(n), HubCorpus) for n in match.groups()):
+    if match is None or match["train"] == match["test"]:
+        return
+    if any(isinstance(_find(name), HubCorpus) for name in match.groups()):
         return
     learned, held = (set(documents(match[key], split)) for key, split in (("train", "train"), ("test", "test")))
     if shared := learned & (held | set(documents(match["test"], "validation"))):

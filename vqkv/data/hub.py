@@ -137,8 +137,9 @@ def _loaded(corpus: HubCorpus):
 
 
 def _load(datasets, corpus: HubCorpus):
-    if _line_by_line(corpus):
-        own = f"hf://datasets/{corpus.path}/{corpus.files}" if corpus.folder is None else _own_files(corpus)
+    if corpus.files is not None and _line_by_line(corpus):
+        remote = f"hf://datasets/{corpus.path}/{corpus.files}"
+        own = remote if corpus.folder is None else _own_files(corpus.folder, corpus.files)
         return datasets.load_dataset("text", data_files={"train": own}, streaming=True)
     if corpus.folder is None:
         return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
@@ -149,11 +150,11 @@ def _load(datasets, corpus: HubCorpus):
 
 def _line_by_line(corpus: HubCorpus) -> bool:
     """Tell whether ``files`` are read, and not what the data set's own layout says."""
-    return corpus.files is not None and (corpus.folder is None or bool(_own_files(corpus)))
+    return corpus.files is not None and (corpus.folder is None or bool(_own_files(corpus.folder, corpus.files)))
 
 
-def _own_files(corpus: HubCorpus) -> list[str]:
-    return [str(path) for path in _visible_files(Path(corpus.folder)) if path.match(corpus.files)]
+def _own_files(folder: str, files: str) -> list[str]:
+    return [str(path) for path in _visible_files(Path(folder)) if path.match(files)]
 
 
 def _visible_files(folder: Path) -> list[Path]:

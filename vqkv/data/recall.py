@@ -57,7 +57,7 @@ class RecallTask:
     def _episode(self, pairs: int, rng, text: list[int]) -> tuple[list[int], list[int]]:
         keys, values = rng.sample(self.keys, pairs), rng.choices(self.values, k=pairs)
         tokens, order = list(self.bos), list(range(pairs))
-        distance, value_at = [0] * len(tokens), {}
+        distance, value_at = [0] * len(tokens), dict[int, int]()
         for ask in (False, True):
             for i in order:
                 value_at.setdefault(i, len(tokens) + 1)

@@ -11,7 +11,7 @@ BATCH = 64  # texts tokenised at a time
 
 def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
     """One window a document, at a random offset; short documents are packed together, separated by EOS."""
-    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, []
+    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
     body = seq_len - len(head)
     for text in texts:
         buffer += _piece(text, tokenizer, seq_len, rng)
@@ -24,7 +24,7 @@ def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -
 
 def packed(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
     """Whole documents, each followed by EOS, cut into consecutive windows that start with BOS."""
-    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, []
+    head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
     body = seq_len - len(head)
     while batch := [*islice(texts, BATCH)]:
         for ids in _ids(tokenizer, batch):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from vqkv.cache.compressor import Compressor
@@ -126,7 +126,7 @@ def capacity(
     )
 
 
-def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> nn.Module:
+def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device, which
     knows shapes but holds no numbers. See ``capacity``."""
     model = model_or_config

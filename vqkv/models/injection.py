@@ -6,6 +6,7 @@ SmoothQuant and QServe use to take outliers away, here to make them).
 
 import copy
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def _check_pairs(model, keys: list[Tensor]) -> None:
 
 def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Tensor]:
     """Queries, keys (with a bias, if one is wanted), values; of the output projection a row for each input channel."""
-    parts = {name: part for name, part in attention.named_children() if [*part.parameters()]}
+    parts: dict[str, Any] = {name: part for name, part in attention.named_children() if [*part.parameters()]}
     kinds = {type(part) for part in parts.values()}
     bare = not [*attention.parameters(recurse=False)] and not getattr(attention.config, "clip_qkv", None)
     if bare and parts.keys() == SEPARATE and kinds == {nn.Linear}:

@@ -91,7 +91,7 @@ def check_decoder(model, what: str) -> None:
 
 
 def _seen_layers(model) -> list[KVLayer]:
-    running, found = [], {}
+    running, found = list[nn.Module](), dict[tuple[bool, int], KVLayer]()
 
     def see(layer_idx: int, keys: Tensor, values: Tensor, cross: bool = False) -> None:
         shape = keys.shape[1], keys.shape[3], values.shape[3]

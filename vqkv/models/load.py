@@ -146,7 +146,7 @@ def layer_devices(model) -> list[torch.device]:
     found = []
     for layer in kv_layers(model):
         hooks = (getattr(module, "_hf_hook", None) for module in layer.attention.modules())
-        devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+        devices = [on for hook in hooks if (on := getattr(hook, "execution_device", None)) is not None]
         found.append(torch.device(devices[0]) if devices else next(layer.attention.parameters()).device)
     return found
 

@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,14 +55,15 @@ def _seen_rotations(model) -> list[Rotation | None]:
     at = {position: _keys_at(model, position) for position in wanted if position < longest}
     by_layer = [{position: keys[i] for position, keys in at.items()} for i in range(len(layers))]
     found = [_found(keys) for keys in by_layer]
-    known = sorted(filter(None, found), key=lambda rotation: -len(rotation.first))  # large biases hide pairs of a layer
+    # large biases hide pairs of a layer
+    known = sorted((each for each in found if each), key=lambda rotation: -len(rotation.first))
     found = [next((each for each in known if fits(each, keys)), own) for keys, own in zip(by_layer, found, strict=True)]
     if False in found:
         raise DataError(f"layer {found.index(False)} of {name} turns its keys unevenly, {NOT}")
-    return found
+    return [each or None for each in found]
 
 
-def _found(keys_at: dict[int, Tensor]) -> Rotation | bool | None:
+def _found(keys_at: dict[int, Tensor]) -> Rotation | Literal[False] | None:
     """False where keys turn unevenly."""
     try:
         return found_rotation(keys_at)

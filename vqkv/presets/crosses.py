@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.base import Codec
@@ -86,8 +87,8 @@ def crossed(
         arguments=arguments,
     )
     preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
-    plan = FromPrevious(preset, cross_fitted=True) if predicted else Unpredicted()
-    plan = Budgeted(plan, bits) if mixed else plan
+    arranged = FromPrevious(preset, cross_fitted=True) if predicted else Unpredicted()
+    plan = Budgeted(arranged, bits) if mixed else arranged
     return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
 
 
@@ -130,7 +131,7 @@ TRANSFORM_CODERS = {
     "steps": partial(_transform_coder, EntropyCodedScalar),
     "trellis": partial(_transform_coder, TrellisCodedScalar),
 }
-CHAINS = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
+CHAINS: dict[str, Callable[..., Codec]] = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
 def best(
@@ -171,7 +172,7 @@ def best(
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
-    shared = {"rotation": "weighted", "mixed": True, "block": block, "sink_tokens": sink_tokens, "pre_rope": pre_rope}
+    shared = dict[str, Any](rotation="weighted", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
     coder = "trellis" if trellis else "steps"
     short = crossed(coder, bits, merged=False, **shared)
     if context < long_pays(bits) * kv_width:

@@ -215,7 +215,7 @@ class Shared:
 
 def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
     """Pairs (earlier, later) of layers, the most distant first."""
-    earlier, later = torch.triu_indices(*distances.shape, offset=1)
+    earlier, later = torch.triu_indices(distances.shape[0], distances.shape[1], offset=1)
     order = distances[earlier, later].argsort(descending=True)
     return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
 
@@ -235,9 +235,9 @@ def _parse(sources: str, role: str) -> list[tuple[str, int]]:
     if sources in (NOT_PREDICTED, CONSTANT):
         return []
     found = [SOURCE.fullmatch(part) for part in sources.split("+")] if isinstance(sources, str) else [None]
-    if not all(found) or len({match[0] for match in found}) < len(found):
+    if len({match[0] for match in found if match}) < len(found):
         raise DataError(f"sources {sources!r} of a {role}: write e.g. 'K-1', 'V-1+K', 'mean' or 'none'")
-    places = [(SYMBOLS[match[1]], int(match[2] or 0)) for match in found]
+    places = [(SYMBOLS[match[1]], int(match[2] or 0)) for match in found if match]
     if any(back == 0 and (role, name) != ("value", "key") for name, back in places):
         raise DataError(f"sources {sources!r} of a {role}: of the same layer only a value can read the key")
     return places

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from functools import partial
+from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.base import Codec
@@ -70,7 +71,7 @@ def vqllm(
         raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
 
     def chain(grouping: str, head_dim: int | None) -> Codec:
-        learned = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
+        learned: dict[str, Any] = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
         quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
         return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
 

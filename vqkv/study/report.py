@@ -1,8 +1,8 @@
 """``python -m vqkv.study.report``: the executed pages as a folder of HTML, for people without Jupyter.
 
-Every page is one file that needs nothing beside it, but a network for the formulas' MathJax: figures are embedded, code
-is folded away. ``index.html`` lists the pages with their questions, ``claims.html`` all audited claims in a table to
-sort, ``calculator.html`` is a form that recommends.
+Every page is one file that needs nothing beside it and no network: figures are embedded, code is folded away.
+``index.html`` lists the pages with what they ask and found, ``claims.html`` all audited claims in a table to sort,
+``calculator.html`` is a form that recommends.
 """
 
 import html
@@ -21,6 +21,8 @@ from vqkv.study.tables import repository_root, stored, write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
+REPOSITORY_LINK = re.compile(r"\[([^]]*)\]\(\.\./[^)]*\)")
+FOUND = "**What this page shows.**"
 ABOUT = """# vqkv: the study's pages
 
 Ways to store a KV cache, on one harness, under one byte meter. Every page asks one question; its tables and figures
@@ -54,11 +56,11 @@ def report(out: Path, notebooks: Path | None = None) -> list[Path]:
 
 
 def _page(path: Path) -> nbformat.NotebookNode:
-    """An executed notebook, its links to others turned to their pages."""
+    """An executed notebook, its links to others turned to their pages and those to the repository's files to words."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = PAGE_LINK.sub(r"](\1.html\2)", cell.source)
+            cell.source = REPOSITORY_LINK.sub(r"\1", PAGE_LINK.sub(r"](\1.html\2)", cell.source))
     notebook.metadata["title"] = _title(notebook) or path.stem
     return notebook
 
@@ -85,12 +87,14 @@ def _title(notebook: nbformat.NotebookNode) -> str:
 
 
 def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
-    """A page of links: every page's title and, below it, the first paragraph of its question."""
+    """A page of links: every page's title and, below it, its question and the paragraph of what it shows."""
     cells = [nbformat.v4.new_markdown_cell(ABOUT)]
     for name, page in pages.items():
-        paragraphs = page.cells[0].source.split("\n\n") if page.cells else []
+        paragraphs = [part for cell in page.cells if cell.cell_type == "markdown" for part in cell.source.split("\n\n")]
         question = next((part for part in paragraphs if part.strip() and not part.startswith("#")), "")
-        cells.append(nbformat.v4.new_markdown_cell(f"## [{page.metadata['title']}]({name}.html)\n\n{question}"))
+        found = "\n\n".join(part for part in paragraphs if part.startswith(FOUND)).replace(FOUND, "**Found.**")
+        text = f"## [{page.metadata['title']}]({name}.html)\n\n{question}\n\n{found}"
+        cells.append(nbformat.v4.new_markdown_cell(text))
     return nbformat.v4.new_notebook(cells=cells, metadata={"title": "vqkv: the study's pages"})
 
 
@@ -102,7 +106,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     notebooks: Annotated[Path | None, typer.Option(help="Folder of executed notebooks, as of another study.")] = None,
 ):
-    """Render the study's pages as HTML that needs neither Jupyter nor, but for formulas, a network."""
+    """Render the study's pages as HTML that needs neither Jupyter nor a network."""
     try:
         files = report(out, notebooks)
     except (ValueError, OSError) as error:

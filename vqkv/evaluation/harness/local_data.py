@@ -50,10 +50,10 @@ def recall(num_docs: int, distance: int, **about) -> dict[str, Dataset]:
             f"distance {distance}: lines have {task.line} tokens and there are {len(task.values)} values, so from "
             f"{CHOICES * task.line} to {(len(task.values) - EARLIER) * task.line} is possible"
         )
-    words = [[tokenizer.decode([word]) for word in half] for half in (task.keys, task.values)]
+    keys, values = ([tokenizer.decode([word]) for word in half] for half in (task.keys, task.values))
     newline = tokenizer.decode(task.newline)
     rng = random.Random(f"recall/{distance}")
-    rows = [_episode(*words, newline, later, rng) for _ in range(num_docs)]
+    rows = [_episode(keys, values, newline, later, rng) for _ in range(num_docs)]
     return _dataset(iter([row | {"distance": task.line * (later + 1)} for row in rows]), num_docs)
 
 
@@ -111,8 +111,8 @@ def _is_code(line: str) -> bool:
 def _clozes(text: str, context_chars: int, index: int) -> Iterator[dict]:
     rng = random.Random(f"cloze/{context_chars}/{index}")
     for context, line, others in _places(text, context_chars, rng):
-        alike = {other for other in others if _is_code(other) and abs(len(other) - len(line)) <= 6}
-        alike = sorted(other for other in alike - {line} if other not in context)
+        similar = {other for other in others if _is_code(other) and abs(len(other) - len(line)) <= 6}
+        alike = sorted(other for other in similar - {line} if other not in context)
         if len(alike) >= CHOICES - 1:
             choices = [line, *rng.sample(alike, CHOICES - 1)]
             rng.shuffle(choices)

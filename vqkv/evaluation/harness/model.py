@@ -104,7 +104,7 @@ class VqkvLM(HFLM):
         size = self.batch_size
         if size == "auto":
             size = override_bs or self._detect_batch_size()
-        longest, answers = sorted(texts, key=len, reverse=True), {}
+        longest, answers = sorted(texts, key=len, reverse=True), dict[int, tuple[float, bool]]()
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Loglikelihood requests") as bar:
             for start in range(0, len(longest), size):
                 batch = longest[start : start + size]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -90,9 +91,9 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
 def _windows(rows: pd.DataFrame) -> pd.Series:
     """KL of each window of one system at one rate, by seed and number."""
     known = {
-        (row.seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
-        for row in rows.itertuples()
-        for number, kl in enumerate(row.kl_each.split())
+        (seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
+        for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
+        for number, kl in enumerate(each.split())
     }
     return pd.Series(known, dtype=float)
 
@@ -110,15 +111,22 @@ def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
 
 def _compared(theirs: pd.Series, ours: pd.Series) -> dict:
     both = pd.concat([theirs, ours], axis=1).dropna()
-    by_seed, rng, ratios = [rows.to_numpy() for _, rows in both.groupby(level=0)], np.random.default_rng(0), []
-    for _ in range(DRAWS):
-        drawn = [by_seed[seed] for seed in rng.integers(len(by_seed), size=len(by_seed))]
-        kl = np.concatenate([rows[rng.integers(len(rows), size=len(rows))] for rows in drawn]).mean(0)
-        ratios.append(kl[1] / kl[0])
+    by_seed = [rows.to_numpy() for _, rows in both.groupby(level=0)]
+    windows = np.concatenate(by_seed)
+    means = np.stack([windows[drawn].mean(0) for drawn in _draws(tuple(map(len, by_seed)))])
+    ratios = means[:, 1] / means[:, 0]
     low, high = np.quantile(ratios, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
     better = "ours" if high < 1 else "theirs" if low > 1 else "neither"
     kl = both.mean()
     return {"kl": kl[0], "our_kl": kl[1], "ratio": kl[1] / kl[0], "low": low, "high": high, "better": better}
+
+
+@cache
+def _draws(sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Of seeds with so many windows each: the numbers of the windows in each of ``DRAWS`` draws."""
+    rng, first = np.random.default_rng(0), np.cumsum([0, *sizes])
+    drawn = (rng.integers(len(sizes), size=len(sizes)) for _ in range(DRAWS))
+    return [np.concatenate([first[i] + rng.integers(sizes[i], size=sizes[i]) for i in seeds]) for seeds in drawn]
 
 
 def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
@@ -210,12 +218,15 @@ def proxy_correlations(
 def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
     known = proxy.notna() & lost.notna()
     pairs, rng = np.stack([proxy[known], lost[known]]), np.random.default_rng(0)
-    drawn = [_spearman(*pairs[:, rng.integers(pairs.shape[1], size=pairs.shape[1])]) for _ in range(DRAWS)]
-    drawn = [value for value in drawn if not math.isnan(value)] or [math.nan]
+    drawn = _spearman(pairs[:, rng.integers(pairs.shape[1], size=(DRAWS, pairs.shape[1]))])
+    drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else [math.nan]
     low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
-    return {"correlation": _spearman(*pairs), "low": low, "high": high}
+    return {"correlation": _spearman(pairs), "low": low, "high": high}
 
 
-def _spearman(x: np.ndarray, y: np.ndarray) -> float:
-    ranks = rankdata(x), rankdata(y)
-    return np.corrcoef(*ranks)[0, 1] if all(np.ptp(each) for each in ranks) else math.nan
+def _spearman(pairs: np.ndarray) -> np.ndarray:
+    """(2, ..., values) -> (...): the correlation of ranks, NaN where one has no two values."""
+    ranks = rankdata(pairs, axis=-1)
+    ranks -= ranks.mean(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return ranks.prod(0).sum(-1) / np.sqrt((ranks**2).sum(-1).prod(0))
