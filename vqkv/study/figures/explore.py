@@ -3,9 +3,11 @@
 import html
 import itertools
 import json
+import math
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from vqkv.study.figures.style import PALETTE
 
@@ -22,66 +24,74 @@ COLUMNS = {
 }
 TEXT = "background:#ffffff;color:#222222;text-align:left;vertical-align:top;padding:4px 10px;white-space:pre-wrap;"
 
+MOST_ACROSS = 4  # panels
+
 
 def coloured_text(table) -> str:
-    """``explore.continuation`` as HTML: the prompt's end in grey, then three continuations side by side, tokens on a
-    ground that says the KL between the two caches' predictions; underlined where another token than the exact cache's
-    stands."""
+    """``explore.continuation`` as HTML: the prompt's end in grey, then three continuations side by side. A token's
+    ground (and title) says the KL between the two caches' predictions; tokens other than the exact cache's are
+    underlined."""
     heads = "".join(f'<th style="{TEXT}">{title}</th>' for title in COLUMNS.values())
     cells = "".join(f'<td style="{TEXT}font-family:monospace;">{_column(table, name)}</td>' for name in COLUMNS)
     return f'<p style="{TEXT}">{_legend()}</p><table><tr>{heads}</tr><tr>{cells}</tr></table>'
 
 
 def _column(table, name: str) -> str:
-    return "".join(
-        _token(text, kl if name != "alone" else None, position < 0, text != exact)
-        for position, kl, text, exact in zip(table["position"], table["kl"], table[name], table["exact"], strict=True)
-    )
+    changed, kl = table[name] != table["exact"], table["kl"]
+    if name == "alone":  # what follows another token is another text, which no KL is of
+        changed, kl = changed & (changed.cumsum() == 1), kl * math.nan
+    return "".join(map(_token, table[name], kl, table["position"] < 0, changed))
 
 
-def _token(text: str, kl: float | None, begun: bool, changed: bool) -> str:
+def _token(text: str, kl: float, begun: bool, changed: bool) -> str:
     shown = html.escape(json.loads(text)).replace("\n", "↵<br>")
     if begun:
         return f'<span style="color:#767676">{shown}</span>'
     shown = f"<u><b>{shown}</b></u>" if changed else shown
-    return shown if kl is None else _shaded(shown, kl)
+    return shown if math.isnan(kl) else _shaded(shown, kl)
 
 
 def _shaded(shown: str, kl: float) -> str:
     _, ground, ink = [shade for shade in SHADES if shade[0] <= kl][-1]
-    return f'<span style="background:{ground};color:{ink}">{shown}</span>'
+    return f'<span title="{kl:.2g} nats" style="background:{ground};color:{ink}">{shown}</span>'
 
 
 def _legend() -> str:
     ends = [*(f"{least:g}" for least, *_ in SHADES[1:]), ""]
     names = [f"below {ends[0]}", *(f"{a} to {b}" if b else f"{a} and more" for a, b in itertools.pairwise(ends))]
     shades = " ".join(_shaded(f"&nbsp;{name}&nbsp;", least) for name, (least, *_) in zip(names, SHADES, strict=True))
-    return f"KL of the next token (nats): {shades} &nbsp; <u><b>another token</b></u> than with the exact cache"
+    other = "<u><b>another token</b></u> than with the exact cache (by itself: the first)"
+    return f"KL of the next token (nats): {shades} &nbsp; {other}"
 
 
 def vector_stages(table):
     """``explore.stages``: a panel per stage, its values in the order in which they are stored; the last has the key as
     it is read back on it as it came."""
     names = list(dict.fromkeys(table["stage"]))
-    fig, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names) + 0.6, 2.9), squeeze=False)
-    for ax, name in zip(axes[0], names, strict=True):
+    across = min(MOST_ACROSS, len(names))
+    down = math.ceil(len(names) / across)
+    fig, axes = plt.subplots(down, across, figsize=(3 * across, 2.9 * down), squeeze=False)
+    for ax in axes.flat[len(names) :]:
+        ax.set_axis_off()
+    for ax, name in zip(axes.flat, names):
         rows = table[table["stage"] == name]
         if rows["original"].notna().any():
             ax.plot(rows["place"], rows["original"], color=PALETTE["bound"], lw=1.2, label="as it came")
             error = np.square(rows["value"] - rows["original"]).sum() / np.square(rows["original"]).sum()
-            ax.set_xlabel(f"channel\nsquared error {error:.2g} of its square")
+            ax.set_xlabel(f"channel\nrelative squared error {error:.2g}")
             ax.plot(rows["place"], rows["value"], color=PALETTE["vq"], lw=1.4, label="read back")
             ax.legend(fontsize=8, loc="best")
         else:
             style = {"marker": "o", "ms": 3, "ls": ""} if name == "codes" else {"lw": 1.2}
             ax.plot(rows["place"], rows["value"], color=PALETTE["bound"], **style)
+            ax.yaxis.set_major_locator(MaxNLocator(5, integer=name == "codes"))
             ax.set_xlabel(f"{len(rows)} {'codes' if name == 'codes' else 'values'}")
         ax.set_title(name, fontsize=10)
     return fig
 
 
 def explained_by_layer(table):
-    """``explore.explained``: EVR of keys and of values by layer, on an axis that is linear about 0 and 1."""
+    """``explore.explained``: EVR of keys and of values by layer."""
     fig, ax = plt.subplots(figsize=(7, 3.2))
     for role, marker in (("key", "o"), ("value", "s")):
         rows = table[table["role"] == role]

@@ -1,4 +1,4 @@
-"""Notebook 18: one prompt, one vector and one system seen from within, and controls for a reader who wants others.
+"""Notebook 18: one prompt, one vector and one system seen from within.
 
 Every view is a table of plain literals' making, kept while the process lives, so that a control that is turned back
 costs nothing. Systems keep no token exact here: what is seen is the codec's own work.
@@ -7,7 +7,6 @@ costs nothing. Systems keep no token exact here: what is seen is the codec's own
 import copy
 import json
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -44,7 +43,6 @@ SYSTEMS: dict[str, Callable[[int], presets.Preset]] = {  # those that any number
 }
 BITS = (2, 3, 4)
 SHOWN = 32  # tokens of the prompt's end
-HEADLESS = "Open this page in JupyterLab and run it: controls for model, preset, bits and prompt appear here."
 
 
 @per_process(maxsize=16)
@@ -216,17 +214,3 @@ def explained(preset: str, bits: int, who: dict) -> pd.DataFrame:
     found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
     evr = explained_by_layer(found, compressor, found.test)
     return frame([{"layer": layer, "role": role, "evr": ratio} for (role, layer), ratio in evr.items()], found.sources)
-
-
-def widgets(**chosen):
-    """Controls for the three views, beginning with what is ``chosen`` (the arguments of ``Explorer``), where a front
-    end has opened the page; else a line that says so: a page that is merely executed has nobody to turn them.
-
-    Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill, nbval and
-    ``vqkv.study`` do not.
-    """
-    if "JPY_SESSION_NAME" not in os.environ or "VQKV_OUT" in os.environ:
-        return print(HEADLESS)
-    from vqkv.study.explorer import Explorer  # ipywidgets comes with the study's extra
-
-    return Explorer(**chosen).box
