@@ -10,12 +10,14 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
+from vqkv.codecs.predictive import ROLES, Place, side_by_side
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
 from vqkv.data.recall import RecallBatch, RecallTask
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
+from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import fingerprint as model_fingerprint
 from vqkv.models.load import load_model, values_per_token
 from vqkv.presets import Preset
@@ -162,6 +164,16 @@ def copied(found: Subject, compressor, chunk_size: int) -> dict:
     batch, settings = passages(found.test, chunk_size), {"chunk_size": chunk_size, "reconstruction": False}
     row = evaluate(found.model, compressor, batch.tokens, answers=batch.answers, exact=found.exact, **settings)
     return {"copied": row["recall"], "copied_exact": row["recall_exact"]}
+
+
+def explained_by_layer(found: Subject, compressor, tokens: torch.Tensor) -> dict[Place, float]:
+    """EVR of the keys and the values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
+    known, ratios, post_rope = compressor.new_pass(), {}, not compressor.settings.pre_rope
+    for layer, pair in enumerate(zip(*found.exact.keys_and_values(tokens, post_rope), strict=True)):
+        for role, x, x_hat in zip(ROLES, pair, compressor.reconstruct(layer, *pair, known), strict=True):
+            x = x[:, :, : x_hat.shape[2]]
+            ratios[role, layer] = explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat))
+    return ratios
 
 
 def passages(text: torch.Tensor, chunk_size: int) -> RecallBatch:

@@ -12,12 +12,20 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O
 from vqkv.calibration.calibrate import calibrate
-from vqkv.codecs.predictive import side_by_side
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import Subject, all_told, calibrated, copied, frame, kept_exact, recalled, subject
+from vqkv.study.experiments.common import (
+    Subject,
+    all_told,
+    calibrated,
+    copied,
+    explained_by_layer,
+    frame,
+    kept_exact,
+    recalled,
+    subject,
+)
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.experiments.designs import exists, factorial, first_layers, published, since
 from vqkv.study.sweep import per_process, sweep
@@ -251,11 +259,7 @@ def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
 
 def _explained(found: Subject, compressor) -> float:
     """EVR of what is stored, mean over layers, keys and values, on one sequence."""
-    known, ratios, settings = compressor.new_pass(), [], compressor.settings
-    for layer, pair in enumerate(zip(*found.exact.keys_and_values(found.test[:1], post_rope=not settings.pre_rope))):
-        for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair, known)):
-            x = x[:, :, : x_hat.shape[2]]
-            ratios.append(explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat)))
+    ratios = explained_by_layer(found, compressor, found.test[:1]).values()
     return sum(ratios) / len(ratios)
 
 

@@ -1,0 +1,216 @@
+"""Notebook 18: one prompt, one vector and one system seen from within.
+
+Every view is a table of plain literals' making, kept while the process lives, so that a control that is turned back
+costs nothing. Systems keep no token exact here: what is seen is the codec's own work.
+"""
+
+import copy
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from vqkv import presets
+from vqkv.cache.compressor import Compressor
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.stage import Quantizer
+from vqkv.errors import DataError, UnknownNameError
+from vqkv.evaluation.floor import RoundedCache
+from vqkv.evaluation.metrics import token_kl
+from vqkv.models.capture import check_tokens
+from vqkv.runtime.checks import check_whole, whole_blocks
+from vqkv.study.experiments.common import Subject, calibrated, explained_by_layer, frame, subject
+from vqkv.study.experiments.systems import bare
+from vqkv.study.sweep import per_process
+
+SYSTEMS: dict[str, Callable[[int], presets.Preset]] = {  # those that any number of BITS suits
+    "quanto": presets.quanto,
+    "hqq": presets.hqq,
+    "kivi": presets.kivi,
+    "kvquant": presets.kvquant,
+    "turboquant": presets.turboquant,
+    "higgs": presets.higgs,
+    "aqua": lambda bits: presets.aqua(presets.higgs(bits)),
+    "vqllm": lambda bits: presets.vqllm(4 * bits, 256),
+    "best": lambda bits: presets.best(bits, context=1),
+}
+BITS = (2, 3, 4)
+SHOWN = 32  # tokens of the prompt's end
+
+
+@per_process(maxsize=16)
+def fitted(preset: str, bits: int, who: dict) -> tuple[Compressor, str]:
+    """A system of ``SYSTEMS`` with codes of ``bits`` bits a value, fitted on the text of ``subject(**who)``, and what
+    calibration warns of. Raises ``UnknownNameError`` for another system, ``DataError`` for bits not in ``BITS``."""
+    if preset not in SYSTEMS:
+        raise UnknownNameError("preset", preset, SYSTEMS)
+    if bits not in BITS:
+        raise DataError(f"{bits!r} bits: this page has {', '.join(map(str, BITS))}")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compressor = calibrated(bare(SYSTEMS[preset](bits)), who, who["train"][0])
+    return compressor, " ".join(str(warning.message) for warning in said)
+
+
+def prompt_tokens(found: Subject, prompt: list) -> Tensor:
+    """Tokens (1, length) of ``prompt``: a text, or [number, length] of a held-out sequence and how much of it."""
+    if isinstance(prompt, str):
+        return found.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    number, length = prompt
+    check_whole("number of the held-out sequence", number, 0, len(found.test) - 1)
+    check_whole("length of the prompt", length, 2, found.test.shape[1])
+    return found.test[number : number + 1, :length]
+
+
+def _readable(found: Subject, compressor: Compressor, prompt, new_tokens: int = 0) -> Tensor:
+    """The prompt on the model's device. Raises ``DataError`` where it is too short to pack, or too long."""
+    tokens, block = prompt_tokens(found, prompt), compressor.tokens_per_row
+    if tokens.shape[1] <= block:
+        raise DataError(
+            f"{compressor.name} stores {block} token(s) together and reads the last one exact, but the prompt has "
+            f"{tokens.shape[1]}: write a longer one"
+        )
+    check_tokens(found.model, pad(tokens, (0, new_tokens)))
+    return tokens.to(found.model.device)
+
+
+@per_process(maxsize=16)
+def continuation(preset: str, bits: int, who: dict, prompt: str | list, new_tokens: int) -> pd.DataFrame:
+    """A prompt's end (``position`` below 0) and its greedy continuation, a row per token; texts are JSON strings.
+
+    ``exact``: what the model writes with its own cache; ``told``: its likeliest tokens with the compressed cache when
+    it is told the exact ones before them; ``alone``: what it writes with that cache by itself. ``kl``: KL(exact ||
+    compressed) in nats of the next token, told the exact ones before; ``kl_floor``: that of a cache in fp16.
+    Every token reads the prompt packed, but for what does not fill a block. Raises ``DataError`` for a prompt that is
+    too short to be packed.
+    """
+    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
+    tokens, model = _readable(found, compressor, prompt, new_tokens), found.model
+    expected, exact = _read(model, DynamicCache(config=model.config), tokens, new_tokens)
+    logits, told = _read(model, compressor.new_cache(model), tokens, new_tokens, exact)
+    rounded, _ = _read(model, RoundedCache(model, torch.float16), tokens, new_tokens, exact)
+    _, alone = _read(model, compressor.new_cache(model), tokens, new_tokens)
+    kls = {name: token_kl(expected, x)[0].tolist() for name, x in {"kl": logits, "kl_floor": rounded}.items()}
+    begun = tokens[0].tolist()
+    written = {name: x[0].tolist() for name, x in {"exact": exact, "told": told, "alone": alone}.items()}
+    rows = []
+    for position in range(-min(SHOWN, len(begun)), 0):
+        text = _piece(found.tokenizer, begun[:position], begun[position])
+        rows.append({"position": position, "kl": math.nan, "kl_floor": math.nan} | dict.fromkeys(written, text))
+    for position in range(new_tokens):
+        row = {"position": position} | {name: kl[position] for name, kl in kls.items()}
+        before = {name: begun + written["alone" if name == "alone" else "exact"][:position] for name in written}
+        rows.append(row | {n: _piece(found.tokenizer, before[n], ids[position]) for n, ids in written.items()})
+    return frame(rows, found.sources)
+
+
+@torch.no_grad()
+def _read(model, cache, prompt: Tensor, steps: int, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Read ``prompt`` (1, length) into ``cache``, its last token apart, so that all behind it reads what is stored;
+    then go on for so many steps, each with its likeliest token or the one ``told`` (1, steps). Logits (1, steps,
+    vocabulary) and likeliest tokens (1, steps)."""
+    model(prompt[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token, logits, likeliest = prompt[:, -1:], [], []
+    for step in range(steps):
+        logits.append(model(token, past_key_values=cache, use_cache=True).logits[:, -1:])
+        likeliest.append(logits[-1].argmax(-1))
+        token = likeliest[-1] if told is None else told[:, step : step + 1]
+    return torch.cat(logits, 1), torch.cat(likeliest, 1)
+
+
+def _piece(tokenizer, before: list[int], token: int) -> str:
+    """What a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
+    before = before[-SHOWN:]
+    return json.dumps(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
+
+
+@per_process(maxsize=16)
+def stages(preset: str, bits: int, who: dict, prompt: str | list, layer: int, head: int, token: int) -> pd.DataFrame:
+    """One key of a prompt on its way through its codec, a row per ``stage`` and ``value``.
+
+    ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
+    all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes
+    of these; and the key as it is read back, beside it as it came (``original``). ``text``: the token, as JSON. Raises
+    ``DataError`` for a layer, head or token that is not there.
+    """
+    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
+    tokens = _readable(found, compressor, prompt)
+    keys, values = found.exact.keys_and_values(tokens, post_rope=not compressor.settings.pre_rope)
+    check_whole("layer", layer, 0, len(keys) - 1)
+    x, known = whole_blocks(keys[layer].float(), compressor.tokens_per_row), compressor.new_pass()
+    for name, index, count in (("head", head, x.shape[1]), ("token", token, x.shape[2])):
+        check_whole(name, index, 0, count - 1)
+    for number in range(layer):
+        compressor.reconstruct(number, keys[number], values[number], known)
+    coder, at = compressor.coders[layer][0], (0, head, token)
+    shown, left = {"as it comes": x[at]}, x
+    if coder.prediction is not None:
+        left = x - coder.prediction(known, x)
+        shown["what the prediction leaves"] = left[at]
+    steps, read_back = _through(coder.codec, left, at)
+    shown |= steps | {"read back": read_back + x[at] - left[at]}
+    ids = tokens[0].tolist()
+    about = {"text": _piece(found.tokenizer, ids[:token], ids[token])}
+    rows = [
+        about | {"stage": stage, "place": place, "value": value, "original": math.nan}
+        for stage, line in shown.items()
+        for place, value in enumerate(line.tolist())
+    ]
+    table = frame(rows, found.sources)
+    table.loc[table["stage"] == "read back", "original"] = x[at].tolist()
+    return table
+
+
+def _through(codec: Chain, x: Tensor, at: tuple[int, int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """What stages make of the vector ``x[at]`` by their names, its codes, and the vector as it is read back. A stage
+    that only moves values is left out."""
+    codec, x = copy.deepcopy(codec), x.clone()  # what inference mode has made has no gradient
+    passed, steps, before = [], {}, x[at]
+    for stage in codec.stages:
+        x, side = stage.encode(x)
+        passed.append((stage, side))
+        places = _places(passed, x, at)
+        if not torch.equal(x[places].sort().values, before.sort().values):
+            steps[re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(stage).__name__).lower()] = x[places]
+        before = x[places]
+    places = _places(passed, x, at)
+    steps["codes"] = _codes(codec.quantizer, x, places)
+    return steps, _back(passed, codec.quantizer.quantize_dequantize(x))[at]
+
+
+def _back(passed: list, y: Tensor) -> Tensor:
+    y = y.clone()  # stages may write into what they are given
+    for stage, side in reversed(passed):
+        y = stage.decode(y, side)
+    return y
+
+
+def _places(passed: list, y: Tensor, at: tuple[int, int, int]) -> Tensor:
+    """True where the vector ``at`` is read back from a value of ``y``: where its gradient is not 0."""
+    y = y.detach().requires_grad_()
+    vector = _back(passed, y)[at]
+    weights = torch.rand(vector.shape, generator=torch.Generator().manual_seed(0)).to(vector) + 1  # none cancel
+    return torch.autograd.grad((vector * weights).sum(), y)[0] != 0
+
+
+def _codes(quantizer: Quantizer, y: Tensor, places: Tensor) -> Tensor:
+    """Codes of the values at ``places``: of each, or of the few neighbours that share some."""
+    codes = quantizer.encode(y)[0]
+    groups = math.gcd(codes.shape[-1], places[0, 0, 0].numel())
+    return codes.unflatten(-1, (groups, -1))[places.flatten(3).unflatten(-1, (groups, -1)).any(-1)].flatten()
+
+
+@per_process(maxsize=16)
+def explained(preset: str, bits: int, who: dict) -> pd.DataFrame:
+    """EVR of what is stored of the held-out text of ``subject(**who)``: a row per layer and role. Above 0, up to 1,
+    what is read back tells more than each channel's mean; below 0 it does worse."""
+    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
+    evr = explained_by_layer(found, compressor, found.test)
+    return frame([{"layer": layer, "role": role, "evr": ratio} for (role, layer), ratio in evr.items()], found.sources)
