@@ -98,7 +98,7 @@ def test_controls_change_what_is_shown(who):
     assert changed_by(explorer.layer, 1) == changed_by(explorer.head, 1) == [False, True, False]
     assert changed_by(explorer.prompt, "import os\n" * 8) == [True, True, False]
     assert changed_by(explorer.preset, "kivi") == [False] * 3 and "write a longer one" in explorer.status.value
-    assert changed_by(explorer.preset, "quanto") == [True, True, False] and "longer" not in explorer.status.value
+    assert changed_by(explorer.preset, "quanto") == [True] * 3 and "longer" not in explorer.status.value
     assert changed_by(explorer.model, "vqkv/gpt2-mini") == [True, True, True] and explorer.head.max == 3
 
 

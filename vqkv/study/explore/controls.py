@@ -11,7 +11,10 @@ from vqkv.study import figures
 from vqkv.study.experiments.common import subject
 from vqkv.study.explore import views
 
-WIDE, FITTING = ipywidgets.Layout(width="98%"), ipywidgets.Layout(width="auto", max_width="100%")
+WIDE, FITTING, ROW = (
+    ipywidgets.Layout(**sizes)
+    for sizes in ({"width": "98%"}, {"max_width": "100%", "align_self": "flex-start"}, {"width": "20em"})
+)
 HEADLESS = "Open this page in JupyterLab and run it: controls for model, preset, bits and prompt appear here."
 
 
@@ -40,7 +43,7 @@ class Explorer:
         self.model = ipywidgets.Dropdown(options=names, value=who["name"], description="model")
         self.preset = ipywidgets.Dropdown(options=list(views.SYSTEMS), value=preset, description="preset")
         self.bits = ipywidgets.ToggleButtons(
-            options=views.BITS, value=bits, description="bits", style={"button_width": "3em"}
+            options=views.BITS, value=bits, description="bits", layout=ROW, style={"button_width": "3em"}
         )
         text = prompt if isinstance(prompt, str) else ""
         self.prompt = ipywidgets.Textarea(value=text, description="prompt", continuous_update=False, layout=WIDE)

@@ -22,7 +22,10 @@ COLUMNS = {
     "told": "compressed cache, told the exact tokens before",
     "alone": "compressed cache, by itself",
 }
-TEXT = "background:#ffffff;color:#222222;text-align:left;vertical-align:top;padding:4px 10px;white-space:pre-wrap;"
+TEXT = (
+    "background:#ffffff;color:#222222;text-align:left;vertical-align:top;padding:4px 10px;white-space:pre-wrap;"
+    "line-height:1.35;"
+)
 
 MOST_ACROSS = 4  # panels
 
