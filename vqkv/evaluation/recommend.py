@@ -106,17 +106,18 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
     """Ways to store a cache of ``model``, which may lie on the ``meta`` device, of which ``tokens`` tokens share the
     side information; also the one of ``best``'s two designs that it would not choose for so many."""
     known = measurements()
-    numbers = [name for name in known if name.startswith(("kl_", "recall_lost_", "ns_per_value"))]
+    numbers = [name for name in map(str, known) if name.startswith(("kl_", "recall_lost_", "ns_per_value"))]
     found = [Candidate(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(numbers, 0.0))]
     for _, row in known.iterrows():
-        (name, arguments), range_ = json.loads(row["preset"]), {}
+        name, arguments = json.loads(row["preset"])
+        meant: dict[str, int] = {}
         if name == "best":
-            range_, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
+            meant, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
             arguments |= more
         needed = _occupied(model, presets.make(name, **arguments), row)
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        measured = row[numbers].astype(float).to_dict()
-        found.append(Candidate(row["system"], f"presets.{name}({shown})", needed, measured, **range_))
+        measured = {name: float(row[name]) for name in numbers}
+        found.append(Candidate(row["system"], f"presets.{name}({shown})", needed, measured, **meant))
     return found
 
 
@@ -153,6 +154,6 @@ def _occupied(model: nn.Module, preset: presets.Preset, row: pd.Series) -> Footp
 
 def _undominated(table: pd.DataFrame) -> pd.Series:
     """Rows, sorted by bits, than which no row before loses as little on every model."""
-    losses = table[[name for name in table if name.startswith("kl_")]].to_numpy()
+    losses = table[[name for name in map(str, table) if name.startswith("kl_")]].to_numpy()
     no_worse = (losses[:, None] <= losses[None]).all(axis=2)
     return pd.Series(~np.triu(no_worse, 1).any(axis=0), table.index, dtype=bool)

@@ -9,7 +9,7 @@ from vqkv.models.load import BUNDLED, LOADING_ERRORS
 REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 
 # What sizes depend on, as in the config.json of each of these models.
-KNOWN_CONFIGS = {
+KNOWN_CONFIGS: dict[str, dict] = {
     "openai-community/gpt2": {"model_type": "gpt2"},  # transformers' defaults
     "TinyLlama/TinyLlama_v1.1": {
         "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,

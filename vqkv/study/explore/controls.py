@@ -5,7 +5,11 @@ import os
 
 import ipywidgets
 import matplotlib.pyplot as plt
+import pandas as pd
 
+from vqkv.errors import DataError
+from vqkv.evaluation.recommend import recommend
+from vqkv.models.configs import KNOWN_CONFIGS
 from vqkv.models.load import BUNDLED
 from vqkv.study import figures
 from vqkv.study.experiments.common import subject
@@ -25,9 +29,42 @@ def widgets(**chosen):
     Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill, nbval and
     ``vqkv.study`` do not.
     """
-    if "JPY_SESSION_NAME" not in os.environ or "VQKV_OUT" in os.environ:
-        return print(HEADLESS)
-    return Explorer(**chosen).box
+    return Explorer(**chosen).box if _opened() else print(HEADLESS)
+
+
+def calculator(model: str, context: int, memory_gb: float):
+    """The recommended rows of ``vqkv.recommend``: under controls where a front end has opened the page, else for what
+    is given."""
+    if not _opened():
+        return _ways(model, context, 1, memory_gb)
+    controls = {
+        "model": ipywidgets.Dropdown(options=list(dict.fromkeys([model, *KNOWN_CONFIGS, *BUNDLED])), value=model),
+        "context": ipywidgets.SelectionSlider(options=[2**n for n in range(9, 21)], value=context),
+        "sequences": ipywidgets.IntSlider(value=1, min=1, max=64),
+        "memory_gb": ipywidgets.FloatSlider(value=memory_gb, min=1, max=192, step=1),
+    }
+    shown = ipywidgets.HTML()
+
+    def refresh(change=None) -> None:
+        try:
+            shown.value = _ways(**{name: control.value for name, control in controls.items()}).to_html(index=False)
+        except DataError as error:
+            shown.value = f"<b>{html.escape(str(error))}</b>"
+
+    for name, control in controls.items():
+        control.description = name.replace("_gb", ", GB")
+        control.observe(refresh, "value")
+    refresh()
+    return ipywidgets.VBox([*controls.values(), shown])
+
+
+def _ways(model: str, context: int, sequences: int, memory_gb: float) -> pd.DataFrame:
+    table = recommend(model, context, sequences, memory_gb)
+    return table[table["recommended"]].drop(columns=["preset", "recommended"]).reset_index(drop=True)
+
+
+def _opened() -> bool:
+    return "JPY_SESSION_NAME" in os.environ and "VQKV_OUT" not in os.environ
 
 
 class Explorer:
