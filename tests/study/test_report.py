@@ -82,7 +82,7 @@ def test_every_link_leads_somewhere_and_none_to_a_network(files):
     titles = [tag.text for tag in parsed(files[0]).find_all("h2")]
     assert titles == ["01 First: a title", "02 Second", "03 Third & last", "All claims", "Which one for my model?"]
     assert "".join(parsed(files[0]).h2.find_next("p").text.split()) == "Question.Howlargeisit?"
-    assert [tag.text for tag in parsed(files[0]).find_all("p")[-3:-1]] == ["No question.", "Found. It is large."]
+    assert [tag.text for tag in parsed(files[0]).find_all("p")[-4:-2]] == ["No question.", "Found. It is large."]
     assert "See a file." in parsed(files[3]).text and not parsed(files[3]).find("details")
     second = files[2].read_text()
     assert 'href="01_first.html#cell-id=code-2"' in second and "a.ipynb" in second

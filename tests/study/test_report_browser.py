@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """{page: what a browser of 400 pixels sees in it} of an index, two pages and the claims."""
+    """{page: what a browser of 400 pixels sees in it} of an index, two pages, the claims and the calculator."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "notebooks").mkdir()
     for name in ("02_codebook_learning", "12_claims_audit"):
@@ -56,7 +56,7 @@ def look(file: Path, folder: Path) -> dict:
 
 
 def test_pages_are_whole(seen):
-    assert seen.keys() == {"index", "02_codebook_learning", "12_claims_audit", "claims"}
+    assert seen.keys() == {"index", "02_codebook_learning", "12_claims_audit", "claims", "calculator"}
     for name, page in seen.items():
         (line,) = page["console"]  # ours
         assert line.startswith('"all seen"'), (name, line)
