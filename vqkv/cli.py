@@ -170,17 +170,17 @@ def recommend_command(
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 8192,
     batch_size: Annotated[int, typer.Option(help="sequences that share the side information")] = 1,
     memory_gb: Annotated[float | None, typer.Option(help="GB of 10^9 bytes for weights and cache")] = None,
-    ms_per_token: Annotated[float | None, typer.Option(help="that a step may take longer, on one CPU thread")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="also what something else beats in bytes and KL")] = False,
+    ms_per_token: Annotated[float | None, typer.Option(help="that a step may take longer, on a CPU thread")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="also what does not fit, or is beaten")] = False,
 ) -> None:
     """Ways to store this model's cache, the fewest bytes first, with what each lost on the bundled models. Of the model
     only its config is read."""
     with _plain_errors():
         table = recommend(model, context, batch_size, memory_gb, ms_per_token)
-        shown = table if everything else table[table["recommended"]]
-        shown = shown.drop(columns=["preset", "recommended"])
+        shown = table if everything else table[table["recommended"]].drop(columns="recommended")
+        shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
         typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
-        typer.echo(f"{len(table) - len(shown)} more with --all. Losses are those of two small models: evaluate yours.")
+        typer.echo("Losses are those of two small models: evaluate yours. --all shows every row.")
 
 
 @app.command("inspect")

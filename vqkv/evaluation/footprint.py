@@ -121,9 +121,9 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
     return _of(model, settings, block, stored, side, predicted)
 
 
-def expected(model, preset: Preset, bits_per_value: Fraction, side_information: int, predicted: bool) -> Footprint:
+def expected(model, preset: Preset, bits_per_value: Fraction, side_information: int, predicted: int) -> Footprint:
     """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
-    and tables so many bytes. ``predicted``: layers are predicted from others."""
+    and tables so many bytes. ``predicted``: layers that are put together from others while one is read."""
     block, values = preset.settings.flush_block, model_shape(model).values
     return _of(model, preset.settings, block, bits_per_value * block * values / 8, side_information, predicted)
 

@@ -34,6 +34,11 @@ GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, 
     "by layer": lambda shape: shape.num_layers * shape.width**2,
     "all layers": lambda shape: (shape.num_layers * shape.width) ** 2,
 }
+READS: dict[str, Callable[[Shape], int]] = {  # layers that are put together from others while one is read
+    "by head": lambda shape: 0,
+    "by layer": lambda shape: 1,
+    "all layers": lambda shape: shape.num_layers,
+}
 
 
 @dataclass(frozen=True)
@@ -76,26 +81,28 @@ def recommend(
 
     ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
-    the cache is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb`` beside the weights
-    (see ``capacity``). ``ms_per_token``: what a step takes longer than with fp16 on one CPU thread, at the time a value
-    that page 08 measured; NaN where it did not. ``kl_MODEL`` (nats) and ``recall_lost_MODEL`` (points, behind text):
-    page 11's means over three seeds on the bundled models, with four tokens exact in every system; what it is on yours
-    only ``evaluate`` can tell. ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has both
-    fewer bits all told and no more KL on either model.
+    the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
+    beside the weights (see ``capacity``). ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one
+    CPU thread, at the time a value that page 08 measured in fp32; NaN where it did not. ``kl_MODEL`` (nats) and
+    ``recall_lost_MODEL`` (points, behind text): page 11's means over three seeds on the bundled models, with four
+    tokens exact and no window in every system; what it is on yours only ``evaluate`` can tell. ``recommended``: fits
+    ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no more KL on either model.
+    Presets that cannot store the model's shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.
     """
     check_whole("context", context, 1, MOST)
     check_whole("batch_size", batch_size, 1, MOST)
     for label, limit in (("memory_gb", memory_gb), ("ms_per_token", ms_per_token)):
-        if limit is not None and not (type(limit) in (int, float) and 0 < limit < math.inf):
-            raise DataError(f"{label} {limit!r} must be a number above 0, or None for no limit")
+        if limit is not None and not (type(limit) in (int, float) and 0 < limit < MOST):
+            raise DataError(f"{label} {limit!r} must be a number above 0 and below 2^40, or None for no limit")
     model = architecture(config_of(model_or_config) if isinstance(model_or_config, str) else model_or_config)
     memory = None if memory_gb is None else round(memory_gb * GB)
     tokens = context * batch_size
     found = [each for each in candidates(model, tokens) if each.least <= tokens < each.below]
     table = pd.DataFrame([each.row(context, batch_size, memory) for each in found])
-    table = table.sort_values("bits_all_told", ignore_index=True)
+    losses = [name for name in map(str, table) if name.startswith("kl_")]
+    table = table.sort_values(["bits_all_told", *losses], ignore_index=True)
     fits = (table["longest"] >= context) if memory is not None else table["system"].notna()
     if ms_per_token is not None:
         fits &= table["ms_per_token"] <= ms_per_token
@@ -114,7 +121,10 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
         if name == "best":
             meant, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
             arguments |= more
-        needed = _occupied(model, presets.make(name, **arguments), row)
+        try:
+            needed = _occupied(model, presets.make(name, **arguments), row)
+        except DataError:  # group sizes that do not divide head_dim
+            continue
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         measured = {name: float(row[name]) for name in numbers}
         found.append(Candidate(row["system"], f"presets.{name}({shown})", needed, measured, **meant))
@@ -126,7 +136,7 @@ def _chosen_for(grows: str, bits: float, width: int, tokens: int) -> tuple[dict,
     it is."""
     pays = math.ceil(long_pays(bits) * width)
     if grows == "by layer":
-        return {"least": pays}, {"context": max(pays, tokens), "kv_width": width}
+        return {"least": pays}, {"context": min(max(pays, tokens), MOST), "kv_width": width}
     return {"below": pays}, {"context": min(pays - 1, tokens), "kv_width": width}
 
 
@@ -148,8 +158,9 @@ def break_even(needed: Footprint) -> int:
 def _occupied(model: nn.Module, preset: presets.Preset, row: pd.Series) -> Footprint:
     if not row["grows"]:
         return footprint(model, preset)
-    side = round(row["side_bytes_each"] * GROWS[row["grows"]](model_shape(model)))
-    return expected(model, preset, Fraction(row["bits_per_value"]), side, predicted=row["grows"] == "by layer")
+    shape = model_shape(model)
+    side = round(row["side_bytes_each"] * GROWS[row["grows"]](shape))
+    return expected(model, preset, Fraction(row["bits_per_value"]), side, READS[row["grows"]](shape))
 
 
 def _undominated(table: pd.DataFrame) -> pd.Series:

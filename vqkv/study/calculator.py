@@ -19,10 +19,10 @@ ABOUT = """# Which one for my model?
 Losses are page 11's, on two small models that favour transform coders (*short*, *long*, KVTC): measure yours with
 `vqkv.evaluate`. For a model that is not listed: `vqkv recommend FOLDER_OR_HUB_NAME`.
 
-Bold rows fit, and no other row that fits has fewer bits all told and no more KL on either model. KL is in nats, recall
-lost in points. From *break-even* on a cache is smaller than in fp16, side information included. *Longest* is what fits
-beside the weights, GB being 10⁹ bytes. Time is what a step takes longer than with fp16, on one CPU thread; blank: not
-timed."""
+Bold rows fit, and no other row that fits has no more bits all told and no more KL on either model. KL is in nats,
+recall lost in points. From *break-even* on the cache of one sequence is smaller than in fp16, side information
+included. *Longest* is what fits beside the weights, GB being 10⁹ bytes. Time is what a step takes longer than with
+`DynamicCache`, on one CPU thread in fp32; blank: not timed."""
 
 
 def page() -> nbformat.NotebookNode:
@@ -39,7 +39,8 @@ def known() -> dict[str, list[dict]]:
     found = {}
     for name in KNOWN_CONFIGS:
         with suppress(DataError):
-            found[name] = [_numbers(candidate) for candidate in candidates(architecture(config_of(name)), 1)]
+            model = architecture(config_of(name))
+            found[name] = [_numbers(candidate) for candidate in candidates(model, 1)]
     return found
 
 

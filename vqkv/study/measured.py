@@ -11,19 +11,20 @@ from vqkv.models.load import load_model
 from vqkv.study.tables import stored, write_atomically
 
 WIDEST = "vqkv/gpt2-mini"  # of the bundled models: what depends on the text is scaled from it
-AQUA = {"predictor": "gptq", "first_layer_bits": 2}
+BARE = {"recent_window": 0}  # as page 11 measured them
+AQUA = {"predictor": "gptq", "first_layer_bits": 2} | BARE
 # Page 11's label -> preset, with the arguments that page 11's tuning chose, and what its matrices grow with.
 SYSTEMS = {
     **{f"quanto {bits}": ("quanto", {"bits": bits}, "") for bits in (2, 4)},
-    "kivi 2": ("kivi", {"bits": 2}, ""),
+    "kivi 2": ("kivi", {"bits": 2} | BARE, ""),
     "kvquant 2": ("kvquant", {"bits": 2, "outliers": 0.0025, "fisher": True}, ""),
-    **{f"higgs {bits}": ("higgs", {"bits": bits}, "") for bits in (2, 3, 4)},
+    **{f"higgs {bits}": ("higgs", {"bits": bits} | BARE, "") for bits in (2, 3, 4)},
     **{f"vqllm {k}x1024": ("vqllm", {"num_quantizers": k, "codebook_size": 1024}, "") for k in (3, 6, 8)},
     **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | AQUA, "") for n in (2, 3, 4)},
     **{f"turboquant {bits}": ("turboquant", {"bits": bits}, "") for bits in (2, 3, 4)},
     "kvarn 4+2": ("kvarn", {}, ""),
     "nsnquant 2": ("nsnquant", {"tile": 128}, ""),
-    **{f"kvtc {bits}": ("kvtc", {"bits": bits}, "all layers") for bits in (0.5, 1, 2)},
+    **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
 DESIGNS = {"short": ("weighted, mixed, by head", "by head"), "long": ("weighted, predicted, mixed", "by layer")}
 TIMED = {"short 1.8, steps": "best 1.8 short", "long 1.8, steps": "best 1.8 long"}  # page 08's labels; else the same

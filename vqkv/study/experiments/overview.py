@@ -81,6 +81,6 @@ def _time(latency: pd.DataFrame) -> list[dict]:
     times = longest.set_index("system")["decode_ms"] / longest.loc[longest["system"] == BASELINE, "decode_ms"].item()
     kinds = {"ours": "best.*(short|long)$", "transformers' int4": "transformers quanto 4$"}
     return [
-        _row(f"time of a token, {name}", times[times.index.str.match(pattern)], "of fp16's", "08")
+        _row(f"time of a token, {name}", times[times.index.str.match(pattern)], "of DynamicCache's", "08")
         for name, pattern in kinds.items()
     ]

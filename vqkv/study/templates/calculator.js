@@ -32,7 +32,7 @@ function row(c, context, batch, memory) {
 }
 function recommend(model, context, batch, memory, ms) {
   const rows = known[model].filter(c => c.least <= context * batch && context * batch < c.below).map(c => row(c, context, batch, memory));
-  rows.sort((a, b) => a.bits - b.bits);
+  rows.sort((a, b) => [a.bits - b.bits, ...losses.map(name => a[name] - b[name])].find(x => x) || 0);
   const good = rows.filter(r => (memory === null || r.longest >= context) && (ms === null || (r.ms !== null && r.ms <= ms)));
   good.forEach((r, i) => r.good = !good.slice(0, i).some(other => losses.every(name => other[name] <= r[name])));
   return rows;
@@ -61,6 +61,7 @@ function show() {
 }
 Object.keys(known).forEach(name => form.model.add(new Option(name, name, false, name.includes("Llama-3-8B"))));
 new URLSearchParams(location.hash.slice(1)).forEach((value, name) => { if (form[name]) form[name].value = value; });
+if (!(form.model.value in known)) form.model.selectedIndex = 0;
 form.addEventListener("input", show);
 form.addEventListener("submit", event => event.preventDefault());
 show();
