@@ -93,8 +93,11 @@ def test_a_failing_notebook_keeps_its_page_and_does_not_stop_the_next(root, fail
 def test_elsewhere_a_broken_claim_is_a_finding_and_an_error_still_an_error(root):
     write(root / "notebooks/01_first.ipynb", "assert steps == 3, 'three'", "print('to the end')")
     write(root / "notebooks/02_second.ipynb", "assert steps == 3", "steps / 0")
+    write(root / "notebooks/03_third.ipynb", "assert {3: True}[steps]")
+    write(root / "notebooks/04_fourth.ipynb", "{3: True}[steps]", "print(steps)")
     run = study.Study(root, parameters={"steps": 4}, out=root / "out")
-    assert list(run.run()) == ["02_second"] and (root / "out/failed/02_second.ipynb").is_file()
+    assert list(run.run()) == ["02_second", "04_fourth"] and (root / "out/failed/02_second.ipynb").is_file()
+    assert run.broken_claims["03_third"] == ["assert {3: True}[steps]"]
     assert run.broken_claims["01_first"] == ["assert steps == 3, 'three'"]
     page = (root / "out/notebooks/01_first.ipynb").read_text()
     assert "AssertionError" in page and "to the end" in page and "papermill-error" not in page

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study.page_parameters import fit, load_profile, parse_assignments
-from vqkv.study.pages import broken_claims, is_tagged, notebook_parameters, read, select, strip, written
+from vqkv.study.pages import CLAIM_ERRORS, broken_claims, is_tagged, notebook_parameters, read, select, strip, written
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
 
@@ -142,7 +142,7 @@ class Study:
             language="python",
             progress_bar=False,
             coalesce_streams=True,
-            allow_error_names=[] if self.in_place else ["AssertionError"],
+            allow_error_names=[] if self.in_place else CLAIM_ERRORS,
         )
 
 

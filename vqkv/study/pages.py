@@ -12,6 +12,7 @@ from pathlib import Path
 from vqkv.errors import DataError, UnknownNameError
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+CLAIM_ERRORS = ["AssertionError", "KeyError"]  # of a claim that does not hold, or is about a setting that was not tried
 
 
 def all_notebooks(folder: Path) -> list[Path]:
@@ -83,13 +84,14 @@ def strip(notebook: dict, keep_injected: bool = False) -> dict:
 
 
 def broken_claims(executed: Path) -> list[str]:
-    """The cells whose ``assert`` failed in a notebook that else ran to its end; [] when anything else went wrong."""
+    """The cells with an ``assert`` that failed, or that found no row to ask, in a notebook that else ran to its end; []
+    when anything else went wrong."""
     if not executed.is_file():
         return []
     cells = [cell for cell in read(executed)["cells"] if cell["cell_type"] == "code"]
     errors = [(cell, output) for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
     finished = all(cell["execution_count"] for cell in cells)
-    if finished and all(output["ename"] == "AssertionError" and _asserts(source_of(cell)) for cell, output in errors):
+    if finished and all(output["ename"] in CLAIM_ERRORS and _asserts(source_of(cell)) for cell, output in errors):
         return [source_of(cell) for cell, _ in errors]
     return []
 

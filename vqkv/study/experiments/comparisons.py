@@ -93,7 +93,7 @@ def _windows(rows: pd.DataFrame) -> pd.Series:
     known = {
         (seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
         for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
-        for number, kl in enumerate(each.split())
+        for number, kl in enumerate(str(each).split())
     }
     return pd.Series(known, dtype=float)
 
