@@ -132,7 +132,8 @@ class HalfQuadratic(MinMax):
 
     def _shrink(self, error: Tensor) -> Tensor:
         size = error.abs()
-        return error.sign() * (size - size.clamp_min(1e-12).pow(self.norm - 1) / self.beta).clamp_min(0)
+        power = size.double().clamp_min(1e-12).pow(self.norm - 1).float()  # fp32's last bit depends on the place
+        return error.sign() * (size - power / self.beta).clamp_min(0)
 
 
 def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
