@@ -15,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import wraps
 
 import torch
@@ -28,6 +29,16 @@ from vqkv.study.workers import in_processes, on_cluster
 
 _one_at_a_time = threading.Lock()
 _held: list[OrderedDict] = []  # what ``per_process`` keeps in this process
+# Chooses one of a sweep's cases, which then is computed alone.
+one_case: ContextVar[Callable[[list[SweepCase]], SweepCase] | None] = ContextVar("vqkv_one_case", default=None)
+
+
+class OneCase(Exception):
+    """Rows of the ``case`` that ``one_case`` chose, on their way past what a table makes of all its rows."""
+
+    def __init__(self, case: str, rows: list[dict]):
+        super().__init__(case)
+        self.case, self.rows = case, rows
 
 
 def sweep(compute: Callable, cases: list[dict], settings: dict, desc: str) -> tuple[list[dict], dict]:
@@ -45,6 +56,9 @@ def sweep(compute: Callable, cases: list[dict], settings: dict, desc: str) -> tu
     names = [f"{desc}, case {i} of {len(cases)} ({about})" for i, about in enumerate(listed, 1)]
     arguments = [plain(settings | case, f"{desc}: {case}") for case in cases]
     cases = [SweepCase(compute, *about) for about in zip(arguments, names)]
+    if choose := one_case.get():
+        case = choose(cases)
+        raise OneCase(case.name, next(_here({case.name: case}))[1]["rows"])
     folder, threads = unfinished.get(), torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}

@@ -63,6 +63,16 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
+def stored_names() -> list[str]:
+    """The repository's tables."""
+    return sorted(path.stem for path in (repository_root() / "results").glob("*.json"))
+
+
+def provenance(name: str) -> dict:
+    """How a table of the repository was made: function, parameters, versions, device."""
+    return _provenance(repository_root(), name)
+
+
 def with_floor(table: pd.DataFrame, kl: str = "kl_mean", floor: str = "kl_floor") -> pd.DataFrame:
     """The table with its KL in words where it is no larger than that of an fp16 cache, which then is left out: such a
     number measures rounding, not storage."""

@@ -1,0 +1,48 @@
+"""One case of a stored table, computed again."""
+
+import math
+
+import pandas as pd
+import pytest
+import sweep_cases as cases
+
+from vqkv.study import reproduce, sweep
+
+KEPT = pd.DataFrame({"system": ["a", "a", "b"], "bits": [1, 2, 2], "kl": [0.5, 0.25, math.nan], "kl_each": "0.1"})
+
+
+@pytest.mark.parametrize(
+    ("row", "difference", "column"),
+    [
+        ({"system": "a", "bits": 2, "kl": 0.25}, 0, ""),
+        ({"system": "b", "bits": 2, "kl": math.nan, "more": 5, "kl_each": "0.2"}, 0, ""),
+        ({"system": "a", "bits": 2, "kl": 0.2}, 0.2, "kl"),
+        ({"system": "b", "bits": 3, "kl": math.nan}, 1 / 3, "bits"),
+        ({"system": "b", "bits": 2, "kl": 0.0}, math.inf, "kl"),
+        ({"system": "c", "bits": 2, "kl": 0.25}, math.inf, "no row with {'system': 'c'}"),
+    ],
+)
+def test_rows_are_compared_with_the_nearest_of_the_same_words(row, difference, column):
+    rows = pd.DataFrame([{"system": "a", "bits": 1, "kl": 0.5}, row])
+    assert reproduce.compared(rows, KEPT) == {"difference": pytest.approx(difference), "column": column}
+
+
+def test_a_sweep_hands_over_the_one_case_that_was_chosen(tmp_path):
+    (tmp_path / "text").write_text("abc")
+    token = sweep.one_case.set(lambda listed: listed[2])
+    try:
+        with pytest.raises(sweep.OneCase, match="toy, case 3 of 5") as caught:
+            sweep.sweep(cases.cube, [{"x": x} for x in range(5)], {"folder": str(tmp_path)}, "toy")
+    finally:
+        sweep.one_case.reset(token)
+    assert caught.value.rows == cases.cube(2, tmp_path)[0]
+    assert [cases.marks(tmp_path, x) for x in range(5)] == [0, 0, 2, 0, 0]  # ours is the second
+
+
+def test_a_stored_table_comes_out_again_and_one_that_fails_is_named(monkeypatch):
+    found = reproduce.again("18_stages", seed=0)
+    assert found["case"] == "all" and found["rows"] == 192 and found["difference"] < reproduce.SIX_DIGITS
+    record = reproduce.provenance("18_stages") | {"function": "vqkv.study.experiments.nothing"}
+    monkeypatch.setattr(reproduce, "provenance", lambda name: record)
+    found = reproduce.again("18_stages", seed=0)
+    assert "AttributeError" in found["case"] and found["difference"] == math.inf

@@ -1,0 +1,93 @@
+"""``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
+
+All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which; tables without a sweep are computed
+whole. Left out: times and peaks of memory, which belong to a machine.
+"""
+
+import importlib
+import random
+import time
+from typing import Annotated
+
+import pandas as pd
+import typer
+from tqdm import tqdm
+
+from vqkv.study.sweep import OneCase, one_case
+from vqkv.study.tables import provenance, stored, stored_names
+from vqkv.study.workers import in_processes
+
+OF_A_MACHINE = (
+    "generation_latency", "generation_peak", "peak_by_batch", "kernel_speed", "restoring_times", "chat", "kmeans_times",
+)  # fmt: skip
+SIX_DIGITS = 1e-5  # what a stored number is rounded to
+
+
+def again(name: str, seed: int) -> dict:
+    """Compute a case of the stored table ``name`` with the parameters of its provenance. Returns ``table``, ``case``,
+    ``rows``, ``seconds``, and the largest relative ``difference`` of a number from the stored one, in ``column``."""
+    record, start = provenance(name), time.perf_counter()
+    module, _, function = record["function"].rpartition(".")
+    token = one_case.set(lambda cases: random.Random(f"{seed} {name}").choice(cases))
+    try:
+        table = getattr(importlib.import_module(module), function)(**record["parameters"])
+        case, rows = "all", table.reset_index(drop=table.index.names == [None])
+    except OneCase as found:
+        case, rows = found.case, pd.DataFrame(found.rows)
+    except Exception as error:  # one table that fails must not hide the others
+        return {"table": name, "case": f"{type(error).__name__}: {error}", "difference": float("inf")}
+    finally:
+        one_case.reset(token)
+    seconds = round(time.perf_counter() - start, 1)
+    return {"table": name, "case": case, "rows": len(rows), "seconds": seconds} | compared(rows, stored(name)[0])
+
+
+def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
+    """The largest relative ``difference`` of a number in ``rows`` from the nearest row of ``kept`` with the same words,
+    and its ``column``; infinite where there is no such row, or a number in one of them alone."""
+    shared = [name for name in kept if name in rows and not name.endswith("_each")]
+    numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
+    words = [name for name in shared if name not in numbers]
+    worst = {"difference": 0.0, "column": ""}
+    for _, row in rows.iterrows():
+        same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
+        if same.empty:
+            return {"difference": float("inf"), "column": f"no row with {row[words].to_dict()}"}
+        found = _relative(same[numbers].astype(float), row[numbers].astype(float))
+        nearest = found.loc[found.max(axis=1).idxmin()]
+        if nearest.max() > worst["difference"]:
+            worst = {"difference": nearest.max(), "column": nearest.idxmax()}
+    return worst
+
+
+def _relative(kept: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
+    """Differences over the larger of two numbers; 0 where both are missing."""
+    larger = kept.abs().clip(lower=row.abs(), axis=1)
+    differences = ((kept - row).abs() / larger.where(larger > 0, 1.0)).fillna(float("inf"))
+    return differences.mask(kept.isna() & row.isna(), 0.0)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    only: Annotated[str, typer.Option(help="Tables by the start of their names.")] = "",
+    seed: Annotated[int, typer.Option(help="Draws the cases.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; with several, set OMP_NUM_THREADS.")] = 1,
+):
+    """Compute one case of every stored table again, and compare; ends with 1 where one fails or has no such row."""
+    records = [provenance(name) for name in stored_names() if name.startswith(only)]
+    records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
+    records.sort(key=lambda record: record["wall_seconds"], reverse=True)
+    calls = {record["name"]: (record["name"], seed) for record in records}
+    found = [row for _, row in tqdm(in_processes(jobs, again, calls), "reproduce", len(calls), unit="table")]
+    table = pd.DataFrame(found).sort_values("table")
+    typer.echo(table.to_string(index=False, max_colwidth=90))
+    equal = (table["difference"] < SIX_DIGITS).sum()
+    typer.echo(f"{equal} of {len(table)} tables give the same six digits again")
+    raise typer.Exit(1 if table["difference"].max() == float("inf") else 0)
+
+
+if __name__ == "__main__":
+    app()
