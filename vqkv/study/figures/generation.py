@@ -48,7 +48,7 @@ def time_dumbbells(table, panels: dict[str, str]):
             _dumbbell(ax, place, rows[rows["system"] == system].set_index(along), ends)
         for end in rows[(rows["system"] == REFERENCE) & rows[along].isin(ends)]["decode_ms"]:
             ax.axvline(end, color=PALETTE["fp16"], linestyle=":", linewidth=1)
-        what = f"{ends[0]} (hollow) or {ends[-1]} (filled)"
+        what = f"{ends[0]:,} (hollow) or {ends[-1]:,} (filled)"
         ax.set(title=title.format(what), xscale="log", xlabel="milliseconds per generated token")
         plain_numbers(ax.xaxis)
     axes[0, 0].set_yticks(range(len(order)), order)

@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
+from vqkv.study.figures.labels import plain_numbers
 from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor, short
 
 FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s"), "product": ("pq", "p")}
@@ -11,8 +12,8 @@ KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", 
 KIND_STYLES = ("-", "--", ":")
 VALUES_OF_EVR = {
     "evr_exact": ("fitted on exact, reads exact", "o:", "bound"),
-    "evr_mismatched": ("fitted on exact, reads restored", "s--", "quanto"),
-    "evr": ("fitted on restored, reads restored (AQUA-KV)", "D-", "vqllm"),
+    "evr_mismatched": ("fitted on exact, reads restored", "s--", "published"),
+    "evr": ("fitted on restored, reads restored (AQUA-KV)", "D-", "aqua"),
 }
 
 
@@ -26,13 +27,15 @@ def predicted_plane(table):
             for predicted, curve in rows.sort_values("bits_per_value").groupby("predicted"):
                 face = PALETTE[colour] if predicted else "white"
                 error = interval(curve)
-                label = f"aqua, {family}" if predicted else f"{family} alone"
+                label = family if predicted else "_"
                 style = {"fmt": marker + ("-" if predicted else ":"), "color": PALETTE[colour], "mfc": face, "ms": 7}
                 ax.errorbar(curve["bits_per_value"], curve["kl_mean"], error, label=label, **style)
         ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
-    axes[0, -1].legend(fontsize=9)
+    for face, line, label in (("white", ":", "alone"), (PALETTE["published"], "-", "with predictors")):
+        axes[0, -1].plot([], [], "o" + line, color=PALETTE["published"], mfc=face, ms=7, label=label)
+    axes[0, -1].legend()
     return fig
 
 
@@ -56,7 +59,7 @@ def context_costs(table):
         ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
         ax.set_ylim(0, 2 * table["plain_bits"].max())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes[0, -1].plot([], [], color=PALETTE["higgs"], linewidth=1, label="HIGGS alone at the same KL")
+    axes[0, -1].plot([], [], color=PALETTE["higgs"], linewidth=1, label="HIGGS at the same KL")
     axes[0, 0].set_ylabel("bits per value, side information included")
     fig.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
@@ -69,7 +72,6 @@ def ablation_bars(table, default: str, without: str):
     labels = [label for block in blocks for label in dict.fromkeys(table[table["block"] == block]["label"])]
     labels = [label for label in labels if label.startswith(default)]
     fig, axes, panels = by_model(table, (11, 6.4))
-    colours = dict(zip(blocks, ("vqllm", "vqllm", "quanto", "hqq", "kvquant", "kivi"), strict=True))
     for ax, model, mine in panels:
         mine = mine.set_index("label")
         base = mine.loc[default, "kl_mean"]
@@ -77,20 +79,25 @@ def ablation_bars(table, default: str, without: str):
             if label in mine.index:
                 row = mine.loc[label]
                 error = interval(mine.loc[[label]]) / base
-                colour = PALETTE[colours[row["block"]]]
-                ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=colour, ecolor="#555555")
+                ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=PALETTE["aqua"], ecolor="#555555")
             else:
                 ax.text(1.02, place, "does not apply", fontsize=9, va="center", color="#555555")
         ax.axvline(1, color=PALETTE["bound"], linewidth=1)
         ax.axvline(mine.loc[without, "kl_mean"] / base, color=PALETTE["higgs"], linestyle=":")
         ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        ax.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else ""))
+        ax.set_xticks([0.5, 0.7, 1, 1.5, 2, 3], ["0.5", "0.7", "1", "1.5", "2", "3"])
+        ax.set_xticks([], minor=True)
+        ax.set_xlim(*_around(mine.loc[mine.index.isin(labels), ["kl_low", "kl_high"]] / base))
     axes[0, 0].set_yticks(range(len(labels)), [_bar_label(label, default) for label in labels])
     axes[0, 0].invert_yaxis()
     axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without} alone")
-    axes[0, -1].legend(fontsize=9, loc="lower right", bbox_to_anchor=(0.93, 0))
+    fig.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center")
     return fig
+
+
+def _around(intervals) -> tuple[float, float]:
+    """Limits of an axis that leave a little room around all ``intervals``."""
+    return intervals.min(axis=None) / 1.05, intervals.max(axis=None) * 1.05
 
 
 def _bar_label(label: str, default: str) -> str:
@@ -109,6 +116,7 @@ def propagation(table, bits: int):
         for column, (label, style, colour) in VALUES_OF_EVR.items():
             axes[i, j].plot(rows["layer"], 1 - rows[column], style, color=PALETTE[colour], label=label)
         axes[i, j].set(yscale="log", title=f"{short(model)}, {role}s")
+        plain_numbers(axes[i, j].yaxis)
         axes[i, j].xaxis.get_major_locator().set_params(integer=True)
     for ax in axes[-1]:
         ax.set_xlabel("layer")
