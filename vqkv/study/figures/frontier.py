@@ -127,7 +127,7 @@ def ablation_dots(pairs, contexts: dict[str, str]):
         ax.axvline(0, color=PALETTE["bound"], linewidth=1)
         ax.set(title=title, xlabel="equivalent bits per value saved")
     axes[0, 0].set_yticks(range(len(parts)), parts)
-    axes[0, 0].invert_yaxis()
+    axes[0, 0].set_ylim(len(parts) - 0.5, -0.5)
     looks = dict.fromkeys(QUANTIZERS.values())
     handles = [Line2D([], [], ls="", color=PALETTE[c], marker=m, ms=9, label=label) for c, m, label in looks]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
