@@ -5,6 +5,7 @@ whole. Left out: times and peaks of memory, which belong to a machine.
 """
 
 import importlib
+import math
 import random
 import time
 from typing import Annotated
@@ -35,7 +36,7 @@ def again(name: str, seed: int) -> dict:
     except OneCase as found:
         case, rows = found.case, pd.DataFrame(found.rows)
     except Exception as error:  # one table that fails must not hide the others
-        return {"table": name, "case": f"{type(error).__name__}: {error}", "difference": float("inf")}
+        return {"table": name, "case": f"{type(error).__name__}: {error}", "difference": math.inf}
     finally:
         one_case.reset(token)
     seconds = round(time.perf_counter() - start, 1)
@@ -52,7 +53,7 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
     for _, row in rows.iterrows():
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
-            return {"difference": float("inf"), "column": f"no row with {row[words].to_dict()}"}
+            return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
         found = _relative(same[numbers].astype(float), row[numbers].astype(float))
         nearest = found.loc[found.max(axis=1).idxmin()]
         if nearest.max() > worst["difference"]:
@@ -63,7 +64,7 @@ def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
 def _relative(kept: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
     """Differences over the larger of two numbers; 0 where both are missing."""
     larger = kept.abs().clip(lower=row.abs(), axis=1)
-    differences = ((kept - row).abs() / larger.where(larger > 0, 1.0)).fillna(float("inf"))
+    differences = ((kept - row).abs() / larger.where(larger > 0, 1.0)).fillna(math.inf)
     return differences.mask(kept.isna() & row.isna(), 0.0)
 
 
@@ -81,12 +82,22 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     records.sort(key=lambda record: record["wall_seconds"], reverse=True)
     calls = {record["name"]: (record["name"], seed) for record in records}
-    found = [row for _, row in tqdm(in_processes(jobs, again, calls), "reproduce", len(calls), unit="table")]
-    table = pd.DataFrame(found).sort_values("table")
-    typer.echo(table.to_string(index=False, max_colwidth=90))
-    equal = (table["difference"] < SIX_DIGITS).sum()
-    typer.echo(f"{equal} of {len(table)} tables give the same six digits again")
-    raise typer.Exit(1 if table["difference"].max() == float("inf") else 0)
+    found = []
+    for _, row in tqdm(in_processes(jobs, again, calls), "reproduce", len(calls), unit="table"):
+        tqdm.write(f"{row['table']:<16} {_verdict(**row)}")
+        found.append(row["difference"])
+    typer.echo(f"{sum(each < SIX_DIGITS for each in found)} of {len(found)} tables give the same six digits again")
+    raise typer.Exit(1 if max(found, default=0) == math.inf else 0)
+
+
+def _verdict(table: str, case: str, difference: float, column: str = "", rows: int = 0, seconds: float = 0) -> str:
+    if difference < SIX_DIGITS:
+        found = "same"
+    elif difference < math.inf:
+        found = f"differs by up to {100 * difference:.2g}% ({column})"
+    else:
+        found = f"FAILS {column}".rstrip()
+    return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
 
 
 if __name__ == "__main__":
