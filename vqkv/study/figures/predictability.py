@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from vqkv.study.figures.style import PALETTE, by_model, short
+from vqkv.study.figures.style import PALETTE, basename, by_model, short
 
 ROLES = {"K": "keys", "V": "values"}
 OPEN_QUESTIONS = {("V", "V-1+K"), ("V", "K-1+V-1")}  # what the AQUA-KV deck asks for and does not answer
@@ -18,7 +18,7 @@ def evr_bars(table, quantizers):
     lines.
     """
     models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(1, len(ROLES), figsize=(13, 7))
+    fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 7))
     for ax, target in zip(axes, ROLES, strict=True):
         rows = table[table["target"] == target]
         groups = rows.groupby("sources")["group"].first().loc[_present(rows, target)]
@@ -33,12 +33,15 @@ def evr_bars(table, quantizers):
         for bits, evr in zip(quantizers["bits"], quantizers["explained_variance"], strict=True):
             ax.axvline(evr, color=PALETTE["bound"], linestyle=":", linewidth=1.2)
             ax.annotate(f"{bits}-bit", (evr, 1), (0, 3), ("data", "axes fraction"), "offset points", ha="center")
-        ax.annotate("worth", (1, 1), (10, 3), "axes fraction", "offset points")
+        ax.annotate("worth", (1, 1), (12, 3), "axes fraction", "offset points")
         ax.set_yticks(list(places.values()), [_label(sources, target) for sources in places], fontsize=11)
         ax.set(xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(places.values()) + 0.5, -1))
         ax.set_title(f"{ROLES[target]} predicted from", loc="left")
         ax.grid(axis="y", visible=False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=PALETTE[short(model)], label=f"{model}, trained") for model in models]
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=PALETTE[short(model)], label=f"{basename(model)}, trained")
+        for model in models
+    ]
     handles += axes[0].plot([], [], "D", color="w", mec="k", label="same shape, random weights (range over seeds)")
     handles += axes[0].plot([], [], ":", color=PALETTE["bound"], label="a quantizer, as published")
     handles += axes[0].plot([], [], "*", color="k", ms=9, label="open question of the source")
@@ -59,7 +62,7 @@ def _model_bars(ax, rows, places: dict[str, float], offset: float, colour: str) 
         evr, bits = trained.loc[sources]
         ax.barh(place + offset, evr, 0.36, color=colour)
         worth = "exact" if evr > CLOSE_TO_ONE else f"{bits:.1f} bits"
-        ax.text(1.02, place + offset, worth, color=colour, fontsize=9, va="center", clip_on=False)
+        ax.text(1.03, place + offset, worth, color=colour, fontsize=9, va="center", clip_on=False)
         if sources in random.groups:
             low, mean, high = (random.agg(how)[sources] for how in ("min", "mean", "max"))
             ax.plot([low, high], [place + offset] * 2, color="k", linewidth=1.2)
@@ -82,14 +85,14 @@ def evr_heatmap(table):
                 ax.text(x, y, text, ha="center", va="center", fontsize=9, color="w" if share < 55 else "k")
             ax.set_xticks(range(wide.shape[1]), wide.columns)
             ax.set_yticks(range(len(wide)), [_label(sources, target) for sources in wide.index], fontsize=11)
-            ax.set(title=f"{ROLES[target]} of {model}", xlabel="layer")
+            ax.set(title=f"{ROLES[target]} of {basename(model)}", xlabel="layer")
             ax.grid(visible=False)
     fig.colorbar(image, ax=axes, label="explained variance (%)", shrink=0.5)
     return fig
 
 
 QUANTISED = {"V-1+K": ("key+value", "D"), "K": ("key", "o"), "K-1+V-1": ("value", "s")}
-BIT_TICKS = (1, 1.25, 1.5, 2, 3, 4)
+BIT_TICKS = (1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):
@@ -103,7 +106,7 @@ def quantised_inputs(table):
             means = rows.groupby("inputs", sort=False)["evr"].mean().loc[inputs]
             ax.plot(range(len(inputs)), means, f"{marker}-", color=PALETTE[colour], label=_label(sources, "V"), ms=7)
         ax.set_xticks(range(len(inputs)), inputs)
-        ax.set(title=model, xlabel="precision of the sources (keys and values through HIGGS)")
+        ax.set(title=basename(model), xlabel="precision of the sources (keys and values through HIGGS)")
     axes[0, 0].set_ylabel("explained variance ratio of values")
     axes[0, 0].legend(title="predicted from")
     right = axes[0, -1].secondary_yaxis("right")
