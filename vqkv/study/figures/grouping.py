@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, by_model, mark_floor
+from vqkv.study.figures.style import PALETTE, basename, by_model, mark_floor
 
 GROUPING_COLOURS = {
     "key (contiguous)": "contiguous",
@@ -23,12 +23,10 @@ def grouping_bars(table, metrics: dict[str, str]):
         mine = table[table["model"] == model]
         for ax, (column, label) in zip(line, metrics.items(), strict=True):
             _bars(ax, {row: mine.loc[mine["quantised"] == row, column] for row in GROUPING_COLOURS})
-            if column == "kl_mean":
-                mark_floor(ax, mine, across=False)
             if ax in axes[-1]:
                 ax.set_xlabel(label)
         line[0].invert_yaxis()
-        line[0].set_title(model, loc="left")
+        line[0].set_title(f"{basename(model)} (KL of an fp16 cache: {mine['kl_floor'].max():.0e})", loc="left")
     return fig
 
 
@@ -38,7 +36,7 @@ def grouping_errors(table):
     for ax, model, mine in panels:
         stored = {row: "value_mse" if row == "value" else "key_mse" for row in GROUPING_COLOURS if "+" not in row}
         _bars(ax, {row: mine.loc[mine["quantised"] == row, column] for row, column in stored.items()})
-        ax.set(title=model, xlabel="relative MSE of what is stored")
+        ax.set(title=basename(model), xlabel="relative MSE of what is stored")
     axes[0, 0].invert_yaxis()
     return fig
 
@@ -62,10 +60,10 @@ def group_size_lines(table, num_quantizers: int):
         bits = mine["bits_per_value"].mode()[0]
         usual = mine[mine["num_quantizers"] == num_quantizers]
         _line(ax, usual, "contiguous", f"{num_quantizers} codebooks (numbers: bits per value)")
-        _line(ax, mine[mine["bits_per_value"] == bits], "strided", f"{bits:g} bits per value (codebooks in proportion)")
+        _line(ax, mine[mine["bits_per_value"] == bits], "bound", f"{bits:g} bits per value (codebooks in proportion)")
         for (size, rate), kl in usual.groupby(["group_size", "bits_per_value"])["kl_mean"].max().items():
             ax.annotate(f"{rate:g}", (size, kl), (0, 7), textcoords="offset points", ha="center", fontsize=9)
-        ax.set(title=model, xlabel="channels of a group", xscale="log", yscale="log")
+        ax.set(title=basename(model), xlabel="channels of a group", xscale="log", yscale="log")
         ax.set_xticks(sorted(set(mine["group_size"])), sorted(set(mine["group_size"])))
         ax.minorticks_off()
         ax.margins(y=0.12)
