@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, by_model, mark_floor, short
+from vqkv.study.figures.style import PALETTE, basename, by_model, mark_floor, short
 
 METHODS = {
     "vqq": ("VQ + fp16 fallback", "vqq", "o"),
@@ -22,10 +22,11 @@ def threshold_curves(table):
         for method, (label, colour, marker) in METHODS.items():
             rows = mine[(mine["method"] == method) & (mine["kl"] > 0)]
             points = rows.groupby(["threshold", "ratio"], dropna=False)["kl"].mean().reset_index().sort_values("ratio")
-            ax.plot(points["ratio"], points["kl"], f"{marker}-", color=PALETTE[colour], label=label)
+            line = f"{marker}-" if len(points) > 1 else marker
+            ax.plot(points["ratio"], points["kl"], line, color=PALETTE[colour], label=label)
         ax.axvline(1, color=PALETTE["bound"], linewidth=1)
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
-        ax.set(title=model, xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
+        ax.set(title=basename(model), xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
         ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         mark_floor(ax, mine)
     axes[0, 0].text(1.05, 0.115, '"defensible": KL 0.1', color=PALETTE["published"], fontsize=9)
@@ -45,7 +46,9 @@ def ratios_by_threshold(measured, claimed):
     axes[0].set(title="against every snapshot in fp32", ylabel="times smaller", ylim=(10, 2000))
     for (model, rows), line in zip(measured.groupby("model", sort=False), ("-", ":"), strict=False):
         look_of_model = {"color": PALETTE[short(model)], "linewidth": 2.5}
-        axes[1].plot(rows["threshold"], rows["ratio"], f"o{line}", label=f"measured ({model})", **look_of_model)
+        axes[1].plot(
+            rows["threshold"], rows["ratio"], f"o{line}", label=f"measured ({basename(model)})", **look_of_model
+        )
     axes[1].plot(claimed["threshold"], claimed["claimed_live"], "s--", label="from the source's own shares", **look)
     axes[1].axhline(1, color=PALETTE["bound"], linewidth=1)
     axes[1].set(title="against the live fp16 cache", ylim=(0.8, 20))
@@ -78,7 +81,7 @@ def sequence_spread(table):
             ax.axhline(kl, color=PALETTE["published"], linestyle=line, linewidth=1)
         ax.set_xticks(range(len(codecs)), [codec.replace(", ", ",\n") for codec in codecs], rotation=25, ha="right")
         ax.tick_params(axis="x", labelsize=9)
-        ax.set(title=model, yscale="log")
+        ax.set(title=basename(model), yscale="log")
         mark_floor(ax, mine)
     for kl, words in ((0.1, '"defensible" 0.1'), (0.5, '"completely broken" 0.5')):
         axes[0, 0].text(len(codecs) / 2, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="center")
@@ -97,9 +100,9 @@ def ladder_bars(table, claimed: dict[str, float]):
         for i, model in enumerate(models):
             ratios = table[table["model"] == model].set_index("tier").loc[tiers, f"ratio_{name}"]
             places = [y + 0.38 * (i - (len(models) - 1) / 2) for y in range(len(tiers))]
-            ax.barh(places, ratios - low, 0.36, left=low, color=PALETTE[short(model)], label=model)
+            ax.barh(places, ratios - low, 0.36, left=low, color=PALETTE[short(model)], label=basename(model))
             for y, ratio in zip(places, ratios, strict=True):
-                ax.text(low * 1.1, y, f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", va="center", fontsize=8)
+                ax.text(low * 1.1, y, f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", va="center", fontsize=9)
         ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
     marks = [claimed.get(tier, float("nan")) for tier in tiers]
     axes[0].plot(marks, range(len(tiers)), "D", color=PALETTE["bound"], label="claimed")
@@ -110,7 +113,7 @@ def ladder_bars(table, claimed: dict[str, float]):
     return fig
 
 
-CODERS = {"by_stage": "a table per stage", "by_place": "a table per place in a token"}
+CODERS = {"by_stage": ("a table per stage", "zlib"), "by_place": ("a table per head and place in a token", "lossless")}
 
 
 def entropy_bars(table):
@@ -121,18 +124,22 @@ def entropy_bars(table):
     for ax, model, mine in panels:
         mine = mine.groupby(["codec", "role"], sort=False)[["packed", *CODERS]].mean()
         places = [(codec, role) for codec in codecs for role in ("key", "value")]
-        for i, (coder, label) in enumerate(CODERS.items()):
+        for i, (coder, (label, colour)) in enumerate(CODERS.items()):
             gains = [mine.loc[place, "packed"] / mine.loc[place, coder] for place in places]
             heights = [gain - 1 for gain in gains]
-            ax.bar([x + 0.3 * (i - 0.5) for x in range(len(places))], heights, 0.28, 1, color=f"C{i}", label=label)
+            spots = [x + 0.3 * (i - 0.5) for x in range(len(places))]
+            ax.bar(spots, heights, 0.28, 1, color=PALETTE[colour], label=label)
         ax.axhline(1, color=PALETTE["bound"], linewidth=1)
         ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source", zorder=0)
         labels = [f"{codec.replace(' of 8 values', '')}, {role}s" for codec, role in places]
         ax.set_xticks(range(len(places)), labels, fontsize=9, rotation=25, ha="right")
-        ax.set(title=model, ylim=(0.98, None))
+        ax.set(title=basename(model), ylim=(0.98, None))
     axes[0, 0].set_ylabel("times smaller than packed codes")
-    axes[0, -1].legend(fontsize=9)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
+
+
+NAMES = {"fp16": "fp16", "vqllm": "residual VQ"}
 
 
 def eviction_curves(table):
@@ -141,9 +148,9 @@ def eviction_curves(table):
     for ax, model, mine in panels:
         for (codec, rule), rows in mine.groupby(["codec", "rule"], sort=False):
             style = "o-" if rule == "heavy hitters" else "x:"
-            ax.plot(100 * rows["retain"], rows["kl_mean"], style, color=PALETTE[codec], label=f"{codec}, {rule}")
+            ax.plot(100 * rows["retain"], rows["kl_mean"], style, color=PALETTE[codec], label=f"{NAMES[codec]}, {rule}")
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
-        ax.set(title=model, xlabel="tokens retained (%)")
+        ax.set(title=basename(model), xlabel="tokens retained (%)")
         ax.invert_xaxis()
         mark_floor(ax, mine)
     axes[0, 0].text(26, 0.105, "KL 0.1", color=PALETTE["published"], fontsize=9, ha="right")
