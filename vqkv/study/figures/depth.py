@@ -5,7 +5,7 @@ import math
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor
+from vqkv.study.figures.style import PALETTE, basename, by_model, interval, mark_floor
 
 SIZE_COLOURS = ("#bd1f01", "#ffa90e", "#3f90da")  # of codebooks, the largest first
 
@@ -65,7 +65,7 @@ def task_lines(table):
                 ax.errorbar(place, rows["lost"], error, fmt="os"[i % 2] + "-", capsize=3, **look)
             ax.axhline(0, color=PALETTE["fp16"], linewidth=1)
             ax.set_xticks(sorted(set(mine["num_quantizers"])))
-        line[0].set_ylabel(f"{model}\nlost (points)")
+        line[0].set_ylabel(f"{basename(model)}\nlost (points)")
     for ax, task in zip(axes[0], tasks, strict=True):
         ax.set_title(task)
     for ax in axes[-1]:
@@ -92,9 +92,13 @@ def systems_plane(table):
         systems = mine["system"].where(~mine["label"].str.contains("beam"), "vqllm beam")
         for name, (colour, marker) in SYSTEMS.items():
             rows = mine[systems == name].sort_values("bits_per_value")
-            style = {"fmt": marker + (":" if "beam" in name else "-"), "color": PALETTE[colour], "label": name}
+            style = {
+                "fmt": marker + (":" if "beam" in name else "-"),
+                "color": PALETTE[colour],
+                "label": name.replace("vqllm", "residual VQ"),
+            }
             ax.errorbar(rows["bits_per_value"], rows["kl_mean"], interval(rows), ms=9 if marker == "*" else 6, **style)
-        ax.set(title=model, xlabel="stored bits per value\n(side information apart)", yscale="log")
+        ax.set(title=basename(model), xlabel="stored bits per value\n(side information apart)", yscale="log")
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
     axes[0, -1].legend()
