@@ -16,6 +16,7 @@ def domains(across, spread, names: dict[str, str]):
     systems, read = (list(dict.fromkeys(across[column])) for column in ("system", "test_corpus"))
     fig, axes, panels = by_model(across, (11, 1.4 + 0.36 * len(systems)), sharex=True)
     for ax, model, mine in panels:
+        ax.use_sticky_edges = False  # a bar ends inside
         luck = spread[spread["model"] == model].set_index("system")["log2_kl_fit"]
         for place, system in enumerate(systems):
             error = 2 * 2**0.5 * luck[system] / 2  # of a difference; four times the KL is a bit
