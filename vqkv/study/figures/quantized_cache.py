@@ -30,6 +30,7 @@ def residual_lines(table, steps, systems: list[str]):
             ax.plot([first["kl_mean"].iloc[0] / gain for gain in gains], line, color=PALETTE["published"], label=label)
         ax.set(title=model.split("/")[-1], yscale="log", xlabel="residual length (tokens)")
         ax.set_xticks(list(places.values()), list(places))
+        ax.set_ylim(bottom=0.7 * table["kl_low"][table["system"].isin(systems)].min())  # room for the floor's number
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL to the exact cache (nats)")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
