@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, interval, short
+from vqkv.study.figures.style import PALETTE, basename, interval, short
 
 CODECS = {  # colour and marker
     "2 codes of 8 values": ("other", "s"),
@@ -39,7 +39,7 @@ def product_lines(gaps):
         real = role in ("keys", "values")
         colour = PALETTE[short(model)] if real else PALETTE["bound"]
         line = {"keys": "o-", "values": "s:"}.get(role, "D--")
-        ax.plot(rows["codebook_size"], rows["mean"], line, color=colour, label=data)
+        ax.plot(rows["codebook_size"], rows["mean"], line, color=colour, label=basename(data))
         ax.fill_between(rows["codebook_size"], rows["min"], rows["max"], color=colour, alpha=0.15, lw=0)
     ax.axhline(1, color=PALETTE["bound"], linewidth=1)
     sizes = sorted(set(gaps["codebook_size"]))
