@@ -1,21 +1,16 @@
-"""Time that a cache adds to generation: ``python -m vqkv.study.bench generate [--out FILE.csv]``.
+"""Time that a cache adds to generation, as page 08 has it.
 
 A random Llama generates greedily, prefill and decoding timed apart, all systems in one process: prefills in turn, then
 ``TURN`` tokens of each system in turn, so that a busy machine slows all of them alike. Milliseconds of wall time.
 """
 
-import argparse
 import time
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from tqdm import tqdm
 
 from vqkv.study.bench.caches import (
-    DTYPES,
-    GEOMETRIES,
     PEER,
     REFERENCE,
     THEIRS,
@@ -27,12 +22,9 @@ from vqkv.study.bench.caches import (
 )
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.provenance import device_name, versions
-from vqkv.study.tables import write_atomically
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
-RUNS = [[1, 200, 150], [1, 1500, 150], [1, 400, 30], [2, 400, 30], [4, 400, 30]]
-SHOWN = ["batch", "context", "system", "prefill_ms", "decode_ms", "mean_ms", "added_ms", "added_vs_quanto"]
 
 
 def latency(
@@ -162,24 +154,3 @@ def _slowdown(prefills: dict, steps: dict, label: str) -> dict[str, float]:
 def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:
     of = {"added_vs_quanto": "added_ms", "added_mean_vs_quanto": "added_mean_ms"}
     return {name: added[which] / peer[which] if peer else float("nan") for name, which in of.items()}
-
-
-def _run(text: str) -> list[int]:
-    return [int(number) for number in text.split("x")]
-
-
-def main(arguments: list[str]) -> None:
-    """Measure on one thread, print and, with ``--out``, write."""
-    parser = argparse.ArgumentParser(prog="python -m vqkv.study.bench generate", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    parser.add_argument("--run", type=_run, action="append", help="batch x context x generated, such as 1x1500x150")
-    parser.add_argument("--systems", nargs="*", default=[], help="labels of the systems to measure (default: all)")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="small", help="shape of the random Llama")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    options = vars(parser.parse_args(arguments))
-    out, runs = options.pop("out"), options.pop("run") or RUNS
-    table = pd.DataFrame(latency(runs, rounds=2, codebook_sizes=[256, 2048], seed=0, threads=1, **options))
-    print(table[SHOWN].to_string(index=False, na_rep=""))
-    if out:
-        write_atomically(out, table.to_csv(index=False).encode())
