@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vqkv.errors import DataError
 from vqkv.study import driver as study
-from vqkv.study import known_models as configs
+from vqkv.study import dry_run as dry
 from vqkv.study.dry_run import dry_run
 
 
@@ -42,16 +42,16 @@ def test_the_network_is_tried_once_and_not_for_each_model_and_text(monkeypatch):
 
 
 def test_what_keeps_a_model_away_is_told_apart(monkeypatch):
-    for variable in configs.OFFLINE:
+    for variable in dry.OFFLINE:
         monkeypatch.delenv(variable, raising=False)
     for message, remedy in {
         "You are trying to access a gated repo.\nMake sure": "ask for access on https://huggingface.co/a/b",
         "a/b is not a local folder and is not a valid model identifier listed on": "check the spelling",
         "Connection timed out": "check the network",
     }.items():
-        monkeypatch.setattr(configs.AutoConfig, "from_pretrained", Mock(side_effect=OSError(message)))
+        monkeypatch.setattr(dry.AutoConfig, "from_pretrained", Mock(side_effect=OSError(message)))
         with pytest.raises(DataError, match=remedy):
-            configs.check_model("a/b")
+            dry.check_model("a/b")
 
 
 def test_the_command_says_what_would_be_run_and_whether_it_can(tmp_path, monkeypatch):

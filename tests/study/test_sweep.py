@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import sweep, tables, workers
-from vqkv.study.cases import SweepCase
 from vqkv.study.experiments.common import frame
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text())
@@ -119,7 +118,7 @@ def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monke
         assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
         assert finish(out)[3] == 1
     with pytest.raises(DataError, match="another version of vqkv"):
-        sweep._on_worker(SweepCase(cases.cube, {}, ""), "other", 1)
+        sweep._on_worker(sweep.SweepCase(cases.cube, {}, ""), "other", 1)
 
 
 def test_steering_that_makes_no_sense(monkeypatch):
@@ -136,7 +135,7 @@ def test_steering_that_makes_no_sense(monkeypatch):
 def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch):
     half_done(out)
     with monkeypatch.context() as patch:
-        patch.setattr("vqkv.study.cases.CODE", "other")
+        patch.setattr("vqkv.study.sweep.CODE", "other")
         half_done(out)
     with monkeypatch.context() as patch:
         patch.setattr(sweep.torch, "get_num_threads", lambda: 64)

@@ -58,7 +58,7 @@ def memory_growth(
 def _memory_rows(label: str, who: dict, fit: dict, generated: list[int], batches: list[int]):
     """None for transformers' cache with a package that is missing."""
     found, rows = subject(**who), []
-    for system in _contenders(found, label, who, fit):
+    for system in fitted_contender(found, label, who, fit).values():
         for batch in batches:
             growth = _growth(found.model, system, found.test[:batch].to(found.model.device), generated)
             rows += [{"model": who["name"], "system": label, "batch": batch} | row for row in growth]
@@ -129,7 +129,7 @@ def _position_rows(model: str, label: str, who: dict, fit: dict, feed: dict, buc
     """None for transformers' cache with a package that is missing."""
     who = _no_longer(who | {"name": model})
     found, rows = subject(**who), []
-    for system in _contenders(found, label, who, fit):
+    for system in fitted_contender(found, label, who, fit).values():
         losses = torch.cat([*_losses(found.exact, system, found.test.to(found.model.device), **feed)], 1)
         about = {"model": model, "trained": max_positions(found.model), "system": label}
         rows += [about | row for row in _by_bucket(losses, bucket)]
@@ -145,10 +145,11 @@ def _no_longer(who: dict) -> dict:
     return who | {"test": [num_seqs, length]}
 
 
-def _contenders(found: Subject, label: str, who: dict, fit: dict):
-    """The system of this label, fitted; nothing for transformers' cache with a package that is missing."""
+def fitted_contender(found: Subject, label: str, who: dict, fit: dict) -> dict:
+    """The system of this label by its name, fitted on the text of ``subject(**who)``; nothing for transformers' cache
+    with a package that is missing."""
     fitted = partial(calibrated, who=who, batch_size=len(found.train))
-    return contenders(found.model, found.train, [label], **fit, fit=fitted).values()
+    return contenders(found.model, found.train, [label], **fit, fit=fitted)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """Notebook 16: what transformers' blog post says of its quantized cache in words and figures, run."""
 
 import dataclasses
-from functools import partial
 from itertools import zip_longest
 
 import pandas as pd
@@ -12,9 +11,10 @@ from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.floor import RoundedCache
 from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import describe
-from vqkv.study.bench.caches import chosen, contenders
+from vqkv.study.bench.caches import chosen
 from vqkv.study.bench.peak import peak_memory
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
+from vqkv.study.experiments.generation import fitted_contender
 from vqkv.study.experiments.systems import in_bfloat16
 from vqkv.study.sweep import sweep
 
@@ -109,10 +109,9 @@ def _greedy_rows(model: str, label: str, who: dict, new_tokens: int, shown: int,
     who = who | {"name": model}
     found, rows = subject(**who), []
     prompts = found.test.to(found.model.device)
-    fit = partial(calibrated, who=who, batch_size=len(found.train))
     held = {EXACT: None, FP16: RoundedCache(found.model, torch.float16)}
     if label not in held:
-        systems = contenders(found.model, found.train, [label], [256], seed=seed, fit=fit)
+        systems = fitted_contender(found, label, who, {"codebook_sizes": [256], "seed": seed})
         held = {name: system.new_cache(found.model) for name, system in systems.items()}
     if label in held:
         expected, told = _greedy(found.model, None, prompts, new_tokens), found.tokenizer.decode

@@ -1,6 +1,5 @@
 """Notebook 13: caches of prompts that come back."""
 
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,11 +13,12 @@ from vqkv.evaluation.evaluate import bootstrap_interval
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.layers import max_positions
 from vqkv.models.rope import rotates
-from vqkv.study.bench.caches import Uncompressed, chosen, contenders, prepared, random_llama, random_tokens
+from vqkv.study.bench.caches import Uncompressed, chosen, prepared, random_llama, random_tokens
 from vqkv.study.bench.generation import Generation
 from vqkv.study.bench.restoring import EVERYTHING, FP16, timed_prompts
 from vqkv.study.bench.timing import num_threads
-from vqkv.study.experiments.common import FINDS, RECALL_PAIRS, Subject, calibrated, check_enough, frame, subject
+from vqkv.study.experiments.common import FINDS, RECALL_PAIRS, Subject, check_enough, frame, subject
+from vqkv.study.experiments.generation import fitted_contender
 from vqkv.study.provenance import device_name
 from vqkv.study.sweep import per_process, sweep
 
@@ -62,9 +62,7 @@ def _fitted(systems: list[str], who: dict, fit: dict) -> dict:
 @per_process(maxsize=16)
 def _one_fitted(label: str, who: dict, fit: dict):
     """Once for all tables of the page that are computed in one process."""
-    found = subject(**who)
-    fitted = partial(calibrated, who=who, batch_size=len(found.train))
-    return contenders(found.model, found.train, [label], **fit, fit=fitted)[label]
+    return fitted_contender(subject(**who), label, who, fit)[label]
 
 
 def break_even(times: pd.DataFrame) -> pd.DataFrame:
