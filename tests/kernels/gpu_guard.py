@@ -1,14 +1,11 @@
-"""What tests of Triton's kernels share: tensors in the midst of garbage, so that a read beyond them shows, and outputs
-between elements that nothing may write."""
+"""What tests of Triton's kernels share: tensors in the midst of garbage, so that a read beyond them shows."""
 
 import math
 
-import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 32  # elements
-SENTINEL = 77
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -38,26 +35,6 @@ def poisoned(x: torch.Tensor, strides=None, value=math.nan) -> torch.Tensor:
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     around = torch.full((span + 2 * MARGIN,), value, dtype=x.dtype, device=x.device)
     return around.as_strided(x.shape, strides, MARGIN).copy_(x)
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """What a kernel's wrapper allocates lies between elements that nothing may write."""
-    buffers = []
-
-    def empty(*shape, dtype=None, device=None):
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        count = math.prod(shape)
-        buffers.append((torch.full((count + 2 * MARGIN,), SENTINEL, dtype=dtype, device=device), count))
-        return buffers[-1][0][MARGIN : MARGIN + count].view(shape)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **kind: empty(*shape, **kind).zero_())
-    yield
-    monkeypatch.undo()
-    assert buffers
-    for buffer, count in buffers:
-        assert (buffer[:MARGIN] == SENTINEL).all() and (buffer[MARGIN + count :] == SENTINEL).all()
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, relative: float) -> None:

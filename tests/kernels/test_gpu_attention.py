@@ -4,9 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from gpu_guard import amid
 
 from vqkv.kernels import Affine, Coded, Rope, cpu, naive

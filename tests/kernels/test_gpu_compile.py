@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 SHARED = {90: 227 * 1024, 80: 163 * 1024}  # what a program may have, in bytes
 KERNELS = {"_encode", "encode_beam", "_sum_pieces", "_join_pieces", "_pack", "_unpack", "_coded", "_affine", "_attend",
            "_combine", "_rans_encode", "_rans_decode", "_trellis_encode", "_trellis_decode"}  # fmt: skip

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-from gpu_guard import DEVICE, amid, apart, close, gaussian, guarded  # noqa: F401, the fixture
+from gpu_guard import DEVICE, amid, apart, close, gaussian
 
 from vqkv.kernels import naive
 from vqkv.kernels.decoding.triton import decode
@@ -56,30 +53,30 @@ def same(packed: KernelView, rotary_dim: int = 0, base: torch.Tensor | None = No
         (4, 20, 40), (3, 10, 14), (4, 3, 12),
     ],
 )  # fmt: skip
-def test_shapes_of_heads_groups_and_turned_channels(groups, dim, rotary_dim, strided, guarded):  # noqa: F811
+def test_shapes_of_heads_groups_and_turned_channels(groups, dim, rotary_dim, strided, guarded):
     same(coded(groups, dim, strided=strided), rotary_dim)
 
 
 @pytest.mark.parametrize("bits, k", [(1, 9), (3, 5), (8, 2), (11, 8), (16, 1)])
-def test_codes_of_any_width(bits, k, guarded):  # noqa: F811
+def test_codes_of_any_width(bits, k, guarded):
     same(coded(2, 8, tokens=5, k=k, bits=bits, size=min(2**bits, 300)))
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("scales, every", [(4, 1), (2, 1), (1, 3), (4, 64)])
-def test_scales_of_groups_and_blocks(scales, every, strided, guarded):  # noqa: F811
+def test_scales_of_groups_and_blocks(scales, every, strided, guarded):
     same(coded(4, 8, tokens=7, scales=scales, every=every, strided=strided), 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_table_for_every_group_and_every_output_type(dtype, guarded):  # noqa: F811
+def test_a_table_for_every_group_and_every_output_type(dtype, guarded):
     same(coded(4, 8, k=1, bits=8, tables=4, scales=1), 32, dtype=dtype)
     same(coded(4, 8, k=2, bits=3, tables=2, dtype=torch.float32), dtype=dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 100])
 @pytest.mark.parametrize("packed", [lambda n: coded(4, 32, n, scales=1, strided=True), lambda n: affine(128, 64, 4, n)])
-def test_tokens_fill_no_tile(packed, tokens, guarded):  # noqa: F811
+def test_tokens_fill_no_tile(packed, tokens, guarded):
     same(packed(tokens), 128, dtype=torch.float16)
 
 
@@ -88,13 +85,13 @@ def test_tokens_fill_no_tile(packed, tokens, guarded):  # noqa: F811
     "head_dim, group_size, rotary_dim",
     [(128, 64, 0), (128, 32, 128), (128, 64, 32), (80, 40, 80), (96, 96, 48), (12, 3, 12), (16, 2, 0), (8, 1, 4)],
 )  # fmt: skip
-def test_affine(head_dim, group_size, rotary_dim, bits, guarded):  # noqa: F811
+def test_affine(head_dim, group_size, rotary_dim, bits, guarded):
     same(affine(head_dim, group_size, bits), rotary_dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [coded(4, 8, heads=2, scales=1, strided=True), affine(32, 16, 4, heads=2)])
-def test_a_base_is_added_before_the_turn(packed, dtype, guarded):  # noqa: F811
+def test_a_base_is_added_before_the_turn(packed, dtype, guarded):
     base = random(*packed.shape, dtype=dtype)
     for place in (amid, apart):
         same(packed, 32, place(base))
@@ -102,7 +99,7 @@ def test_a_base_is_added_before_the_turn(packed, dtype, guarded):  # noqa: F811
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
-def test_heads_and_batch_entries(heads, guarded):  # noqa: F811
+def test_heads_and_batch_entries(heads, guarded):
     one, other = (coded(4, 8, tokens=3, heads=heads, scales=1, strided=True) for _ in "ab")
     both = Coded(torch.cat([one.codes, other.codes.flip(2)]), one.codebooks, 5, 4, torch.cat([one.scale] * 2), 1, True)
     for batch in (1, 2):

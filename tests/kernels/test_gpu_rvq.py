@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-from gpu_guard import DEVICE, gaussian, guarded, poisoned  # noqa: F401, the fixture
+from gpu_guard import DEVICE, gaussian, poisoned
 
 from vqkv.kernels import naive
 from vqkv.kernels.rvq import triton
@@ -47,7 +44,7 @@ def assert_as_good(x, codebooks, found, expected, most=1.001):
     ("rows", "dim", "size", "num_quantizers"),
     [(1, 1, 3, 1), (63, 4, 60, 3), (65, 5, 100, 1), (100, 20, 257, 2), (5, 64, 3, 8), (9, 100, 70, 2), (3, 256, 1, 2)],
 )
-def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers, small_tiles, guarded):  # noqa: F811
+def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers, small_tiles, guarded):
     """Equally near codes included: of those, the lowest."""
     codebooks = whole_numbers(num_quantizers, size, dim, seed=1)
     codebooks[:, -1] = codebooks[:, min(1, size - 1)]  # in another tile
@@ -59,7 +56,7 @@ def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers,
     ("rows", "groups", "dim", "size", "num_quantizers", "bits"),
     [(5, 3, 4, 3, 3, 2), (3, 4, 5, 60, 3, 11), (7, 1, 1, 2, 2, 1)],
 )
-def test_beams_and_strings(beam, rows, groups, dim, size, num_quantizers, bits, small_tiles, guarded):  # noqa: F811
+def test_beams_and_strings(beam, rows, groups, dim, size, num_quantizers, bits, small_tiles, guarded):
     x, codebooks = whole_numbers(rows, groups, dim), whole_numbers(num_quantizers, size, dim, seed=1)
     assert_same(x, codebooks, beam)
     assert_same(x, codebooks, beam, bits)
@@ -185,7 +182,7 @@ def statistics(rows, num_quantizers, size, dim, one=False, dtype=torch.float32, 
     ("rows", "num_quantizers", "size", "dim"),
     [(1, 1, 1, 1), (63, 3, 7, 20), (100, 1, 40, 4), (30, 8, 3, 1), (300, 2, 2, 32), (65, 1, 5, 64)],
 )
-def test_statistics(rows, num_quantizers, size, dim, guarded):  # noqa: F811
+def test_statistics(rows, num_quantizers, size, dim, guarded):
     """A code's rows are several pieces and blocks of a piece, one, none, or all."""
     statistics(rows, num_quantizers, size, dim)
     statistics(2 * rows + 3, 2, 4, dim, one=True)

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-from gpu_guard import DEVICE, amid, apart, gaussian, guarded  # noqa: F401, the fixture
+from gpu_guard import DEVICE, amid, apart, gaussian
 
 from vqkv.codecs.grid import gaussian_grids
 from vqkv.kernels import cpu, naive
@@ -37,7 +34,7 @@ def test_packing(bits, request):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 @pytest.mark.parametrize("bits", [2, 5])
-def test_codes_of_any_integer_type_and_stride(dtype, bits, guarded):  # noqa: F811
+def test_codes_of_any_integer_type_and_stride(dtype, bits, guarded):
     codes = codes_of((2, 3, 9), bits, dtype)
     wanted = naive.pack_codes(codes, bits)
     assert torch.equal(pack_codes(apart(codes), bits), wanted)
@@ -67,12 +64,12 @@ def same_affine(x: torch.Tensor, group_size: int) -> None:
     "shape, group_size",
     [((1, 2, 100, 128), 64), ((1, 2, 63, 80), 40), ((2, 1, 1, 96), 96), ((1, 2, 7, 12), 3), ((1, 2, 7, 8), 1)],
 )
-def test_affine_codes_and_ends(shape, group_size, dtype, guarded):  # noqa: F811
+def test_affine_codes_and_ends(shape, group_size, dtype, guarded):
     """Also of groups that end within a byte."""
     same_affine(amid((gaussian(*shape) * 3).to(dtype)), group_size)
 
 
-def test_affine_values_with_any_strides(guarded):  # noqa: F811
+def test_affine_values_with_any_strides(guarded):
     x = gaussian(2, 3, 7, 32)
     for view in (apart(x), amid(x.transpose(1, 2).contiguous()).transpose(1, 2), amid(x.mT.contiguous()).mT):
         same_affine(view, 16)
@@ -115,14 +112,14 @@ def grid(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 2, 13, 64, 2), (1, 1, 3, 5, 2), (1, 2)])
-def test_grids(shape, dtype, guarded):  # noqa: F811
+def test_grids(shape, dtype, guarded):
     for size, bits in SIZES.items():
         x, points = gaussian(*shape, seed=1).to(dtype), amid(grid(size))
         assert torch.equal(encode_pairs(amid(x), points, bits), naive.rvq_encode_packed(x, points, bits))
 
 
 @pytest.mark.parametrize("size, bits", [(5, 3), (2, 1), (100, 7), (16, 8), (1, 2)])
-def test_any_number_of_points_and_bits_up_to_eight(size, bits, guarded):  # noqa: F811
+def test_any_number_of_points_and_bits_up_to_eight(size, bits, guarded):
     x, points = gaussian(2, 3, 11, 2), amid(grid(size).float())
     assert torch.equal(encode_pairs(apart(x), points, bits), naive.rvq_encode_packed(x, points, bits))
 

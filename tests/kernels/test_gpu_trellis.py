@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
-from gpu_guard import DEVICE, amid, gaussian, guarded  # noqa: F401, the fixture
+from gpu_guard import DEVICE, amid, gaussian
 from test_trellis import costs
 
 from vqkv.kernels import naive
@@ -17,7 +14,7 @@ ODD = [0.0, float("nan"), -3e38, 2.0 * LARGEST]  # one in each row
 
 @pytest.mark.parametrize("states", TRANSITIONS)
 @pytest.mark.parametrize("channels", [1, 37])
-def test_paths_are_as_good_and_read_back_alike(states, channels, guarded):  # noqa: F811
+def test_paths_are_as_good_and_read_back_alike(states, channels, guarded):
     x = 2 * gaussian(len(ODD), channels, seed=1)
     x[:, channels // 2] = torch.tensor(ODD)
     bits, tables = costs(3), torch.arange(channels, dtype=torch.int32) % 3
@@ -31,7 +28,7 @@ def test_paths_are_as_good_and_read_back_alike(states, channels, guarded):  # no
 
 
 @pytest.mark.parametrize("states", TRANSITIONS)
-def test_more_rows_than_a_program_decodes(states, guarded):  # noqa: F811
+def test_more_rows_than_a_program_decodes(states, guarded):
     read_back_alike((9 * gaussian(ROWS + 2, 5, seed=1)).round().int().cpu(), states)
 
 
