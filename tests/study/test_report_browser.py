@@ -1,5 +1,5 @@
 """The report in a browser, from files and without a network: pictures are whole, nothing is wider than a telephone, a
-click sorts."""
+click sorts, and the form recommends what the library does."""
 
 import html
 import json
@@ -9,10 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
 
+from vqkv import recommend
 from vqkv.study import report
 from vqkv.study.tables import stored
 
+MODEL = "meta-llama/Meta-Llama-3-8B"
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
@@ -35,20 +38,30 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """{page: what a browser of 400 pixels sees in it} of an index, two pages, the claims and the calculator."""
+def files(tmp_path_factory):
+    """An index, two pages, the claims and the calculator."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "notebooks").mkdir()
     for name in ("02_codebook_learning", "12_claims_audit"):
         shutil.copy(ROOT / f"notebooks/{name}.ipynb", folder / "notebooks")
-    return {file.stem: look(file, folder) for file in report.report(folder / "out", folder / "notebooks")}
+    return report.report(folder / "out", folder / "notebooks")
 
 
-def look(file: Path, folder: Path) -> dict:
-    frame, profile = folder / "out/frame.html", f"--user-data-dir={folder / file.stem}"
+@pytest.fixture(scope="module")
+def seen(files, tmp_path_factory):
+    """{page: what a browser of 400 pixels sees in it}."""
+    return {file.stem: look(file, tmp_path_factory.mktemp("profile")) for file in files}
+
+
+def browsed(address: str, profile: Path) -> subprocess.CompletedProcess:
+    command = [BROWSER, *OPTIONS, f"--user-data-dir={profile}", "--allow-file-access-from-files", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def look(file: Path, profile: Path) -> dict:
+    frame = file.with_name("frame.html")
     frame.write_text(FRAME.replace("PAGE", file.name))
-    command = [BROWSER, *OPTIONS, profile, "--allow-file-access-from-files", "--dump-dom", frame.resolve().as_uri()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = browsed(frame.resolve().as_uri(), profile)
     printed = re.search(r'<pre id="seen">(.*?)</pre>', run.stdout, re.DOTALL)
     assert printed, run.stderr
     console = re.findall(r"CONSOLE[:(]\d+\)?\] (.*)", run.stderr)
@@ -79,3 +92,29 @@ def test_a_click_on_a_head_sorts_and_a_second_one_turns_it_round(seen):
     numbers = claims["recomputed"].dropna().map("{:.4g}".format).astype(float).sort_values()
     assert [float(text) for text in turned["recomputed"][0] if text] == list(numbers)
     assert [float(text) for text in turned["recomputed"][1] if text] == list(numbers)[::-1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"context": 32768, "batch_size": 1, "memory_gb": 24},
+        {"context": 1000, "batch_size": 7, "memory_gb": 16.5},
+        {"context": 131072, "batch_size": 2, "ms_per_token": 20000},
+    ],
+)
+def test_the_form_says_what_the_library_says(files, given, tmp_path):
+    names = {"context": "context", "batch_size": "batch", "memory_gb": "memory", "ms_per_token": "ms"}
+    filled = {"model": MODEL, "memory": ""} | {names[name]: value for name, value in given.items()}
+    page = next(file for file in files if file.stem == "calculator")
+    run = browsed(f"{page.as_uri()}#{'&'.join(f'{name}={value}' for name, value in filled.items())}", tmp_path)
+    assert "CONSOLE" not in run.stderr, run.stderr
+    rows = BeautifulSoup(run.stdout, "html.parser").select("#recommended tbody tr")
+    shown = [[cell.text.replace(",", "") for cell in row("td")] for row in rows]
+    table = recommend(MODEL, **given)
+    assert [row[0] for row in shown] == list(table["system"].str.replace(",", ""))
+    columns = {1: "bits_all_told", 2: "cache_gb", 3: "side_mb", 4: "break_even", 5: "longest", 6: "ms_per_token"}
+    for place, name in columns.items():
+        expected = [f"{value:g}" if value == value else "" for value in table.get(name, [float("nan")] * len(table))]
+        for one, other in zip((row[place] for row in shown), expected):
+            assert bool(one) == bool(other) and (not one or float(one) == pytest.approx(float(other), rel=5e-3))
+    assert [bool(row.get("class")) for row in rows] == list(table["recommended"])
