@@ -65,12 +65,6 @@ def _sets(rng: random.Random, docs: int) -> dict:
         a, b = rng.randrange(50), rng.randrange(50)
         return {"question": f"What is {a} and {b} together?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>\n#### {a + b}"}
 
-    def longbench(i):
-        return {
-            "input": sentence() + "?", "question": sentence() + "?", "context": sentence(60), "answers": [sentence(2)],
-            "length": 60, "dataset": "qasper", "language": "en", "all_classes": None, "_id": str(i),
-        }  # fmt: skip
-
     return {
         ("allenai/ai2_arc", "ARC-Challenge"): {split: rows(arc) for split in ("train", "validation", "test")},
         ("Rowan/hellaswag", None): {split: rows(hellaswag) for split in ("train", "validation")},
@@ -78,7 +72,6 @@ def _sets(rng: random.Random, docs: int) -> dict:
         ("truthfulqa/truthful_qa", "multiple_choice"): {"validation": rows(truthfulqa)},
         ("allenai/winogrande", "winogrande_xl"): {split: rows(winogrande) for split in ("train", "validation")},
         ("openai/gsm8k", "main"): {split: rows(gsm8k) for split in ("train", "test")},
-        ("Xnhyacinth/LongBench", "qasper"): {"test": rows(longbench)},
         ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"): {
             split: rows(lambda i: {"page": f" = {sentence(2)} = \n\n {sentence(90)} . \n"})
             for split in ("train", "validation", "test")

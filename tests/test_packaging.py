@@ -70,14 +70,3 @@ def test_a_wheel_has_every_file_but_the_guides():
 def _is_module(path: Path) -> bool:
     folders = [path.parent, *path.parent.parents]
     return all((folder / "__init__.py").is_file() for folder in folders[: folders.index(ROOT)])
-
-
-def test_ci_runs_make_test():
-    script = ROOT / ".ci" / "run"
-    assert script.stat().st_mode & 0o111 and script.read_text().splitlines()[-1] == "exec make test"
-
-
-def test_licence():
-    text = (ROOT / "LICENSE").read_text()
-    assert PROJECT["license"] == "Apache-2.0"
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

@@ -35,16 +35,6 @@ def test_a_prompt_is_cached_once_and_copied_for_each_question(llama, compressor)
     assert cached.get_seq_length() == 20
 
 
-def test_more_padding_on_the_left_changes_nothing(llama, compressor):
-    found = []
-    for extra in (0, 7):
-        rows = torch.cat([torch.zeros(2, extra, dtype=torch.long), TOKENS[:2, :20]], dim=1)
-        mask = (torch.arange(rows.shape[1]) >= extra).long().expand_as(rows)
-        cache = compressor.new_cache(llama)
-        found.append(llama.generate(rows, attention_mask=mask, past_key_values=cache, **PLAIN)[:, extra:])
-    assert torch.equal(*found)
-
-
 @torch.inference_mode()
 def test_keys_and_values_are_read_layer_by_layer(llama, compressor):
     """As attention reads them: near the exact ones, padding as zeros, and nothing is stored of it."""
@@ -60,13 +50,6 @@ def test_keys_and_values_are_read_layer_by_layer(llama, compressor):
             assert x.shape == y.shape and x.dtype == y.dtype and not x[0, :, :5].any()
             assert (x[1] - y[1]).norm() < 0.2 * y[1].norm()
     assert cache.report() == before
-
-
-def test_export_is_refused(llama, compressor):
-    """Packed bytes are no state that a graph of tensors could take in and hand out."""
-    arguments = {"input_ids": TOKENS[:1, :4], "past_key_values": compressor.new_cache(llama)}
-    with pytest.raises(Exception, match="CompressedCache"):
-        torch.export.export(llama, (), arguments)
 
 
 def test_a_cast_of_the_model_is_noticed_at_once(tmp_path):

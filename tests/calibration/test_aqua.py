@@ -8,15 +8,10 @@ import torch
 from projections import kv_sources
 from strategies import TOKENS, feed, run
 
-from vqkv import Compressor, DataError, UnknownNameError, calibrate, evaluate, load_model, presets
-from vqkv.calibration.layer_fit import fit_layers
+from vqkv import DataError, UnknownNameError, calibrate, evaluate, load_model, presets
 from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
 from vqkv.models.capture import capture
-from vqkv.presets.plans import FromPrevious
-
-HIGGS_ERROR = 0.1076  # of a Gaussian, 16 points for pairs
 
 
 @pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
@@ -140,85 +135,6 @@ def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
     assert cache.batch.groups[0].step is None
 
 
-@pytest.fixture(scope="module")
-def gpt2_compressor(tmp_path_factory):
-    model = load_model(str(small_models.make("gpt2", tmp_path_factory.mktemp("gpt2-for-aqua"))))[0]
-    compressor = calibrate(model, TOKENS, presets.aqua(recent_window=0), progress=False)
-    return model, compressor, *capture(model, torch.cat([TOKENS[:2], TOKENS[2:4]], dim=1))
-
-
-class Synthetic:
-    """Layers of one KV head of 64 channels: K is a Gaussian, and each later K a known map of the one before it, plus
-    noise; V likewise of the V before it and its own K. Stands where captured tokens would."""
-
-    about, folder = {"num_layers": 3, "shapes": [[1, 64, 64]] * 3}, None
-
-    def __init__(self, noise, num_batches=16, width=64, tokens=512, shuffled=False):
-        self.noise, self.num_batches, self.shuffled = noise, num_batches, shuffled
-        self.width, self.tokens = width, tokens
-        generator = torch.Generator().manual_seed(7)
-        orthogonal = torch.linalg.qr(torch.randn(6, width, width, generator=generator)).Q
-        self.key_maps, self.value_maps, self.cross = orthogonal[:2], orthogonal[2:4] * 0.6, orthogonal[4:] * 0.8
-
-    def batches(self, place, device="cpu"):
-        return (self._layers(number)[place][None, None] for number in range(self.num_batches))
-
-    def _layers(self, number):
-        generator = torch.Generator().manual_seed(number)
-        draws = torch.randn(6, self.tokens, self.width, generator=generator)
-        found = {("key", 0): draws[0], ("value", 0): draws[1]}
-        for layer in (1, 2):
-            known = [found["key", layer - 1], found["value", layer - 1]]
-            if self.shuffled:
-                known = [x[torch.randperm(self.tokens, generator=generator)] for x in known]
-            key = known[0] @ self.key_maps[layer - 1] + self.noise * draws[2 * layer]
-            value = known[1] @ self.value_maps[layer - 1] + key @ self.cross[layer - 1]
-            found["key", layer], found["value", layer] = key, value + self.noise * draws[2 * layer + 1]
-        return found
-
-
-class NoTrial:
-    num_layers = 3
-
-
-def synthetic_fit(captured, **changes):
-    arguments = {"backbone": presets.higgs(2), "first_layer_bits": 16, "sink_tokens": 0} | changes
-    preset = presets.aqua(**arguments)
-    plan = preset.plan.arrange(preset, NoTrial())
-    codecs, predictions = fit_layers(preset, plan, captured, NoTrial(), progress=False)
-    about = Synthetic.about | {"name": "synthetic", "model_type": "none"}
-    return Compressor("synthetic", codecs, None, about, predictions=predictions)
-
-
-def test_a_known_map_is_recovered_and_the_residual_error_is_the_backbones():
-    """With noise 0.1 a perfect predictor leaves 0.01 of the variance, of which 2-bit HIGGS loses 0.1076."""
-    captured = Synthetic(noise=0.1)
-    compressor = synthetic_fit(captured)
-    known, test = compressor.new_pass(), captured._layers(10_000)
-    weight = compressor.predictions["key", 1].predictor.weight.double()
-    assert relative_mse(captured.key_maps[0], weight) < 1e-4
-    for layer in range(3):
-        pair = [test[role, layer][None, None] for role in ("key", "value")]
-        for x, x_hat in zip(pair, compressor.reconstruct(layer, *pair, known), strict=True):
-            error = (x - x_hat).square().mean().item()
-            if layer == 0:
-                assert error < 1e-6  # fp16
-            elif layer == 1:
-                # what is left: the noise, plus for V the error of its own K as read back (0.8^2 of it)
-                assert error == pytest.approx(HIGGS_ERROR * 0.01, rel=0.15)
-
-
-def test_shuffled_layers_predict_nothing():
-    captured = Synthetic(noise=0.1, shuffled=True)
-    compressor = synthetic_fit(captured, value_from="V-1")
-    test = captured._layers(10_000)
-    samples = captured.num_batches * captured.tokens
-    for role in ("key", "value"):
-        source = compressor.predictions[role, 1].predictor(test[role, 0])
-        evr = explained_variance_ratio(test[role, 1], source)
-        assert abs(evr) < 5 * 64 / samples + 0.005  # in_features / samples is what noise costs
-
-
 def test_bytes_are_counted_as_side_information(fitted):
     width, layers = 2 * 32, 2
     assert fitted.predictor_bytes == 2 * layers * ((width + 1) * width + (2 * width + 1) * width)
@@ -244,16 +160,6 @@ def test_bad_arguments_are_named(arguments, message):
         presets.aqua(**arguments)
 
 
-def test_sources_before_the_first_layer_are_left_out():
-    plan = FromPrevious(presets.fp16(), key_from="K-1+K-2+V-1", value_from="mean").arrange(presets.higgs(), NoTrial())
-    assert [roles["key"].sources for roles in plan] == [
-        (),
-        (("key", 0), ("value", 0)),
-        (("key", 1), ("key", 0), ("value", 1)),
-    ]
-    assert plan[0]["key"].predictor is None and plan[2]["value"].sources == () and plan[2]["value"].predictor
-
-
 def test_sequences_of_sinks_alone_are_refused(llama):
     with pytest.raises(DataError, match="4 tokens a sequence, of which 4 are sinks"):
         calibrate(llama, TOKENS[:, :4], presets.aqua(), progress=False)
@@ -275,18 +181,18 @@ def test_autocast_changes_neither_calibration_nor_what_is_read_back(llama):
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "gptq"])
-def test_one_token_at_a_time_reads_back_what_was_stored(gpt2_compressor, kind):
+def test_one_token_at_a_time_reads_back_what_was_stored(tmp_path, kind):
     """A batch of one, whose matrix products are rounded otherwise for one token than for all of them at once."""
-    model, _, keys, values = gpt2_compressor
+    model = small_models.load("gpt2", tmp_path)
     tokens = torch.randint(1, 4096, (24, 128), generator=torch.Generator().manual_seed(5))
     preset = presets.aqua(predictor=kind, recent_window=0, sink_tokens=0)
     compressor = calibrate(model, tokens, preset, progress=False)
-    keys, values = ([x[:1] for x in role] for role in (keys, values))
+    keys, values = capture(model, TOKENS[:1, :20])
     whole, known, single = compressor.new_pass(), [compressor.new_pass() for _ in range(20)], []
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         stored = [compressor.reconstruct(layer, k[:, :, [i]], v[:, :, [i]], known[i]) for i in range(20)]
         single.append([torch.cat(role, dim=2) for role in zip(*stored, strict=True)])
-        together = compressor.reconstruct(layer, k[:, :, :20], v[:, :, :20], whole)
+        together = compressor.reconstruct(layer, k, v, whole)
         for a, b in zip(single[-1], together, strict=True):
             assert (a - b).abs().median() < 1e-5 * b.abs().max()  # a code may fall the other way, few do
 

@@ -232,7 +232,6 @@ UNFIT = [
     (lambda: ResidualVQ(codebook_size=0), "codebook_size 0 must be"),
     (lambda: TokenBlock(0), "tokens 0 must be"),
     (lambda: SparseOutliers(1.5), "share 1.5 must be"),
-    (lambda: presets.higgs(5), "2, 3 and 4 have a grid"),
     (lambda: presets.vqq().key_codec(12), "divisible by blocks of 8"),
     (lambda: presets.vq().key_codec(12), "not divisible by group_size 8"),
     (lambda: presets.kvquant(block=4096).key_codec(64), "at most 16 bits"),

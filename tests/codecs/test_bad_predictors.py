@@ -9,7 +9,7 @@ from predictor_zoo import SMALL, gaussian, small, stream
 
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictor_kinds import KINDS, Copy, make_predictor
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 
 
 def layout_bytes(predictor, inputs, outputs):
@@ -78,10 +78,3 @@ def test_weights_beyond_fp16_are_refused(kind):
     with pytest.raises(DataError, match="fp16"):
         fresh = make_predictor(kind, **SMALL[kind], **({"strength": 1e-9} if kind != "mlp" else {}))
         fresh.fit(stream(x * 1e-9, y * 1e4))
-
-
-def test_unknown_kinds_and_settings_are_named():
-    with pytest.raises(UnknownNameError, match="unknown predictor 'liner'. Did you mean 'linear'"):
-        make_predictor("liner")
-    with pytest.raises(UnknownNameError, match="argument of predictor 'gptq' 'bit'. Did you mean 'bits'"):
-        make_predictor("gptq", bit=4)

@@ -43,8 +43,10 @@ def test_a_beam_that_keeps_everything_is_exhaustive_search(beam):
     assert torch.equal(ranked, every[distances.sort(stable=True).indices])
 
 
-def test_reference_is_beam_search_written_out_in_plain_python():
-    x, codebooks, beam = gaussian(15, 3).double(), gaussian(3, 6, 3, seed=1).double(), 3
+@pytest.mark.parametrize("beam", [1, 3])
+def test_reference_is_beam_search_written_out_in_plain_python(beam):
+    """With a beam of one, Algorithm 1 of residual VQ."""
+    x, codebooks = gaussian(15, 3).double(), gaussian(3, 6, 3, seed=1).double()
     for row, codes in zip(x, reference.rvq_encode(x, codebooks, beam), strict=True):
         kept = [((), row)]
         for codebook in codebooks:

@@ -81,18 +81,6 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(size, seed):
         torch.testing.assert_close(stage.encode(spike)[0].abs(), torch.full((1, 1, 1, size), size**-0.5))
 
 
-def test_streaming_learns_and_fp16_rounding_is_all_that_finalize_does():
-    x = gaussian(1, 2, 300, 16)
-    codec = chain().partial_fit(x)
-    learned = codec.quantizer.codebooks.clone()
-    codec.partial_fit(x * 2 + 1)
-    assert not torch.equal(codec.quantizer.codebooks, learned)
-    learned = codec.quantizer.codebooks.clone()
-    assert torch.equal(codec.finalize().quantizer.codebooks, learned.half())
-    with pytest.raises(RuntimeError, match="frozen"):
-        codec.partial_fit(x)
-
-
 def bad_values(value, *position):
     x = gaussian(2, 3, 4, 16)
     x[position] = value
@@ -118,12 +106,6 @@ def test_bad_input_is_named(codec, x, message):
     if not isinstance(codec, Fp16):
         with pytest.raises(DataError, match=message):
             chain().fit(x)
-
-
-def test_tokens_are_counted_where_a_row_is_a_block():
-    payload = Payload({"codes": torch.arange(6.0).view(1, 1, 3, 2)}, tokens_per_row=4)
-    assert payload.seq_len == 12 and payload.tokens(4, 12).seq_len == 8
-    assert Payload.concat([payload.tokens(0, 4), payload.tokens(4)]).seq_len == 12
 
 
 def test_views_do_not_keep_their_base_alive():

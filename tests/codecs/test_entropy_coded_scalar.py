@@ -17,7 +17,7 @@ CHANNELS = 16
 WIDTHS = {  # standard deviations of the channels
     "alike": torch.ones(CHANNELS),
     "unlike": 2.0 ** torch.linspace(4, -4, CHANNELS),
-    "one wide": torch.tensor([64.0] + [1.0] * (CHANNELS - 1)),
+    "one wide": torch.tensor([1000.0] + [1.0] * (CHANNELS - 1)),
 }
 
 
@@ -50,7 +50,7 @@ def bound(widths, bits):
     return variances.clamp_max(level).mean().item()
 
 
-@pytest.mark.parametrize("bits", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("bits", [1.0, 2.0, 3.0, 6.0, 10.0])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_the_rate_is_met_and_the_error_near_shannons_bound(widths, bits):
     """Within 2%, and 112 bits a row for its length and what is left in four states; at the bytes that the payload
@@ -89,20 +89,6 @@ def test_what_no_code_reaches_is_cut_off(fitted):
     assert torch.equal(quantizer.decode(*quantizer.encode(rows)), -largest.expand(rows.shape))
 
 
-@pytest.mark.parametrize("bits", [4.0, 6.0, 8.0, 10.0])
-def test_many_bits_and_one_channel_a_thousand_times_as_wide(bits):
-    """High rates: 6.02 dB a bit to the end, and the rate is met."""
-    x = drawn("alike", 4096)
-    x[..., 0] *= 1000
-    codec = chain(bits, tokens=256).fit(x)
-    payload = codec.encode(x)
-    decoded, step = codec.decode(payload), codec.quantizer.state_dict()["step"].item()
-    assert (decoded - x).abs().max() <= 0.601 * step + 1e-3
-    assert 8 * payload.nbytes / x.numel() == pytest.approx(bits, rel=0.02)
-    shannon = 2.0 ** (2 * math.log2(1000) / CHANNELS - 2 * bits)  # of channels whose geometric mean variance is that
-    assert 0.2 < math.log2((decoded - x).double().square().mean().item() / shannon) / 2 < 0.4
-
-
 def test_channels_of_less_than_a_step_cost_next_to_nothing():
     """Reverse water-filling: half of the channels take all of the bits."""
     x = gaussian(1, 1, 2048, CHANNELS) * torch.tensor([1.0, 0.01]).repeat_interleave(CHANNELS // 2)
@@ -111,16 +97,6 @@ def test_channels_of_less_than_a_step_cost_next_to_nothing():
     assert (decoded[..., CHANNELS // 2 :] == 0).all()
     alone = chain(2.0, tokens=64).fit(x[..., : CHANNELS // 2])
     assert alone.quantizer.state_dict()["step"] == pytest.approx(codec.quantizer.state_dict()["step"].item(), rel=1e-3)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("heads", [1, 40])
-def test_one_token_and_many_heads(tokens, heads):
-    codec = chain(2.0, tokens).fit(gaussian(1, heads, 60, 8))
-    x = gaussian(2, heads, tokens, 8, seed=1)
-    payload = codec.encode(x)
-    assert payload.seq_len == tokens and torch.equal(codec.decode(payload), codec.quantize_dequantize(x))
-    assert (codec.decode(payload) - x).square().mean() < 0.2
 
 
 def test_one_token_is_enough_to_learn_from():

@@ -52,14 +52,6 @@ def test_empty_clusters_move_onto_the_worst_fit():
     assert learner.codebook[2].item() == 100.0
 
 
-def test_without_spares_empty_clusters_stay():
-    learner = KMeans(2)
-    learner.codebook = torch.tensor([[0.0], [-500.0]])
-    x = torch.tensor([[1.0], [3.0]])
-    learner.solve(*sums_by_code(x, learner.assign(x), 2))
-    assert learner.codebook.tolist() == [[2.0], [-500.0]]
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 1000))
 def test_start_is_distinct_whatever_repeats(distinct, repeats, seed):

@@ -12,16 +12,14 @@ from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.grid import Grid, gaussian_grids
-from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.nonuniform import NonUniform, WeightedChain
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax, VectorScale
-from vqkv.codecs.transform import Hadamard
+from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
+from vqkv.evaluation.metrics import explained_variance_ratio
 
 
 def bits(codec, length=None, head_dim=64, heads=2):
@@ -104,27 +102,6 @@ def test_affine_error_is_at_most_half_a_step(width, seed, offset):
     assert (error <= step / 2 * 1.001 + 0.002 * (abs(offset) + 5)).all()  # and the ends' rounding to fp16
 
 
-def test_more_bits_mean_less_error():
-    x = gaussian(1, 2, 128, 64)
-    for preset in (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs):
-        errors = []
-        for width in (2, 3, 4):
-            codec = preset(bits=width).key_codec().fit(x)
-            errors.append(relative_mse(x, codec.decode(codec.encode(x))))
-        assert errors[0] > 3 * errors[1] > 9 * errors[2]
-
-
-def test_per_channel_keys_survive_outlier_channels_that_per_token_keys_do_not():
-    x = gaussian(1, 2, 256, 64)
-    x[..., 7] = 50 + gaussian(1, 2, 256, seed=1)
-    inliers = torch.arange(64) != 7
-    error = {}
-    for preset in (presets.quanto(2), presets.kivi(2)):
-        codec = preset.key_codec().fit(x)
-        error[preset.name] = relative_mse(x[..., inliers], codec.decode(codec.encode(x))[..., inliers])
-    assert error["kivi"] < 0.3 and error["quanto"] > 0.9
-
-
 def test_half_quadratic_lowers_the_norm_it_is_made_for():
     x = gaussian(1, 4, 200, 64).pow(3)  # heavy tails
     norm = {}
@@ -185,14 +162,6 @@ def test_what_errors_cost_levels_has_to_be_told():
         presets.kvquant(2, fisher=True).key_codec().fit(gaussian(1, HEADS, 64, 64))
 
 
-def test_levels_follow_a_stream():
-    codec = Chain([], NonUniform(2), 16)
-    for part in range(12):
-        codec.partial_fit(gaussian(1, 1, 200, 16, seed=part) + 3)
-    levels = codec.finalize().quantizer.state_dict()["levels"]
-    assert (levels.diff() > 0).all() and abs(levels.float().mean() - 3) < 0.1
-
-
 def test_channel_scale_learns_mean_and_spread_of_a_stream():
     x = gaussian(2, 3, 90, 8) * torch.arange(1.0, 9) + torch.arange(3.0).view(3, 1, 1)
     stage = ChannelScale()
@@ -220,16 +189,6 @@ def test_stored_grids_are_what_lloyd_leaves_and_explain_what_they_claim():
         assert 2 ** (-2 * codec.quantizer.code_bits / 2) < mse  # Shannon
 
 
-def test_rotation_makes_outlier_channels_harmless():
-    x = gaussian(1, 2, 300, 64)
-    x[..., 5] *= 20
-    errors = []
-    for stages in ([Hadamard()], []):
-        codec = Chain([MergeHeads(), *stages, VectorScale("rms")], Grid(16)).fit(x)
-        errors.append(relative_mse(x, codec.decode(codec.encode(x))))
-    assert errors[0] < 0.12 and errors[1] > 3 * errors[0]  # 0.108 on a Gaussian; unrotated, the outlier is cut off
-
-
 @pytest.mark.parametrize("stages", [1, 3])
 def test_product_codes_are_those_of_each_piece_alone(stages):
     x = gaussian(1, 2, 300, 8)
@@ -238,16 +197,6 @@ def test_product_codes_are_those_of_each_piece_alone(stages):
         alone = Chain([], ResidualVQ(stages, 32, 4, seed=i), 4).fit(piece)
         assert torch.equal(product.decode(product.encode(x)).split(4, dim=-1)[i], alone.decode(alone.encode(piece)))
     assert product.encode(x).nbytes == 2 * 300 * -(-2 * stages * 5 // 8)  # whole bytes
-
-
-def test_product_codes_of_one_stage_beat_plain_ones_of_half_the_bits():
-    x = gaussian(1, 2, 300, 8)
-    product = Chain([], ProductVQ(2, 32, 4), 8).fit(x)
-    plain = Chain([], ResidualVQ(1, 32, 8), 8).fit(x)
-    assert (
-        product.encode(x).nbytes * 5 == plain.encode(x).nbytes * 10 // 1
-    )  # 10 bits against 5, both padded to bytes: 2 and 1
-    assert relative_mse(x, product.decode(product.encode(x))) < relative_mse(x, plain.decode(plain.encode(x)))
 
 
 @settings(deadline=None, max_examples=20)

@@ -73,13 +73,6 @@ def test_the_real_leaderboard_tasks(small, offline):
     assert all(row["bits_per_value"] == pytest.approx(1) and row["packed_share"] > 0.5 for row in rows)
 
 
-def test_real_longbench_and_needle_tasks(small, offline):
-    for package in ("jieba", "fuzzywuzzy", "rouge", "wonderwords"):
-        pytest.importorskip(package)
-    rows = run_tasks(*small, ["longbench_qasper", "niah_single_1"], limit=1, metadata={"max_seq_lengths": [4096]})
-    assert {row["task"] for row in rows} == {"longbench_qasper", "niah_single_1"}
-
-
 def test_data_out_of_reach_is_named_with_a_remedy(small):
     with pytest.raises(DataError, match=r"'hellaswag': Rowan/hellaswag cannot be reached.*hf download Rowan/hellaswag"):
         run_tasks(*small, "hellaswag", limit=1)

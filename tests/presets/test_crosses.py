@@ -114,21 +114,6 @@ def test_capacity_of_weighted_residual_vq_needs_no_model(llama):
     assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32
 
 
-def test_prompts_of_one_token_left_padding_and_beams(llama):
-    compressor = made(llama, predicted=True, mixed=True)
-    assert generated(llama, compressor.new_cache(llama), TOKENS[:1, :1]).shape[1] == 13
-    padded, mask = TOKENS[:2, :20].clone(), torch.ones(2, 20, dtype=torch.long)
-    padded[0, :7], mask[0, :7] = 0, 0
-    many = llama.generate(padded, attention_mask=mask, past_key_values=compressor.new_cache(llama), max_new_tokens=8,
-                          do_sample=False, pad_token_id=0)  # fmt: skip
-    alone = llama.generate(padded[:1, 7:], past_key_values=compressor.new_cache(llama), max_new_tokens=8,
-                           do_sample=False, pad_token_id=0)  # fmt: skip
-    assert torch.equal(many[0, 20:], alone[0, 13:])
-    beams = llama.generate(TOKENS[:1, :20], past_key_values=compressor.new_cache(llama), num_beams=3, max_new_tokens=8,
-                           do_sample=False, pad_token_id=0)  # fmt: skip
-    assert beams.shape[0] == 1 and 20 < beams.shape[1] <= 28
-
-
 def test_sequences_shorter_than_a_block_are_named(llama):
     for plan in PLANS:
         with pytest.raises(DataError, match="shorter than the codec's block of 64"):
@@ -186,12 +171,6 @@ def test_the_best_is_what_the_committed_search_found():
             rest.append(ends[1] - side[-1] * long[0])
         crossing = (side[1] - side[0]) / (rest[0] - rest[1])
         assert 1 / 1.5 < crossing / width / PREDICTORS_PAY < 1.5, model
-
-
-def test_the_best_compresses_and_reads_back(llama):
-    compressor = calibrate(llama, TOKENS, presets.best(1.0, 1, block=4), progress=False)
-    report = compressor.new_cache(llama)
-    assert generated(llama, report).shape[1] == 32 and 0.5 < report.report().bits_per_value < 2.5
 
 
 @pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])

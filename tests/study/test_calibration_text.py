@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from vqkv.errors import DataError
-from vqkv.study import figures
 from vqkv.study.experiments import across_domains, calibration_text, seed_spread
 
 MODULE = sys.modules[calibration_text.__module__]
@@ -98,27 +97,3 @@ def test_which_seeds_matter(table):
     assert (found[["bits_fit", "bits_text"]] == 0).all(axis=None)
     broken = table.assign(kl_mean=table["kl_mean"].where((table["fit_seed"] != 1) | (table["system"] != "a")))
     assert math.isnan(seed_spread(broken)["log2_kl_fit"][0]) and seed_spread(broken)["log2_kl_fit"][1] == 1
-
-
-def test_figures_show_every_system_and_what_refused(table):
-    table = table.replace({"system": {"a": "higgs 2", "b": "kvtc 1"}})
-    fig = figures.domains(across_domains(table), seed_spread(table), {"kvtc 1": "short"})
-    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["higgs 2", "short"]
-    assert [ax.get_title() for ax in fig.axes] == ["m", "n"]
-    assert fig.axes[0].patches[0].get_width() == pytest.approx(2 * 2**0.5)  # octaves: a standard deviation of one
-    fig = figures.sizes(table.assign(refused=table["refused"].replace("", math.nan)), {})  # as it is read back
-    crosses = [len(line.get_xdata()) for line in fig.axes[0].lines if line.get_marker() == "x"]
-    assert crosses == [1] and "kvtc 1 refuses" in [text.get_text().strip() for text in fig.axes[0].texts]
-
-
-def test_texts_of_a_table_are_in_its_sources():
-    """On the bundled model, for what the other tests make up."""
-    small = {"sizes": [1], "train_seqs": 1, "fit_seeds": [0], "text_seeds": [1], "seq_len": 140, "num_seqs": 1}
-    settings = SETTINGS | small | {"systems": [["higgs 2", 0], ["kvtc 1", 0]], "chunk_size": 132}
-    table = calibration_text(["vqkv/llama-mini"], ["python-stdlib"], **settings)
-    assert table["part"].tolist() == ["domain", "size", "seeds"] * 2
-    higgs, kvtc = table[:3], table[3:]
-    assert higgs["kl_mean"].nunique() == 1 and (higgs["bits_per_value"] == 2.125).all()
-    assert kvtc["refused"].str.startswith("principal components of").all() and kvtc["kl_mean"].isna().all()
-    drawn = {name for name in table.attrs["sources"] if name.startswith("corpus")}
-    assert drawn == {"corpus python-stdlib train 1x140 seed 0", "corpus python-stdlib test 1x140 seed 1"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vqkv.study.experiments import further, further_down
+from vqkv.study.experiments import further
 
 
 def test_tables_by_context_save_what_the_context_says():
@@ -27,14 +27,3 @@ def test_prediction_along_tokens_saves_where_they_are_alike():
     plain, plain_error = further._coded(*(further._rounded(x) for x in (fit, test)), test)
     assert error == pytest.approx(plain_error, rel=0.2)
     assert bits < plain - 0.8
-
-
-def test_a_row_for_each_technique_of_a_real_design():
-    table = further_down(
-        ["vqkv/llama-mini"], "python-stdlib", ["steps, principal"], [2.0], 0, 8, 264, 1, dtype="", device="cpu"
-    ).set_index("technique")
-    assert list(table.index) == list(further.TECHNIQUES)
-    assert table["rate"].iloc[0] == pytest.approx(2.0, abs=0.5)
-    least = "trellis of 8 states, least squared error"
-    assert table.loc[least, "saved"] > table.loc["rate-distortion optimised", "saved"] > 0
-    assert table["saved"].abs().max() < 1

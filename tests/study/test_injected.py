@@ -3,13 +3,11 @@
 import math
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 
 from vqkv import load_model
 from vqkv.models.rope import rotations
-from vqkv.study import figures
 from vqkv.study.experiments import injected
 from vqkv.study.experiments.injected import BY_HEAD, PAIRS, _head, key_bias, loud_heads, outlier_channels
 
@@ -75,34 +73,3 @@ def test_what_is_made_of_a_head():
     assert row["codes"] == 3 and row["most"] == 2  # 6 + 3 of 10 are nine tenths
     assert row["effective"] == pytest.approx(math.exp(-sum(p * math.log(p) for p in (0.1, 0.6, 0.3))))
     assert math.isnan(_head(x, x_hat, SimpleNamespace(quantizer=None))["codes"])
-
-
-def made_up(phenomenon: str, systems: list[str], sizes: list[float]) -> pd.DataFrame:
-    rows = [
-        {"model": model, "phenomenon": phenomenon, "system": system, "size": size, "seed": seed, "kl_mean": kl,
-         "kl_low": kl / 2, "kl_high": 2 * kl, "kl_floor": 1e-6, "quiet_effective": 100 / (1 + size), "quiet_error": 0.3}
-        for model in ("vqkv/llama-mini", "vqkv/gpt2-mini")
-        for number, system in enumerate(systems)
-        for size in sizes
-        for seed in ((0, 1) if system.startswith("vq") else (0,))
-        for kl in [1e-3 * (1 + number) * (1 + size) * (1 + seed)]
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-@pytest.mark.parametrize(("phenomenon", "sizes"), [("outlier channels", [1.0, 10.0]), ("key bias", [0.0, 10.0])])
-def test_lines_by_size(phenomenon, sizes):
-    systems = [*figures.SHOWN[phenomenon][1]]
-    fig = figures.kl_by_size(made_up(phenomenon, [*systems, "another"], sizes), phenomenon)
-    assert [ax.get_title() for ax in fig.axes] == ["llama-mini", "gpt2-mini"]
-    for ax in fig.axes:
-        drawn = [container.lines[0] for container in ax.containers]
-        assert len(drawn) == len(systems) <= 6 and all(list(line.get_xdata()) == sizes for line in drawn)
-    first = fig.axes[0].containers[0].lines[0].get_ydata()[0]
-    assert first == pytest.approx((1.5e-3 if systems[0].startswith("vq") else 1e-3) * (1 + sizes[0]))
-
-
-def test_quiet_heads_are_drawn_for_both_codebooks():
-    fig = figures.quiet_heads(made_up("loud heads", ["vq unscaled", "vq", "vqq 0.1"], [1.0, 30.0]))
-    assert all(len(ax.containers) == 4 for ax in fig.axes)
-    assert fig.axes[0].containers[0].lines[0].get_ydata()[1] == pytest.approx(100 / 31)

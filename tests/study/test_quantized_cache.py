@@ -81,12 +81,3 @@ def test_quantized_weights_are_smaller_and_time_beside_the_model_s_own():
     assert len(systems) == 5 and systems[3:] == [f"{label}, qint8 weights" for label in systems[:2]]
     assert (rows["slowdown_q1"] <= rows["slowdown"]).all() and (rows["prefill_slowdown"] > 0).all()
     assert figures.rate_lines(rows, [1, 2], [8], systems[:3]).axes
-
-
-def test_a_peak_for_each_batch(monkeypatch):
-    def one(sizes, systems):
-        return [{"system": label, "batch": sizes[0], "context": sizes[1]} for label in systems]
-
-    monkeypatch.setattr(experiments.quantized_cache, "peak_memory", one)
-    table = experiments.peak_by_batch([1, 4], context=9, generated=2, systems=["a", "b"])
-    assert table.to_numpy().tolist() == [["a", 1, 9], ["b", 1, 9], ["a", 4, 9], ["b", 4, 9]]
