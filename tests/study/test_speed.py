@@ -11,7 +11,6 @@ from vqkv.kernels import naive as reference
 from vqkv.kernels.view import Affine
 from vqkv.study import experiments
 from vqkv.study.bench import attention, case, formats, peers, plain, roofline, timing
-from vqkv.study.bench import rows as rows_bench
 from vqkv.study.bench import speed as speed_bench
 
 SETTINGS = {"geometry": "tiny", "rows": 40, "sweep_rows": 20, "tokens": 24, "runs": [[1, 16], [2, 8], [1, 8]],
@@ -33,7 +32,7 @@ def whole(small_probes):
 
 
 def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
-    assert tuple(whole.columns) == rows_bench.COLUMNS
+    assert tuple(whole.columns) == speed_bench.COLUMNS
     assert not whole.duplicated(["operation", "format", "implementation", "shape", "dtype"]).any()
     assert set(whole["operation"]) == {"roofline", *speed_bench.OPERATIONS}
     timed = whole[whole["operation"] != "roofline"]
@@ -88,7 +87,7 @@ def test_without_a_gpu_the_remedy_is_named():
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     speed_bench.main(["--only", "pack", "--out", str(tmp_path / "new" / "bench.csv")])
     table = pd.read_csv(tmp_path / "new" / "bench.csv")
-    assert list(table["operation"]) == ["roofline"] * 4 + ["pack"] * 6 and tuple(table.columns) == rows_bench.COLUMNS
+    assert list(table["operation"]) == ["roofline"] * 4 + ["pack"] * 6 and tuple(table.columns) == speed_bench.COLUMNS
     assert capsys.readouterr().out.count("plain torch") == 3
 
 
@@ -153,8 +152,8 @@ def test_probes_tighten_earlier_bounds_and_leave_out_hopeless_dtypes(monkeypatch
         asked.append(set(leave_out))
         return {name: (1e6, [taken]) for name, taken in ({"matmul bfloat16": 1.0} | next(times)).items()}
 
-    monkeypatch.setattr(rows_bench, "probe", probe)
-    found = rows_bench.Rows("cpu", 1)
+    monkeypatch.setattr(speed_bench, "probe", probe)
+    found = speed_bench.Rows("cpu", 1)
     found.probe()
     found.time([case.Contender("pack", "4 bits", "ours", "", roofline.Demand(0, 1e6, 1), lambda: None)], 1)
     assert found.table()[-1]["bound_ms"] == 10

@@ -5,7 +5,9 @@ machine, measured in the same run. One tidy row per operation, format, implement
 """
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,9 +17,11 @@ from tqdm import tqdm
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study.bench import attention, stored, streams, vectors
 from vqkv.study.bench.caches import GEOMETRIES
-from vqkv.study.bench.case import BenchCase, Sizes
-from vqkv.study.bench.rows import PROBES, Rows
-from vqkv.study.bench.timing import num_threads
+from vqkv.study.bench.case import BenchCase, Contender, Sizes
+from vqkv.study.bench.peers import PACKAGES
+from vqkv.study.bench.roofline import Roofline, hopeless, probe
+from vqkv.study.bench.timing import measure, num_threads
+from vqkv.study.provenance import device_name, versions
 from vqkv.study.tables import write_atomically
 
 OPERATIONS: dict[str, Callable[[Sizes], Iterator[BenchCase]]] = {
@@ -26,6 +30,12 @@ OPERATIONS: dict[str, Callable[[Sizes], Iterator[BenchCase]]] = {
     **streams.OPERATIONS,
     **attention.OPERATIONS,
 }
+COLUMNS = (
+    "operation", "format", "implementation", "shape", "dtype", "device", "threads", "repetitions", "median", "min",
+    "max", "unit", "throughput", "throughput_unit", "ratio_to_fp16", "ratio_to_bound", "bound_ms", "limited_by",
+    "equal", "error", "versions",
+)  # fmt: skip
+PROBES = 3  # of the rates before every operation: the machine may be busy at one of them
 SHOWN = ["operation", "format", "implementation", "shape", "median", "ratio_to_bound", "ratio_to_fp16"]
 ON_A_GPU = {"rows": 65536, "sweep_rows": 16384, "tokens": 8192,
             "runs": tuple((batch, 1024 * 2**i) for batch in (1, 8) for i in range(6))}  # fmt: skip
@@ -40,7 +50,7 @@ def sizes_of(geometry: str, **sizes) -> Sizes:
 
 
 def speed(sizes: Sizes, only: list[str], threads: int, repetitions: int) -> list[dict]:
-    """Time the operations ``only`` (all if there are none); rows with ``study.bench.rows.COLUMNS``.
+    """Time the operations ``only`` (all if there are none); rows with ``COLUMNS``.
 
     ``median``, ``min``, ``max``: milliseconds of one call. ``throughput``: values packed or read in a second (of the
     roofline's rows: what they say). ``bound_ms``: the roofline's, and ``ratio_to_bound`` the share of it that is
@@ -63,6 +73,73 @@ def speed(sizes: Sizes, only: list[str], threads: int, repetitions: int) -> list
             for case in OPERATIONS[name](sizes):
                 rows.time(case.entries, repetitions)
     return rows.table()
+
+
+@dataclass
+class Rows:
+    """Times of entries, and the machine's rates: the fastest of all probes so far, so that bounds are those of the
+    machine when it is least busy."""
+
+    device: str
+    threads: int
+    probed: dict[str, tuple[float, list[float]]] = field(default_factory=dict)
+    timed: list[tuple[Contender, list[float], float | None]] = field(default_factory=list)
+
+    def probe(self) -> None:
+        """Measure the rates once more, but for those that bound nothing."""
+        found = probe(self.device.partition(":")[0], PROBES, leave_out=hopeless(self.probed))
+        for label, (count, taken) in found.items():
+            self.probed.setdefault(label, (count, []))[1].extend(taken)
+
+    def time(self, entries: list[Contender], repetitions: int) -> None:
+        """Time the entries in turn."""
+        ready = [place for place, entry in enumerate(entries) if entry.ready]
+        times = measure([entry.call for entry in entries], repetitions, self.device, ready)
+        fp16 = [statistics.median(each) for entry, each in zip(entries, times, strict=True) if entry.format == "fp16"]
+        for entry, taken in zip(entries, times, strict=True):  # without the call, which holds the problem's tensors
+            self.timed.append((replace(entry, call=None), taken, fp16[0] if fp16 else None))
+
+    def table(self) -> list[dict]:
+        """All rows, with ``COLUMNS``; numbers are rounded to five digits."""
+        roofline = Roofline.of(self.probed)
+        rows = [_probe_row(label, *taken) for label, taken in self.probed.items()]
+        rows += [_row(*each, roofline) for each in self.timed]
+        shared = {"device": device_name(self.device), "threads": self.threads, "versions": versions(*PACKAGES)}
+        return [{name: _rounded((row | shared).get(name)) for name in COLUMNS} for row in rows]
+
+
+def _row(entry: Contender, taken: list[float], fp16: float | None, roofline: Roofline) -> dict:
+    median, (bound, limit) = statistics.median(taken), roofline.bound(entry.work)
+    about = {name: getattr(entry, name) for name in ("operation", "format", "implementation", "shape", "dtype")}
+    measured = {
+        "throughput": entry.work.values / median / 1e3,
+        "throughput_unit": "10^6 values/s",
+        "ratio_to_fp16": median / fp16 if fp16 else None,
+        "ratio_to_bound": bound / median,
+        "bound_ms": bound,
+        "limited_by": limit,
+        "equal": entry.equal,
+        "error": entry.error,
+    }
+    return about | _times(taken) | measured
+
+
+def _probe_row(name: str, count: float, taken: list[float]) -> dict:
+    """One of the roofline's two rates, as a row like the others."""
+    rate, unit = (1e-6, "GB/s") if name == "copy" else (1e-9, "TFLOP/s")
+    dtype = name.partition(" ")[2] or "float32"
+    about = {"operation": "roofline", "format": name.split()[0], "implementation": "torch", "dtype": dtype}
+    about |= {"shape": f"{count:.3g} {'bytes' if name == 'copy' else 'flops'}"}
+    return about | _times(taken) | {"throughput": count / min(taken) * rate, "throughput_unit": unit}
+
+
+def _times(taken: list[float]) -> dict:
+    found = {"median": statistics.median(taken), "min": min(taken), "max": max(taken)}
+    return found | {"unit": "ms", "repetitions": len(taken)}
+
+
+def _rounded(value):
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def main(arguments: list[str]) -> None:

@@ -1,13 +1,15 @@
 """Figures of the technical report "Beyond 84x: A Vector Quantization Quality Framework", found again: a function for
 each kind of claim."""
 
+from functools import cache
+
 import pandas as pd
 import torch
 
 from vqkv import presets
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.experiments.audit.rows import stated
-from vqkv.study.experiments.audit.streams import INTERVAL, STEPS, stream
+from vqkv.study.experiments.ladder import written
 from vqkv.study.experiments.product_codes import gaps
 from vqkv.study.experiments.sequences import modes
 from vqkv.study.tables import published
@@ -17,11 +19,33 @@ BLOCK = 8  # values
 LONGEST = 4096  # steps of a stream
 ALL_CODES = 1e9  # a threshold that no error exceeds
 CODECS = {"VQ of 8 values": presets.vq(BLOCK), "product codes": presets.vqq_product(ALL_CODES)}
+STEPS, INTERVAL = 512, 64  # of streams that are written here: a token each, and from keyframe to keyframe
+LAYERS, HEADS, HEAD_DIM = 2, 4, 64  # on which ratios hardly depend
+TIERS = {  # what keyframes and deltas are stored as; a preset where it takes the same bytes for all data
+    "4-bit deltas": ("fp32", "int4"),
+    "lossless": ("fp32", "exact"),
+    "VQ of 2 values": (presets.vq(2), "int4"),
+    "VQ of 8 values": (presets.vq(8), "int4"),
+    "2 residual stages": (presets.rvq2(), "int4"),
+    "all blocks in fp16": (presets.vqq(0.0), "int4"),
+}
 
 
 def _claimed(config: str) -> float:
     """The ratio of one of its tiers."""
     return published("vqq_tinyllama").set_index("config")["claimed_ratio"][config]
+
+
+@cache
+def stream(tier: str) -> dict:
+    """``SnapshotReader.report()`` of a file of random values."""
+    x = torch.randn(2, LAYERS, 1, HEADS, STEPS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    keyframes, deltas = TIERS[tier]
+    if not isinstance(keyframes, str):
+        codec = keyframes.key_codec(HEAD_DIM).fit(x[0, 0])
+        keyframes = [(codec, codec)] * LAYERS
+    with written(list(map(list, x)), keyframes, deltas, INTERVAL) as found:
+        return found.report()
 
 
 def stream_ratio(tier: str, against: str) -> dict:
