@@ -23,11 +23,27 @@ keep_freed_memory()  # faster, see there
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A random Llama with 3 layers of 2 KV heads of 32 channels, loaded from a folder."""
+def llama_folder(tmp_path_factory):
+    """A random Llama with 3 layers of 2 KV heads of 32 channels."""
     import small_models
 
-    return small_models.load("llama", tmp_path_factory.mktemp("llama"))
+    return str(small_models.make("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def llama(llama_folder):
+    """The same, loaded."""
+    from vqkv import load_model
+
+    return load_model(llama_folder)[0]
+
+
+@pytest.fixture(scope="module")
+def mini():
+    """A bundled model and its tokenizer."""
+    from vqkv import load_model
+
+    return load_model("vqkv/llama-mini")
 
 
 @pytest.fixture(scope="module")

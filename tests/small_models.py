@@ -1,5 +1,6 @@
 """Small random checkpoints of real architectures, saved to a folder and loaded back as a user's own model would be."""
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -58,6 +59,16 @@ SLIDING = {
 def load(name: str, folder, dtype: str | None = None, config=None):
     """``make`` it, and load it as a user would."""
     return load_model(str(make(name, folder, config)), dtype)[0]
+
+
+def fixture(*names: str):
+    """A fixture: each of these models in turn."""
+
+    @pytest.fixture(scope="module", params=names)
+    def model(request, tmp_path_factory):
+        return load(request.param, tmp_path_factory.mktemp(request.param))
+
+    return model
 
 
 def sliding(name: str, folder):

@@ -25,14 +25,7 @@ TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed
 PIECES = (20, 7, 1, 1, 11)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama-yarn", "qwen2"])
-def model(request, tmp_path_factory):
-    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def mini():
-    return vqkv.load_model("vqkv/llama-mini")
+model = small_models.fixture("gpt2", "llama-yarn", "qwen2")
 
 
 def run(model, cache, tokens=TOKENS, pieces=PIECES, **kwargs):

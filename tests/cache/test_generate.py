@@ -24,9 +24,7 @@ PRESETS = {
 }
 
 
-@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
-def model(request, tmp_path_factory):
-    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+model = small_models.fixture("gpt2", "qwen3")
 
 
 @pytest.fixture(scope="module", params=sorted(PRESETS))
@@ -125,15 +123,6 @@ def test_a_compiled_forward_gives_the_same_tokens(llama, higgs):
         for part in TOKENS[:2].split([20, 1, 1, 26], dim=1):
             ours = compiled(part, past_key_values=cache).logits
             torch.testing.assert_close(ours, llama(part, past_key_values=other).logits, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2", "gemma3"])
-def test_sliding_windows_read_what_an_uncompressed_cache_reads(architecture, tmp_path):
-    model = small_models.sliding(architecture, tmp_path)
-    cache = exact(model).new_cache(model)
-    kwargs = PLAIN | {"max_new_tokens": 12}
-    expected = model.generate(TOKENS[:2, :20], past_key_values=DynamicCache(config=model.config), **kwargs)
-    assert torch.equal(model.generate(TOKENS[:2, :20], past_key_values=cache, **kwargs), expected)
 
 
 def counted(monkeypatch):

@@ -25,9 +25,7 @@ READ = {
 DECODED = {"kivi": presets.kivi(4, 8, 4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
 
 
-@pytest.fixture(scope="module", params=["gemma", "gpt2", "llama-yarn", "qwen2"])
-def model(request, tmp_path_factory):
-    return small_models.load(request.param, tmp_path_factory.mktemp(request.param))
+model = small_models.fixture("gemma", "gpt2", "llama-yarn", "qwen2")
 
 
 def fitted(model, preset, **settings):

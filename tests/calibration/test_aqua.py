@@ -8,15 +8,12 @@ import torch
 from projections import kv_sources
 from strategies import TOKENS, feed, run
 
-from vqkv import DataError, UnknownNameError, calibrate, evaluate, load_model, presets
+from vqkv import DataError, UnknownNameError, calibrate, evaluate, presets
 from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.models.capture import capture
 
-
-@pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
-def model(request, tmp_path_factory):
-    return load_model(str(small_models.make(request.param, tmp_path_factory.mktemp(request.param))))[0]
+model = small_models.fixture(*small_models.CONFIGS)
 
 
 @pytest.fixture(scope="module")

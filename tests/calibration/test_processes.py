@@ -9,7 +9,6 @@ import finetune_job
 import forked
 import pytest
 import shared_job
-import small_models
 import torch
 from safetensors.torch import load_file
 
@@ -31,21 +30,16 @@ def run(command, **environment):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return small_models.make("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def one(model, tmp_path_factory):
+def one(llama_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
-    shared_job.run(str(model), out)
+    shared_job.run(llama_folder, out)
     return out
 
 
 @pytest.fixture(scope="module")
-def two(model, tmp_path_factory):
+def two(llama_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
-    forked.share(2, shared_job.run, str(model), out)
+    forked.share(2, shared_job.run, llama_folder, out)
     return out
 
 
@@ -62,10 +56,10 @@ def test_two_processes_learn_and_measure_what_one_does(one, two, name):
         assert number == also_row[key] or also_row[key] == pytest.approx(number, rel=1e-4, abs=1e-7), key
 
 
-def test_accelerate_launches_the_commands(model, tmp_path):
+def test_accelerate_launches_the_commands(llama_folder, tmp_path):
     made, texts = tmp_path / "compressor", tmp_path / "text.txt"
     texts.write_text("\n".join(f"line {i} of {i * i} words to read" for i in range(9000)))
-    command = ["calibrate", model, made, "--corpus", texts, "--num-seqs", "8", "--seq-len", "64"]
+    command = ["calibrate", llama_folder, made, "--corpus", texts, "--num-seqs", "8", "--seq-len", "64"]
     settings = ["-p", "num_quantizers=2", "-p", "codebook_size=16", "-p", "group_size=8"]
     printed = run([*ACCELERATE, "-m", "vqkv.cli", *command, *settings])
     assert printed.count("Compressor(") == 1  # the first process alone prints, and saves
@@ -82,17 +76,17 @@ def test_shares_are_the_batch():
     assert torch.equal(torch.cat([Processes(rank, 3).share(batch) for rank in range(3)]), batch)
 
 
-def test_a_batch_smaller_than_the_processes_is_refused_before_anything_runs(model, monkeypatch):
-    llama, _ = load_model(str(model))
+def test_a_batch_smaller_than_the_processes_is_refused_before_anything_runs(llama_folder, monkeypatch):
+    llama, _ = load_model(llama_folder)
     monkeypatch.setattr("vqkv.runtime.processes._launched", lambda: Processes(0, 4))
     with launched(), pytest.raises(DataError, match="batch of 2 sequences.*4 processes"):
         calibrate(llama, shared_job.text(10, 0), presets.quanto(), progress=False)
 
 
-def test_a_fine_tuning_under_torchrun_ends_with_the_weights_of_one_process(model, tmp_path):
+def test_a_fine_tuning_under_torchrun_ends_with_the_weights_of_one_process(llama_folder, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    run([*torchrun, "finetune_job.py", model, tmp_path / "two"])
-    finetune_job.run(str(model), tmp_path / "one")
+    run([*torchrun, "finetune_job.py", llama_folder, tmp_path / "two"])
+    finetune_job.run(llama_folder, tmp_path / "one")
     one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, tensor in one.items():

@@ -6,7 +6,6 @@ import pickle
 import shutil
 
 import pytest
-import small_models
 import torch
 
 from vqkv import (
@@ -28,14 +27,9 @@ TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed
 SMALL = {"num_quantizers": 2, "codebook_size": 16, "group_size": 16}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(small_models.make("llama", tmp_path_factory.mktemp("llama")))
-
-
 @pytest.fixture
-def model(folder):
-    return load_model(folder)[0]
+def model(llama_folder):
+    return load_model(llama_folder)[0]
 
 
 @pytest.fixture
@@ -98,17 +92,17 @@ def test_a_compressor_is_never_half_written(compressor, tmp_path, monkeypatch):
         compressor.save_pretrained(tmp_path / "file")
 
 
-def test_models_that_cannot_be_loaded(folder, tmp_path):
+def test_models_that_cannot_be_loaded(llama_folder, tmp_path):
     for name, damage in (
         ("cut", lambda f: (f / "model.safetensors").write_bytes(b"12345678")),
         ("deeper", _one_layer_more),
     ):
-        shutil.copytree(folder, tmp_path / name)
+        shutil.copytree(llama_folder, tmp_path / name)
         damage(tmp_path / name)
         with pytest.raises(FormatError, match="no model that can be loaded"):
             load_model(str(tmp_path / name))
     with pytest.raises(FormatError, match="'tpu'"):
-        load_model(folder, device="tpu")
+        load_model(llama_folder, device="tpu")
     assert json.loads((tmp_path / "deeper" / "config.json").read_text())["num_hidden_layers"] == 4
 
 

@@ -20,11 +20,6 @@ from vqkv.models.capture import capture
 
 
 @pytest.fixture(scope="module")
-def mini():
-    return vqkv.load_model("vqkv/llama-mini")
-
-
-@pytest.fixture(scope="module")
 def tokens(mini):
     return vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=64, num_seqs=3)
 

@@ -12,11 +12,7 @@ from vqkv import DataError, UnknownNameError, capture, load_model
 from vqkv.models.load import describe, difference, fingerprint
 from vqkv.models.rope import rotations
 
-
-@pytest.fixture(scope="module", params=sorted(small_models.CONFIGS))
-def model(request, tmp_path_factory):
-    folder = small_models.make(request.param, tmp_path_factory.mktemp(request.param))
-    return load_model(str(folder))[0]
+model = small_models.fixture(*small_models.CONFIGS)
 
 
 @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 import pytest
 import shared_job
-import small_models
 import torch
 
 from vqkv import DataError, calibrate, evaluate, load_model, presets
@@ -17,45 +16,35 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(small_models.make("llama", tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def whole(folder):
-    return load_model(folder)[0]
-
-
-@pytest.fixture(scope="module")
-def spread(folder, tmp_path_factory):
-    model, _ = load_model(folder, device=PLACES, offload_folder=str(tmp_path_factory.mktemp("offload")))
+def spread(llama_folder, tmp_path_factory):
+    model, _ = load_model(llama_folder, device=PLACES, offload_folder=str(tmp_path_factory.mktemp("offload")))
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"}
     return model
 
 
-def test_it_is_the_same_model(whole, spread):
-    assert describe(spread) == describe(whole) and fingerprint(spread) == fingerprint(whole)
-    assert layer_devices(spread) == [torch.device("cpu")] * 3 == layer_devices(whole)
-    for mine, theirs in zip(capture(spread, shared_job.text(2, 0)), capture(whole, shared_job.text(2, 0)), strict=True):
+def test_it_is_the_same_model(llama, spread):
+    assert describe(spread) == describe(llama) and fingerprint(spread) == fingerprint(llama)
+    assert layer_devices(spread) == [torch.device("cpu")] * 3 == layer_devices(llama)
+    for mine, theirs in zip(capture(spread, shared_job.text(2, 0)), capture(llama, shared_job.text(2, 0)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("preset", [presets.vqllm(2, 16, 8), presets.aqua("higgs", recent_window=0)])
 @pytest.mark.parametrize("protocol", ["in_place", "chunked", "snapshot"])
-def test_calibrated_and_evaluated_alike(whole, spread, preset, protocol):
+def test_calibrated_and_evaluated_alike(llama, spread, preset, protocol):
     rows = []
-    for model in (whole, spread):
+    for model in (llama, spread):
         compressor = calibrate(model, shared_job.text(8, 0), preset, progress=False)
         rows.append((compressor.fingerprint, evaluate(model, compressor, shared_job.text(2, 1), protocol)))
     assert rows[0] == rows[1]
 
 
-def test_generation(whole, spread):
-    compressor = calibrate(whole, shared_job.text(8, 0), presets.vqllm(2, 16, 8), progress=False)
+def test_generation(llama, spread):
+    compressor = calibrate(llama, shared_job.text(8, 0), presets.vqllm(2, 16, 8), progress=False)
     prompt = shared_job.text(1, 2)
     made = [
         model.generate(prompt, past_key_values=compressor.new_cache(model), max_new_tokens=8, do_sample=False)
-        for model in (whole, spread)
+        for model in (llama, spread)
     ]
     assert torch.equal(*made)
 
@@ -65,6 +54,6 @@ def test_weights_that_are_elsewhere_cannot_be_trained(spread):
         finetune(spread, shared_job.text(8, 0), None, batch_size=4)
 
 
-def test_auto(folder, whole):
-    model, _ = load_model(folder, device="auto")
-    assert fingerprint(model) == fingerprint(whole) and model.dtype is torch.float32
+def test_auto(llama_folder, llama):
+    model, _ = load_model(llama_folder, device="auto")
+    assert fingerprint(model) == fingerprint(llama) and model.dtype is torch.float32

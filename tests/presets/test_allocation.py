@@ -39,22 +39,15 @@ def least(found):
     return sum(curve[:, 0].min().item() for curve in found.values()) / len(found)
 
 
+@pytest.mark.parametrize("convex", [True, False])
 @settings(deadline=None, max_examples=100)
-@given(found=curves(), more=st.floats(0, 6))
-def test_no_split_of_as_many_bits_costs_less(found, more):
+@given(data=st.data(), more=st.floats(0, 6))
+def test_no_split_of_as_many_bits_costs_less(convex, data, more):
+    found = data.draw(curves(convex))
     budget = least(found) + more
     chosen = allocate(found, budget)
     bits, cost = total(found, chosen)
     assert chosen.keys() == found.keys() and bits <= budget * len(found) + 1e-9
-    assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
-
-
-@settings(deadline=None, max_examples=100)
-@given(found=curves(convex=False), more=st.floats(0, 6))
-def test_also_costs_that_are_not_convex_stay_within_the_budget(found, more):
-    budget = least(found) + more
-    bits, cost = total(found, allocate(found, budget))
-    assert bits <= budget * len(found) + 1e-9
     assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
 
 

@@ -22,15 +22,10 @@ FITTED = {"corpus": "python-stdlib", "train_seqs": 2, "seq_len": 256, "codebook_
           "seed": 0, "device": "cpu"}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return str(make("llama", tmp_path_factory.mktemp("llama")))
-
-
-def test_memory_growth(llama):
+def test_memory_growth(llama_folder):
     how = {"generated": [0, 128, 256], "batches": [1, 2], "dtype": "bfloat16"}
     systems = ["DynamicCache", "quanto 4", "quanto 4, decoded kept", "kivi 2"]
-    table = generation.memory_growth(llama, systems=systems, **how, **FITTED)
+    table = generation.memory_growth(llama_folder, systems=systems, **how, **FITTED)
     assert len(table) == 2 * 3 * 4 and len(table.attrs["sources"]) == 3
     at = table.set_index(["system", "batch", "generated"]).sort_index()
     assert (at["stored_bytes"] == at["expected_bytes"]).all()
@@ -45,24 +40,27 @@ def test_memory_growth(llama):
     assert decoded == 256 * per_token * 2  # in 16 bits, what was packed when the last step read it
 
 
-def test_loss_by_position_adds_up_to_what_evaluate_finds(llama, tmp_path):
+def test_loss_by_position_adds_up_to_what_evaluate_finds(llama_folder, tmp_path):
     gpt2 = str(make("gpt2", tmp_path))
     how = {"longest": 300, "num_seqs": 3, "chunk_size": 32, "bucket": 100, "batch_size": 2, "dtype": ""}
     systems = ["DynamicCache", "quanto 2", "transformers quanto 2", "kivi 2"]
-    table = generation.loss_by_position([llama, gpt2], systems=systems, **FITTED, **how)
+    table = generation.loss_by_position([llama_folder, gpt2], systems=systems, **FITTED, **how)
     ends = table.groupby("model")["end"].max()
-    assert (ends[llama], ends[gpt2]) == (299, 255)  # gpt2 has learned 256 positions, the last of which predicts nothing
+    assert (ends[llama_folder], ends[gpt2]) == (
+        299,
+        255,
+    )  # gpt2 has learned 256 positions, the last of which predicts nothing
     exact = table[table["system"] == "DynamicCache"]
     assert exact["nll_added"].abs().max() < 1e-5 and exact["kl"].max() < 1e-5
-    window = table[(table["model"] == llama) & (table["system"] == "kivi 2")]["kl"].tolist()
+    window = table[(table["model"] == llama_folder) & (table["system"] == "kivi 2")]["kl"].tolist()
     assert window[0] < 1e-5 < 1e-4 < window[2]  # its window of 128 tokens holds the first bucket
 
-    model, tokenizer = load(llama, "", "cpu", {})
+    model, tokenizer = load(llama_folder, "", "cpu", {})
     train = draw(FITTED["corpus"], tokenizer, "train", 256, 2, 0, {})
     test = draw(FITTED["corpus"], tokenizer, "test", 300, 3, 0, {})
     for label, compressor in caches.contenders(model, train, systems[1:3], [16]).items():
         row = evaluate(model, compressor, test, chunk_size=32, reconstruction=False)
-        mine = table[(table["model"] == llama) & (table["system"] == label)]
+        mine = table[(table["model"] == llama_folder) & (table["system"] == label)]
         tokens = mine["end"] - mine["start"]  # those that read nothing packed lose nothing, and are not scored there
         lost = row["kl_mean"] * row["scored_tokens"]
         assert (tokens * mine["kl"]).sum() == pytest.approx(lost, rel=1e-3) and (mine["kl_se"] > 0).all()

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from vqkv.study import figures
-from vqkv.study.experiments import depth_by_task, group_sizes, tasks
+from vqkv.study.experiments import group_sizes, tasks
 
 TEXT = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", seq_len=128, num_seqs=2, chunk_size=32, dtype="float32",
@@ -31,18 +31,6 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
     halves = table[table["group_size"] == 16].set_index("num_quantizers")["bits_per_value"]
     assert halves[1] == own["bits_per_value"]["shared"] < halves[2]
     assert len(figures.group_size_lines(table, 2).axes) == 1
-
-
-def test_every_task_is_scored_at_every_depth():
-    table = depth_by_task(
-        **TEXT, codebook_sizes=[16], depths=[1, 3], group_size=32, kmeans_iterations=1, train_seqs=4, pairs=4,
-        far_pairs=2, gap=20, seed=0,
-    )  # fmt: skip
-    assert set(table["answers"]) == {2 * 4, 2 * 2, 2 * 16} and len(table) == 6
-    assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
-    kl = table.pivot(index="task", columns="num_quantizers", values="kl_mean")
-    assert (kl[3] < kl[1]).all() and table["lost"].max() > 20
-    assert len(figures.task_lines(table).axes) == 3
 
 
 def test_what_training_gives_back_is_a_share_of_what_codes_cost():

@@ -20,18 +20,13 @@ FITTED = dict(
 SYSTEMS = ["quanto 4", "lossless"]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return str(make("llama", tmp_path_factory.mktemp("llama")))
-
-
-def test_every_way_to_store_has_a_row_for_every_prompt(llama, tmp_path):
+def test_every_way_to_store_has_a_row_for_every_prompt(llama_folder, tmp_path):
     gpt2 = str(make("gpt2", tmp_path))  # has learned 256 positions
     lengths = {"lengths": [130, 254, 300], "geometry": "tiny", "long_lengths": [40]}
-    table = restoring_times([llama, gpt2], systems=SYSTEMS, rounds=1, threads=1, **lengths, **FITTED)
+    table = restoring_times([llama_folder, gpt2], systems=SYSTEMS, rounds=1, threads=1, **lengths, **FITTED)
     counts = table.groupby(["model", "tokens"], sort=False)["system"].apply(list)
     assert len(counts) == 6 and all(systems == [FP16, ZLIB, *SYSTEMS] for systems in counts)
-    sizes = table[table["model"] == llama].pivot_table(index="tokens", columns="system", values="file_bytes")
+    sizes = table[table["model"] == llama_folder].pivot_table(index="tokens", columns="system", values="file_bytes")
     assert (sizes["lossless"] < sizes[FP16]).all() and sizes.loc[254, "quanto 4"] < 0.7 * sizes.loc[254, FP16]
     assert (table[["save_ms", "load_ms", "first_ms", "next_ms", "again_ms"]] > 0).all(axis=None)
     assert figures.ready_lines(table).axes and figures.bandwidth_lines(table).axes
@@ -49,8 +44,8 @@ def test_break_even_is_where_both_files_are_ready_at_once():
 
 @pytest.mark.parametrize("squeezed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_file_gives_sixteen_bits_back(tmp_path, llama, squeezed, dtype):
-    model = make_model(llama, dtype)
+def test_a_plain_file_gives_sixteen_bits_back(tmp_path, llama_folder, squeezed, dtype):
+    model = make_model(llama_folder, dtype)
     cache = DynamicCache(config=model.config)
     model(torch.arange(20)[None], past_key_values=cache, use_cache=True)
     way = PlainFile(squeezed)
@@ -76,7 +71,7 @@ def test_a_restored_cache_goes_on_with_the_same_bits():
         restored_quality(["vqkv/llama-mini"], systems=SYSTEMS, **how | {"tell_apart": 1}, **FITTED)
 
 
-def test_a_chat_reads_only_what_is_new(llama):
+def test_a_chat_reads_only_what_is_new(llama_folder):
     table = chat("vqkv/llama-mini", systems=["quanto 4"], turns=3, said=24, answered=8, threads=1, **FITTED)
     assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
     assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing

@@ -69,15 +69,3 @@ def test_the_least_mean_over_models_is_chosen(monkeypatch):
     least = {name: trials[-1] for name, trials in TRIALS.items()}
     least |= {"quanto": TRIALS["quanto"][0], "kivi": TRIALS["kivi"][1], "kvtc": TRIALS["kvtc"][0]}
     assert found == least
-
-
-def test_rows_of_a_real_model(monkeypatch):
-    few = {"kvquant": TRIALS["kvquant"][:2], "kivi": [{"group_size": 1 << 20}]}
-    monkeypatch.setattr(sys.modules[tuning.__module__], "TRIALS", few)
-    with pytest.warns(UserWarning, match="goes without kivi"):
-        table = tuning(["vqkv/llama-mini"], **SETTINGS).set_index("settings")
-    plain, fisher = table.loc["outliers 0.01, fisher False"], table.loc["outliers 0.01, fisher True"]
-    assert len(table) == 2 and plain["kl_mean"] != fisher["kl_mean"] > 0
-    same = ["bits_per_value", "side_bytes", "bits_32k_x1"]
-    assert plain[same].tolist() == fisher[same].tolist()
-    assert {"validation", "train"} == {name.split()[2] for name in table.attrs["sources"] if "corpus" in name}
