@@ -25,7 +25,7 @@ from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed, rvq_statistic
 from vqkv.kernels.tiles import ATTENTION
 from vqkv.kernels.trellis.code import REACH
 from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
-from vqkv.kernels.view import Affine, Coded, Rope, Turn
+from vqkv.kernels.view import Affine, Coded, Rope
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
          torch.int16: "i16", torch.uint8: "u8"}  # fmt: skip
@@ -55,11 +55,6 @@ def encode(groups: int, dim: int, beam: int = 1, tokens: int = TOKENS * 16) -> N
 
 def attend(keys, values, rope: Rope | None = None, rows: int = 4) -> None:
     decode_attention(zeros(1, HEADS * rows, 1, HEAD_DIM), keys, values, 0.1, rope)
-
-
-def read(packed, turned: bool) -> None:
-    angles = zeros(1, TOKENS, HEAD_DIM, dtype=torch.float32)
-    decode(packed, turn=Turn(angles, angles) if turned else None, dtype=torch.float16)
 
 
 def streams(decoded: bool) -> None:
@@ -105,15 +100,9 @@ for _bits in (2, 4, 8):
     CASES[f"grid {4 ** _bits if _bits < 8 else 64}"] = (
         128, lambda n={2: 4, 4: 8, 8: 6}[_bits]: rvq_encode_packed(zeros(1, 8, TOKENS, 64, 2), zeros(1, 2**n, 2), n)
     )  # fmt: skip
-    for _turned in (False, True):
-        CASES[f"decode affine {_bits}{' turned' * _turned}"] = (
-            128 if _turned else 8 * max(4, _bits), lambda n=_bits, turned=_turned: read(affine(n), turned)
-        )  # fmt: skip
+    CASES[f"decode affine {_bits}"] = 8 * max(4, _bits), lambda n=_bits: decode(affine(n))
 for _strided in (False, True):
-    for _turned in (False, True):
-        CASES[f"decode rvq{' strided' * _strided}{' turned' * _turned}"] = (
-            128, lambda strided=_strided, turned=_turned: read(coded(32, 8, 2048, strided=strided), turned)
-        )  # fmt: skip
+    CASES[f"decode rvq{' strided' * _strided}"] = 128, lambda s=_strided: decode(coded(32, 8, 2048, strided=s))
 for _name, _packed in {"int4": affine(4), "int2": affine(2), "product": coded(4, 1, 256, 2, 64)}.items():
     CASES[f"attention {_name}"] = 128, lambda packed=_packed: attend(packed, packed)
 

@@ -181,8 +181,3 @@ def test_packing_is_the_bit_string_code_by_code(case):
     assert torch.equal(naive.unpack_codes(expected, bits, codes.shape[-1]), codes.long())
     scattered = packed.unsqueeze(-1).repeat_interleave(3, dim=-1)[..., 1]
     assert torch.equal(cpu.unpack_codes(scattered, bits, codes.shape[-1]).long(), codes.long())
-
-
-def test_a_base_is_added():
-    packed, base = naive.affine_encode(gaussian(1, 2, 5, 16), 4, 8), gaussian(1, 2, 5, 16, seed=1)
-    assert torch.equal(cpu.decode(packed, base, dtype=torch.float16), naive.decode(packed, base, dtype=torch.float16))

@@ -1,28 +1,18 @@
-"""Triton's decoder against the naive one: affine codes, residual and product VQ, grids; a base added, RoPE."""
+"""Triton's decoder against the naive one: affine codes, residual and product VQ, grids."""
 
 import pytest
 import torch
-from gpu_guard import DEVICE, amid, apart, close, gaussian
+from gpu_guard import DEVICE, amid, close, gaussian
 
 from vqkv.kernels import naive
 from vqkv.kernels.decoding.triton import decode
-from vqkv.kernels.view import Affine, Coded, KernelView, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView
 
 FP32 = 1e-6  # sums in the same order, but products may be fused
-ROUNDED = {torch.float32: FP32, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter truncates to bf16
 
 
 def random(*shape, dtype=torch.float32) -> torch.Tensor:
     return gaussian(*shape, seed=sum(shape)).to(dtype)
-
-
-def turn(tokens: int, rotary_dim: int, batch: int = 1) -> Turn | None:
-    """cos and sin that no angle has, different in both halves."""
-    return (
-        Turn(apart(random(batch, tokens, rotary_dim)), apart(random(batch, tokens, rotary_dim) + 1))
-        if rotary_dim
-        else None
-    )
 
 
 def coded(groups: int, dim: int, tokens=3, k=2, bits=5, tables=1, size=0, scales=0, every=1, **more) -> Coded:
@@ -40,21 +30,16 @@ def affine(head_dim: int, group_size: int, bits: int, tokens=3, heads=1) -> Affi
     return Affine(amid(packed.codes), amid(packed.low), amid(packed.high), bits)
 
 
-def same(packed: KernelView, rotary_dim: int = 0, base: torch.Tensor | None = None, dtype=torch.float32) -> None:
-    turned = turn(packed.shape[2], rotary_dim)
-    close(decode(packed, base, turned, dtype), naive.decode(packed, base, turned, dtype), ROUNDED[dtype])
+def same(packed: KernelView) -> None:
+    close(decode(packed), naive.decode(packed), FP32)
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(
-    "groups, dim, rotary_dim",
-    [
-        (4, 32, 128), (4, 32, 64), (4, 32, 0), (1, 80, 80), (5, 16, 80), (3, 32, 24), (64, 2, 0), (1, 4, 4),
-        (4, 20, 40), (3, 10, 14), (4, 3, 12),
-    ],
-)  # fmt: skip
-def test_shapes_of_heads_groups_and_turned_channels(groups, dim, rotary_dim, strided, guarded):
-    same(coded(groups, dim, strided=strided), rotary_dim)
+    "groups, dim", [(4, 32), (1, 80), (5, 16), (3, 32), (64, 2), (1, 4), (4, 20), (3, 10), (4, 3), (7, 5)]
+)
+def test_shapes_of_heads_and_groups(groups, dim, strided, guarded):
+    same(coded(groups, dim, strided=strided))
 
 
 @pytest.mark.parametrize("bits, k", [(1, 9), (3, 5), (8, 2), (11, 8), (16, 1)])
@@ -65,46 +50,31 @@ def test_codes_of_any_width(bits, k, guarded):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("scales, every", [(4, 1), (2, 1), (1, 3), (4, 64)])
 def test_scales_of_groups_and_blocks(scales, every, strided, guarded):
-    same(coded(4, 8, tokens=7, scales=scales, every=every, strided=strided), 32)
+    same(coded(4, 8, tokens=7, scales=scales, every=every, strided=strided, heads=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_table_for_every_group_and_every_output_type(dtype, guarded):
-    same(coded(4, 8, k=1, bits=8, tables=4, scales=1), 32, dtype=dtype)
-    same(coded(4, 8, k=2, bits=3, tables=2, dtype=torch.float32), dtype=dtype)
+def test_a_table_for_every_group(guarded):
+    same(coded(4, 8, k=1, bits=8, tables=4, scales=1))
+    same(coded(4, 8, k=2, bits=3, tables=2, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 100])
 @pytest.mark.parametrize("packed", [lambda n: coded(4, 32, n, scales=1, strided=True), lambda n: affine(128, 64, 4, n)])
 def test_tokens_fill_no_tile(packed, tokens, guarded):
-    same(packed(tokens), 128, dtype=torch.float16)
+    same(packed(tokens))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(
-    "head_dim, group_size, rotary_dim",
-    [(128, 64, 0), (128, 32, 128), (128, 64, 32), (80, 40, 80), (96, 96, 48), (12, 3, 12), (16, 2, 0), (8, 1, 4)],
-)  # fmt: skip
-def test_affine(head_dim, group_size, rotary_dim, bits, guarded):
-    same(affine(head_dim, group_size, bits), rotary_dim)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [coded(4, 8, heads=2, scales=1, strided=True), affine(32, 16, 4, heads=2)])
-def test_a_base_is_added_before_the_turn(packed, dtype, guarded):
-    base = random(*packed.shape, dtype=dtype)
-    for place in (amid, apart):
-        same(packed, 32, place(base))
-    same(packed, 16, apart(base.mT).mT)
+@pytest.mark.parametrize("head_dim, group_size", [(128, 64), (128, 32), (80, 40), (96, 96), (12, 3), (16, 2), (8, 1)])
+def test_affine(head_dim, group_size, bits, guarded):
+    same(affine(head_dim, group_size, bits, heads=2))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_heads_and_batch_entries(heads, guarded):
     one, other = (coded(4, 8, tokens=3, heads=heads, scales=1, strided=True) for _ in "ab")
     both = Coded(torch.cat([one.codes, other.codes.flip(2)]), one.codebooks, 5, 4, torch.cat([one.scale] * 2), 1, True)
-    for batch in (1, 2):
-        turned = turn(3, 32, batch)
-        close(decode(both, turn=turned), naive.decode(both, turn=turned), FP32)
+    same(both)
 
 
 def test_slices_of_longer_caches():
@@ -113,7 +83,7 @@ def test_slices_of_longer_caches():
         coded(3, 8, 9, heads=2, scales=1, every=2),
         affine(32, 16, 4, 9, 2),
     ):
-        same(packed.tokens(2, 7), 16)
+        same(packed.tokens(2, 7))
 
 
 def test_codes_at_no_aligned_address():
@@ -138,14 +108,6 @@ def test_extremes():
     assert not decode(packed)[0, 0, 1].any()
 
 
-def test_channels_that_do_not_turn_stay_as_they_are_also_beside_infinite_ones():
-    base = torch.zeros(1, 1, 3, 32, device=DEVICE)
-    base[..., 20:] = torch.inf
-    packed = coded(4, 8)
-    found = decode(packed, base, turn(3, 8))
-    assert found[..., :20].isfinite().all() and found[..., 20:].isinf().all()
-
-
 def test_a_code_beyond_its_codebook_stands_for_the_last():
     packed = coded(2, 8, k=1, bits=5, size=20)
     packed.codes.fill_(255)
@@ -155,4 +117,4 @@ def test_a_code_beyond_its_codebook_stands_for_the_last():
 
 @pytest.mark.parametrize("packed", [coded(4, 8, 0), affine(32, 16, 4, 0)])
 def test_no_tokens(packed):
-    assert decode(packed, dtype=torch.float16).shape == (1, 1, 0, 32)
+    assert decode(packed).shape == (1, 1, 0, 32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels import cpu, naive
 from vqkv.kernels.entropy.code import Code
-from vqkv.kernels.view import Affine, KernelView, Rope, Turn
+from vqkv.kernels.view import Affine, KernelView, Rope
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
@@ -110,10 +110,9 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
 
 
-def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
-    """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
-    shape), then rotated by ``turn``."""
-    return _find("decode", packed.codes, packed)(packed, base, turn, dtype)
+def decode(packed: KernelView) -> Tensor:
+    """Values (batch, num_kv_heads, seq_len, head_dim), float32."""
+    return _find("decode", packed.codes, packed)(packed)
 
 
 def decode_attention(

@@ -45,7 +45,6 @@ DECODE = {
     "coded": {"values": 4096, "num_warps": 4},  # 32 values a thread: four vectors of 8 from the table at a time
     "affine": {"values": 4096, "num_warps": 4},
     "vector": 8,  # channels of a chunk, at most: 16 bytes of an fp16 table
-    "heads": 8,  # that share a token's cosines in L1
 }
 
 ATTENTION = {

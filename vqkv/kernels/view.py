@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vqkv.kernels.rope import rotate
+
 
 @dataclass(frozen=True)
 class Affine:
@@ -64,15 +66,6 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """RoPE for decoded values: cos and sin as the model's rotary embedding gives them, fp32 (batch or 1, seq_len,
-    rotary_dim); channels beyond rotary_dim stay as they are."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-@dataclass(frozen=True)
 class Rope:
     """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq.
 
@@ -82,13 +75,14 @@ class Rope:
     inv_freq: Tensor
     start: int = 0
 
-    def turn(self, stop: int, first: int = 0) -> Turn:
-        """cos and sin of the keys first, ..., stop - 1; angles in float64, as positions beyond 2^16 leave fp32 too few
-        bits."""
-        positions = torch.arange(self.start + first, self.start + stop, device=self.inv_freq.device)
+    def turned(self, keys: Tensor, first: int = 0) -> Tensor:
+        """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated; angles in float64, as
+        positions beyond 2^16 leave fp32 too few bits."""
+        start = self.start + first
+        positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
-        return Turn(angles.cos().float(), angles.sin().float())
+        return rotate(keys, angles.cos().float(), angles.sin().float())
 
 
 KernelView = Affine | Coded

@@ -16,8 +16,8 @@ def decode_attention(
     grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
     for start, stop in _spans(keys, values):
-        turn = rope and rope.turn(stop, start)
-        k, v = decode(keys.tokens(start, stop), turn=turn), decode(values.tokens(start, stop))
+        k, v = decode(keys.tokens(start, stop)), decode(values.tokens(start, stop))
+        k = k if rope is None else rope.turned(k, start)
         scores = grouped @ k.mT
         parts.append((scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)))
     out, total = merge(parts)

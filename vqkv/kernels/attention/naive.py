@@ -16,7 +16,8 @@ def decode_attention(
     Query head h reads KV head h // (num_heads / num_kv_heads). Nothing is masked. ``rope``: of the keys, which are then
     stored before it; the query comes rotated.
     """
-    k, v = decode(keys, turn=rope and rope.turn(keys.shape[2])), decode(values)
+    k, v = decode(keys), decode(values)
+    k = k if rope is None else rope.turned(k)
     repeats = query.shape[1] // k.shape[1]
     scores = query.float() @ k.repeat_interleave(repeats, dim=1).mT * scaling
     return scores.softmax(dim=-1) @ v.repeat_interleave(repeats, dim=1), scores.logsumexp(dim=-1)

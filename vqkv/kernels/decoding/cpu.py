@@ -8,17 +8,14 @@ from vqkv.kernels.affine.cpu import affine_decode
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import serves
 from vqkv.kernels.packing.cpu import unpack_codes
-from vqkv.kernels.rope import rotate
-from vqkv.kernels.view import Affine, Coded, KernelView, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView
 
 WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32 values -> a type of their size
 
 
-def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+def decode(packed: KernelView) -> Tensor:
     """``naive.decode``."""
-    values = affine_decode(packed) if isinstance(packed, Affine) else _coded(packed)
-    values = values if base is None else values.add_(base)
-    return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
+    return affine_decode(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
 def _coded(packed: Coded) -> Tensor:

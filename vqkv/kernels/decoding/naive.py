@@ -4,16 +4,12 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.packing.naive import unpack_codes
-from vqkv.kernels.rope import rotate
-from vqkv.kernels.view import Affine, Coded, KernelView, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView
 
 
-def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
-    """Values (batch, num_kv_heads, seq_len, head_dim) in ``dtype``: decoded, added to ``base`` (a prediction of that
-    shape), then rotated by ``turn``; float32 until the end."""
-    values = decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)
-    values = values if base is None else base.float() + values
-    return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
+def decode(packed: KernelView) -> Tensor:
+    """Values (batch, num_kv_heads, seq_len, head_dim), float32."""
+    return decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
 def decode_affine(packed: Affine, unpack=unpack_codes) -> Tensor:

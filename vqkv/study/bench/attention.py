@@ -69,8 +69,9 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def decoded(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None) -> Tensor:
     """Read a cache without such a kernel: decode to the model's dtype, then attend."""
-    decode, turn = kernels.decode, rope and rope.turn(keys.shape[2])
-    return sdpa(query, decode(keys, turn=turn, dtype=query.dtype), decode(values, dtype=query.dtype))
+    k, v = kernels.decode(keys), kernels.decode(values)
+    k = k if rope is None else rope.turned(k)
+    return sdpa(query, k.to(query.dtype), v.to(query.dtype))
 
 
 OPERATIONS = {OPERATION: attention}

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels import naive as reference
-from vqkv.kernels.rope import rotate
-from vqkv.kernels.view import Affine, Coded, KernelView, Turn
+from vqkv.kernels.view import Affine, Coded, KernelView
 
 ROWS = 8192  # whose distances are held at a time
 
@@ -73,11 +72,9 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     return Affine(pack_codes(codes.to(torch.uint8).flatten(-2), bits), low, high, bits)
 
 
-def decode(packed: KernelView, base: Tensor | None = None, turn: Turn | None = None, dtype=torch.float32) -> Tensor:
+def decode(packed: KernelView) -> Tensor:
     """Restore values as ``reference.decode`` does."""
-    values = _affine(packed) if isinstance(packed, Affine) else _coded(packed)
-    values = values if base is None else base + values
-    return (values if turn is None else rotate(values, turn.cos, turn.sin)).to(dtype)
+    return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
 def _affine(packed: Affine) -> Tensor:

@@ -121,17 +121,25 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[BenchCase]:
 
 
 def decode_and(what: str, sizes: Sizes) -> Iterator[BenchCase]:
-    """Decoding together with what follows it: ``add`` to a prediction, or ``rope``."""
+    """Decoding and what follows it: ``add`` to a prediction, or ``rope``."""
     base = gaussian(*sizes.stored, seed=sizes.seed, device=sizes.device)
-    others = {"base": base} if what == "add" else {"turn": rope(sizes.head_dim, sizes.device).turn(sizes.tokens)}
+    then = base.add if what == "add" else rope(sizes.head_dim, sizes.device).turned
     for name in ("int4", "residual 8x2048 d=32"):
-        yield _decode(f"decode_{what}", name, FORMATS[name](sizes.stored, sizes.device), **others)
+        packed = FORMATS[name](sizes.stored, sizes.device)
+        work = roofline.decode(packed, base=base if what == "add" else None, turned=what == "rope")
+        case, expected = BenchCase(f"decode_{what}", name, label(packed.shape), work), then(reference.decode(packed))
+        case.add(ours("decode", packed.codes), partial(_and, then, kernels.decode, packed), expected)
+        case.add("plain torch", partial(_and, then, plain.decode, packed), expected)
+        yield case
 
 
-def _decode(operation: str, name: str, packed: KernelView, base: Tensor | None = None, turn=None) -> BenchCase:
-    work = roofline.decode(packed, base=base, turned=turn is not None)
-    case = BenchCase(operation, name, label(packed.shape), work)
-    case.add_both("decode", packed.codes, packed, base, turn, expected=reference.decode(packed, base, turn))
+def _and(then: Callable, decode: Callable, packed: KernelView) -> Tensor:
+    return then(decode(packed))
+
+
+def _decode(operation: str, name: str, packed: KernelView) -> BenchCase:
+    case = BenchCase(operation, name, label(packed.shape), roofline.decode(packed))
+    case.add_both("decode", packed.codes, packed, expected=reference.decode(packed))
     return case
 
 
