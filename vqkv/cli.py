@@ -31,10 +31,7 @@ Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: f
 BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
 SUITES = "a suite (local, retrieval, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
-READABLE = (
-    "vqkv inspect reads a compressor's folder (compressor.save_pretrained), a saved cache (cache.save) or a snapshot "
-    "stream (SnapshotWriter)"
-)
+READABLE = "vqkv inspect reads a compressor's folder, a saved cache (cache.save) or a snapshot stream (SnapshotWriter)"
 
 
 @app.command("calibrate")

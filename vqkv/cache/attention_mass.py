@@ -14,11 +14,8 @@ from vqkv.models.layers import KVLayer, kv_layers
 @contextmanager
 def watching_attention(model, see: Callable[[int, Tensor], None]):
     """Within the context, ``model`` attends eagerly and tells ``see(layer_idx, scores)`` of every attention block as it
-    ends; on leaving, errors included, it attends as before.
-
-    ``scores`` (batch, num_kv_heads, kv_len), fp32, is the attention that each key got, summed over this pass's queries
-    and over the query heads of its KV head. The probabilities are the model's own: nothing is computed twice.
-    """
+    ends; on leaving, it attends as before. ``scores`` (batch, num_kv_heads, kv_len), fp32, is the attention that each
+    key got, summed over this pass's queries and over the query heads of its KV head: the model's own probabilities."""
     config = model.config
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     before = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}

@@ -1,8 +1,6 @@
 """The sequences of a cache: which slots of the padded batch hold tokens, and which sequences are as long as each other.
-
 Padding is never stored, and takes no place among sinks, window or blocks, so that each sequence of a padded batch reads
-what it would read alone. A batch without padding is one group, and nothing here touches its keys and values.
-"""
+what it would read alone."""
 
 from dataclasses import dataclass, field
 

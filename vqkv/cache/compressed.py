@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import weakref
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, L
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch
-from vqkv.cache.hooks import watch
 from vqkv.cache.layer import CompressedLayer, MixedLayer
 from vqkv.cache.meter import Report, tensor_bytes, tensors
 from vqkv.cache.packed_attention import reads_packed
@@ -25,16 +25,36 @@ from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
 
 
+class WeakHook:
+    """Calls one method of an object that it does not keep alive; copied or saved with its module, it calls nothing."""
+
+    def __init__(self, owner=None, method: str = ""):
+        self.owner, self.method = owner and weakref.ref(owner), method
+
+    @torch.compiler.disable
+    def __call__(self, *arguments) -> None:
+        owner = self.owner and self.owner()
+        if owner is not None:
+            getattr(owner, self.method)(*arguments)
+
+    def __reduce__(self):
+        return WeakHook, ()
+
+
+def watch(owner, method: str, register: Callable, **options) -> None:
+    """``register`` a hook that calls ``owner.method``; it is removed when ``owner`` is gone."""
+    weakref.finalize(owner, register(WeakHook(owner, method), **options).remove)
+
+
 class CompressedCache(Cache):
     """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``; of an
     encoder-decoder's two this is one, ``cross`` that of the layers that attend to the encoder.
 
-    ``in_place``: pack every token at once and let attention read the packed form of the current tokens too, with no
-    sinks and no recent window (the protocol of residual VQ's paper). ``decoded_cache_bytes``: how much of what
-    attention reads of quantized tokens is kept from step to step, the oldest tokens first; by default nothing, so that
-    every step decodes the history once. Padding in ``attention_mask`` is not stored. Layers with a sliding window drop
-    blocks of tokens that no query can see any more, but not under predictors or in padded batches, where tokens must
-    line up; what dropped tokens cannot be cropped or saved. One forward pass at a time.
+    ``in_place``: pack every token at once and let attention read the current tokens packed too, with no sinks and no
+    recent window (residual VQ's protocol). ``decoded_cache_bytes``: how much of what attention reads of quantized
+    tokens is kept from step to step, the oldest tokens first; by default every step decodes the history once. Layers
+    with a sliding window drop blocks of tokens that no query can see any more, but not under predictors or in padded
+    batches, where tokens must line up; what dropped tokens cannot be cropped or saved. One forward pass at a time.
     """
 
     layer_class = CompressedLayer
@@ -199,9 +219,8 @@ class CompressedCache(Cache):
         return f"CompressedCache({self.compressor.name}: {self.report()})"
 
     def save(self, path) -> None:
-        """Write all that is stored to one safetensors file, as ``saving`` says; only what ``decoded_cache_bytes`` keeps
-        is left out. Raises ``DataError`` if a forward pass broke off half-way, ``OSError`` if the file cannot be
-        written: an older one at ``path`` then stays as it was."""
+        """Write all that is stored, but decoded tokens, to one safetensors file. Raises ``DataError`` if a forward pass
+        broke off half-way, ``OSError`` if the file cannot be written: an older one at ``path`` then stays as it was."""
         saving.save(self, path)
 
     @classmethod

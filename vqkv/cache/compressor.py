@@ -70,8 +70,7 @@ class Compressor:
 
     @property
     def derived_bytes(self) -> int:
-        """Bytes of the tables that it keeps to compute with, made from side information when they were first needed
-        (inverses, search tables of codebooks, decoding tables of streams): in memory now, in no file."""
+        """Bytes of the tables that it made from side information to compute with: in memory now, in no file."""
         parts = [*self.codecs, *(prediction.predictor for prediction in self.predictions.values())]
         tables = [tables_of(tensor) for tensor in tensors(parts)]
         return tensor_bytes(parts, tables) - tensor_bytes(
@@ -101,8 +100,7 @@ class Compressor:
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         """An empty ``CompressedCache`` for ``model``; for an encoder-decoder transformers' ``EncoderDecoderCache`` of
-        two, of which the one for cross-attention is written once. Raises ``FormatError`` if this compressor was fitted
-        to another model."""
+        two. Raises ``FormatError`` if this compressor was fitted to another model."""
         made = CompressedCache(self, model, in_place, decoded_cache_bytes)
         if not model.config.is_encoder_decoder:
             return made
@@ -114,10 +112,9 @@ class Compressor:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
-        """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32; tokens
-        after the last whole block that every codec can pack are left out. ``known``: ``new_pass()``, handed from the
-        first layer to the last, where predictors read other layers. Raises ``DataError`` without a whole block, and
-        where layers are stored together."""
+        """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32, without tokens after
+        the last whole block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors read
+        other layers. Raises ``DataError`` without a whole block, and where layers are stored together."""
         if self.joint:
             raise DataError(f"{self.name} stores all layers together: read a cache's layers instead")
         known = self.new_pass() if known is None else known
@@ -144,9 +141,8 @@ class Compressor:
             )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``compressor.safetensors`` into ``folder``, with all but what was learned as JSON. It is moved into
-        place when it is whole; until then an older compressor there stays. Raises ``FormatError`` if ``folder`` is a
-        file."""
+        """Write ``compressor.safetensors`` into ``folder``; an older one stays until it is whole. Raises
+        ``FormatError`` if ``folder`` is a file."""
         folder = Path(folder)
         if folder.is_file():
             raise FormatError(f"{folder} is a file: name a folder for the compressor")

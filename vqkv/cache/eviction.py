@@ -13,8 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from vqkv.cache.attention_mass import attention_scores, heavy_hitters, watching_attention
 from vqkv.cache.batch import Group, Pair
-from vqkv.cache.compressed import CompressedCache
-from vqkv.cache.hooks import watch
+from vqkv.cache.compressed import CompressedCache, watch
 from vqkv.cache.layer import CompressedLayer
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.positions import pick_rows
@@ -92,10 +91,9 @@ class H2O:
 
 @dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
-    """One layer of an ``EvictingCache``, which keeps tokens of its own. ``policy`` is its ``H2O``; ``scores`` the
-    attention received by each stored token, while needed; ``new`` the keys and values that are stored once attention
-    has told which of them matter.
-    """
+    """One layer of an ``EvictingCache``, which keeps tokens of its own. ``scores``: the attention received by each
+    stored token, while needed; ``new``: keys and values that are stored once attention has told which of them
+    matter."""
 
     is_croppable = False
 
@@ -163,11 +161,8 @@ class EvictingLayer(CompressedLayer):
 
 
 class EvictingCache(CompressedCache):
-    """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``.
-
-    A pass that ends in an eviction runs with the model's eager attention, which hooks on ``model`` switch on for this
-    cache alone. Sequences are of equal length: a share of tokens is no share of padding.
-    """
+    """A ``CompressedCache`` that evicts; made by ``H2O.new_cache``. A pass that ends in an eviction runs with the
+    model's eager attention, which hooks on ``model`` switch on for this cache alone. Sequences are of equal length."""
 
     layer_class = EvictingLayer
 

@@ -78,11 +78,7 @@ def total(reports: list[Report]) -> Report:
 
 
 def tensor_bytes(*objects) -> int:
-    """Bytes of the storages behind every tensor reachable from ``objects``, each storage once.
-
-    Walks lists, tuples, sets, dicts and the attributes of instances, but not modules other than parts
-    of codecs: a model is not its cache.
-    """
+    """Bytes of the storages behind every tensor reachable from ``objects`` (``tensors``), each storage once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(*objects)}.values())
 
 
@@ -92,7 +88,8 @@ def tensors(*objects) -> list[torch.Tensor]:
     found, seen, stack = [], set(), list(objects)
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (type, str, bytes, int, float)) or _is_model(item):
+        is_model = isinstance(item, torch.nn.Module) and not isinstance(item, Part)
+        if id(item) in seen or is_model or isinstance(item, (type, str, bytes, int, float)):
             continue
         seen.add(id(item))
         if hasattr(type(item), "__tensor_flatten__"):
@@ -107,7 +104,3 @@ def tensors(*objects) -> list[torch.Tensor]:
             stack += list(getattr(item, "__dict__", {}).values())
             stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
     return found
-
-
-def _is_model(item) -> bool:
-    return isinstance(item, torch.nn.Module) and not isinstance(item, Part)

@@ -1,8 +1,7 @@
 """Attention that reads packed tokens where they are, without a decoded copy of them.
 
-``model.set_attn_implementation("vqkv_packed")``, or that name for ``attn_implementation`` when a model is loaded, makes
-a ``CompressedCache`` hand over what it stores instead of decoding it. Everything else (prompts, other caches, presets
-that kernels cannot read) goes to transformers' ``sdpa``.
+``model.set_attn_implementation("vqkv_packed")`` makes a ``CompressedCache`` hand over what it stores instead of
+decoding it. Everything else (prompts, other caches, presets that kernels cannot read) goes to transformers' ``sdpa``.
 """
 
 from collections.abc import Callable

@@ -29,9 +29,8 @@ class PromptCache:
 
     A prompt that goes on where a stored one ended (a chat's next turn) is stored as what is new, beside the name of the
     file before. ``max_bytes``: what this model's and compressor's files may take; the least recently used go first. A
-    file that is torn, altered, or of another version is a miss, and removed. Several processes may use one folder:
-    files appear whole or not at all, and one that has just been removed is a miss. Caches that come back keep
-    ``decoded_cache_bytes`` of what they decode.
+    file that is torn, altered, just removed or of another version is a miss; several processes may use one folder.
+    Caches that come back keep ``decoded_cache_bytes`` of what they decode.
     """
 
     def __init__(self, folder, compressor, model, max_bytes: int = MOST, decoded_cache_bytes: int = 0):
@@ -68,7 +67,10 @@ class PromptCache:
         """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
         these, so that there is something left to read; (None, 0) if none is stored."""
         tokens = _flat(tokens)
-        known = ((min(_common(prompt, tokens), len(tokens) - 1), path) for path, prompt in self._prompts())
+        known = []
+        for path, prompt in self._prompts():
+            shorter = min(len(prompt), len(tokens) - 1)
+            known.append((int((prompt[:shorter] == tokens[:shorter]).long().cumprod(0).sum()), path))
         for count, path in sorted(known, key=lambda each: each[0], reverse=True):
             if count < 1:
                 break
@@ -156,12 +158,6 @@ def _flat(tokens: Tensor) -> Tensor:
             f"tokens of shape {tuple(tokens.shape)}, {tokens.dtype}: pass integers (seq_len,) of a sequence"
         )
     return tokens.detach().reshape(-1).cpu().long()
-
-
-def _common(a: Tensor, b: Tensor) -> int:
-    """How many tokens both begin with."""
-    shorter = min(len(a), len(b))
-    return int((a[:shorter] == b[:shorter]).long().cumprod(0).sum())
 
 
 def _stored(cache: CompressedCache, count: int | None) -> str:

@@ -1,12 +1,9 @@
 """A cache on disk: what it stores of its tokens and what it was made for, in one checked safetensors file.
 
-The file's metadata (``runtime.files``) is a JSON header: format and version; names and fingerprints of the compressor
-and the model; the batch; of each group its sequences and how many of their tokens are sinks, quantized (with holes) and
-window; the report.
-
-Tensors: ``tokens``, uint8 (batch, slots), if some slots hold padding; of group 0 ``0.positions``, unless they are 0, 1,
-2, ...; of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and the payload's, such as ``0.3.key.payload.codes``. Their
-bytes are the ones that ``CompressedCache.report`` counts, decoded tokens apart.
+The metadata (``runtime.files``) is a JSON header: format and version; names and fingerprints of the compressor and the
+model; the batch; of each group its sequences and how many of their tokens are sinks, quantized (with holes) and window;
+the report. Tensors: ``tokens``, uint8 (batch, slots), if some slots hold padding; of group 0 ``0.positions``, unless
+they are 0, 1, 2, ...; of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and ``0.3.key.payload.codes``.
 """
 
 import json

@@ -1,8 +1,6 @@
-"""A step of a snapshot stream <-> bytes: a codec for every tensor, as the stream's header says.
-
-The header is one safetensors blob: the codecs' learned tensors and, as ``header``, JSON. A step's bytes are payload
-tensors and nothing else; their sizes follow from the codecs, the number of tokens and what was read before.
-"""
+"""A step of a snapshot stream <-> bytes: a codec for every tensor, as the stream's header says: one safetensors blob of
+the codecs' learned tensors and, as ``header``, JSON. A step's bytes are payload tensors and nothing else; their sizes
+follow from the codecs, the number of tokens and what was read before."""
 
 import io
 import json

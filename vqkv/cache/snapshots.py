@@ -1,13 +1,10 @@
 """Keyframe + delta streams of a growing KV cache: one append-only file that a crash cannot spoil.
 
 The VQ quality framework's temporal state compression (section 1): the cache is snapshotted at every step. Every
-``interval`` steps all of it is written, in between only the tokens that the step appended. Steps are counted from 1;
-keyframes are the steps ``interval``, 2 ``interval``, ...; the steps before the first are deltas on an empty cache. So
-512 steps of one token, 131,328 token-states, become 8 keyframes of 2,304 token-states and 504 deltas.
+``interval`` steps, counted from 1, all of it is written, in between only the tokens that the step appended.
 
 File: ``MAGIC``, then a record for the header and one for each step: three little-endian words (length, tokens, CRC32)
-and ``length`` bytes. A CRC32 goes on from the one before, so that no step is altered, moved, repeated or left out
-unseen.
+and ``length`` bytes. A CRC32 goes on from the one before, so that no step is moved, repeated or left out unseen.
 """
 
 import os
@@ -46,18 +43,14 @@ def _checksum(before: int, tokens: int, contents) -> int:
 
 
 class SnapshotWriter:
-    """Writes a stream of snapshots; also a context manager. It keeps the live cache itself, exactly, in CPU memory.
+    """Writes a stream of snapshots; also a context manager. It keeps the live cache itself, exactly, in CPU memory. The
+    file appears with the first ``append``. One writer at a time.
 
     ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"fp16"``,
     ``"int4"`` (4-bit affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over
-    layers of (key codec, value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps
-    per keyframe.
-
-    A codec that encodes blocks of tokens gets the whole blocks of what is stored (of the cache for a keyframe, of a
-    step's own tokens for a delta). The tokens after the last whole block are stored exactly, in the cache's dtype: so a
-    one-token delta under such a codec is exact.
-
-    The file appears with the first ``append``. One writer at a time.
+    layers of (key codec, value codec) such as ``Compressor.codecs``. The defaults are the source's. A codec that
+    encodes blocks of tokens gets whole blocks; the tokens after the last are stored exactly: so a one-token delta under
+    such a codec is exact.
     """
 
     def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
@@ -127,11 +120,9 @@ def _own_tensors(keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
 
 
 class SnapshotReader:
-    """Opens a stream and reads any snapshot back: ``len()`` whole steps, of caches as ``layout`` describes them.
-
-    Every checksum is verified on opening. What follows the last whole step, ``tail_bytes`` of ``report``, is left
-    aside. Raises ``FormatError`` where not even the header is whole.
-    """
+    """Opens a stream, verifies every checksum and reads any snapshot back: ``len()`` whole steps, of caches as
+    ``layout`` describes them. What follows the last whole step, ``tail_bytes`` of ``report``, is left aside. Raises
+    ``FormatError`` where not even the header is whole."""
 
     def __init__(self, path):
         self.path = Path(path)

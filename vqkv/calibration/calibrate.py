@@ -106,8 +106,7 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
 
 
 def _hardly_pays(model, tokens: Tensor, plan, predictions) -> bool:
-    """Whether too few tokens were seen to trust a basis of all heads, or predictions pay in less than half of the
-    places that have sources."""
+    """Whether tokens are too few for a basis of all heads, or predictions pay in less than half of the places."""
     wanted = sum(bool(role.sources) for layer in plan for role in layer.values())
     return tokens.numel() < FEWEST * _width(model) or 2 * len(predictions) < wanted
 

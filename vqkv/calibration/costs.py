@@ -21,12 +21,11 @@ COST_TOKENS = 1024  # of a sequence, for each place again
 
 def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
     """For each place, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's predictions about
-    a head's key (before RoPE, or after) or value. An error e costs about e' F e / 2 nats of KL, all told: which queries
-    look at a key, how much attention a value gets, and what later layers make of it.
+    a head's key (before RoPE, or after) or value. An error e costs about e' F e / 2 nats of KL.
 
-    From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on ``tokens``
-    (num_seqs, seq_len), of which the first ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences are used, one sequence at a
-    time. Raises ``DataError`` for a model that makes NaN or infinity.
+    From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on the first
+    ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences of ``tokens`` (num_seqs, seq_len), one sequence at a time. Raises
+    ``DataError`` for a model that makes NaN or infinity.
     """
     turns = [None] * len(kv_layers(model)) if post_rope else rotations(model)
     tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]

@@ -16,8 +16,7 @@ WORTH = 0.9  # of the error of the mean: where a prediction leaves more of it, o
 
 @dataclass
 class CrossFit:
-    """One place's predictor: ``whole``, fitted to all samples, and for each fold the one that was fitted to the
-    others."""
+    """One place's predictor: ``whole``, fitted to all samples, and for each fold one fitted to the others."""
 
     whole: Linear
     folds: list[Linear]
@@ -42,9 +41,10 @@ def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> CrossFit | No
     solved = {}
     for number, ridge in others.items():
         for strength in errors:
-            weights = _mean_only(ridge) if strength is None else _solved(ridge, strength)
-            solved[number, strength] = weights
-            errors[strength] += _error(ridges[number], squares[number], weights)
+            weights = solved[number, strength] = _solved(ridge, strength)
+            held = ridges[number]  # squared error on its samples, from their sums
+            errors[strength] += squares[number] - 2 * float((weights * held.xy).sum())
+            errors[strength] += float((weights * (held.xx @ weights)).sum())
     best = min(STRENGTHS, key=errors.get)
     if errors[best] > WORTH * errors[None]:
         return None
@@ -67,20 +67,14 @@ def _ridge(xx: Tensor, xy: Tensor, strength: float = 1e-3) -> Ridge:
     return ridge
 
 
-def _solved(ridge: Ridge, strength: float) -> Tensor:
+def _solved(ridge: Ridge, strength: float | None) -> Tensor:
+    """Weights; with no strength the mean alone."""
+    if strength is None:
+        weights = torch.zeros_like(ridge.xy)
+        weights[-1] = ridge.moments().mean_y
+        return weights
     ridge.strength = strength
     return ridge.solve()
-
-
-def _mean_only(ridge: Ridge) -> Tensor:
-    weights = torch.zeros_like(ridge.xy)
-    weights[-1] = ridge.moments().mean_y
-    return weights
-
-
-def _error(held: Ridge, squares: float, weights: Tensor) -> float:
-    """Squared error of ``weights`` on the samples that ``held`` has summed."""
-    return squares - 2 * float((weights * held.xy).sum()) + float((weights * (held.xx @ weights)).sum())
 
 
 def _linear(ridge: Ridge, weights: Tensor, strength: float) -> Linear:

@@ -56,18 +56,17 @@ def finetune(
 
     The first batch of ``batch_size`` sequences initialises the codebooks as ``calibrate`` does. Every further batch is
     one step of AdamW (constant ``lr``, no weight decay, no dropout) on the next-token cross-entropy, then one
-    moving-average step of every codec on that batch's keys and values. Every token but the preset's ``sink_tokens`` is
-    read back, as under the ``in_place`` protocol, with no recent window. Without a preset the same steps are made
-    without quantization: the control, to be calibrated afterwards.
+    moving-average step of every codec. Every token but the preset's ``sink_tokens`` is read back, as under
+    ``in_place``, with no recent window. Without a preset the same steps are made without quantization: the control, to
+    be calibrated afterwards.
 
     ``micro_batch``: sequences that go through the model at a time; their gradients add up to the batch's.
-    ``gradient_checkpointing``: layers are computed again in the backward pass instead of keeping their activations. A
-    model in 16 bits keeps the trained weights in fp32 meanwhile and computes under autocast.
+    ``gradient_checkpointing``: layers are computed again in the backward pass. A model in 16 bits keeps the trained
+    weights in fp32 meanwhile and computes under autocast.
 
-    Within ``processes.launched()`` every process calls this with the same arguments, works on its share of each batch
-    and ends with the same weights. Raises ``DataError`` for arguments out of range, a preset that cannot be trained
-    with (blocks of tokens, predictors), or a loss or gradient that is not finite, naming the step.
-    After an error or an interruption the model is as it was before.
+    Within ``processes.launched()`` every process calls this with the same arguments and ends with the same weights.
+    Raises ``DataError`` for arguments out of range, a preset with blocks of tokens or predictors, or a loss or gradient
+    that is not finite, naming the step. After an error or an interruption the model is as it was before.
     """
     _check(model, tokens, preset, lr, batch_size, micro_batch)
     preset = preset.fitting(model) if preset else None

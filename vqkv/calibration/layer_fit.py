@@ -45,11 +45,8 @@ def fit_layers(
 
 @dataclass
 class LayerFit:
-    """Fits one place after another on captured keys and values, and keeps what later places read of them.
-
-    The first ``sink_tokens`` of a sequence are left out, as a cache keeps them exact, and so are tokens after the last
-    whole ``block``.
-    """
+    """Fits one place after another on captured keys and values without their sinks and what is left of a ``block``, and
+    keeps what later places read of them."""
 
     captured: CapturedTokens
     restored: Spill

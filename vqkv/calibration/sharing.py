@@ -34,7 +34,10 @@ class ModelTrial:
 
     def distances(self) -> Tensor:
         """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""
-        means = [torch.cat([self._mean((role, layer)).flatten() for role in ROLES]) for layer in range(self.num_layers)]
+        means = []
+        for layer in range(self.num_layers):
+            totals = [sum(x.double().sum(0) for x in self.captured.batches((role, layer))) for role in ROLES]
+            means.append(torch.cat([current().total(total).flatten() for total in totals]) / len(self.captured.tokens))
         return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
 
     @property
@@ -51,10 +54,6 @@ class ModelTrial:
         mine = save({f"{layer}.{role}": curve.cpu() for (role, layer), curve in found.items()})
         first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
         return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}
-
-    def _mean(self, place) -> Tensor:
-        total = sum(x.double().sum(0) for x in self.captured.batches(place))
-        return current().total(total) / len(self.captured.tokens)
 
     @torch.inference_mode()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:

@@ -55,11 +55,8 @@ class Spill:
 
 class CapturedTokens(Spill):
     """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
-    sequences at a time, into a temporary folder within ``folder``.
-
-    Several presets can be calibrated on the same captured tokens, the reconstructions of three layers with them. Where
-    processes share the job, each holds its share of every batch. Raises ``DataError`` if the disk is full.
-    """
+    sequences at a time, into a temporary folder within ``folder``, for any number of presets. Where processes share the
+    job, each holds its share of every batch. Raises ``DataError`` if the disk is full."""
 
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
         super().__init__(folder)
@@ -69,16 +66,13 @@ class CapturedTokens(Spill):
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         try:
-            self._capture(model, batches, progress)
+            for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
+                for role, layers in zip(ROLES, capture(model, current().share(batch), None, post_rope), strict=True):
+                    for layer, x in enumerate(layers):
+                        self.put((role, layer), number, x)
         except BaseException:  # also when interrupted: a traceback would keep the folder
             self._temporary.cleanup()
             raise
-
-    def _capture(self, model, batches, progress: bool) -> None:
-        for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-            for role, layers in zip(ROLES, capture(model, current().share(batch), None, self.post_rope), strict=True):
-                for layer, x in enumerate(layers):
-                    self.put((role, layer), number, x)
 
     def batches(self, place: Place, device="cpu") -> Iterator[Tensor]:
         """(batch_size, num_kv_heads, seq_len, head_dim) of one place, batch by batch, always in the same order."""

@@ -14,12 +14,10 @@ from vqkv.models.rotation import Rotation
 
 
 class StraightThrough:
-    """A forward pass with ``cache(model)`` reads its keys and values through ``codecs`` in the state these are in, keys
-    turned back by ``turns``. Gradients pass as if nothing had happened (van den Oord et al. 2017).
-
-    The first ``sink_tokens`` of each sequence stay exact. ``seen`` collects, while ``recording``, the exact keys and
-    values (batch, num_kv_heads, seq_len, head_dim) by place.
-    """
+    """A forward pass with ``cache(model)`` reads its keys and values through ``codecs`` in the state these are in, but
+    for the first ``sink_tokens``, keys turned back by ``turns``. Gradients pass as if nothing had happened (van den
+    Oord et al. 2017). ``seen`` collects, while ``recording``, the exact keys and values (batch, num_kv_heads, seq_len,
+    head_dim) by place."""
 
     def __init__(self, codecs: dict[Place, Codec], turns: list[Rotation | None], sink_tokens: int = 0):
         self.codecs, self.turns, self.sink_tokens = codecs, turns, sink_tokens

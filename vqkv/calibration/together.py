@@ -1,7 +1,5 @@
-"""Parts that are learned by several processes, each from all of them: every part by one process, for all to take over.
-
-Codecs know nothing of processes. Anywhere but in ``processes.launched()`` nothing is gathered and nothing is sent.
-"""
+"""Parts that are learned by several processes, each from all of them: every part by one process, for all to take
+over."""
 
 from collections.abc import Sequence
 
@@ -21,8 +19,7 @@ def _owned(count: int, rank: int) -> range:
 
 def learn(codecs: Sequence[Codec], batch: Sequence[Tensor]) -> None:
     """One learning step of every codec that is not ready on its keys or values, of which each process gives its share
-    (sequences, num_kv_heads, seq_len, head_dim); so k-means runs for as many codecs at a time as there are processes.
-    """
+    (sequences, num_kv_heads, seq_len, head_dim)."""
     processes, mine = current(), {}
     for number, (codec, x) in enumerate(zip(codecs, batch, strict=True)):
         if codec.ready:

@@ -13,8 +13,7 @@ from vqkv.models.layers import kv_layers
 
 
 def attention_weights(model) -> list[nn.Parameter]:
-    """All weights of the attention blocks: projections with their biases, norms of queries and keys. Raises
-    ``DataError`` for integer weights, which cannot be trained."""
+    """All weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
     found = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
     if not all(weight.is_floating_point() for weight in found):
         raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")

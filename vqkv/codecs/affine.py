@@ -12,9 +12,8 @@ from vqkv.kernels import Affine, KernelView, affine_encode
 
 @dataclass(eq=False)
 class AffineQuantizer(Quantizer):
-    """Asymmetric affine quantization of each vector along the last axis: 2^bits levels, equally spaced, from ``low`` to
-    ``high``, which ``ends`` finds and which are stored in fp16.
-    """
+    """Asymmetric affine quantization of each vector along the last axis: 2^bits levels, equally spaced, between the
+    fp16 ends ``low`` and ``high`` that ``ends`` finds."""
 
     bits: int = 4
     ends: MinMax = field(default_factory=MinMax)

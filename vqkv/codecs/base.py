@@ -15,10 +15,8 @@ from vqkv.runtime.checks import FP16_MAX, check_values, whole_blocks
 
 
 class Codec(Part):
-    """A tensor (batch, num_kv_heads, seq_len, head_dim) -> ``Payload`` -> a tensor. Knows no model.
-
-    Subclasses write ``_partial_fit``, ``_finalize``, ``_encode`` and ``_decode``; checks are made here, once.
-    """
+    """A tensor (batch, num_kv_heads, seq_len, head_dim) -> ``Payload`` -> a tensor. Knows no model. Subclasses write
+    ``_partial_fit``, ``_finalize``, ``_encode`` and ``_decode``; checks are made here, once."""
 
     head_dim: int | None = None
     num_kv_heads: int | None = None  # what it was fitted on
@@ -36,10 +34,8 @@ class Codec(Part):
         return self.partial_fit(x).finalize()
 
     def partial_fit(self, x: Tensor) -> "Codec":
-        """Learn from one batch of a stream: the first call initialises, later calls go on learning.
-
-        Tokens beyond the last whole block of ``tokens_per_row`` are left out.
-        """
+        """Learn from one batch of a stream: the first call initialises, later calls go on. Tokens beyond the last whole
+        block of ``tokens_per_row`` are left out."""
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
         values = self._checked(whole_blocks(x, self.tokens_per_row), math.inf)

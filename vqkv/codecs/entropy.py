@@ -19,14 +19,12 @@ class Entropy(StreamQuantizer):
     """``quantizer``'s codes through an entropy coder. Lossless.
 
     Each row of codes is a stream of its own, with a few bytes of overhead: fold blocks of tokens into rows first
-    (``TokenBlock``). ``context`` says which codes share a table of frequencies: ``stage``, all that use the same
-    codebook (the quantizer's ``num_tables`` says how many there are); ``position``, only those of the same KV head and
-    the same place in a token, where a row's first axis is its tokens. k-means leaves all codes of a codebook about
-    equally frequent, so it is the differences between heads and channels that save bytes.
+    (``TokenBlock``). ``context`` says which codes share a table of frequencies: ``stage``, all of the same codebook
+    (the quantizer's ``num_tables``); ``position``, only those of the same KV head and the same place in a token, where
+    a row's first axis is its tokens, as k-means leaves all codes of a codebook about equally frequent.
 
-    Tables are counted in calibration and kept as side information: uint16 (heads, tables, codes). The counts are of the
-    codebooks as they were at each batch, so an estimate of the final ones. Of codes of more than 10 bits, the low bits
-    are stored as they are.
+    Tables are counted in calibration, with the codebooks as they were at each batch, and kept as side information:
+    uint16 (heads, tables, codes). Of codes of more than 10 bits, the low bits are stored as they are.
     """
 
     quantizer: Quantizer

@@ -31,17 +31,16 @@ RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
 class EntropyCodedScalar(StreamQuantizer):
     """Round to multiples of one step for all channels of the last axis and code the result (rANS), a stream for each
     row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step then cost next
-    to nothing, which is reverse water-filling, the optimum for independent Gaussian channels; what is left to Shannon's
-    bound is the step's shape, 0.25 bit a value at high rates (Gish & Pierce 1968).
+    to nothing, which is reverse water-filling; what is left to Shannon's bound is the step's shape, 0.25 bit a value at
+    high rates (Gish & Pierce 1968).
 
     No value is cut off, as far as 2^23 steps out: channels that vary by more than 16 steps keep their low bits apart,
     and what is beyond a table of frequencies is written out, at 24 bits more.
 
-    ``bits``: what a value is to take; the first batch decides the step. Channels whose codes vary about as much share
-    a table of frequencies, as long as their spread demands: int8 ``spreads`` and uint8 ``shifts``, the low bits kept
-    apart (num_kv_heads or 1, channels), int16 ``reaches``, the largest code of each table, narrow ones first, uint16
-    ``frequencies`` of all tables, one after the other, that of the escape last in each, and the step, fp32, are the
-    side information.
+    ``bits``: what a value is to take; the first batch decides the step. Channels whose codes vary about as much share a
+    table of frequencies. Side information: the step, fp32; int8 ``spreads`` and uint8 ``shifts``, the low bits kept
+    apart (num_kv_heads or 1, channels); int16 ``reaches``, the largest code of each table, narrow ones first; uint16
+    ``frequencies`` of all tables, one after the other, that of the escape last in each.
     """
 
     bits: float = 2.0

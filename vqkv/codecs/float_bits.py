@@ -19,9 +19,8 @@ SKEWS = (0.02, 0.2)  # shares of the rarer sign that divide channels into three 
 @dataclass(eq=False)
 class FloatBits(StreamQuantizer):
     """bfloat16 or float16 values bit for bit: sign and exponent entropy-coded, the mantissa as it is (as ZipNN and
-    DFloat11 do for weights; caches take 1.1 to 1.5 times fewer bytes). Which of the types it is shows in the first
-    batch of values: the first of bfloat16 and float16 that holds them all. Values that neither holds, of a model in
-    float32, are rounded to float16.
+    DFloat11 do for weights). The type is the first of the two that holds all values of the first batch; values that
+    neither holds, of a model in float32, are rounded to float16.
 
     Exponents are counted from each channel's most frequent one, int16 ``exponents`` (num_kv_heads, channels), signs
     from its more frequent one; ``kinds``, uint8 of that shape, are 2 * table + sign. There are three tables, of

@@ -19,10 +19,8 @@ DIM = 2
 
 @cache
 def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
-    """Number of points -> (grid (points, 2), its mean squared error per value on a standard Gaussian).
-
-    Constants in ``gaussian_grids.json``, found by ``vqkv.codecs.learning.gaussian``.
-    """
+    """Number of points -> (grid (points, 2), its mean squared error per value on a standard Gaussian), as
+    ``vqkv.codecs.learning.gaussian`` found them."""
     stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
     grids = [(torch.tensor(grid["points"], dtype=torch.float32), grid["mse"]) for grid in stored.values()]
     return {len(points): (points, mse) for points, mse in grids}
@@ -32,8 +30,7 @@ def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
 class Grid(Quantizer):
     """Each pair of neighbouring values -> the nearest of ``size`` points of a grid optimal for a standard Gaussian
     (HIGGS with d = 2; 16, 64 or 256 points: 2, 3 or 4 bits a value). Nothing is learned; ``grid``, fp16 (size, 2), is
-    counted as side information all the same.
-    """
+    side information."""
 
     size: int = 16
     choices = {"size": gaussian_grids()}

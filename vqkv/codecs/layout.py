@@ -11,9 +11,8 @@ from vqkv.kernels import Coded, KernelView
 
 @dataclass(eq=False)
 class TokenBlock(Stage):
-    """Fold ``tokens`` tokens into one row, so that they can share parameters: (..., seq_len, *row) ->
-    (..., seq_len / tokens, tokens, *row), or (..., *row, tokens) with ``channels_first``, where what follows acts on
-    the last axis per channel and along tokens (KIVI's keys)."""
+    """Fold ``tokens`` tokens into one row: (..., seq_len, *row) -> (..., seq_len / tokens, tokens, *row), or (...,
+    *row, tokens) with ``channels_first``, where what follows acts per channel and along tokens (KIVI's keys)."""
 
     tokens: int = 64
     channels_first: bool = False

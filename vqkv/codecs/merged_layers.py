@@ -20,12 +20,10 @@ MANY = 1 << 16
 @dataclass(eq=False)
 class MergedLayers(Quantizer):
     """Vectors of ``num_layers`` layers side by side, in fp16; of each of the last ``pairs`` pairs of layers both norms
-    and one direction, ``position`` of the way from the earlier layer's to the later's on the arc between them.
-
-    Tokens whose directions differ most, a share ``retained`` of those in the first batch, keep their own (MiniCache,
-    Liu et al. 2024, sections 4.1 to 4.3): beyond ``angle``, radians (pairs,). Stores ``alone`` and ``shared``, two
-    ``norms`` a pair, ``mask``, one bit a pair, and in ``exact`` the later layer's vector where that is 0.
-    """
+    and one direction, ``position`` of the way from the earlier layer's to the later's on the arc between them. Tokens
+    whose directions differ most, a share ``retained`` of those in the first batch, keep their own (MiniCache, Liu et
+    al. 2024, sections 4.1 to 4.3): beyond ``angle``, radians (pairs,). Stores ``alone`` and ``shared``, two ``norms`` a
+    pair, ``mask``, one bit a pair, and in ``exact`` the later layer's vector where that is 0."""
 
     num_layers: int = 2
     pairs: int = 1

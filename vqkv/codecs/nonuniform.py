@@ -78,11 +78,9 @@ def _lloyd_max(bits: int) -> Tensor:
 
 @dataclass(eq=False)
 class NonUniform(Levels):
-    """Levels that are learned.
-
-    k-means in one dimension on the first batch, a moving average over later ones. All values weigh the same, unless a
-    ``WeightedChain`` says otherwise. Side information: ``levels``, fp16 (2^bits,), ascending.
-    """
+    """Levels that are learned: k-means in one dimension on the first batch, a moving average over later ones. All
+    values weigh the same, unless a ``WeightedChain`` says otherwise. Side information: ``levels``, fp16 (2^bits,),
+    ascending."""
 
     bits: int = 4
     seed: int = 0
@@ -158,10 +156,7 @@ class WeightedChain(Chain):
 class SparseOutliers(Stage):
     """Keep the ``share`` of each row's values that are largest in magnitude in fp16, with their positions in the row;
     what goes on has 0 in their place (KVQuant, section 3.4, which finds keys' outliers by thresholds learned offline).
-
-    Rows should be blocks of tokens, or a share of 1% cannot be met. Stores ``outliers`` (fp16) and ``positions``
-    (ceil(log2 row size) bits each).
-    """
+    Rows should be blocks of tokens. Stores ``outliers`` (fp16) and ``positions`` (ceil(log2 row size) bits each)."""
 
     share: float = 0.01
     limits = {"share": (1e-9, 1 - 1e-9)}

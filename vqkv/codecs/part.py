@@ -10,10 +10,9 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 
 
 class Part(nn.Module):
-    """Anything a codec is built from: a dataclass whose init fields are its JSON-able settings.
-
-    What it has learned are its persistent buffers, so ``state_dict()`` is what is saved beside ``config()``. Subclasses
-    register under their class name.
+    """Anything a codec is built from: a dataclass whose init fields are its JSON-able settings. What it has learned are
+    its persistent buffers, so ``state_dict()`` is what is saved beside ``config()``. Subclasses register under their
+    class name.
 
     ``limits`` of a setting are the least and the most that it can be, two integers for a whole number, two floats for a
     real one; ``choices`` are what it can be called.

@@ -11,13 +11,12 @@ from vqkv.kernels import unpack_codes
 
 @dataclass(eq=False)
 class Payload:
-    """Tokens as they are stored, and nothing else. One row holds ``tokens_per_row`` tokens: 1, or a block for codecs
-    that share parameters along tokens.
+    """Tokens as they are stored, and nothing else. One row holds ``tokens_per_row`` tokens: 1, or a block.
 
     ``fields``: named tensors, each (batch, num_kv_heads, rows, ...). ``ragged``: tensors whose size depends on the
-    data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), which makes concatenation along
-    tokens a plain ``cat``; how many pieces each row owns follows from ``fields``, see ``counts``. Every tensor is
-    contiguous and owns its storage, so ``nbytes`` is what the payload really occupies.
+    data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), so that concatenation along tokens
+    is a plain ``cat``. Every tensor is contiguous and owns its storage, so ``nbytes`` is what the payload really
+    occupies.
 
     Two fields say how many pieces of ragged tensors a row owns. ``lengths``: so many. ``mask``: a bit for each of its
     ``units`` blocks, 1, the block owns a piece of every ragged tensor but ``exact``; 0, it owns a piece of ``exact``.

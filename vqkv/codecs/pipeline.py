@@ -15,12 +15,10 @@ from vqkv.kernels import KernelView, decode
 
 @dataclass(eq=False)
 class Chain(Codec):
-    """``stages`` in order, then ``quantizer``, which stores its codes (by default in one bit string per row).
-
-    The payload has what the quantizer stores and each stage's side fields, whose names must differ. With ``head_dim``
+    """``stages`` in order, then ``quantizer``, which stores its codes (by default in one bit string per row). The
+    payload has what the quantizer stores and each stage's side fields, whose names must differ. With ``head_dim``
     given, sizes that do not fit raise ``DataError`` at once; otherwise at the first fit, which also sets
-    ``num_kv_heads``.
-    """
+    ``num_kv_heads``."""
 
     stages: list[Stage]
     quantizer: Quantizer

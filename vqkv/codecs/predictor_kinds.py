@@ -26,16 +26,11 @@ MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")
 @dataclass(eq=False)
 class Predictor(Part):
     """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored.
-
-    Subclasses write ``layout``, ``_fit`` and ``_predict``.
-    """
+    Subclasses write ``layout``, ``_fit`` and ``_predict``."""
 
     def fit(self, samples: Samples) -> "Predictor":
-        """Learn from a stream of x (n, in_features), y (n, out_features), and freeze in the precision it is stored in.
-
-        ``samples()`` starts a fresh pass, each the same; one batch is held at a time. Raises ``DataError`` for weights
-        beyond fp16.
-        """
+        """Learn from a stream of x (n, in_features), y (n, out_features), and freeze. ``samples()`` starts a fresh
+        pass, each the same; one batch is held at a time. Raises ``DataError`` for weights beyond fp16."""
         self._fit(lambda: ((x.detach().float(), y.detach().float()) for x, y in samples() if len(x)))
         return self
 
@@ -105,11 +100,8 @@ class _Regression(Predictor):
 
 @dataclass(eq=False)
 class Linear(_Regression):
-    """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights.
-
-    The penalty is ``strength`` times the mean of the diagonal of X'X. With no inputs it is the mean
-    of y.
-    """
+    """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
+    times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         return {"weight": ((inputs, outputs), torch.float16)} | super().layout(inputs, outputs)
@@ -124,11 +116,8 @@ class Linear(_Regression):
 @dataclass(eq=False)
 class ReducedRank(Linear):
     """The best ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
-    (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors.
-
-    Where two factors would take more bytes than one matrix, that matrix is stored. A ``rank`` beyond the smaller width
-    is no restriction.
-    """
+    (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors, or one matrix where these take
+    more."""
 
     rank: int = 256
     limits = Linear.limits | {"rank": (1, MANY)}
@@ -161,10 +150,8 @@ class ReducedRank(Linear):
 
 @dataclass(eq=False)
 class LinearGPTQ(_Regression):
-    """Ridge regression whose weights GPTQ rounds to ``bits`` bits (Frantar et al. 2022).
-
-    Codes are packed along the inputs of each output; every ``group_size`` of them share an fp16 scale and zero.
-    """
+    """Ridge regression whose weights GPTQ rounds to ``bits`` bits (Frantar et al. 2022), packed along the inputs of
+    each output; every ``group_size`` of them share an fp16 scale and zero."""
 
     bits: int = 4
     group_size: int = 128
@@ -187,11 +174,8 @@ class LinearGPTQ(_Regression):
 
 @dataclass(eq=False)
 class MLP(Predictor):
-    """Two layers with LayerNorm and GELU between, ``width`` times ``out_features`` hidden; fp16 weights.
-
-    AQUA-KV's ablation: "two layers, double hidden dimension, layer normalisation", and its 540 MiB beside 162 MiB for
-    the linear predictor. Trained by ``vqkv.codecs.learning.mlp``, which passes over the samples ``epochs`` + 1 times.
-    """
+    """Two layers with LayerNorm and GELU between, ``width`` times ``out_features`` hidden; fp16 weights (AQUA-KV's
+    ablation). Trained by ``vqkv.codecs.learning.mlp``, which passes over the samples ``epochs`` + 1 times."""
 
     width: int = 2
     epochs: int = 10

@@ -17,11 +17,9 @@ from vqkv.runtime.checks import MAX_SEED
 @dataclass(eq=False)
 class ProductVQ(Quantizer):
     """Rows (..., num_subvectors * sub_dim): every piece of ``sub_dim`` values -> one of ``codebook_size`` codes of that
-    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011), or of each of its ``num_quantizers``, as in
-    a ``ResidualVQ`` of its own, like which it is learned.
-
-    Side information: ``codebooks``, fp16 (num_subvectors * num_quantizers, codebook_size, sub_dim), by piece.
-    """
+    piece's codebook (VQ quality framework, section 3.3; Jegou et al. 2011), or of each of its ``num_quantizers``,
+    learned as in a ``ResidualVQ``. Side information: ``codebooks``, fp16 (num_subvectors * num_quantizers,
+    codebook_size, sub_dim)."""
 
     num_subvectors: int = 2
     codebook_size: int = 256

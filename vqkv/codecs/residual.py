@@ -27,10 +27,8 @@ class ResidualVQ(Quantizer):
     Algorithm 1 of the residual VQ paper. The first ``partial_fit`` initialises stage by stage on the residuals of the
     stages before, by k-means (on at most 16 vectors a code) or ``random`` (small uniform codes, upstream's default
     without k-means); every later call is one moving-average step of all stages. ``finalize`` rounds the codebooks
-    (num_quantizers, codebook_size, group_size) to fp16.
-
-    ``beam`` > 1 keeps that many partial sequences of codes from stage to stage: better codes for the same bytes, at the
-    encoder's expense. Codebooks are learned greedily all the same.
+    (num_quantizers, codebook_size, group_size) to fp16. ``beam`` > 1 keeps that many partial sequences of codes from
+    stage to stage, in encoding: better codes for the same bytes.
     """
 
     num_quantizers: int = 8

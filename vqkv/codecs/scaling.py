@@ -22,12 +22,10 @@ STATISTICS = {
 @dataclass(eq=False)
 class VectorScale(Stage):
     """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
-
     ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2) or ``rms``. A (nearly) constant vector is
     divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the scale 0,
-    and so decodes to exact zeros whatever its codes are. Other scales are clamped to fp16's normal range, so that
-    decoding is always finite. Stores ``scale``: fp16, the shape of x without its last axis.
-    """
+    and so decodes to exact zeros. Other scales are clamped to fp16's normal range. Stores ``scale``: fp16, the shape of
+    x without its last axis."""
 
     kind: str = "std"
     side_fields = ("scale",)
@@ -76,11 +74,8 @@ class HeadScale(Stage):
 
 @dataclass(eq=False)
 class MinMax(Stage):
-    """Map each vector's smallest and largest value to 0 and 1: asymmetric affine quantization's scale and zero point.
-
-    Both ends are rounded to fp16 first, so that decoding uses the same numbers; the step of a quantizer with L levels
-    is (high - low) / (L - 1). Acts on the last axis. Stores ``low`` and ``high``: fp16, the shape of x without it.
-    """
+    """Map each vector's smallest and largest value, rounded to fp16, to 0 and 1: asymmetric affine quantization's scale
+    and zero point. Acts on the last axis. Stores ``low`` and ``high``: fp16, the shape of x without it."""
 
     side_fields = ("low", "high")
     widest = True  # the ends are the smallest and the largest value
@@ -103,11 +98,9 @@ class MinMax(Stage):
 @dataclass(eq=False)
 class HalfQuadratic(MinMax):
     """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
-    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``).
-
-    Each vector keeps its best of ``iterations`` offsets by mean absolute error, where HQQ stops by the error of the
-    whole tensor: so a token's codes do not depend on its neighbours.
-    """
+    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``). Each
+    vector keeps its best of ``iterations`` offsets by mean absolute error, where HQQ stops by the whole tensor's
+    error."""
 
     bits: int = 4
     iterations: int = 20

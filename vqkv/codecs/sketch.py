@@ -17,8 +17,7 @@ from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 class Sketched(Quantizer):
     """``quantizer``, and of what it leaves of each vector of the last axis its norm, fp16 ``rest``, and the sign of as
     many random projections as it has values, ``sketch``: read back, inner products with it are right in expectation
-    (TurboQuant, Zandieh et al. 2025, Algorithm 2). The projections are drawn from ``seed``.
-    """
+    (TurboQuant, Zandieh et al. 2025, Algorithm 2)."""
 
     quantizer: Quantizer
     seed: int = 0

@@ -13,11 +13,9 @@ Side = dict[str, Tensor]
 
 
 class Stage(Part):
-    """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape.
-
-    Shapes that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what a stage stores
-    per row. A stage that folds tokens into rows sets ``tokens_per_row``.
-    """
+    """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape. Shapes
+    that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what a stage stores per row.
+    A stage that folds tokens into rows sets ``tokens_per_row``."""
 
     side_fields: tuple[str, ...] = ()
     tokens_per_row: int = 1
@@ -62,11 +60,8 @@ class Stage(Part):
 
 
 class Quantizer(Stage):
-    """The last stage: rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back.
-
-    ``store`` and ``load`` keep the codes of a row as one packed bit string, and in ``side_fields`` what else a row
-    takes.
-    """
+    """The last stage: rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back. ``store``
+    and ``load`` keep the codes of a row as one packed bit string, and in ``side_fields`` what else a row takes."""
 
     code_bits: int
     codes_per_row: int

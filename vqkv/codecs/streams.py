@@ -16,11 +16,9 @@ MOST_LANES = 32
 
 
 class StreamQuantizer(Quantizer):
-    """A quantizer whose codes are stored as streams. Of each row, codes take turns between ``num_tables`` tables.
-
-    Where tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any
-    number of heads is served. ``lanes``: states that take turns in a stream, 4 for a CPU, 32 for the warps of a GPU.
-    """
+    """A quantizer whose codes are stored as streams. Of each row, codes take turns between ``num_tables`` tables. Where
+    tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any number
+    of heads is served. ``lanes``: states that take turns in a stream, 4 for a CPU, 32 for the warps of a GPU."""
 
     num_tables: int
     lanes: int

@@ -52,9 +52,8 @@ class Rescale(VectorScale):
 class DualScale(Stage):
     """Divide tiles, the last two axes of a row, by a scale for each vector along the last axis and one for each along
     the other, found in turns until the standard deviation of both is about 1 (KVarN's variance normalization, a
-    Sinkhorn iteration in the log domain). Stores ``outer`` and ``inner``, fp16: a number for each index
-    of the last axis but one and of the last; ``inner`` of geometric mean 1.
-    """
+    Sinkhorn iteration in the log domain). Stores both as fp16 ``outer`` and ``inner``; ``inner`` of geometric mean
+    1."""
 
     iterations: int = 8
     side_fields = ("outer", "inner")
@@ -101,8 +100,7 @@ def _log_deviation(x: Tensor, axis: int) -> Tensor:
 class Anchors(Stage):
     """Of every ``group`` tokens of a row (tokens, channels) the first is an anchor, stored in 8 bits between its ends;
     the others go on as differences from it, as it is read back (CacheGen, Liu et al. 2024, section 5.1). Stores
-    ``anchors``, uint8 (anchors, channels), and their ends ``low`` and ``high``, fp16.
-    """
+    ``anchors``, uint8 (anchors, channels), and their ends ``low`` and ``high``, fp16."""
 
     group: int = 10
     ends: MinMax = field(default_factory=MinMax)

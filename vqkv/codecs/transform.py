@@ -75,9 +75,8 @@ class Grouping(Stage):
 
 @dataclass(eq=False)
 class Hadamard(Stage):
-    """Rotate the last axis by the orthonormal Hadamard matrix, which spreads outlier channels over all others, in
-    blocks of the largest power of two that divides it. The matrix is symmetric and its own inverse.
-    """
+    """Rotate the last axis by the orthonormal Hadamard matrix, its own inverse, which spreads outlier channels over all
+    others, in blocks of the largest power of two that divides it."""
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if such blocks are smaller than 8 values, and more than one."""

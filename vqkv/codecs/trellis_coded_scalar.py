@@ -37,9 +37,8 @@ class TrellisCodedScalar(EntropyCodedScalar):
     bound. Only the encoder searches; what is stored is coded and laid out in the same way.
 
     ``weight``: squared steps that a bit is worth. On the bundled models squared error at a rate is least with 0.3, KL
-    with 0.05: what is rounded to zero too often is missed (chosen on validation text). On few channels, or far below
-    half a bit, the fixed first state costs what the trellis wins. The search takes codes for Laplacian, of their
-    channel's spread in the first batch; ``rates`` are those of uniform steps, which a trellis moves alike.
+    with 0.05 (chosen on validation text). The search takes codes for Laplacian, of their channel's spread in the first
+    batch; ``rates`` are those of uniform steps, which a trellis moves alike.
     """
 
     states: int = 8

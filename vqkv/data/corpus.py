@@ -1,9 +1,8 @@
 """Corpus name -> token ids.
 
 Bundled corpora are text that every installation has: ``python`` (the source of the standard library and of the pinned
-packages; ``python-stdlib`` and ``python-packages`` are its halves) and ``prose`` (their documentation, licences and
-docstrings). Any local text file or folder works too, and so do the papers'
-data sets and any other that the ``datasets`` library can load: those are streamed, and their tokens kept in a cache.
+packages; ``python-stdlib`` and ``python-packages`` are its halves) and ``prose`` (their documentation and docstrings).
+Local text works too, and so does any data set that the ``datasets`` library can load.
 """
 
 import hashlib
@@ -49,9 +48,7 @@ def load_corpus(
     such a name with a local folder in that data set's layout (``slimpajama@/data/slim``), or any other data set on the
     hub with a ``text`` column; or two of these, one to learn from and one to choose and report on:
     ``train=redpajama,test=wikitext``. ``split``: ``train``, ``validation`` or ``test``. ``num_docs``: documents to use
-    at most. ``num_seqs`` None: as many windows as there are, of a data set in ``HUB_CORPORA`` as many as its source
-    used.
-
+    at most. ``num_seqs`` None: as many windows as there are, or as the source of a data set in ``HUB_CORPORA`` used.
     ``packing``, by default that of the corpus:
 
     - ``windows`` (bundled and local text): a document gives one window at a random offset, so that a few windows
@@ -61,9 +58,9 @@ def load_corpus(
     - ``joined`` (WikiText): the rows of the split in their own order, joined by blank lines and cut into consecutive
       windows; no EOS, and BOS only where the tokenizer begins the whole text with it (AQUA-KV's perplexity).
 
-    Tokens of ``datasets`` are streamed into ``~/.cache/vqkv`` (``VQKV_CACHE``) and mapped from there: see
-    ``data.cache``. Returns an int64 tensor (num_seqs, seq_len). Raises ``UnknownNameError`` for an unknown corpus,
-    split or packing, and ``DataError`` if the corpus cannot be read or holds fewer windows than asked for.
+    Tokens of ``datasets`` are kept in ``~/.cache/vqkv`` (``VQKV_CACHE``). Returns an int64 tensor (num_seqs, seq_len).
+    Raises ``UnknownNameError`` for an unknown corpus, split or packing, and ``DataError`` if the corpus cannot be read
+    or holds fewer windows than asked for.
     """
     _check(split, seq_len, num_seqs, num_docs, packing)
     _check_apart(name)

@@ -22,11 +22,8 @@ REMEDY = (
 @dataclass(frozen=True)
 class HubCorpus:
     """Where a data set lies (``path``, ``config``; or ``folder``, with files in the same layout), the ``packing`` of
-    its column ``text``, and how much of it its source used: ``num_docs`` or ``num_seqs``.
-
-    ``files``: JSON lines to be read one by one, where a data set's own loader is a script, which ``datasets`` no longer
-    runs.
-    """
+    its column ``text``, and how much of it its source used. ``files``: JSON lines to be read one by one, where a data
+    set's own loader is a script, which ``datasets`` no longer runs."""
 
     name: str
     path: str

@@ -23,11 +23,9 @@ class RecallBatch:
 
 
 class RecallTask:
-    """Writes recall sequences with one token for each key and value, so that distances are exact.
-
-    An episode is ``key value`` for each pair, one to a line, then the same lines in another order: the second time a
-    key appears, its value is the answer. Keys and values are disjoint halves of the words (Zoology, arXiv 2312.04927).
-    """
+    """Writes recall sequences with one token for each key and value, so that distances are exact: ``key value`` for
+    each pair, one to a line, then the same lines in another order, where a key's value is the answer. Keys and values
+    are disjoint halves of the words (Zoology, arXiv 2312.04927)."""
 
     def __init__(self, tokenizer):
         words = single_token_words(tokenizer)[: 2 * VOCABULARY]
@@ -72,8 +70,5 @@ class RecallTask:
 
 def single_token_words(tokenizer) -> list[int]:
     """Ids of tokens that are a space and a lower-case English-looking word, in byte-level or SentencePiece form."""
-    found = []
-    for token, index in tokenizer.get_vocab().items():
-        if token[:1] in ("Ġ", "▁") and WORD.match(token[1:]):
-            found.append(index)
-    return sorted(found)
+    known = tokenizer.get_vocab().items()
+    return sorted(index for token, index in known if token[:1] in ("Ġ", "▁") and WORD.match(token[1:]))

@@ -1,8 +1,7 @@
 """Three disjoint splits of the bundled text: ``train`` (models, calibration), ``validation`` (every choice), ``test``.
 
-A document belongs to the split whose list holds the hash of its content, and what no list holds belongs to none. So a
-patch release of Python or of a package, whose files change, moves no document from one split to another. The lists are
-made by ``python -m vqkv.data.splitting``.
+A document belongs to the split whose list, made by ``python -m vqkv.data.splitting``, holds the hash of its content: so
+a release of Python or of a package, whose files change, moves no document from one split to another.
 """
 
 import hashlib

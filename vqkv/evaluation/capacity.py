@@ -1,15 +1,11 @@
 """The longest context and the largest batch that fit a memory, for any model and preset: what "40K tokens in fp16, 128K
 in int4" says of one (source: Hugging Face, "Unlocking Longer Generation with Key-Value Cache Quantization", 2024).
 
-Sizes are measured: random keys and values of the model's shape are encoded, and the payloads weighed. Where the size
-depends on the data (a fallback to fp16, entropy coding), a model caches real tokens, and all packed tokens are taken to
-need what those did.
-
-Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
-not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
-values of the layer that is being read, decoded in the model's dtype, and where layers are predicted from others seven
-fp32 tensors of that size (three sources, two of them side by side, the prediction, what is left). Of ``DynamicCache``
-it is the keys of a layer, which ``torch.cat`` copies. Sequences have no padding and grow token by token.
+Sizes are measured (``footprint``). Counted: weights and buffers, tied ones once; side information; packed tokens,
+sinks, the window and the block that is not packed yet; and as ``working`` a stated reserve for what a pass makes and
+drops beside the cache: the keys and values of the layer that is being read, decoded in the model's dtype, and where
+layers are predicted from others seven fp32 tensors of that size. Of ``DynamicCache`` it is the keys of a layer, which
+``torch.cat`` copies. Sequences have no padding and grow token by token.
 
 Not counted, so ``reserve_gb`` should leave room for it: activations and logits, above all of a prompt in one piece;
 decoded tokens that a cache is told to keep; the framework itself, and memory that its allocator cannot use.
@@ -41,10 +37,8 @@ MOST = 1 << 40  # tokens or sequences, where a search ends
 class Capacity:
     """The most that fits ``memory_bytes``: ``context`` tokens in each of ``at_batch_size`` sequences, or ``batch_size``
     sequences with ``at_context`` tokens each; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
-
-    ``fp16_context`` and ``fp16_batch_size``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``:
-    positions that the model was made for, of which memory knows nothing; None where its config does not say.
-    """
+    ``fp16_...``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``: positions that the model was
+    made for, of which memory knows nothing; None where its config does not say."""
 
     model: str
     dtype: str

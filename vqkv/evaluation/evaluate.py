@@ -1,5 +1,7 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from safetensors.torch import load, save
@@ -15,14 +17,7 @@ from vqkv.models.layers import check_decoder, kv_layers
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
-MEASURED = (
-    "packed_bytes",
-    "packed_values",
-    "dynamic_values",
-    "cache_bytes",
-    "seq_len",
-    "side_bytes",
-)
+MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
 ROLES_MSE = ("key_mse", "value_mse")
 LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
@@ -49,52 +44,54 @@ def evaluate(
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
-    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.evaluation.peers``.
-    ``tokens`` (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored
-    as recall. ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of
-    ``chunk_size`` tokens, each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack
-    them, then decode and score the rest ``step_size`` tokens at a time). Only tokens that read something packed are
-    scored. ``batch_size``: sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values.
-    ``reconstruction``: whether to measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each``,
-    ``top1_each`` and ``top2_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
+    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.evaluation.peers``. ``tokens``
+    (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored as recall.
+    ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of ``chunk_size`` tokens,
+    each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack them, then decode and
+    score the rest ``step_size`` tokens at a time). Only tokens that read something packed are scored. ``batch_size``:
+    sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values. ``reconstruction``: whether to
+    measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each``, ``top1_each`` and ``top2_each``, lists
+    with one number a sequence, and ``recall_each``, with one an answer. ``exact``: an ``ExactPass`` of ``model``, for
+    comparing many compressors on the same tokens.
 
     Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
     and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
     MSE of K, V and attention output; the byte meter's numbers; how many tokens of a sequence were scored, and how many
     exact tokens (its own piece's included) such a token saw on average.
 
-    ``exact``: an ``ExactPass`` of ``model``, which remembers the model's own predictions where many compressors are
-    compared on the same tokens; for as long as the model is not changed. Within ``processes.launched()`` every process
-    calls this with the same arguments, takes its turn at the batches and returns the same row.
-
-    Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
-    packed token to be read.
+    Within ``processes.launched()`` every process calls this with the same arguments, takes its turn at the batches and
+    returns the same row. Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score,
+    or too few for any packed token to be read.
     """
     exact = ExactPass(model, entries=1) if exact is None else exact
     _check_arguments(model, compressor, tokens, protocol, answers, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
     check_batch_size(batch_size)
-    pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
-    batches = tokens.split(batch_size)
-    marked = [None] * len(batches) if answers is None else answers.split(batch_size)
+    pieces = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
+    marked = [None] * len(tokens) if answers is None else answers.split(batch_size)
+    measure = partial(_measured, exact, compressor, protocol, *pieces, reconstruction)
+    return _row(protocol, _all_batches(measure, list(zip(tokens.split(batch_size), marked))), per_sequence)
 
-    def measure(number: int) -> Sums:
-        batch, marks = batches[number].to(model.device), marked[number]
-        in_place = protocol == "in_place"
-        cache = compressor.new_cache(model, in_place=in_place)
-        first = compressor.settings.sink_tokens if in_place else start
-        sums = _compare(exact, cache, batch, pieces, first, None if marks is None else marks.to(model.device))
-        return sums | (_reconstruction(exact, compressor, batches[number]) if reconstruction else {})
 
-    totals = _all_batches(measure, len(batches))
-    if answers is not None and not any(len(batch["recall"]) for batch in totals):
+def _measured(exact, compressor, protocol, pieces, start, reconstruction: bool, batch, marks) -> Sums:
+    model, in_place = exact.model, protocol == "in_place"
+    cache = compressor.new_cache(model, in_place=in_place)
+    first = compressor.settings.sink_tokens if in_place else start
+    marks = None if marks is None else marks.to(model.device)
+    sums = _compare(exact, cache, batch.to(model.device), pieces, first, marks)
+    return sums | (_reconstruction(exact, compressor, batch) if reconstruction else {})
+
+
+def _row(protocol: str, totals: list[Sums], per_sequence: bool) -> dict:
+    recall = tuple(name for name in ("recall", "recall_exact") if name in totals[0])
+    if recall and not any(len(batch["recall"]) for batch in totals):
         raise DataError(NOTHING_LEFT)
     row = {"protocol": protocol, **_summary(totals)}
     if per_sequence:
-        names = ("kl", "top1", "top2") + (("recall", "recall_exact") if answers is not None else ())
+        names = ("kl", "top1", "top2", *recall)
         row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in names}
-    return row | (_mean_ratios(totals, *ROLES_MSE) if reconstruction else {})
+    return row | (_mean_ratios(totals, *ROLES_MSE) if ROLES_MSE[0] in totals[0] else {})
 
 
 def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
@@ -112,13 +109,13 @@ def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: 
         raise DataError("exact= is an ExactPass of another model: make one of this")
 
 
-def _all_batches(measure, count: int) -> list[Sums]:
+def _all_batches(measure, batches: list[tuple]) -> list[Sums]:
     """Sums of every batch, in their order: each measured by one process."""
     mine = {}
-    for number in range(current().rank, count, current().count):
-        mine |= {f"{number}.{name}": tensor.cpu().contiguous() for name, tensor in measure(number).items()}
+    for number in range(current().rank, len(batches), current().count):
+        mine |= {f"{number}.{name}": x.cpu().contiguous() for name, x in measure(*batches[number]).items()}
     everybody = {name: x for message in current().exchange(save(mine)) for name, x in load(message).items()}
-    totals = [{} for _ in range(count)]
+    totals = [{} for _ in batches]
     for name, tensor in everybody.items():
         number, name = name.split(".")
         totals[int(number)][name] = tensor
@@ -128,9 +125,8 @@ def _all_batches(measure, count: int) -> list[Sums]:
 @torch.inference_mode()
 def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], values: list[Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
-    them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). The ``snapshot`` protocol's
-    KL (mean, and std and worst over sequences), top-1 agreement and perplexities. ``exact``: see ``evaluate``.
-    """
+    them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). Returns the ``snapshot``
+    protocol's KL, top-1 agreement and perplexities. ``exact``: see ``evaluate``."""
     model, start = exact.model, keys[0].shape[2]
     tokens = tokens.to(model.device)
     expected = exact(tokens)[0][:, start:-1]
@@ -150,8 +146,7 @@ def _spread(kl: Tensor) -> dict:
 
 
 def bootstrap_interval(x: Tensor) -> tuple[float, float]:
-    """95% percentile interval of the mean of ``x`` (num_seqs), by drawing sequences anew (Efron & Tibshirani 1993,
-    chapter 13); NaN of fewer than two."""
+    """95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
     draws = bootstrap((x.double().cpu().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0)
@@ -221,7 +216,12 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         "top2": top2_agreement(exact, logits).mean(1),
         "kl_floor": exact_pass.floor(tokens, pieces)[:, start:-1].mean(1),
         "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
-        "attention_mse": _attention_sums(exact_attention, packed_attention, start),
+        "attention_mse": torch.stack(
+            [  # of the attention blocks' outputs, earlier errors included
+                _squares(*(torch.cat(found[layer], 1)[:, start:] for found in (exact_attention, packed_attention)))
+                for layer in exact_attention
+            ]
+        ),
         "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED] + [targets.shape[1]]),
     }
     if answers is not None:
@@ -236,9 +236,8 @@ def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float | None]
     Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
     logits, exact_tokens = [], []
     for piece in pieces:
-        before = _exact_tokens(model, cache)
+        exact_tokens.append(_exact_tokens(model, cache))
         logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
-        exact_tokens.append(before)
     if len(pieces) == 1:  # in place: packed before it is read
         exact_tokens = [_exact_tokens(model, cache)]
     if exact_tokens[-1] is None:
@@ -285,12 +284,6 @@ def _summary(batches: list[Sums]) -> dict:
         "side_bytes": first["side_bytes"],
         **recall,
     }
-
-
-def _attention_sums(exact: dict, packed: dict, start: int) -> Tensor:
-    """(num_layers, 2): squared error and squared size of the attention blocks' outputs, earlier errors included."""
-    outputs = ([torch.cat(found[layer], 1)[:, start:] for found in (exact, packed)] for layer in exact)
-    return torch.stack([_squares(*pair) for pair in outputs])
 
 
 def _squares(x: Tensor, x_hat: Tensor) -> Tensor:

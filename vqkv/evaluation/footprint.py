@@ -45,12 +45,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a model and a cache occupy, for any number of tokens and sequences.
-
-    Once: ``weights`` and ``side_information``. For each sequence: ``block_bytes`` for ``block`` packed tokens,
-    ``exact`` for a token in sinks or window, and ``working`` for a token of the layer that is being read. ``values``:
-    elements of K and V in a token.
-    """
+    """Bytes that a model and a cache occupy. Once: ``weights`` and ``side_information``. For each sequence:
+    ``block_bytes`` for ``block`` packed tokens, ``exact`` for a token in sinks or window, and ``working`` for a token
+    of the layer that is being read. ``values``: elements of K and V in a token."""
 
     weights: int
     side_information: int
@@ -216,12 +213,8 @@ def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
     plans = [plan for layer in layers for plan in layer.values()]
     configs = [json.dumps(plan.make_codec(shape.head_dim).config()) for plan in plans]
     codecs = [_untrained(config, shape.num_kv_heads, shape.head_dim) for config in configs]
-    return codecs, [_predictor_bytes(plan, shape) for plan in plans if plan.predictor is not None]
-
-
-def _predictor_bytes(plan: RolePlan, shape: Shape) -> int:
-    layout = plan.predictor.layout(shape.width * len(plan.sources), shape.width)
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in layout.values())
+    layouts = [x.predictor.layout(shape.width * len(x.sources), shape.width) for x in plans if x.predictor is not None]
+    return codecs, [sum(math.prod(size) * dtype.itemsize for size, dtype in each.values()) for each in layouts]
 
 
 @cache

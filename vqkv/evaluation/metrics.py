@@ -25,10 +25,8 @@ def participation_ratio(covariance: torch.Tensor) -> float:
 
 
 def bits_saved(evr: float) -> float:
-    """Bits per value that a prediction of this EVR saves a quantizer at equal error: 1/2 log2 of Var(y) / Var(error).
-
-    Asymptotic (many bits, channels of equal shape). At most 24, the precision of a float32.
-    """
+    """Bits per value that a prediction of this EVR saves a quantizer at equal error, asymptotically: 1/2 log2 of Var(y)
+    / Var(error). At most 24, the precision of a float32."""
     return -math.log2(max(1 - evr, 2**-48)) / 2
 
 

@@ -32,14 +32,11 @@ class TransformersQuantized:
     moves the zero point by a half-quadratic solver; its group at axis 0 is values that lie numel / q_group_size apart,
     across tokens, heads and the *sequences of the batch*, and consecutive ones at axis 1.
 
-    What differs from this library's presets, and is measured as it is: the first update hands its tokens back exact, so
-    one pass scores as fp16 at any bits; it packs all of them, later ones whenever ``residual_length`` more have come,
-    and then quantises the whole history again, which costs hqq (whose groups are other values each time) about one more
-    quantization's error every time and quanto nothing; every step decodes the whole history.
-
-    Scales, shifts or zero points, and the tokens not yet packed keep the model's dtype: at groups of 64, an fp32 model
-    has 2 * 32 / 64 = 1 bit a value on top, a 16-bit one half a bit. The meter counts what is there, so compare bytes on
-    a model loaded with ``dtype="bfloat16"``. hqq's 3 bits take 3.5: ten codes to an int32, 64 codes to seven of them.
+    Measured as it is: the first update hands its tokens back exact, so one pass scores as fp16 at any bits; it packs
+    all of them, and whenever ``residual_length`` more have come quantises the whole history again, which costs hqq
+    about one more quantization's error every time and quanto nothing; every step decodes the whole history. Scales,
+    zero points and tokens not yet packed keep the model's dtype, so compare bytes on a model loaded with
+    ``dtype="bfloat16"``. hqq's 3 bits take 3.5: ten codes to an int32, 64 codes to seven of them.
 
     Raises ``UnknownNameError`` for another backend, ``DataError`` for settings that it does not take, ``ImportError``
     where its package is missing.

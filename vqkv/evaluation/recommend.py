@@ -82,12 +82,11 @@ def recommend(
     ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
-    beside the weights (see ``capacity``). ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one
-    CPU thread, at the time a value that page 08 measured in fp32; NaN where it did not. ``kl_MODEL`` (nats) and
-    ``recall_lost_MODEL`` (points, behind text): page 11's means over three seeds on the bundled models, with four
-    tokens exact and no window in every system; what it is on yours only ``evaluate`` can tell. ``recommended``: fits
-    ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no more KL on either model.
-    Presets that cannot store the model's shape have no row.
+    beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
+    08's times in fp32; NaN where it has none. ``kl_MODEL`` (nats) and ``recall_lost_MODEL`` (points, behind text): page
+    11's means over three seeds on the bundled models, four tokens exact and no window; what it is on yours only
+    ``evaluate`` can tell. ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more
+    bits all told and no more KL on either model. Presets that cannot store the model's shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.
     """

@@ -82,10 +82,8 @@ def _module(operation: str, name: str) -> ModuleType:
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64.
-
-    ``beam``: how many partial sequences of codes are kept from stage to stage.
-    """
+    """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64. ``beam``: how
+    many partial sequences of codes are kept from stage to stage."""
     return _find("rvq_encode", x, codebooks, beam)(x, codebooks, beam)
 
 

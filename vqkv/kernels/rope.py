@@ -4,11 +4,9 @@ import torch
 
 
 def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE as the Llama family does: channel i is paired with channel i + rotary_dim / 2.
-
-    ``keys`` (batch, num_kv_heads, seq_len, head_dim); ``cos`` and ``sin`` (batch or 1, seq_len, rotary_dim).
-    Channels beyond rotary_dim (partial rotary) pass through.
-    """
+    """Apply RoPE as the Llama family does: channel i is paired with channel i + rotary_dim / 2. ``keys`` (batch,
+    num_kv_heads, seq_len, head_dim); ``cos`` and ``sin`` (batch or 1, seq_len, rotary_dim). Channels beyond rotary_dim
+    pass through."""
     cos, sin = (table.unsqueeze(1).to(keys.device) for table in (cos, sin))
     turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
     turned = turned * cos + _quarter_turn(turned) * sin

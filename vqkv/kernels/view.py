@@ -39,11 +39,8 @@ class Affine:
 
 @dataclass(frozen=True)
 class Coded:
-    """value = scale * sum of the codes' vectors: residual and product VQ, and grids.
-
-    A token's codes are those of its ``groups``, one group after the other, ``num_quantizers`` each. Group g reads
-    ``codebooks[g % tables]``: one table for residual VQ and grids, one per piece for product VQ.
-    """
+    """value = scale * sum of the codes' vectors: residual and product VQ, and grids. A token's codes are those of its
+    ``groups``, one after the other, ``num_quantizers`` each. Group g reads ``codebooks[g % tables]``."""
 
     codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, ceil(groups * num_quantizers * bits / 8))
     codebooks: Tensor  # fp16 or fp32 (tables, num_quantizers, codebook_size, dim)
@@ -67,10 +64,8 @@ class Coded:
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq.
-
-    ``inv_freq`` fp32 (rotary_dim / 2,).
-    """
+    """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq, fp32
+    (rotary_dim / 2,)."""
 
     inv_freq: Tensor
     start: int = 0

@@ -11,13 +11,11 @@ PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a s
 
 @torch.inference_mode()
 def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
-    """Keys and values of ``tokens`` (num_seqs, seq_len): two lists over layers of (num_seqs, num_kv_heads, seq_len,
-    head_dim), in the model's dtype; the sequences are independent. ``batch_size``: how many go through the model at a
-    time, by default as many as make ``PASS_TOKENS`` tokens.
-
-    They are what the model hands to its cache; keys are rotated back, unless ``post_rope``. Raises ``DataError`` for an
-    empty input, for keys that cannot be rotated back, and if the model made NaN or infinity.
-    """
+    """Keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back unless
+    ``post_rope``: two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the model's dtype.
+    ``batch_size``: how many sequences go through the model at a time, by default as many as make ``PASS_TOKENS``
+    tokens. Raises ``DataError`` for an empty input, for keys that cannot be rotated back, and if the model made NaN or
+    infinity."""
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)

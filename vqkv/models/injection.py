@@ -26,11 +26,10 @@ def inject(model, keys=None, values=None, key_bias=None):
     times ``values``; queries and the output projection are divided by the same.
 
     All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output. A bias changes none
-    without RoPE, as it adds the same to all scores of a query; with RoPE it is turned by the key's position, so that it
-    is nearly invisible only in channels that turn slowly. The copy's configuration is not told of a new bias: save its
-    weights, not the model. Takes attention with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` (Llama, Mistral,
-    Qwen2) or GPT-2's. Raises ``DataError`` for any other, naming it, for numbers that are not finite or do not fit, and
-    for unequal multipliers of channels that RoPE turns together.
+    without RoPE, and is nearly invisible with it in channels that turn slowly. The copy's configuration is not told of
+    a new bias: save its weights, not the model. Takes attention with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``
+    (Llama, Mistral, Qwen2) or GPT-2's. Raises ``DataError`` for any other, for numbers that are not finite or do not
+    fit, and for unequal multipliers of channels that RoPE turns together.
     """
     check_decoder(model, "inject")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):

@@ -66,11 +66,9 @@ class KVLayer:
 
 
 def kv_layers(model) -> list[KVLayer]:
-    """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; the
-    others of a hybrid keep their states elsewhere. Of an encoder-decoder the decoder's own, then the cross-attending.
-
-    Raises ``DataError`` for a model of which no layer does, or that caches more of a token than that.
-    """
+    """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; of
+    an encoder-decoder the decoder's own, then the cross-attending. Raises ``DataError`` for a model of which no layer
+    does, or that caches more of a token than that."""
     if model not in _layers:
         _layers[model] = _seen_layers(model)
     return _layers[model]

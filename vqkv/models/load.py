@@ -43,10 +43,9 @@ def load_model(
     """(model, tokenizer) of a bundled reference model, a local folder or a hub name, in evaluation mode.
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
-    device map of ``accelerate`` for a model larger than a card: ``auto`` (all cards, then main memory, then
-    ``offload_folder``), ``balanced``, ``balanced_low_0``, ``sequential``, or a dict from modules to devices. Only
-    safetensors weights are read, and no code that comes with a model is run unless ``trust_remote_code``. Raises
-    ``UnknownNameError`` when nothing of that name can be loaded.
+    device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,
+    ``balanced_low_0``, ``sequential``, or a dict. Only safetensors weights are read, and no code that comes with a
+    model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)

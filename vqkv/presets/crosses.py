@@ -56,14 +56,13 @@ def crossed(
 
     ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``trellis`` (the same with
     trellis-coded rounding), ``rvq`` (residual VQ), ``grid`` (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64).
-    ``bits`` are those of the codes; scales come on top. ``mean`` is subtracted first. ``rotation``: ``none``,
-    ``hadamard``, ``principal`` components, or ``weighted`` ones, where an error counts as much as it costs the model;
-    ``merged``: of transform coders, whether all heads' channels are rotated together, which leaves less to store and
-    takes a larger matrix. ``entropy`` codes the codes in blocks of ``block`` tokens; ``predicted`` stores what
-    AQUA-KV's linear predictors leave over, in every layer but the first; ``mixed`` splits the bits among layers, keys
-    and values where they do most good (all but ``grid`` and ``affine``). ``grouping``, ``beam``, ``codebook_size``,
-    ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or ``DataError`` for what
-    does not exist together.
+    ``bits`` are those of the codes. ``mean`` is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal``
+    components, or ``weighted`` ones, where an error counts as much as it costs the model; ``merged``: of transform
+    coders, whether all heads' channels are rotated together. ``entropy`` codes the codes in blocks of ``block`` tokens;
+    ``predicted`` stores what AQUA-KV's linear predictors leave, in every layer but the first; ``mixed`` splits the bits
+    among layers, keys and values where they do most good (all but ``grid`` and ``affine``). ``grouping``, ``beam``,
+    ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or
+    ``DataError`` for what does not exist together.
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
@@ -151,8 +150,9 @@ def best(
     as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of ``block`` tokens, and the
     bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
     turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
-    squared a layer in 16 bits instead of two of head_dim squared a head. On the bundled models they pay from 18 to 29
-    tokens a channel on at 1.8 bits and more, 33 to 51 at 0.9, 63 to 112 at 0.5 (page 11); ``long_pays`` lies between.
+    squared a layer in 16 bits instead of two of head_dim squared a head, which pay from ``long_pays`` tokens a channel
+    on (page 11). With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones,
+    "long" falls back to "short", and a warning says so.
 
     ``bits`` are those of a value on the calibration text, side information apart. Other text takes more, the more the
     fewer tokens were calibrated on. Nominal 1.8 bits on held-out text (validation) of ``llama-mini``:
@@ -166,23 +166,20 @@ def best(
 
     ``trellis``: codes are chosen for a token at a time (``TrellisCodedScalar``), which lowers KL at equal bits (page
     11), takes seven to eight times as long to encode and twice as long to decode, rotations apart.
-
-    With fewer than 8 tokens a channel, or where predictions gain nothing on held-out calibration tokens, "long" falls
-    back to "short", and a warning says so.
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
     shared = dict[str, Any](rotation="weighted", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
     coder = "trellis" if trellis else "steps"
-    short = crossed(coder, bits, merged=False, **shared)
+    short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
     if context < long_pays(bits) * kv_width:
-        return dataclasses.replace(short, name="best")
-    fallback = dataclasses.replace(short, name="best")
-    return dataclasses.replace(crossed(coder, bits, predicted=True, **shared), name="best", fallback=fallback)
+        return short
+    return dataclasses.replace(crossed(coder, bits, predicted=True, **shared), name="best", fallback=short)
 
 
 def long_pays(bits: float) -> float:
-    """From how many tokens a channel on ``best`` predicts."""
+    """From how many tokens a channel on ``best`` predicts: on the bundled models that pays from 18 to 29 on at 1.8 bits
+    and more, 33 to 51 at 0.9, 63 to 112 at 0.5 (page 11)."""
     return max(PREDICTORS_PAY, 40 / bits)
 
 

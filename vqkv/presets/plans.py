@@ -169,11 +169,9 @@ def _with_bits(make_codec, bits: float, head_dim: int | None) -> Codec:
 
 @dataclass(frozen=True)
 class Shared:
-    """KVSharer (Yang et al. 2024, section 3): whole layers read the cache of an earlier layer and store nothing.
-
-    Layers are paired from the least alike on (distance of their mean keys and values), and a pair is taken if the last
-    hidden states keep a cosine similarity above ``threshold``, until there are ``pairs``.
-    """
+    """KVSharer (Yang et al. 2024, section 3): whole layers read the cache of an earlier layer and store nothing. Layers
+    are paired from the least alike on, and a pair is taken if the last hidden states keep a cosine similarity above
+    ``threshold``, until there are ``pairs``."""
 
     pairs: int = 1
     threshold: float = 0.5

@@ -13,13 +13,11 @@ from vqkv.presets.plans import Budgeted, FromPrevious, Graded, Shared, Together,
 
 @dataclass(frozen=True)
 class Preset:
-    """A way to store a cache: a codec for the keys and one for the values of each layer, and what stays exact.
-
-    ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from head_dim. The first
-    ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed ``flush_block`` at a time.
-    ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE can be undone. ``plan``: which
-    layers are predicted from which; ``fallback``: what is calibrated instead where that does not pay.
-    """
+    """A way to store a cache. ``make_key_codec`` and ``make_value_codec`` build an unfitted codec for one layer from
+    head_dim. The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are packed
+    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE can be
+    undone. ``plan``: which layers are predicted from which; ``fallback``: what is calibrated instead where that does
+    not pay."""
 
     name: str
     make_key_codec: Callable[[int | None], Codec]

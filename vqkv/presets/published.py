@@ -17,7 +17,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale
-from vqkv.codecs.stage import Quantizer, Stage
+from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.crosses import best, crossed
@@ -34,8 +34,7 @@ def fp16(pre_rope: bool | None = False) -> Preset:
 
 def lossless(block: int = 32, lanes: int = 4) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
-    blocks of ``block`` tokens. Keys are stored as attention reads them. A model
-    in float32 has its cache rounded to fp16."""
+    blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
     arguments = dict(locals())
 
     def chain(head_dim: int | None) -> Codec:
@@ -171,9 +170,8 @@ def vqq(
     """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
     arguments = dict(locals())
-    return _framework(
-        "vqq", keyframe, arguments, lambda: _fallback(ResidualVQ(1, codebook_size, 8, seed=seed), threshold)
-    )
+    inner = partial(ResidualVQ, 1, codebook_size, 8, seed=seed)
+    return _framework("vqq", keyframe, arguments, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
 
 
 def vqq_product(
@@ -181,9 +179,8 @@ def vqq_product(
 ) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
     arguments = dict(locals())
-    return _framework(
-        "vqq_product", keyframe, arguments, lambda: _fallback(ProductVQ(2, codebook_size, 4, seed=seed), threshold)
-    )
+    inner = partial(ProductVQ, 2, codebook_size, 4, seed=seed)
+    return _framework("vqq_product", keyframe, arguments, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
 
 
 def vq(
@@ -197,10 +194,7 @@ def vq(
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
     arguments = dict(locals())
-
-    def quantizer() -> Quantizer:
-        return ResidualVQ(1, codebook_size, block, seed=seed)
-
+    quantizer = partial(ResidualVQ, 1, codebook_size, block, seed=seed)
     preset = _framework("vq", keyframe, arguments, quantizer, Grouping(group_size=block))
     if per_head_scale:
         return preset
@@ -216,9 +210,8 @@ def rvq2(
 ) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
     arguments = dict(locals())
-    return _framework(
-        "rvq2", keyframe, arguments, lambda: ResidualVQ(2, codebook_size, block, seed=seed), Grouping(group_size=block)
-    )
+    quantizer = partial(ResidualVQ, 2, codebook_size, block, seed=seed)
+    return _framework("rvq2", keyframe, arguments, quantizer, Grouping(group_size=block))
 
 
 def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *grouping: Stage) -> Preset:
@@ -228,10 +221,6 @@ def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *group
         return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
 
     return Preset(name, codec, codec, pre_rope=arguments["pre_rope"], arguments=arguments)
-
-
-def _fallback(quantizer: Quantizer, threshold: float) -> Fallback:
-    return Fallback(Chain([], quantizer, 8), threshold, 8)
 
 
 def aqua(

@@ -10,12 +10,8 @@ REVIVE_BELOW = 1.0
 class Ema:
     """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``EPS``; of several
     stages at once: codebooks (stages, codebook_size, dim), and counts (stages, codebook_size) in vectors a batch, to
-    begin from.
-
-    ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` vectors a batch is replaced by a random vector of
-    the current batch, drawn from ``seed`` + stage. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's
-    update).
-    """
+    begin from. ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` vectors a batch is replaced by a
+    random vector of the current batch. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's update)."""
 
     def __init__(self, codebooks: Tensor, counts: Tensor, decay: float = 0.99, revive: bool = False, seed: int = 0):
         self.codebooks, self.decay = codebooks, decay

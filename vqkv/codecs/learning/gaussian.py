@@ -1,8 +1,5 @@
-"""Grids that are optimal for a standard Gaussian: ``python -m vqkv.codecs.learning.gaussian`` writes them.
-
-Lloyd's algorithm on a fine lattice of points that carry the Gaussian's mass, instead of on random samples: the result
-has no sampling error and is the same every time.
-"""
+"""Grids that are optimal for a standard Gaussian: ``python -m vqkv.codecs.learning.gaussian`` writes them, by Lloyd's
+algorithm on a fine lattice of points that carry the Gaussian's mass: no sampling error, the same every time."""
 
 import json
 from pathlib import Path

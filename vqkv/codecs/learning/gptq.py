@@ -11,12 +11,10 @@ def gptq(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of ``weights`` (in_features, out_features) for inputs with X'X = ``hessian``.
 
-    Algorithm 1 of GPTQ (Frantar et al. 2022), which greedily minimises tr(dW' H dW): ``damping`` times the mean of the
-    diagonal is added to the Hessian, inputs are taken in order, and every group of ``group_size`` inputs of an output
-    has a min-max grid (zero + scale * code) of its own, set when its turn comes; the last group may be shorter.
-
-    Codes are uint8 (in_features, out_features), scales and zeros fp16 (groups, out_features). Raises ``DataError`` for
-    weights beyond fp16.
+    Algorithm 1 of GPTQ (Frantar et al. 2022): ``damping`` times the mean of the diagonal is added to the Hessian,
+    inputs are taken in order, and every group of ``group_size`` inputs of an output has a min-max grid (zero + scale *
+    code) of its own. Codes are uint8 (in_features, out_features), scales and zeros fp16 (groups, out_features). Raises
+    ``DataError`` for weights beyond fp16.
     """
     weights, factor = weights.double().clone(), _inverse_factor(hessian.double(), damping)
     codes, scales, zeros = torch.empty_like(weights, dtype=torch.uint8), [], []
@@ -33,9 +31,7 @@ def gptq(
 
 def min_max_grid(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and zero in fp16, each (out_features,), that span ``weights`` (inputs, out_features) with 2^bits levels.
-
-    Raises ``DataError`` for weights beyond fp16.
-    """
+    Raises ``DataError`` for weights beyond fp16."""
     low, high = torch.aminmax(weights, dim=0)
     zero = low.half()
     scale = ((high - zero.double()) / (2**bits - 1)).clamp_min(0).half()

@@ -12,11 +12,8 @@ Name = Hashable  # what a block of features, (samples, width), is called
 
 class Gram:
     """Counts, sums and sums of products a'b over samples, for the pairs of blocks that the regressions to come need.
-
-    Its size depends on the blocks' widths alone. From the sums of some samples follow the coefficients of every
-    regression among the blocks (``solve``), and from those of other samples how well they predict there
-    (``explained``): no sample is kept or seen twice.
-    """
+    From the sums of some samples follow the coefficients of every regression among the blocks (``solve``), and from
+    those of other samples how well they predict there (``explained``): no sample is kept or seen twice."""
 
     def __init__(self, regressions: Iterable[tuple[Sequence[Name], Name]]):
         self.count = 0
@@ -35,9 +32,7 @@ class Gram:
 
     def accumulate(self, block: Callable[[Name], Tensor]) -> None:
         """Add samples: ``block(name)`` gives their features (samples, width) in any float type, one block at a time.
-
-        Raises ``DataError`` for NaN or infinity.
-        """
+        Raises ``DataError`` for NaN or infinity."""
         for first, partners in self._partners.items():
             x = block(first).double()
             self._add(self.sums, first, x.sum(dim=0))
@@ -62,11 +57,9 @@ class Gram:
         return torch.cat([torch.cat(row, dim=1) for row in parts])
 
     def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
-        """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, by ridge regression.
-
-        The penalty is ``Ridge``'s: ``strength`` times the mean square of a source's feature; the bias is free. Raises
-        ``DataError`` for sources that are zero or, at this strength, depend on each other.
-        """
+        """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, by ridge regression with
+        ``Ridge``'s penalty. Raises ``DataError`` for sources that are zero or, at this strength, depend on each
+        other."""
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
         within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])

@@ -12,11 +12,8 @@ from vqkv.kernels.cpu import sums_by_code
 
 @dataclass
 class KMeans:
-    """Lloyd's algorithm from distinct random vectors.
-
-    A cluster that loses all its vectors is moved onto one of the vectors that fit worst, the worst first.
-    ``fit`` does all. Step by step: ``start`` once, then every iteration ``solve`` takes what ``sums_by_code`` says.
-    """
+    """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. A cluster that loses all its
+    vectors is moved onto one of the vectors that fit worst, the worst first."""
 
     codebook_size: int
     iterations: int = 10

@@ -27,12 +27,10 @@ def mlp(x: Tensor, weights: Weights) -> Tensor:
 
 @dataclass
 class Start:
-    """Findings of one pass before training; all float32.
-
-    Inputs are whitened, x -> (x - mean_x) ``whiten`` (in, in), as gradient descent hardly moves along directions of
-    small variance, which keys have. Targets become (y - mean_y) / ``scale``, one scale so that the squared error stays
-    that of y. ``linear`` (in, out) is the ridge regression between the two.
-    """
+    """Findings of one pass before training; all float32. Inputs are whitened, x -> (x - mean_x) ``whiten`` (in, in), as
+    gradient descent hardly moves along directions of small variance, which keys have. Targets become (y - mean_y) /
+    ``scale``, one scale so that the squared error stays that of y. ``linear`` (in, out) is the ridge regression between
+    the two."""
 
     mean_x: Tensor
     whiten: Tensor
@@ -67,9 +65,7 @@ class Start:
 
 def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, minibatch: int, seed: int) -> Weights:
     """Weights for raw x and y, in float32, with ``width`` times y's features hidden: AdamW on the squared error, cosine
-    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Draws from a generator of its own. Raises ``DataError``
-    for too few samples.
-    """
+    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Raises ``DataError`` for too few samples."""
     ridge, power, steps = Ridge(START_STRENGTH), 0, 0
     for x, y in samples():
         ridge.accumulate(x, y)

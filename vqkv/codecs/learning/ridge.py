@@ -23,11 +23,8 @@ class Moments:
 
 
 class Ridge:
-    """y ~ [x, 1] W by ridge regression on any number of samples in constant memory.
-
-    ``accumulate`` adds samples, ``solve`` returns W (in_features + 1, out_features) in float64. The penalty is
-    ``strength`` times the mean of the diagonal of X'X (AQUA-KV's upstream adds 1e-3 of it); the bias is not penalised.
-    """
+    """y ~ [x, 1] W by ridge regression on any number of samples in constant memory. The penalty is ``strength`` times
+    the mean of the diagonal of X'X (AQUA-KV's upstream adds 1e-3 of it); the bias is not penalised."""
 
     def __init__(self, strength: float = 1e-3):
         self.strength = strength
@@ -55,12 +52,9 @@ class Ridge:
         return xx + torch.full_like(raw, self.strength * raw.mean().item()).diag()
 
     def solve(self) -> Tensor:
-        """W (in_features + 1, out_features), the bias in its last row. Raises ``DataError`` if inputs depend on each
-        other while the strength is 0, or are not finite.
-
-        Solved about the mean, which leaves the solution as it is: a mean that is large against the spread would cost
-        the solver's precision, and the bias has no penalty.
-        """
+        """W (in_features + 1, out_features) in float64, the bias in its last row; solved about the mean, as one that is
+        large against the spread would cost the solver's precision. Raises ``DataError`` if inputs depend on each other
+        while the strength is 0, or are not finite."""
         moments = self.moments()
         factor, failed = torch.linalg.cholesky_ex(self.penalized())
         if failed:

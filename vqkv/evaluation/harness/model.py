@@ -119,7 +119,8 @@ class VqkvLM(HFLM):
     def _answers(self, texts: list[tuple[int, ...]], asked: list[list[tuple[int, list[int]]]]) -> dict:
         """Number of a request -> (log-probability of its continuation, whether greedy decoding gives it)."""
         answers = {}
-        with self._autocast():
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             firsts = [len(text) - max(len(wanted) for _, wanted in own) for text, own in zip(texts, asked, strict=True)]
             logits, packed_from = self.reader.read(texts, firsts)
             for text, found, own in zip(texts, logits, asked, strict=True):
@@ -132,10 +133,6 @@ class VqkvLM(HFLM):
                     self.tally.scored += len(wanted)
                     self.tally.scored_packed += int(min(len(wanted), max(0, len(text) - packed_from)))
         return answers
-
-    def _autocast(self):
-        dtype = self.mixed_precision_dtype
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
         """HFLM's, counting the prompts that are cut."""

@@ -20,13 +20,9 @@ PROTOCOLS = ("in_place", "chunked")
 
 @dataclass
 class Tally:
-    """Reports of every cache that a task filled, and what of the task they bear on.
-
-    ``scored`` counts the tokens whose probability was asked for (loglikelihood) or that were generated;
-    ``scored_packed`` those of them that could read at least one packed token: where that share is small, a task says
-    little about a codec. ``truncated`` counts the texts that did not fit into the model's positions and lost their
-    beginning.
-    """
+    """Reports of every cache that a task filled, and what of the task they bear on: ``scored`` tokens whose probability
+    was asked for or that were generated; ``scored_packed``, those of them that could read a packed token: where that
+    share is small, a task says little about a codec; ``truncated`` texts that lost their beginning."""
 
     reports: list[Report] = field(default_factory=list)
     scored: int = 0
@@ -46,10 +42,8 @@ class Tally:
 class Reader:
     """``compressor``: a fitted ``Compressor``, a peer of ``vqkv.evaluation.peers``, or None for the uncompressed cache.
     ``protocol``: ``in_place`` (one pass) or ``chunked`` (``chunk_size`` tokens at a time, each reading packed history).
-
     Raises ``UnknownNameError`` for another protocol, ``DataError`` for a chunk size that is none or a peer that cannot
-    do the protocol, ``FormatError`` for a compressor of another model.
-    """
+    do the protocol, ``FormatError`` for a compressor of another model."""
 
     model: torch.nn.Module
     compressor: object = None

@@ -70,7 +70,9 @@ def _evaluate(lm: VqkvLM, entry: Entry, num_fewshot: int | None, limit: int | No
     with quiet():
         found = _load(entry.task, metadata)
         for task in found["tasks"].values():
-            _set_shots(task, entry.num_fewshot if num_fewshot is None else num_fewshot)
+            shots, own = entry.num_fewshot if num_fewshot is None else num_fewshot, task.get_config("num_fewshot")
+            if own != 0:  # a task that says 0 means it: its examples, if any, are in its prompt
+                task.set_config("num_fewshot", (own or 0) if shots is None else shots)
             task.set_fewshot_seed(seed)
         results = evaluate(lm, found, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS, log_samples=False)
     return results or {}
@@ -85,12 +87,6 @@ def _load(name: str, metadata: dict) -> dict:
         if isinstance(error, FileNotFoundError) or type(error).__name__ in UNREACHABLE:
             raise DataError(_unreachable(name, tasks.task_index[name].cfg or {}, error)) from error
         raise
-
-
-def _set_shots(task, wanted: int | None) -> None:
-    """A task that says 0 means it: its examples, if any, are in its prompt."""
-    own = task.get_config("num_fewshot")
-    task.set_config("num_fewshot", 0 if own == 0 else own or 0 if wanted is None else wanted)
 
 
 def _unreachable(task: str, config: dict, error: Exception) -> str:
@@ -108,6 +104,7 @@ def _rows(found: dict, entry: Entry) -> list[dict]:
     results = found.get("results", {})
     rows = []
     for task in [entry.task] if entry.task in results else results:
+        leaves = _leaves(found, task)
         values = {name: value for name, value in results[task].items() if "," in name and "_stderr," not in name}
         for name in entry.metrics or values:
             metric, filtered = name.split(",", 1)
@@ -119,8 +116,8 @@ def _rows(found: dict, entry: Entry) -> list[dict]:
                     "filter": filtered,
                     "value": float(values[name]),
                     "stderr": float("nan") if stderr in (None, "N/A") else float(stderr),
-                    "n": _documents(found, task),
-                    "num_fewshot": _shots(found, task),
+                    "n": sum(found["n-samples"].get(leaf, {}).get("effective", 0) for leaf in leaves),
+                    "num_fewshot": found["n-shot"].get(leaves[0], 0),
                 }
             )
     return rows
@@ -130,12 +127,3 @@ def _leaves(found: dict, task: str) -> list[str]:
     """The tasks of a group; a task is its own."""
     members = found.get("group_subtasks", {}).get(task) or []
     return [leaf for member in members for leaf in _leaves(found, member)] or [task]
-
-
-def _documents(found: dict, task: str) -> int:
-    counts = (found["n-samples"].get(leaf, {}).get("effective", 0) for leaf in _leaves(found, task))
-    return sum(counts)
-
-
-def _shots(found: dict, task: str) -> int:
-    return found["n-shot"].get(_leaves(found, task)[0], 0)

@@ -28,7 +28,7 @@ LONGBENCH = (
     "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
 )  # fmt: skip
 NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
-DISTANCES = (16, 64, 256)
+DISTANCES, PAIRS = (16, 64, 256), (4, 8, 16, 32)
 
 SUITES = {
     # Open LLM Leaderboard v1, which residual VQ's paper reports. Its GSM8K number was the strict match of "#### 42".
@@ -54,16 +54,7 @@ SUITES = {
     # Likewise, with room to lose: the answer stands in the context; ``copy_unseen`` is what guessing gives.
     "retrieval": tuple(
         Entry(f"vqkv_{name}", 0, ("acc,none",))
-        for name in (
-            "recall_4_pairs",
-            "recall_8_pairs",
-            "recall_16_pairs",
-            "recall_32_pairs",
-            "recall_far",
-            "copy",
-            "copy_unseen",
-            "names",
-        )
+        for name in (*(f"recall_{pairs}_pairs" for pairs in PAIRS), "recall_far", "copy", "copy_unseen", "names")
     ),
 }
 

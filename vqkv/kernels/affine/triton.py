@@ -11,11 +11,8 @@ from vqkv.kernels.view import Affine
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """x (batch, num_kv_heads, seq_len, head_dim) fp16, bf16 or fp32, any strides: the codes and
-    ends of ``naive.affine_encode``. Bits: 2, 4 or 8.
-
-    Groups that do not end with a whole byte take a second pass, which packs their codes.
-    """
+    """``naive.affine_encode`` of fp16, bf16 or fp32, any strides. Bits: 2, 4 or 8. Groups that do not end with a whole
+    byte take a second pass, which packs their codes."""
     batch, heads, tokens, head_dim = x.shape
     groups = head_dim // group_size
     stored = bits if group_size * bits % 8 == 0 else 8
@@ -79,11 +76,9 @@ def half(end):
 
 @triton.jit
 def nearest_level(values, low, high, LEVELS: tl.constexpr):
-    """(value - low) / (high - low) * LEVELS, rounded half to even, from 0 to LEVELS, int32.
-
-    The division rounds as IEEE says, and so do the codes. Adding 1.5 * 2^23 leaves an integer in the last bits; the
-    limits before it keep the compiler from fusing it with the product, which would round once, not twice.
-    """
+    """(value - low) / (high - low) * LEVELS, rounded half to even, from 0 to LEVELS, int32. The division rounds as IEEE
+    says. Adding 1.5 * 2^23 leaves an integer in the last bits; the limits before it keep the compiler from fusing it
+    with the product, which would round once, not twice."""
     span = high - low
     scaled = tl.div_rn(values - low, tl.where(span > 0, span, 1.0)) * LEVELS
     scaled = tl.minimum(tl.maximum(scaled, 0.0), LEVELS * 1.0)

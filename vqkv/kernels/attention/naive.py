@@ -10,12 +10,9 @@ from vqkv.kernels.view import KernelView, Rope
 def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of query (batch, num_heads, new_tokens, head_dim) to all of ``keys`` and ``values``: float32 output of
-    the query's shape, and its log-sum-exp (batch, num_heads, new_tokens), for ``merge``.
-
-    Query head h reads KV head h // (num_heads / num_kv_heads). Nothing is masked. ``rope``: of the keys, which are then
-    stored before it; the query comes rotated.
-    """
+    """Attention of query (batch, num_heads, new_tokens, head_dim) to all of ``keys`` and ``values``, unmasked: float32
+    output of the query's shape, and its log-sum-exp (batch, num_heads, new_tokens), for ``merge``. Query head h reads
+    KV head h // (num_heads / num_kv_heads). ``rope``: of keys stored before it; the query comes rotated."""
     k, v = decode(keys), decode(values)
     k = k if rope is None else rope.turned(k)
     repeats = query.shape[1] // k.shape[1]

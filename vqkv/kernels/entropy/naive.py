@@ -9,16 +9,14 @@ MASK = (1 << 16) - 1
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Integers (streams, channels, tokens), from -2^23 to 2^23 - 1 -> all streams' words, int16, and how many each has,
-    int64 (streams,)."""
+    """See ``dispatch.rans_encode``."""
     streams = [_written(list(_draws(each.tolist(), code)), code.lanes) for each in values]
     words = [word - (word >> 15 << 16) for stream in streams for word in stream]
     return torch.tensor(words, dtype=torch.int16), torch.tensor([len(x) for x in streams], dtype=torch.int64)
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
-    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool
-    (streams,)."""
+    """See ``dispatch.rans_decode``."""
     out = torch.zeros(len(lengths), tokens, len(code.channels), dtype=torch.int32)
     whole = torch.zeros(len(lengths), dtype=torch.bool)
     for i, stream in enumerate(words.split(lengths.tolist())):

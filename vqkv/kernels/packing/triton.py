@@ -1,8 +1,5 @@
-"""n-bit codes <-> bytes on a GPU: one pass, nothing but codes and bytes in memory.
-
-A lane makes one word of the string from the codes in it, or one code from the words that it lies in. Kernels that have
-codes in registers pack them there: ``as_string``, ``store_rows``.
-"""
+"""n-bit codes <-> bytes on a GPU, in one pass: a lane makes one word of the string from the codes in it, or one code
+from the words that it lies in. Kernels that have codes in registers pack them there: ``as_string``, ``store_rows``."""
 
 from math import gcd
 
@@ -38,8 +35,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse: uint8 (..., ceil(count * bits / 8)) -> codes (..., count) as ``packing.cpu`` returns them:
-    uint8 up to 8 bits (at 8, ``packed`` itself), then int16 (at 16, int32)."""
+    """The inverse, in the types of ``packing.cpu``."""
     if bits == 8:
         return packed
     dtype = torch.uint8 if bits < 8 else torch.int16 if bits < 16 else torch.int32

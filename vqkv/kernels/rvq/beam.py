@@ -15,11 +15,9 @@ WIDE = 4096  # from here on, a position takes so many of a gap's 24 bits that th
 
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int, keep: int | None = None) -> Tensor:
-    """The candidates of ``naive.rvq_candidates``, or the ``keep`` best: (..., candidates, num_quantizers), int64.
-
-    They are chosen by scores in fp32, so sequences that nearly tie may change places: at least 99.9% of Gaussian
-    vectors get the brute-force codes. Magnitudes whose squares might leave fp32 are handled in float64.
-    """
+    """The candidates of ``naive.rvq_candidates``, or the ``keep`` best: (..., candidates, num_quantizers), int64. They
+    are chosen by scores in fp32, so sequences that nearly tie may change places. Magnitudes whose squares might leave
+    fp32 are handled in float64."""
     rows, keep = x.detach().reshape(-1, x.shape[-1]), keep or beam
     tables = prepare(codebooks)
     if len(rows) == 0:
@@ -59,11 +57,9 @@ def _rows_of(values: Tensor, parents: Tensor) -> Tensor:
 
 
 def _best_pairs(distances: Tensor, energies: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` best of all (candidate, code) pairs, best first: two index tensors (rows, count).
-
-    distances (rows, candidates, blocks, block) lack the candidates' energies (rows, candidates). The best pairs lie in
-    the blocks with the smallest minima.
-    """
+    """The ``count`` best of all (candidate, code) pairs, best first: two index tensors (rows, count). ``distances``
+    (rows, candidates, blocks, block) lack the candidates' energies (rows, candidates). The best lie in the blocks with
+    the smallest minima."""
     rows, _, blocks, block = distances.shape
     minima = (distances.amin(dim=-1) + energies.unsqueeze(-1)).view(rows, -1)
     near = _smallest(minima, min(count, minima.shape[1])).sort(dim=-1).values  # sorted: ties go to the lowest index
@@ -77,10 +73,8 @@ def _best_pairs(distances: Tensor, energies: Tensor, count: int) -> tuple[Tensor
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
     """Positions of the ``count`` smallest of every row (rows, width), smallest first, ties by the lowest position.
-
     ``amin`` of integers is vectorised, ``argmin`` and ``topk`` are not. Gaps to the minimum order like their bits; the
-    lowest bits make room for the position, which blurs a gap (not the score) by at most width / 2^23 of itself.
-    """
+    lowest bits make room for the position, which blurs a gap by at most width / 2^23 of itself."""
     width = scores.shape[-1]
     gaps = scores - scores.amin(dim=-1, keepdim=True)
     gaps = gaps.double() if width > WIDE else gaps

@@ -18,11 +18,9 @@ INFINITY = np.float32(np.inf)
 
 @compiled()
 def reach(best, size, drift, largest, dim):
-    """The score up to which a code may be nearer than the best. NaN, which nothing reaches, where squares overflow.
-
-    A nearer code is no farther from the residual r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying
-    code elsewhere in the codebook does not loosen the bound.
-    """
+    """The score up to which a code may be nearer than the best. NaN, which nothing reaches, where squares overflow. A
+    nearer code is no farther from the residual r than the winner, so |c| <= |r| + sqrt(|r|^2 + best): an outlying code
+    elsewhere does not loosen the bound."""
     overflow = not (2 * size + largest) * largest <= HUGE
     farthest = error(largest, size, drift, dim)
     distance = math.sqrt(max(size * size + best + farthest, 0.0))
@@ -100,12 +98,10 @@ def _within_lane(scores, i, norms, lane, most):
 
 @compiled()
 def step(first, stop, stage, scores, weights, codebooks, exact, largest, x, residual, bounds, codes):
-    """Stage ``stage`` of rows first, ..., stop - 1: fills codes[:, stage] and subtracts these codes.
-
-    scores (rows, width) of residual (rows, dim) and ``weights`` (K, dim + 1, width) without their last row, the norms;
-    codebooks (K, C, dim) fp32; ``exact`` and x (rows, dim) as they came; largest float64 (K,); bounds float64
-    (rows, 2): norm and drift of the residual.
-    """
+    """Stage ``stage`` of rows first, ..., stop - 1: fills codes[:, stage] and subtracts these codes. scores (rows,
+    width) of residual (rows, dim) and ``weights`` (K, dim + 1, width) without their last row, the norms; codebooks (K,
+    C, dim) fp32; ``exact`` and x (rows, dim) as they came; largest float64 (K,); bounds float64 (rows, 2): norm and
+    drift."""
     lanes, few = np.empty(LANES, np.float32), np.empty(16, np.float32)
     k, dim = index(stage), residual.shape[1]
     norms = weights[k, index(dim)]

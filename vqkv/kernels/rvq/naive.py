@@ -9,10 +9,8 @@ CHUNK_ELEMENTS = 1 << 20  # differences held at a time, so that memory stays bou
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """Nearest code, subtract, repeat; of equally near codes the lowest. With ``beam`` > 1, the first candidate.
-
-    x (..., dim) and codebooks (num_quantizers, codebook_size, dim), any float dtype -> codes (..., num_quantizers).
-    """
+    """Nearest code, subtract, repeat; of equally near codes the lowest. With ``beam`` > 1, the first candidate. x (...,
+    dim) and codebooks (num_quantizers, codebook_size, dim), any float dtype -> codes (..., num_quantizers)."""
     if beam > 1:
         return rvq_candidates(x, codebooks, beam)[..., 0, :]
     residual = x.reshape(-1, x.shape[-1]).double()
@@ -25,10 +23,8 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
     """Beam search: keep the ``beam`` sequences of codes with the smallest squared residual, stage by stage extend each
-    by every code, and return all that are left, best first: (..., min(beam, codebook_size^num_quantizers), K).
-
-    Of equally good extensions, the one of the better candidate, then the lower code, comes first.
-    """
+    by every code, and return all that are left, best first: (..., min(beam, codebook_size^num_quantizers), K). Of
+    equally good extensions, the one of the better candidate, then the lower code, comes first."""
     rows = [_beam_search(row, codebooks.double(), beam) for row in x.reshape(-1, x.shape[-1]).double()]
     return torch.stack(rows).view(*x.shape[:-1], *rows[0].shape)
 
@@ -62,11 +58,7 @@ def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts of each code by stage, and the sum of the residuals that chose it: what moving averages need.
-
-    x (rows, dim), codes (rows, num_quantizers), codebooks (num_quantizers, codebook_size, dim) -> float64
-    (num_quantizers, codebook_size) and (num_quantizers, codebook_size, dim).
-    """
+    """See ``dispatch.rvq_statistics``: what moving averages need."""
     residual, counts, sums = x.double(), [], []
     for codebook, chosen in zip(codebooks.double(), codes.long().unbind(-1), strict=True):
         counts.append(torch.bincount(chosen, minlength=len(codebook)).double())

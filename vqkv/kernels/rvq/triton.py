@@ -26,11 +26,9 @@ WIDE_BITS = 16  # of a code while beam search carries it
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode``: x (..., dim), any strides -> codes (..., num_quantizers), int64.
-
-    Scores have fp16 operands and fp32 sums, so nearly equal codes may change places; equal ones go to the lowest
-    index. A row with NaN or infinite values gets some codes. Numbers whose squares leave fp32 are not told apart.
-    """
+    """``naive.rvq_encode``: x (..., dim), any strides -> codes (..., num_quantizers), int64. Scores have fp16 operands
+    and fp32 sums, so nearly equal codes may change places; equal ones go to the lowest index. A row with NaN or
+    infinite values gets some codes."""
     out = torch.empty(*x.shape[:-1], len(codebooks), dtype=torch.int64, device=x.device)
     x = x.unsqueeze(-2)
     _launch(x, codebooks, out, _tile(x, beam), beam, bits=WIDE_BITS, words=0)

@@ -12,11 +12,8 @@ from vqkv.kernels.tiles import GRID
 
 
 def encode_pairs(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
-    """``naive.rvq_encode_packed`` for one codebook of pairs (1, codebook_size, 2) and bits up to 8.
-
-    Distances are fp32, so a pair between two points may go to the one that is farther by about 1e-7 of its own size
-    times the points'; exact ties go to the lower index.
-    """
+    """``naive.rvq_encode_packed`` for one codebook of pairs (1, codebook_size, 2) and bits up to 8, by distances in
+    fp32; exact ties go to the lower index."""
     groups = x.shape[-2]
     packed = torch.empty(*x.shape[:-2], (groups * bits + 7) // 8, dtype=torch.uint8, device=x.device)
     if not x.numel():

@@ -15,9 +15,7 @@ from vqkv.kernels.tiles import STATISTICS
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """``naive.rvq_statistics``: x (rows, dim), codes (rows, num_quantizers) from 0 to codebook_size
-    - 1, codebooks (num_quantizers, codebook_size, dim); any strides -> float64 counts (num_quantizers, codebook_size)
-    and sums (num_quantizers, codebook_size, dim). Memory: about 16 bytes a code, and 4 * dim a piece."""
+    """``naive.rvq_statistics`` for any strides. Memory: about 16 bytes a code, and 4 * dim a piece."""
     num_quantizers, size, dim = codebooks.shape
     sums = torch.zeros(codebooks.shape, dtype=torch.float64, device=x.device)
     if x.numel() == 0 or codes.numel() == 0:
