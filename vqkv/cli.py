@@ -156,7 +156,7 @@ def lm_eval_command(context: typer.Context) -> None:
     """lm_eval's own command line, all options as there, with `--model vqkv --model_args pretrained=MODEL,
     compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_code_cloze, ...)."""
     with _plain_errors():
-        from vqkv.evaluation.harness.command import main
+        from vqkv.evaluation.harness.__main__ import main
 
         main(context.args)
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs.learning.ema import Ema
-from vqkv.codecs.learning.kmeans import KMeans, distinct_rows
+from vqkv.codecs.learning.kmeans import Ema, KMeans, distinct_rows
 from vqkv.errors import DataError
 from vqkv.kernels.cpu import sums_by_code
 
@@ -63,7 +62,7 @@ def test_start_is_distinct_whatever_repeats(distinct, repeats, seed):
 
 
 def test_ema_is_the_moving_average_written_out(monkeypatch):
-    monkeypatch.setattr("vqkv.codecs.learning.ema.EPS", 0.0)
+    monkeypatch.setattr("vqkv.codecs.learning.kmeans.EPS", 0.0)
     ema = Ema(torch.tensor([[[1.0], [5.0]]]), torch.tensor([[10.0, 10.0]]), decay=0.9)
     found = ema.update(torch.tensor([[20.0, 0.0]]).double(), torch.tensor([[[60.0], [0.0]]]).double())
     expected = [[(0.9 * 10 + 0.1 * 60) / (0.9 * 10 + 0.1 * 20)], [5.0]]

@@ -14,8 +14,7 @@ from vqkv.cache.store import ForwardPass
 from vqkv.codecs.predictive import Known
 from vqkv.evaluation import metrics
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
-from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.floor import noise_floor
+from vqkv.evaluation.exact import ExactPass, noise_floor
 from vqkv.models.capture import capture
 
 

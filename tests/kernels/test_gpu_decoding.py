@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_guard import DEVICE, amid, close, gaussian
+from gpu_guard import DEVICE, amid, apart, close, gaussian
 
 from vqkv.kernels import naive
 from vqkv.kernels.decoding.triton import decode

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv.errors import DataError
-from vqkv.presets.allocation import allocate
+from vqkv.presets.plans import allocate
 
 
 @st.composite

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
 from vqkv.evaluation.capacity import architecture
-from vqkv.models.configs import KNOWN_CONFIGS
+from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.study.driver import Study
 from vqkv.study.experiments.capacity import MODELS
 from vqkv.study.page_parameters import load_profile

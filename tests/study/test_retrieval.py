@@ -8,7 +8,7 @@ import torch
 
 from vqkv import DataError
 from vqkv.data.recall import RecallTask
-from vqkv.evaluation.floor import noise_floor
+from vqkv.evaluation.exact import noise_floor
 from vqkv.study import figures
 from vqkv.study.experiments import first_lost, retrieval
 from vqkv.study.tables import with_floor

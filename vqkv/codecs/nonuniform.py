@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning.ema import Ema
-from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Side, Stage
@@ -94,7 +93,11 @@ class NonUniform(Levels):
         """``weights``, like x, are not negative; values of weight 0 are left out. Raises ``DataError`` at the first
         call for fewer distinct values than levels."""
         x, weights = x.flatten(), torch.ones_like(x).flatten() if weights is None else weights.flatten()
-        values, weights = self._sample(torch.stack([x, weights], dim=-1)[weights > 0]).split(1, dim=-1)
+        both = torch.stack([x, weights], dim=-1)[weights > 0]
+        if len(both) > SAMPLES:
+            generator = torch.Generator().manual_seed(self.seed)
+            both = both[torch.randint(len(both), (SAMPLES,), generator=generator).to(both.device)]
+        values, weights = both.split(1, dim=-1)
         weights = weights / weights.mean()
         if self.levels is None:
             self._start(values, weights)
@@ -118,12 +121,6 @@ class NonUniform(Levels):
         rows = torch.cat([weights, weights * values], dim=-1)
         _, sums = sums_by_code(rows, self._nearest(values[:, 0]), 2**self.bits)
         return sums[:, 0], sums[:, 1:]
-
-    def _sample(self, values: Tensor) -> Tensor:
-        if len(values) <= SAMPLES:
-            return values
-        generator = torch.Generator().manual_seed(self.seed)
-        return values[torch.randint(len(values), (SAMPLES,), generator=generator).to(values.device)]
 
 
 class WeightedChain(Chain):

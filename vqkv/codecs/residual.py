@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.learning.ema import Ema
-from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
@@ -71,15 +70,11 @@ class ResidualVQ(Quantizer):
         vectors = x.reshape(-1, self.group_size)
         if self.codebooks is None:
             self._start(vectors)
-        else:
-            self._follow(vectors)
-
-    def _follow(self, x: Tensor) -> None:
-        """One moving-average step of every stage on x (rows, group_size)."""
-        codes = rvq_encode(x, self.codebooks)
-        rows = torch.linspace(0, len(x) - 1, min(len(x), self.codebook_size), dtype=torch.float32).long()
-        samples = self._residuals(x[rows], codes[rows]) if self.revive else ()
-        self.codebooks = self._ema.update(*rvq_statistics(x, codes, self.codebooks), samples)
+            return
+        codes, count = rvq_encode(vectors, self.codebooks), len(vectors)
+        rows = torch.linspace(0, count - 1, min(count, self.codebook_size), dtype=torch.float32).long()
+        samples = self._residuals(vectors[rows], codes[rows]) if self.revive else ()
+        self.codebooks = self._ema.update(*rvq_statistics(vectors, codes, self.codebooks), samples)
 
     def finalize(self) -> None:
         """Round to fp16. Raises ``DataError`` if a code overflows it."""

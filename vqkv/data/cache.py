@@ -36,7 +36,9 @@ def cached(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                _write(file, rows, num_seqs)
+                with replacing(file) as out:
+                    for row in tqdm(islice(rows, num_seqs), "tokenise", num_seqs, unit="window", disable=None):
+                        out.write(np.array(row, dtype=np.int64).tobytes())
     except OSError as error:
         raise DataError(
             f"cannot keep tokens in {folder}: {error}. Make room there, or name another folder (VQKV_CACHE=...)"
@@ -44,9 +46,3 @@ def cached(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs:
     size = file.stat().st_size // ITEM
     flat = torch.from_file(str(file), False, size, dtype=torch.int64) if size else torch.empty(0, dtype=torch.int64)
     return flat.view(-1, seq_len)
-
-
-def _write(path: Path, rows: Iterable[list[int]], num_seqs: int | None) -> None:
-    with replacing(path) as file:
-        for row in tqdm(islice(rows, num_seqs), "tokenise", num_seqs, unit="window", disable=None):
-            file.write(np.array(row, dtype=np.int64).tobytes())

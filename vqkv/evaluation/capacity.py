@@ -24,8 +24,8 @@ from transformers.cache_utils import DynamicLayer
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
-from vqkv.models.configs import REFUSALS
 from vqkv.models.layers import check_decoder
+from vqkv.models.load import REFUSALS
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 

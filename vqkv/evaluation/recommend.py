@@ -22,7 +22,7 @@ from vqkv import presets
 from vqkv.errors import DataError
 from vqkv.evaluation.capacity import GB, architecture, largest
 from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
-from vqkv.models.configs import config_of
+from vqkv.models.load import config_of
 from vqkv.presets.crosses import long_pays
 from vqkv.runtime.checks import check_whole
 
@@ -121,7 +121,12 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
             meant, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
             arguments |= more
         try:
-            needed = _occupied(model, presets.make(name, **arguments), row)
+            preset, shape = presets.make(name, **arguments), model_shape(model)
+            if row["grows"]:
+                side = round(row["side_bytes_each"] * GROWS[row["grows"]](shape))
+                needed = expected(model, preset, Fraction(row["bits_per_value"]), side, READS[row["grows"]](shape))
+            else:
+                needed = footprint(model, preset)
         except DataError:  # group sizes that do not divide head_dim
             continue
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -152,14 +157,6 @@ def break_even(needed: Footprint) -> int:
     if needed.bits_per_value >= 16:
         return 0
     return largest(lambda tokens: needed.cache_bytes(tokens) + needed.side_information >= tokens * needed.exact) + 1
-
-
-def _occupied(model: nn.Module, preset: presets.Preset, row: pd.Series) -> Footprint:
-    if not row["grows"]:
-        return footprint(model, preset)
-    shape = model_shape(model)
-    side = round(row["side_bytes_each"] * GROWS[row["grows"]](shape))
-    return expected(model, preset, Fraction(row["bits_per_value"]), side, READS[row["grows"]](shape))
 
 
 def _undominated(table: pd.DataFrame) -> pd.Series:

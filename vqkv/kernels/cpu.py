@@ -1,5 +1,7 @@
 """Every operation as a CPU runs it: compiled loops and torch."""
 
+# ruff: noqa: F401
+
 from vqkv.kernels.affine.cpu import affine_encode
 from vqkv.kernels.attention.cpu import decode_attention
 from vqkv.kernels.decoding.cpu import decode
@@ -7,9 +9,3 @@ from vqkv.kernels.entropy.cpu import rans_decode, rans_encode
 from vqkv.kernels.packing.cpu import pack_codes, unpack_codes
 from vqkv.kernels.rvq.cpu import rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics, sums_by_code
 from vqkv.kernels.trellis.cpu import trellis_decode, trellis_encode
-
-__all__ = [
-    "affine_encode", "decode", "decode_attention", "pack_codes", "rans_decode", "rans_encode", "rvq_decode",
-    "rvq_encode", "rvq_encode_packed", "rvq_statistics", "sums_by_code", "trellis_decode",
-    "trellis_encode", "unpack_codes",
-]  # fmt: skip

@@ -1,5 +1,7 @@
 """Every operation in its naive form: the truth that the fast ones are tested against."""
 
+# ruff: noqa: F401
+
 from vqkv.kernels.affine.naive import affine_encode
 from vqkv.kernels.attention.naive import decode_attention, merge
 from vqkv.kernels.decoding.naive import decode
@@ -7,9 +9,3 @@ from vqkv.kernels.entropy.naive import rans_decode, rans_encode
 from vqkv.kernels.packing.naive import pack_codes, unpack_codes
 from vqkv.kernels.rvq.naive import rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.kernels.trellis.naive import trellis_decode, trellis_encode
-
-__all__ = [
-    "affine_encode", "decode", "decode_attention", "merge", "pack_codes", "rans_decode", "rans_encode", "rvq_decode",
-    "rvq_encode", "rvq_encode_packed", "rvq_statistics", "trellis_decode", "trellis_encode",
-    "unpack_codes",
-]  # fmt: skip

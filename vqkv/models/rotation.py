@@ -25,11 +25,6 @@ class Rotation(nn.Module):
         self.order = torch.cat([turned, rest.nonzero()[:, 0]])
         self.half_split = torch.equal(turned, torch.arange(len(turned)))
 
-    def like(self, other: "Rotation") -> bool:
-        """True if it turns the same channels by the same angles, up to how well these can be known."""
-        alike = torch.equal(self.first, other.first) and torch.equal(self.second, other.second)
-        return alike and torch.allclose(self.angle, other.angle, rtol=1e-4, atol=1e-7)
-
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 (rows, seq_len, turned channels), of integer positions (rows, seq_len). Angles are float64
         up to whole turns, as positions beyond 2^16 leave fp32 too few bits."""

@@ -16,13 +16,13 @@ from vqkv.codecs.exact import Nothing
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.codecs.predictor_kinds import Copy, Predictor, Slice, make_predictor
 from vqkv.errors import DataError
-from vqkv.presets.allocation import allocate
 from vqkv.runtime.checks import check_whole
 
 SOURCE = re.compile(r"(K|V)(?:-([1-9]\d?))?")
 SYMBOLS = {"K": "key", "V": "value"}
 NOT_PREDICTED, CONSTANT = "none", "mean"
 LEAST = 0.05  # bits of a layer
+BISECTIONS = 60
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Unpredicted:
 @dataclass(frozen=True)
 class Budgeted:
     """Bits where an error costs the model most: all places of ``plan`` together take ``bits`` a value, and each as many
-    as keep the expected KL lowest (``costs``, ``allocation``), measured with the preset as it is. Takes
+    as keep the expected KL lowest (``costs``, ``allocate``), measured with the preset as it is. Takes
     quantizers whose bits can be chosen, EntropyCodedScalar and ResidualVQ; the bits of scales are not counted."""
 
     plan: FromPrevious | Unpredicted
@@ -239,3 +239,25 @@ def _parse(sources: str, role: str) -> list[tuple[str, int]]:
     if any(back == 0 and (role, name) != ("value", "key") for name, back in places):
         raise DataError(f"sources {sources!r} of a {role}: of the same layer only a value can read the key")
     return places
+
+
+def allocate(curves: dict[Place, Tensor], budget: float) -> dict[Place, float]:
+    """Bits of each place: of its points (n, 2) of bits and cost, the one that keeps the sum of costs lowest with a mean
+    of at most ``budget`` bits (Lagrange multipliers on the curves' convex hulls; Shoham & Gersho 1988). Raises
+    ``DataError`` if even the fewest bits are too many, and for costs that are no numbers."""
+    for place, curve in curves.items():
+        if not curve.isfinite().all():
+            raise DataError(f"what {place} costs is infinite or NaN: check the model's weights and dtype")
+    least = sum(curve[:, 0].min().item() for curve in curves.values()) / len(curves)
+    if least > budget:
+        raise DataError(f"{budget:g} bits a value, but {least:g} is the least that these codecs take: allow more")
+
+    def choose(price: float) -> dict[Place, float]:
+        return {place: curve[(curve[:, 1] + price * curve[:, 0]).argmin(), 0].item() for place, curve in curves.items()}
+
+    low, high = -60.0, 60.0  # of the price's logarithm; the highest buys the fewest bits
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        affordable = sum(choose(2.0**middle).values()) <= budget * len(curves)
+        low, high = (low, middle) if affordable else (middle, high)
+    return choose(2.0**high)

@@ -67,10 +67,6 @@ class Processes:
         joined = self.rows(torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)])
         return [part.numpy().tobytes() for part in joined.split(lengths)]
 
-    def wait(self) -> None:
-        """Until all are here."""
-        self.total(torch.zeros(1, dtype=torch.float32))
-
     def _told(self, number: int) -> list[int]:
         """Everybody's number, by rank."""
         numbers = torch.zeros(self.count, dtype=torch.int64)

@@ -16,8 +16,7 @@ from vqkv.data.corpus import SPLITS, check_corpus
 from vqkv.errors import DataError
 from vqkv.evaluation.capacity import GB, architecture
 from vqkv.evaluation.footprint import weight_bytes
-from vqkv.models.configs import config_of
-from vqkv.models.load import BUNDLED, LOADING_ERRORS
+from vqkv.models.load import BUNDLED, LOADING_ERRORS, config_of
 
 MODELS = ("model", "second_model")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")

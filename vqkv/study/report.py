@@ -21,7 +21,7 @@ from nbconvert import HTMLExporter
 from vqkv.errors import DataError
 from vqkv.evaluation.capacity import architecture
 from vqkv.evaluation.recommend import Candidate, candidates
-from vqkv.models.configs import KNOWN_CONFIGS, config_of
+from vqkv.models.load import KNOWN_CONFIGS, config_of
 from vqkv.study.pages import all_notebooks
 from vqkv.study.tables import repository_root, stored, write_atomically
 

@@ -35,9 +35,10 @@ class Gram:
         Raises ``DataError`` for NaN or infinity."""
         for first, partners in self._partners.items():
             x = block(first).double()
-            self._add(self.sums, first, x.sum(dim=0))
+            self.sums[first] = self.sums.get(first, 0) + x.sum(dim=0)
             for second in partners:
-                self._add(self.products, (first, second), x.T @ (x if second == first else block(second).double()))
+                product = x.T @ (x if second == first else block(second).double())
+                self.products[first, second] = self.products.get((first, second), 0) + product
         if bad := [name for name, total in self.sums.items() if not total.isfinite().all()]:
             raise DataError(f"block {bad[0]} holds NaN or infinity: check the model's weights and dtype")
         self.count += len(x)
@@ -83,7 +84,3 @@ class Gram:
 
     def _key(self, a: Name, b: Name) -> tuple[Name, Name]:
         return (a, b) if self._place[a] <= self._place[b] else (b, a)
-
-    @staticmethod
-    def _add(into: dict, key, total: Tensor) -> None:
-        into[key] = into[key] + total if key in into else total

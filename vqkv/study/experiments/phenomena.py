@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from vqkv.data.recall import RecallTask
-from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.floor import noise_floor
+from vqkv.evaluation.exact import ExactPass, noise_floor
 from vqkv.models.capture import capture
 from vqkv.models.layers import max_positions
 from vqkv.models.load import BUNDLED, describe, kv_width

@@ -8,7 +8,7 @@ import torch
 
 from vqkv import presets
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.floor import RoundedCache
+from vqkv.evaluation.exact import RoundedCache
 from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import describe
 from vqkv.study.bench.caches import chosen

@@ -9,8 +9,7 @@ import pandas as pd
 
 from vqkv.errors import DataError
 from vqkv.evaluation.recommend import recommend
-from vqkv.models.configs import KNOWN_CONFIGS
-from vqkv.models.load import BUNDLED
+from vqkv.models.load import BUNDLED, KNOWN_CONFIGS
 from vqkv.study import figures
 from vqkv.study.experiments.common import subject
 from vqkv.study.explore import views

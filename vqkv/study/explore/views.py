@@ -22,7 +22,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.evaluation.floor import RoundedCache
+from vqkv.evaluation.exact import RoundedCache
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import check_tokens
 from vqkv.runtime.checks import check_whole, whole_blocks

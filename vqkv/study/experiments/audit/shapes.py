@@ -7,7 +7,7 @@ from torch import nn
 
 from vqkv.evaluation.capacity import architecture
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
-from vqkv.models.configs import KNOWN_CONFIGS
+from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.presets import Preset
 from vqkv.study.experiments.capacity import MODELS
 
