@@ -163,8 +163,7 @@ class CompressedCache(Cache):
         self.batch_select_indices(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that ``indices`` (integers or a boolean mask) names. Raises ``IndexError`` for one that
-        is not here, ``DataError`` if a forward pass broke off half-way."""
+        """Keep these sequences (integers or a mask). Raises ``IndexError`` for one that is not here."""
         self.batch.check_complete()
         kept = torch.arange(self.batch.size)[torch.as_tensor(indices).cpu()]
         self.batch.select(kept)
@@ -179,8 +178,7 @@ class CompressedCache(Cache):
         raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
 
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy that goes on by itself. Compressor and rotations, which never change, are shared, and so are tensors
-        that hold tokens: new ones are made of them, none is written to."""
+        """A copy that goes on by itself; what never changes is shared, tensors that hold tokens among it."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
         stored = tensors([group.all_stores for group in self.batch.groups])
         memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders, *stored)}

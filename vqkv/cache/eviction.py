@@ -92,8 +92,7 @@ class H2O:
 @dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
     """One layer of an ``EvictingCache``, which keeps tokens of its own. ``scores``: the attention received by each
-    stored token, while needed; ``new``: keys and values that are stored once attention has told which of them
-    matter."""
+    stored token, while needed; ``new``: what is stored once attention has told which tokens matter."""
 
     is_croppable = False
 
@@ -198,9 +197,8 @@ class EvictingCache(CompressedCache):
             watching.close()
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
-        """Hand a layer its new tokens, as ``CompressedCache.update`` says. Raises ``DataError`` where attention cannot
-        be watched, or reaches less far back than the tokens seen (a sliding window goes by positions, which kept tokens
-        no longer line up with)."""
+        """Hand a layer its new tokens. Raises ``DataError`` where attention cannot be watched, or reaches less far back
+        than the tokens seen (a sliding window goes by positions, which kept tokens no longer line up with)."""
         if self.layers[layer_idx].evicts_next and self._watching is None:
             raise DataError("attention is not watched: call the model that the cache was made for, not a part of it")
         window = getattr(self.model().config.get_text_config(), "sliding_window", None)

@@ -89,8 +89,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):
-    """An attention function as transformers calls it. Raises ``DataError`` for a model whose attention does what
-    neither this nor ``sdpa`` does (soft caps, learned sinks)."""
+    """An attention function as transformers calls it. Raises ``DataError`` for soft caps and learned sinks."""
     extra = [name for name in UNKNOWN if kwargs.get(name) is not None]
     if extra:
         raise DataError(f"{NAME} does not know this model's {extra}: load it with attn_implementation='eager'")

@@ -37,9 +37,8 @@ class Kept:
 
 @dataclass(eq=False)
 class Positions:
-    """The position of every token of some sequences of equal length. ``explicit`` (sequences or 1, seq_len), int32, is
-    stored only where positions are not 0, 1, 2, ... ``tables``: cos and sin of all tokens by rotation, made once a
-    pass."""
+    """The position of every token of some sequences of equal length. ``explicit`` (sequences or 1, seq_len), int32:
+    unless they are 0, 1, 2, ... ``tables``: cos and sin of all tokens by rotation, made once a pass."""
 
     explicit: Tensor | None = None
     seq_len: int = 0

@@ -92,8 +92,7 @@ class PromptCache:
         return found
 
     def _before(self, tokens: Tensor, cache: CompressedCache) -> tuple[Path | None, int]:
-        """The longest stored prompt that this one goes on from, whose packed tokens are the cache's first ones, and how
-        many these are."""
+        """The longest stored prompt with the cache's first packed tokens, and how many these are."""
         fitting = [(len(x), path) for path, x in self._prompts() if len(x) <= len(tokens) and x.equal(tokens[: len(x)])]
         for _, path in sorted(fitting, key=lambda each: each[0], reverse=True):
             with suppress(Exception):

@@ -71,8 +71,7 @@ def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
 
 
 def inspect(path) -> dict:
-    """A saved cache's header and ``Report.as_dict()``, with no need of compressor or model. Raises ``FormatError`` for
-    anything but a whole saved cache."""
+    """A saved cache's header and report, without compressor or model. Raises ``FormatError`` for anything else."""
     header, tensors = _read(path)
     about = {key: header[key] for key in ("format", "version", "compressor", "model", "in_place")}
     about["groups"] = [group | {"rows": len(group["rows"])} for group in header["groups"]]
@@ -111,8 +110,7 @@ def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
 
 
 def fill(cache, header: dict, parts: list[dict[str, Tensor]]) -> None:
-    """Hand every store of an empty ``cache`` its own tensors: those of the last of ``parts``, and its quantized tokens
-    of all parts, one after the other."""
+    """Hand every store of an empty ``cache`` its own of the last of ``parts``, and quantized tokens of all of them."""
     batch, device = cache.batch, cache.model().device
     owned: dict[tuple, dict[str, list[Tensor]]] = defaultdict(dict)
     *earlier, tensors = parts

@@ -14,8 +14,7 @@ MOST = 1 << 62  # tokens or bytes
 @dataclass(frozen=True)
 class CacheSettings:
     """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
-    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read. Raises ``DataError`` for
-    anything but whole numbers that a cache can keep, and a boolean."""
+    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE. Raises ``DataError`` for anything else."""
 
     sink_tokens: int = 0
     recent_window: int = 0
@@ -31,9 +30,8 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
-    """The settings of one cache, with what its compressor and its model add. ``tokens_per_row``: tokens that every
-    codec can encode and decode without others; ``joint``: all layers are stored together; ``shapes``: num_kv_heads and
-    head_dim of keys and values by layer."""
+    """The settings of one cache, with what its compressor and its model add. ``joint``: all layers are stored together;
+    ``shapes``: num_kv_heads and head_dim of keys and values by layer."""
 
     in_place: bool
     decoded_cache_bytes: int
@@ -72,8 +70,7 @@ class LiveSettings(CacheSettings):
         return self.dtype if self.dtype.itemsize == 2 else torch.float16
 
     def room(self, batch_size: int) -> int:
-        """Quantized tokens whose decoded keys and values, of all layers and sequences, ``decoded_cache_bytes`` holds;
-        whole blocks."""
+        """Quantized tokens, whole blocks, of which ``decoded_cache_bytes`` holds what is decoded."""
         values = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.shapes)
         token = values * self.dtype.itemsize * batch_size
         tokens = self.decoded_cache_bytes // token

@@ -141,8 +141,7 @@ class StreamLayout:
                 yield places, Verbatim(self.head_dim, self.dtype), whole, tokens
 
     def _payload(self, left: io.BytesIO, codec: Codec, batch_size: int, tokens: int) -> Payload:
-        """The next payload; of what shapes and types is seen in one that the codec makes of zeros. How many ragged
-        pieces there are follows from the fields."""
+        """The next payload, of the shapes and types of one that the codec makes of zeros."""
 
         def take(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             piece = bytearray(left.read(math.prod(shape) * dtype.itemsize))  # memory of its own
@@ -157,8 +156,7 @@ class StreamLayout:
 
 
 def check_stored(stored):
-    """One of ``NAMES``, or a list over layers of codec pairs, or a codec, as the writer takes it. Raises
-    ``UnknownNameError`` for another name, ``DataError`` for anything else."""
+    """One of ``NAMES``, or codecs by layer. Raises ``UnknownNameError`` or ``DataError`` for anything else."""
     if isinstance(stored, str):
         if stored not in NAMES:
             raise UnknownNameError("way to store tokens", stored, NAMES, "Or pass codecs.")

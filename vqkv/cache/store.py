@@ -22,9 +22,8 @@ ROUND = 64  # tokens: memory of the same size step after step is memory that the
 
 @dataclass
 class ForwardPass:
-    """News that layers tell each other in one forward pass, so that no history is decoded twice: reconstructions of the
-    tokens that were quantized before it (``past``), and in it (``fresh``). ``room``: of how many quantized tokens what
-    is read may be kept for the next step."""
+    """What layers tell each other in one forward pass: reconstructions of the tokens that were quantized before it
+    (``past``), and in it (``fresh``). ``room``: of how many quantized tokens what is read may be kept."""
 
     past: Known
     fresh: Known
@@ -251,8 +250,7 @@ class TokenStore:
         return self.positions.turn(self.rotation, turn, keys, self.first + start, self.kept)
 
     def _pieces(self, out: Tensor, known: Known) -> list[tuple[int, int]]:
-        """Spans of the quantized tokens that are decoded at a time, so that what decoding works with stays small. All
-        at once where other layers read the tokens too."""
+        """Spans of quantized tokens to decode at a time; all at once where other layers read them too."""
         first, last, coder = self.upto, self.quantized, self.coder
         few, known_elsewhere = PIECE[out.device.type == "cpu"], coder.place in known.last_reader
         if out.numel() <= few or known_elsewhere or coder.prediction is not None:

@@ -82,8 +82,7 @@ def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
 
 
 def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
-    """For each place: its codec, what that was given (after prediction), and what is read back of the place's tokens
-    from the first after the sinks on."""
+    """For each place: its codec, what that was given, and what is read back of the tokens after the sinks."""
     known, sinks = compressor.new_pass(), compressor.settings.sink_tokens
     keys, values = capture(model, tokens, post_rope=not compressor.settings.pre_rope)
     for layer, pair in enumerate(zip(keys, values, strict=True)):
@@ -94,8 +93,7 @@ def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
 
 
 def _substituting(place: Place, restored: Tensor, start: int, turn: Rotation | None):
-    """For a ``Door``: attention reads ``restored`` (batch, num_kv_heads, tokens, head_dim) at one place, from the token
-    ``start`` on; keys before RoPE turn by ``turn``."""
+    """For a ``Door``: attention reads ``restored`` at one place, from the token ``start`` on; keys turn by ``turn``."""
     role, layer = place
     read = restored if role == "value" or turn is None else turn.turned(restored, start)
 

@@ -143,8 +143,7 @@ class _Run:
         return loss
 
     def _gradients(self, batch: Tensor) -> float:
-        """Leave the gradient of the mean loss at the weights; returns that loss. Sums go backward, not means: in fp16
-        the gradient of one token's share in a large batch would vanish."""
+        """Leave the mean loss's gradient, return the loss. Sums go backward: in fp16 one token's share would vanish."""
         total, count = 0.0, batch[:, 1:].numel()
         for part in current().share(batch).split(self.micro_batch):
             part = part.to(self.model.device)

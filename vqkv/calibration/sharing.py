@@ -57,8 +57,7 @@ class ModelTrial:
 
     @torch.inference_mode()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
-        """Cosine similarity of the last hidden states with the exact ones, mean over tokens, when attention reads
-        layers stored as ``plan`` says, the current tokens included."""
+        """Cosine similarity, mean over tokens, of the last hidden states with the exact ones, in place."""
         shared = self._last_states(use_cache=True, past_key_values=self._cache(plan))
         return F.cosine_similarity(self._exact, shared, dim=-1).mean().item()
 

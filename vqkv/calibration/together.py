@@ -18,8 +18,7 @@ def _owned(count: int, rank: int) -> range:
 
 
 def learn(codecs: Sequence[Codec], batch: Sequence[Tensor]) -> None:
-    """One learning step of every codec that is not ready on its keys or values, of which each process gives its share
-    (sequences, num_kv_heads, seq_len, head_dim)."""
+    """One learning step of every codec that is not ready, of whose batch each process gives its share."""
     processes, mine = current(), {}
     for number, (codec, x) in enumerate(zip(codecs, batch, strict=True)):
         if codec.ready:

@@ -21,8 +21,7 @@ def attention_weights(model) -> list[nn.Parameter]:
 
 
 class TrainedWeights(list):
-    """A model's attention weights, in fp32 while inside; all others are frozen. At the end they are as they were, but
-    with ``keep()`` they stay as trained, in the model's dtype."""
+    """A model's attention weights, in fp32 and alone trained while inside; as they were after it, unless ``keep()``."""
 
     def __init__(self, model):
         super().__init__(attention_weights(model))
@@ -58,8 +57,7 @@ class TrainedWeights(list):
 
 @contextmanager
 def recomputing(model) -> Iterator[None]:
-    """Inside, decoder layers keep nothing for the backward pass but their inputs. (transformers' own way of doing so
-    wants layers in training mode, where dropout is on.)"""
+    """Inside, decoder layers keep only their inputs. (transformers' own way wants training mode, with dropout.)"""
     parents = {child: module for module in model.modules() for child in module.children()}
     layers = [parents[layer.attention] for layer in kv_layers(model)]
     before = [vars(layer).get("forward") for layer in layers]  # accelerate's, where it moves a layer's inputs

@@ -34,8 +34,7 @@ class Codec(Part):
         return self.partial_fit(x).finalize()
 
     def partial_fit(self, x: Tensor) -> "Codec":
-        """Learn from one batch of a stream: the first call initialises, later calls go on. Tokens beyond the last whole
-        block of ``tokens_per_row`` are left out."""
+        """Learn from one batch of a stream, without what is left of a block: the first call initialises."""
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
         values = self._checked(whole_blocks(x, self.tokens_per_row), math.inf)

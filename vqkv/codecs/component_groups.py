@@ -59,8 +59,7 @@ class ComponentGroups(Quantizer):
         return int(self.groups[:, 0].sum())
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(..., *row_shape) -> uint8 (..., codes of a row) of the groups that are stored, and their ends, fp16 (...,
-        groups, tokens)."""
+        """(..., *row_shape) -> uint8 (..., codes of a row), and fp16 ends (..., groups, tokens)."""
         codes, lows, highs = [], [], []
         for part, width in self._parts(x):
             code, low, high = _affine(part, width)
@@ -138,8 +137,7 @@ def _affine(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cheapest(rows: Tensor, budget: int) -> Tensor:
-    """int16 (groups, 2): sizes and widths of least squared error over rows (tokens, components) with at most ``budget``
-    bits a token."""
+    """int16 (groups, 2): sizes and widths of least squared error over rows with at most ``budget`` bits a token."""
     components = rows.shape[1]
     starts = list(range(0, components, UNIT))
     least = np.full((len(starts) + 1, budget + 1), np.inf)  # error of the components before each start, by bits spent

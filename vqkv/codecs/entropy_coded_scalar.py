@@ -56,8 +56,7 @@ class EntropyCodedScalar(StreamQuantizer):
             self.register_buffer(name, None)
 
     def rates(self, y: Tensor) -> Tensor:
-        """A point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at
-        ``LEAST_BITS`` if a step of ``CURVE`` takes less."""
+        """A point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at the least."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
         rms, points = channels.double().square().mean().sqrt().item() or 1.0, []
         for half in CURVE:
@@ -74,8 +73,7 @@ class EntropyCodedScalar(StreamQuantizer):
         return dataclasses.replace(self, bits=bits)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch that is not all zeros decides the step, and which bits are kept apart; the codes of every
-        batch from there on are counted."""
+        """The first batch that is not all zeros decides step and shifts; codes are counted from there on."""
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self.step == 0:
             sample = _sampled(channels)

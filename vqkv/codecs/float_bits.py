@@ -38,8 +38,7 @@ class FloatBits(StreamQuantizer):
             self.register_buffer(name, None)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides the type, each channel's exponent and its sign; symbols of all batches are
-        counted."""
+        """The first batch decides the type, exponents and signs; symbols of all batches are counted."""
         if self.mantissa is None:
             fitting = (bits for dtype, bits in MANTISSA.items() if torch.equal(x.to(dtype).float(), x))
             self.mantissa = torch.tensor(next(fitting, MANTISSA[torch.float16]), dtype=torch.uint8)

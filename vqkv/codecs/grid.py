@@ -19,8 +19,7 @@ DIM = 2
 
 @cache
 def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
-    """Number of points -> (grid (points, 2), its mean squared error per value on a standard Gaussian), as
-    ``vqkv.codecs.learning.gaussian`` found them."""
+    """Number of points -> (grid (points, 2), its MSE per value on a standard Gaussian); see ``learning.gaussian``."""
     stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
     grids = [(torch.tensor(grid["points"], dtype=torch.float32), grid["mse"]) for grid in stored.values()]
     return {len(points): (points, mse) for points, mse in grids}
@@ -29,8 +28,7 @@ def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
 @dataclass(eq=False)
 class Grid(Quantizer):
     """Each pair of neighbouring values -> the nearest of ``size`` points of a grid optimal for a standard Gaussian
-    (HIGGS with d = 2; 16, 64 or 256 points: 2, 3 or 4 bits a value). Nothing is learned; ``grid``, fp16 (size, 2), is
-    side information."""
+    (HIGGS with d = 2; 16, 64 or 256 points: 2, 3 or 4 bits a value). Nothing is learned; ``grid``: fp16 (size, 2)."""
 
     size: int = 16
     choices = {"size": gaussian_grids()}

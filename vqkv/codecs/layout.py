@@ -48,8 +48,7 @@ class TokenBlock(Stage):
 
 @dataclass(eq=False)
 class MergeHeads(Stage):
-    """KV heads side by side along the last axis: (batch, num_kv_heads, rows, ..., head_dim) ->
-    (batch, 1, rows, ..., num_kv_heads * head_dim)."""
+    """KV heads side by side: (batch, num_kv_heads, ..., head_dim) -> (batch, 1, ..., num_kv_heads * head_dim)."""
 
     by_head = True
 

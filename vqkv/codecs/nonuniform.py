@@ -49,9 +49,8 @@ class Levels(Quantizer):
 
 @dataclass(eq=False)
 class GaussianLevels(Levels):
-    """The 2^bits levels of least squared error for a standard Gaussian (Lloyd 1957, Max 1960), which a coordinate of a
-    randomly rotated vector of rms 1 nearly is (TurboQuant, Zandieh et al. 2025). Nothing is learned; ``levels``, fp16,
-    count as side information all the same."""
+    """The 2^bits levels of least squared error for a standard Gaussian (Lloyd 1957, Max 1960), which coordinates of a
+    randomly rotated vector of rms 1 nearly are (TurboQuant, Zandieh et al. 2025). Nothing is learned."""
 
     bits: int = 2
     limits = {"bits": (1, 8)}
@@ -77,9 +76,8 @@ def _lloyd_max(bits: int) -> Tensor:
 
 @dataclass(eq=False)
 class NonUniform(Levels):
-    """Levels that are learned: k-means in one dimension on the first batch, a moving average over later ones. All
-    values weigh the same, unless a ``WeightedChain`` says otherwise. Side information: ``levels``, fp16 (2^bits,),
-    ascending."""
+    """Levels learned by k-means in one dimension on the first batch, a moving average over later ones, all values alike
+    or as a ``WeightedChain`` says. Side information: ``levels``, fp16 (2^bits,), ascending."""
 
     bits: int = 4
     seed: int = 0
@@ -90,8 +88,7 @@ class NonUniform(Levels):
         self.register_buffer("levels", None)
 
     def partial_fit(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """``weights``, like x, are not negative; values of weight 0 are left out. Raises ``DataError`` at the first
-        call for fewer distinct values than levels."""
+        """``weights``, like x, from 0 on. Raises ``DataError`` at first for fewer distinct values than levels."""
         x, weights = x.flatten(), torch.ones_like(x).flatten() if weights is None else weights.flatten()
         both = torch.stack([x, weights], dim=-1)[weights > 0]
         if len(both) > SAMPLES:
@@ -124,9 +121,8 @@ class NonUniform(Levels):
 
 
 class WeightedChain(Chain):
-    """A chain that ends in ``NonUniform``, whose values weigh as much as their errors cost (KVQuant, section 3.3): the
-    diagonal of what ``weigh`` was told, times the squared scale that stages divide by. Values that a stage keeps apart
-    weigh nothing."""
+    """A chain that ends in ``NonUniform``, whose values weigh as much as their errors cost (KVQuant, section 3.3): by
+    ``weigh``'s diagonal and the squared scale; values that a stage keeps apart weigh nothing."""
 
     weighted = True
     _costs: Tensor | None = None

@@ -59,8 +59,7 @@ def _plain(value):
 
 
 def part_from_config(config):
-    """Rebuild a part (or a list of them) from ``config()``. Names are looked up in a registry: no code is loaded.
-    Raises ``FormatError`` for an unknown one."""
+    """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for one that is not registered."""
     if isinstance(config, list):
         return [part_from_config(item) for item in config]
     if not isinstance(config, dict):

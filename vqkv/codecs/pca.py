@@ -79,8 +79,7 @@ class PCA(Stage):
         return self._times(y[..., : self.inverse.shape[-2]], self.inverse)
 
     def _scale(self, device) -> Tensor:
-        """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity where errors cost
-        nothing."""
+        """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity without costs."""
         channels = self._shape[-1]
         plain = torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
         if not self.weighted:

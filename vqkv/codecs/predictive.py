@@ -31,8 +31,7 @@ class Prediction:
     sources: tuple[Place, ...]
 
     def __call__(self, known: dict[Place, Tensor], like: Tensor) -> Tensor:
-        """Predict from the sources in ``known`` values of ``like``'s shape, in float32. Raises ``DataError`` if one
-        of them is missing."""
+        """Values of ``like``'s shape, float32, from sources in ``known``. Raises ``DataError`` if one is missing."""
         if missing := [place for place in self.sources if place not in known]:
             raise DataError(
                 f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
@@ -105,8 +104,7 @@ class PredictiveCodec:
 
 @dataclass(eq=False)
 class JointCodec(PredictiveCodec):
-    """Of the first layer where all layers' keys (or values) are stored together: ``heads`` of what is decoded are its
-    own, the others' are read from ``Known``."""
+    """Of the first layer of those that are stored together: the first ``heads`` of what is decoded are its own."""
 
     heads: int = 0
 

@@ -79,8 +79,7 @@ class _Regression(Predictor):
         self.take(ridge, ridge.solve())
 
     def take(self, ridge: Ridge, weights: Tensor) -> None:
-        """Keep float64 ``weights`` (in_features + 1, out_features) of ``ridge``, with the bias fitted to them as they
-        are stored."""
+        """Keep float64 ``weights`` (in_features + 1, out_features), the bias fitted to them as they are stored."""
         moments = ridge.moments()
         self._store(ridge, weights[:-1])
         # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift
@@ -115,9 +114,8 @@ class Linear(_Regression):
 
 @dataclass(eq=False)
 class ReducedRank(Linear):
-    """The best ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
-    (reduced-rank regression; Mukherjee and Zhu 2011 with the penalty). Two fp16 factors, or one matrix where these take
-    more."""
+    """The ridge regression of rank ``rank``: the full one, projected on the main directions of what it predicts
+    (Mukherjee and Zhu 2011). Two fp16 factors, or one matrix where these take more."""
 
     rank: int = 256
     limits = Linear.limits | {"rank": (1, MANY)}

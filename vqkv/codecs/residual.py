@@ -91,8 +91,7 @@ class ResidualVQ(Quantizer):
         return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
 
     def rates(self, y: Tensor) -> Tensor:
-        """A point for each number of quantizers, up to twice as many (if so many there can be) by
-        extrapolation."""
+        """A point for each number of quantizers, up to twice as many by extrapolation."""
         vectors = y.reshape(-1, self.group_size)
         left = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)]
         errors = [x.double().square().mean().item() for x in left[1:]]

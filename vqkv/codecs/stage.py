@@ -38,8 +38,7 @@ class Stage(Part):
         """Freeze what was learned; nothing by default."""
 
     def keep(self, count: int) -> None:
-        """Forget what only values behind the first ``count`` of the last axis need, which the quantizer does not
-        store."""
+        """Forget what only values behind the first ``count`` of the last axis need: they are not stored."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """Rows going out, and what must be stored per row to come back."""
@@ -54,8 +53,7 @@ class Stage(Part):
         return {name: payload.fields[name] for name in self.side_fields}
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        """Tell kernels of rows before this stage, from what they are told of rows after it; None if they
-        cannot undo it."""
+        """What kernels are told of rows before this stage, from that of rows after it; None if they cannot."""
         return None
 
 
@@ -69,8 +67,7 @@ class Quantizer(Stage):
     kept: int | None = None  # values of the last axis that are stored, the first ones, if not all are
 
     def build(self, shape: tuple[int, ...]) -> None:
-        """Prepare for rows of shape (num_kv_heads, *row_shape), by default with a code for each value. Raises
-        ``DataError`` if impossible."""
+        """Prepare for rows of (num_kv_heads, *row_shape), a code for each value. Raises ``DataError`` if impossible."""
         self.row_shape = shape[1:]
         self.codes_per_row = math.prod(self.row_shape)
 
@@ -96,7 +93,6 @@ class Quantizer(Stage):
         return None
 
     def rates(self, y: Tensor) -> Tensor:
-        """Trade-off of more or fewer bits, for a quantizer that was fitted: float64 (n, 2), bits a value and mean
-        squared error of rows y, fewest bits first; ``with_bits`` of one of these makes an unfitted one like this, with
-        so many bits. Raises ``DataError`` for one whose bits cannot be chosen."""
+        """More or fewer bits, once fitted: float64 (n, 2), bits a value and mean squared error of rows y, fewest bits
+        first; ``with_bits`` makes an unfitted one of so many. Raises ``DataError`` where bits cannot be chosen."""
         raise DataError(f"{type(self).__name__} cannot trade bits for error: use EntropyCodedScalar or ResidualVQ")

@@ -37,8 +37,7 @@ class StreamQuantizer(Quantizer):
         return self._made[1]
 
     def store(self, y: Tensor) -> Payload:
-        """``lengths`` (batch, 1 or num_kv_heads, rows), the words of each stream (int16 where that is always enough),
-        and the words, 16 bits each."""
+        """``lengths`` (batch, 1 or num_kv_heads, rows), the words of each stream, and the words, 16 bits each."""
         codes, side = self.encode(y)
         joined = self.heads if self.by_head else 1
         rows = codes.permute(2, 0, 1, 3).unflatten(-1, (-1, self.num_tables)).mT.unflatten(2, (-1, joined))

@@ -16,8 +16,7 @@ ANCHOR_LEVELS = 255
 
 @dataclass(eq=False)
 class TileMean(Stage):
-    """Subtract each channel's mean over the tokens of a row (tokens, channels). Stores ``shift``: fp16 (channels,) a
-    row."""
+    """Subtract each channel's mean over a row's tokens (tokens, channels). Stores ``shift``: fp16 (channels,)."""
 
     side_fields = ("shift",)
 

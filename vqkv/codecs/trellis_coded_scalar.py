@@ -52,8 +52,7 @@ class TrellisCodedScalar(EntropyCodedScalar):
         return codes.transpose(0, 1).flatten(3), {}
 
     def set_step(self, step: float, sample: Tensor) -> Tensor:
-        """Take a step, and the spreads that a sample (heads, rows, channels) has in uniform steps as long as a
-        quantizer's; returns the sample's codes."""
+        """Take a step, and the spreads that a sample has in uniform steps as long; returns the sample's codes."""
         self.step = as_step(step, sample.device)
         plain = rounded(sample, 2 * self.step)
         self.shifts = shifts_of(plain)

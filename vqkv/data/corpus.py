@@ -106,8 +106,7 @@ def check_corpus(name: str, split: str) -> str:
 
 
 def of_split(name: str, split: str) -> str:
-    """The corpus of one split: ``train=A,test=B`` names that of ``train`` and that of the other two, any other name is
-    that of all."""
+    """The corpus of one split: ``train=A,test=B`` names that of ``train`` and that of the other two."""
     match = PAIR.fullmatch(str(name))
     return match["train" if split == "train" else "test"] if match else name
 

@@ -21,9 +21,8 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """Where a data set lies (``path``, ``config``; or ``folder``, with files in the same layout), the ``packing`` of
-    its column ``text``, and how much of it its source used. ``files``: JSON lines to be read one by one, where a data
-    set's own loader is a script, which ``datasets`` no longer runs."""
+    """Where a data set lies (``path``, ``config``; or ``folder``, in the same layout), the ``packing`` of its column
+    ``text``, and how much its source used. ``files``: JSON lines to be read, where its own loader is a script."""
 
     name: str
     path: str
@@ -60,8 +59,7 @@ HUB_CORPORA = {
 
 
 def find(name: str) -> HubCorpus:
-    """The corpus NAME@FOLDER, or the data set of this name on the hub. Raises ``UnknownNameError`` for another NAME and
-    ``DataError`` if there is no such folder."""
+    """NAME@FOLDER, or a data set on the hub. Raises ``UnknownNameError`` or ``DataError`` without layout or folder."""
     layout, at, folder = name.partition("@")
     if not at:
         return HubCorpus(name, name)

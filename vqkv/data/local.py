@@ -14,8 +14,7 @@ TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl", ".json")
 
 
 def local_documents(files: list[tuple[str, Path]], split: str, seed: int) -> Iterator[str]:
-    """Yield the texts of one split in an order fixed by ``seed``; a repeated text (by content hash) only once, and in
-    the split of the first of its names."""
+    """Yield the texts of one split in an order fixed by ``seed``, a repeated one only once."""
     pieces = [piece for label, path in files for piece in _local_pieces(label, path)]
     texts: dict[bytes, tuple[str, str]] = {}
     for label, text in pieces:
@@ -40,8 +39,7 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
 
 
 def _local_pieces(label: str, path: Path) -> list[tuple[str, str]]:
-    """(name, text) of each row of a .jsonl file, or of each stretch of about ``PIECE`` characters of any other: a
-    single long text also has many windows, and a test split."""
+    """(name, text) of each row of a .jsonl file, or of each stretch of about ``PIECE`` characters of any other."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except ValueError as error:

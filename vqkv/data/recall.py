@@ -40,8 +40,7 @@ class RecallTask:
         self.line = len(self.newline) + 2
 
     def episodes(self, num_pairs: int, num_seqs: int, seed, between: torch.Tensor | None = None) -> RecallBatch:
-        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand between list and
-        queries."""
+        """``num_seqs`` episodes of ``num_pairs`` pairs; tokens ``between`` (num_seqs, gap) stand before the queries."""
         if not 1 <= num_pairs <= len(self.keys):
             raise DataError(
                 f"num_pairs {num_pairs} must be from 1 to {len(self.keys)}, the number of keys to draw from"

@@ -59,8 +59,7 @@ def _minhash(hashes: np.ndarray):
 
 
 def main() -> None:
-    """Write the three lists anew from the text of this installation: what is reported loses nothing to its twins, what
-    is learned from loses most."""
+    """Write the three lists anew: what is reported loses nothing to its twins, what is learned from loses most."""
     texts: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
     for corpus in ("python", "prose"):
         for document in tqdm(CORPORA[corpus](), desc=corpus, unit=" files"):

@@ -121,8 +121,7 @@ def capacity(
 
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-    """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device, which
-    knows shapes but holds no numbers. See ``capacity``."""
+    """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device."""
     model = model_or_config
     if isinstance(model, (PreTrainedConfig, dict)):
         model = _laid_out(model, dtype)

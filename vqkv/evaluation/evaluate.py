@@ -154,8 +154,7 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
-    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers. The model itself reads exact keys
-    and values; only predictors read reconstructed ones."""
+    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; the model reads exact ones."""
     return _mean_ratios([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)], *ROLES_MSE)
 
 
@@ -254,8 +253,7 @@ def _exact_tokens(model, cache) -> float | None:
 
 
 def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Tensor:
-    """Exact tokens that each token reads: those stored before its piece, the piece's up to itself unless it is the only
-    one, which is read packed."""
+    """Exact tokens that each token reads: those before its piece, and the piece's up to itself unless it is alone."""
     own = [torch.arange(1.0, length + 1) * (len(pieces) > 1) for length in pieces]
     return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 

@@ -28,8 +28,7 @@ class ExactPass:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """Of tokens (batch, seq_len): logits (batch, seq_len, vocabulary), and what ``attention_outputs`` gives. Raises
-        ``DataError`` for a model that makes NaN or infinity."""
+        """Of tokens (batch, seq_len): logits, and ``attention_outputs``. Raises ``DataError`` for NaN or infinity."""
 
         def compute() -> tuple:
             with attention_outputs(self.model) as attention:

@@ -103,8 +103,7 @@ class Footprint:
 
 def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) -> Footprint:
     """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. ``tokens``
-    (num_seqs, seq_len): cached to weigh payloads whose size depends on the data, which takes a compressor and weights.
-    ``capacity.capacity`` says what this raises."""
+    (num_seqs, seq_len): cached to weigh payloads whose size depends on the data. Raises what ``capacity`` does."""
     shape, settings = model_shape(model), preset.settings
     if isinstance(preset, Compressor):
         _check_fits(preset, model, shape)

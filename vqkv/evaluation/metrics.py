@@ -19,8 +19,7 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
 
 
 def participation_ratio(covariance: torch.Tensor) -> float:
-    """Number of directions in which data of this (width, width) covariance vary: (sum of eigenvalues)^2 / sum of their
-    squares."""
+    """Directions in which data of this covariance vary: (sum of eigenvalues)^2 / sum of their squares."""
     return (covariance.trace().square() / covariance.square().sum()).item()
 
 
@@ -48,8 +47,7 @@ def top1_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tenso
 
 
 def top2_agreement(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """1.0 where the reference's next token is the likeliest or the second likeliest here: (batch, seq_len, vocab) twice
-    -> (batch, seq_len)."""
+    """1.0 where the reference's next token is among the two likeliest here: (batch, seq_len, vocab) twice."""
     return (logits.topk(2).indices == reference.argmax(-1, keepdim=True)).any(-1).float()
 
 

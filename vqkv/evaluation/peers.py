@@ -132,8 +132,7 @@ def _shape(stored) -> torch.Size:
 
 
 def _load(backend: str) -> None:
-    """Import a backend, and build quanto's C++ extension now rather than in the middle of a forward pass. Raises
-    ``ImportError`` that says what to install."""
+    """Import a backend and build quanto's C++ extension. Raises ``ImportError`` that says what to install."""
     module, package = PACKAGES[backend]
     try:
         import_module(module)

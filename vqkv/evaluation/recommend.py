@@ -43,9 +43,8 @@ READS: dict[str, Callable[[Shape], int]] = {  # layers that are put together fro
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store a cache: page 11's system, the call that makes it, what it occupies, what was measured
-    (``kl_MODEL``, ``recall_lost_MODEL`` and ``ns_per_value``), and for how many tokens that share the side information
-    it is meant: ``least`` or more, and fewer than ``below``."""
+    """A way to store a cache: page 11's system, the call that makes it, what it occupies, what was measured, and for
+    how many tokens that share the side information it is meant: ``least`` or more, and fewer than ``below``."""
 
     system: str
     call: str
@@ -136,8 +135,7 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
 
 
 def _chosen_for(grows: str, bits: float, width: int, tokens: int) -> tuple[dict, dict]:
-    """For how many tokens ``best`` is this one of its designs, and its arguments that make it so, at ``tokens`` if
-    it is."""
+    """For how many tokens ``best`` is this one of its designs, and arguments that make it so."""
     pays = math.ceil(long_pays(bits) * width)
     if grows == "by layer":
         return {"least": pays}, {"context": min(max(pays, tokens), MOST), "kv_width": width}

@@ -132,14 +132,12 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Integers (streams, channels, tokens), from -2^23 to 2^23 - 1 -> all streams' words, int16, and how many each has,
-    int64 (streams,). See ``entropy.code``."""
+    """Integers (streams, channels, tokens), 24 bits each -> all streams' words, int16, and how many each has, int64."""
     return _find("rans_encode", values, values, code)(values, code)
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
-    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool
-    (streams,)."""
+    """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
     return _find("rans_decode", words, words, code)(words, lengths, code, tokens)
 
 

@@ -8,8 +8,7 @@ NOTHING_TO_CHANGE = nullcontext()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """No TF32, bf16 or autocast inside: error bounds hold for real fp32 only, and what is decoded must be what was
-    encoded, whatever either ran under."""
+    """No TF32, bf16 or autocast inside: what is decoded must be what was encoded, whatever either ran under."""
     if torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled(device.type):
         return NOTHING_TO_CHANGE  # entering what follows takes longer than storing a token
     return _changed(device)

@@ -64,15 +64,13 @@ class Coded:
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE for keys that attention reads packed, at positions start, start + 1, ...: angle = position * inv_freq, fp32
-    (rotary_dim / 2,)."""
+    """RoPE for keys that attention reads packed, from position ``start`` on: angle = position * inv_freq, fp32."""
 
     inv_freq: Tensor
     start: int = 0
 
     def turned(self, keys: Tensor, first: int = 0) -> Tensor:
-        """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated; angles in float64, as
-        positions beyond 2^16 leave fp32 too few bits."""
+        """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated by float64 angles."""
         start = self.start + first
         positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()

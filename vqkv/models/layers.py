@@ -32,9 +32,8 @@ _encoder_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # mode
 
 
 class Door(DynamicCache):
-    """A cache that keeps no keys and values, for one forward pass: ``see(layer, keys, values)`` gets what the layer
-    ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads in their place or None.
-    ``cross``: the layers that attend to an encoder."""
+    """A cache that keeps nothing, for one forward pass: ``see(layer, keys, values)`` gets what the layer
+    ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads instead, or None."""
 
     def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None], cross: bool = False):
         super().__init__(config=model.config)
@@ -49,8 +48,7 @@ class Door(DynamicCache):
 
 @dataclass(frozen=True)
 class KVLayer:
-    """A layer that stores keys and values: ``attention`` is the module that hands them over. ``cross``: an encoder's,
-    once and for all."""
+    """A layer that stores what ``attention`` hands over; ``cross``: an encoder's, once and for all."""
 
     layer_idx: int
     attention: nn.Module
@@ -66,9 +64,8 @@ class KVLayer:
 
 
 def kv_layers(model) -> list[KVLayer]:
-    """One ``KVLayer`` for each layer that hands keys and values to a cache, as a forward pass of two tokens shows; of
-    an encoder-decoder the decoder's own, then the cross-attending. Raises ``DataError`` for a model of which no layer
-    does, or that caches more of a token than that."""
+    """One ``KVLayer`` for each layer that hands keys and values to a cache; of an encoder-decoder the decoder's own,
+    then the cross-attending. Raises ``DataError`` for a model of which no layer does, or that caches more than that."""
     if model not in _layers:
         _layers[model] = _seen_layers(model)
     return _layers[model]
@@ -115,24 +112,21 @@ def _seen_layers(model) -> list[KVLayer]:
 
 
 def door(model, see, see_cross=None):
-    """A cache for one forward pass of ``model``, in which ``see`` gets all that is handed over; ``see_cross``, if
-    given, what an encoder-decoder's cross-attention does."""
+    """A cache in which ``see`` gets all that is handed over; ``see_cross``, if given, what cross-attention does."""
     own = Door(model, see)
     return EncoderDecoderCache(own, Door(model, see_cross or see, True)) if model.config.is_encoder_decoder else own
 
 
 @torch.inference_mode()
 def forward(model, tokens: Tensor, see, see_cross=None, **arguments) -> None:
-    """A forward pass of tokens (batch, seq_len) through a ``door``, with as few logits as the model can be asked for:
-    those of 128,000 words would take more memory than all keys and values."""
+    """Tokens (batch, seq_len) through a ``door``, with as few logits as the model can be asked for."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1
     model(**inputs(model, tokens), past_key_values=door(model, see, see_cross), use_cache=True, **arguments)
 
 
 def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
-    """What ``model`` is called with to read ``tokens`` (batch, seq_len). An encoder reads what ``encoder_reads`` says,
-    or the tokens, or silence."""
+    """What ``model`` is called with to read ``tokens``; an encoder ``encoder_reads``, or the tokens, or silence."""
     tokens = tokens.to(model.device)
     if not model.config.is_encoder_decoder:
         return {"input_ids": tokens}

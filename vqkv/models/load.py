@@ -159,9 +159,8 @@ def fingerprint(model) -> str:
 
 
 def describe(model) -> dict:
-    """Facts by which a compressor knows the model that it was fitted to; see ``difference``. ``shapes``: num_kv_heads,
-    head_dim of the keys and of the values of each layer that stores them; ``weights``: a sample of each attention
-    block's, the same in fp32, fp16 and bf16 up to rounding."""
+    """Facts by which a compressor knows its model. ``shapes``: num_kv_heads, head_dim of keys and of values by layer;
+    ``weights``: a sample of each attention block's, the same in fp32, fp16 and bf16 up to rounding."""
     layers = kv_layers(model)
     return {
         "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),

@@ -21,9 +21,8 @@ _rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> 
 
 
 def rotations(model) -> list[Rotation | None]:
-    """How each layer turns its keys by their position, None where it does not: the same tokens are asked for their keys
-    at several positions, each as a sequence of its own. Raises ``DataError``, with the remedy, for angles that are not
-    multiples of the position."""
+    """How each layer turns its keys by their position, None where it does not, from keys of the same tokens at several
+    positions. Raises ``DataError``, with the remedy, for angles that are not multiples of the position."""
     known = _rotations.setdefault(model, {})  # a cast may round the model's angles
     if model.dtype not in known:
         known[model.dtype] = _seen_rotations(model)

@@ -34,8 +34,7 @@ class Rotation(nn.Module):
         return angles.cos(), angles.sin()
 
     def turn(self, how: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``rotate`` or ``unrotate`` (kernels.rope) keys (batch, num_kv_heads, seq_len, head_dim) by rows of
-        ``table``."""
+        """``rotate`` or ``unrotate`` keys (batch, num_kv_heads, seq_len, head_dim) by rows of ``table``."""
         if self.half_split:
             return how(keys, cos, sin)
         order = self.order.to(keys.device)

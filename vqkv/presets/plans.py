@@ -27,8 +27,7 @@ BISECTIONS = 60
 
 @dataclass
 class RolePlan:
-    """One role of one layer as it is stored: who makes its codec (from head_dim), and what it is predicted from.
-    ``layers``: how many the codec stores together, from this one on."""
+    """One role of one layer: its codec's maker, what predicts it, and how many layers the codec stores together."""
 
     make_codec: Callable[[int | None], Codec]
     predictor: Predictor | None = None
@@ -111,8 +110,7 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Together:
-    """All layers' keys stored as one layer of so many more heads, and all values (KVTC): the first layer's codecs are
-    theirs, and the others read their heads of what these hold."""
+    """All layers' keys, and values, stored by the first layer's codecs as one layer of so many more heads (KVTC)."""
 
     def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
         """For each layer, the plan of its keys and values. Raises ``DataError`` for layers of unequal shapes."""
@@ -144,8 +142,7 @@ STEPS = (0.5, 1.0, 1.5)  # of the first, second and last third of the layers, re
 
 @dataclass(frozen=True)
 class Graded:
-    """Finer steps for early layers (CacheGen): ``bits`` on average, by thirds of the layers as many more or fewer as
-    steps of ``STEPS`` make."""
+    """Finer steps for early layers (CacheGen): ``bits`` on average, by thirds of the layers as ``STEPS`` make."""
 
     bits: float
 
@@ -182,8 +179,7 @@ class Shared:
             raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
 
     def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
-        """For each layer, the plan of its keys and values. Raises ``DataError`` if fewer pairs exist or pass the
-        threshold."""
+        """For each layer, the plan of keys and values. Raises ``DataError`` for too few pairs above the threshold."""
         if self.pairs >= trial.num_layers:
             raise DataError(  # every layer but the first could read another
                 f"{self.pairs} pairs of layers to share, but a model of {trial.num_layers} layers has at most "

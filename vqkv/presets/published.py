@@ -276,6 +276,5 @@ PRESETS = {
 
 
 def make(name: str, /, **arguments) -> Preset:
-    """The preset called ``name``. Raises ``UnknownNameError`` for an unknown name or argument, ``DataError`` for one of
-    another type than the preset's function takes."""
+    """The preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or type."""
     return call("preset", PRESETS, name, arguments)

@@ -48,8 +48,7 @@ def check_whole(name: str, value, least: int, most: int) -> None:
 
 
 def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
-    """x (batch, num_kv_heads, seq_len, head_dim) without the tokens after the last whole block. Raises ``DataError`` if
-    there is no whole block."""
+    """x without the tokens after the last whole block. Raises ``DataError`` if there is none."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         return x  # check_values says what is wrong
     if 0 < x.shape[2] < tokens_per_row:

@@ -31,8 +31,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, batch: Tensor) -> Tensor:
-        """This process's rows of ``batch``: consecutive ones, so that all shares in the order of ranks are the batch.
-        Raises ``DataError`` for fewer rows than processes."""
+        """This process's consecutive rows of ``batch``. Raises ``DataError`` for fewer rows than processes."""
         if len(batch) < self.count:
             raise DataError(
                 f"a batch of {len(batch)} sequences cannot be shared by {self.count} processes: use fewer processes, "
@@ -49,8 +48,7 @@ class Processes:
         return summed.to(x.device)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Rows of all processes' ``x`` (rows, ...), one after the other in the order of ranks. Exact: every value is a
-        sum of itself and zeros."""
+        """Rows of all processes' ``x`` (rows, ...), in the order of ranks; exact, as sums of values and zeros."""
         if self.count == 1:
             return x
         lengths = self._told(len(x))

@@ -30,8 +30,7 @@ def gptq(
 
 
 def min_max_grid(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero in fp16, each (out_features,), that span ``weights`` (inputs, out_features) with 2^bits levels.
-    Raises ``DataError`` for weights beyond fp16."""
+    """fp16 scale and zero (out_features,) of 2^bits levels. Raises ``DataError`` for weights beyond fp16."""
     low, high = torch.aminmax(weights, dim=0)
     zero = low.half()
     scale = ((high - zero.double()) / (2**bits - 1)).clamp_min(0).half()
@@ -62,8 +61,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 def _quantize_group(weights: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of one group's weights (inputs, out_features), changed in place as errors are passed on, and those errors
-    over the factor's diagonal, for the groups that follow."""
+    """Codes of a group's weights, changed in place, and errors over the factor's diagonal for later groups."""
     codes, errors = torch.empty_like(weights), torch.empty_like(weights)
     scale, zero = scale.double(), zero.double()
     for i, row in enumerate(weights):

@@ -31,8 +31,7 @@ class Gram:
             self._partners.setdefault(first, []).append(second)
 
     def accumulate(self, block: Callable[[Name], Tensor]) -> None:
-        """Add samples: ``block(name)`` gives their features (samples, width) in any float type, one block at a time.
-        Raises ``DataError`` for NaN or infinity."""
+        """Add samples: ``block(name)`` gives (samples, width). Raises ``DataError`` for NaN or infinity."""
         for first, partners in self._partners.items():
             x = block(first).double()
             self.sums[first] = self.sums.get(first, 0) + x.sum(dim=0)
@@ -58,9 +57,8 @@ class Gram:
         return torch.cat([torch.cat(row, dim=1) for row in parts])
 
     def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
-        """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, by ridge regression with
-        ``Ridge``'s penalty. Raises ``DataError`` for sources that are zero or, at this strength, depend on each
-        other."""
+        """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, with ``Ridge``'s penalty.
+        Raises ``DataError`` for sources that are zero or depend on each other."""
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
         within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])

@@ -52,9 +52,8 @@ class Ridge:
         return xx + torch.full_like(raw, self.strength * raw.mean().item()).diag()
 
     def solve(self) -> Tensor:
-        """W (in_features + 1, out_features) in float64, the bias in its last row; solved about the mean, as one that is
-        large against the spread would cost the solver's precision. Raises ``DataError`` if inputs depend on each other
-        while the strength is 0, or are not finite."""
+        """W (in_features + 1, out_features) in float64, the bias last; solved about the mean, for precision. Raises
+        ``DataError`` if inputs depend on each other while the strength is 0, or are not finite."""
         moments = self.moments()
         factor, failed = torch.linalg.cholesky_ex(self.penalized())
         if failed:

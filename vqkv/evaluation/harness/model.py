@@ -92,8 +92,7 @@ class VqkvLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether greedy decoding gives it) of requests (key, context tokens,
-        continuation tokens). HFLM's own pads without telling the cache."""
+        """(log-probability, whether greedy) of requests (key, context, continuation); HFLM's own hides the padding."""
         texts: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}  # what is read, each once -> what is asked of it
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:

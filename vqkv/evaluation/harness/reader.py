@@ -30,8 +30,7 @@ class Tally:
     truncated: int = 0
 
     def as_dict(self) -> dict:
-        """The columns of a table, ``packed_share`` being ``scored_packed`` over ``scored``. Of an uncompressed cache
-        ``bits_per_value`` is that of all values, and ``ratio`` 0.5 in fp32."""
+        """The columns of a table; of an uncompressed cache ``bits_per_value`` is that of all values."""
         whole = total(self.reports)
         measured = {name: getattr(whole, name) for name in ("bits_per_value", "ratio", "side_bytes")}
         share = self.scored_packed / self.scored if self.scored else math.nan

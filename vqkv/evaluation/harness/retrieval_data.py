@@ -44,9 +44,8 @@ def recall_pairs(num_docs: int, num_pairs: int, gap: int = 0, **about) -> dict[s
 
 
 def copied(num_docs: int, between_chars: int, seen: bool = True, **_) -> dict[str, Dataset]:
-    """``context`` (a function of a file, other lines of about ``between_chars`` characters, the function again, up to
-    a place in it) and ``target`` (the rest of the line there). With ``seen`` false the first occurrence is left out:
-    what a model guesses without it."""
+    """``context`` (a function, other lines of about ``between_chars`` characters, the function again up to a place in
+    it) and ``target`` (the rest of the line). With ``seen`` false the first is left out: what guessing gives."""
     rows = _balanced(_copies(text, others, between_chars, seen, index) for index, text, others in _with_others())
     return _dataset(rows, num_docs)
 
@@ -120,8 +119,7 @@ def _uses(text: str, others: str, context_chars: int, index: int) -> Iterator[di
 
 
 def _last_use(context: str) -> tuple[str, int] | None:
-    """(identifier, place) of the last use in the second half of an identifier that is defined in the first and was
-    last named at least a quarter of the context before."""
+    """(identifier, place) of the last use of one that was defined, and last named a quarter of the context, before."""
     half = len(context) // 2
     defined = {name for found in DEFINED.findall(context[:half]) for name in found if name}
     uses = []

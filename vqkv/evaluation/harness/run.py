@@ -63,8 +63,7 @@ def run_tasks(
 
 
 def _evaluate(lm: VqkvLM, entry: Entry, num_fewshot: int | None, limit: int | None, seed: int, metadata: dict) -> dict:
-    """lm_eval's results of one entry; empty in all processes but the first. What ``simple_evaluate`` would do, without
-    its survey of the machine, which takes longer than a small task."""
+    """lm_eval's results of one entry, as of ``simple_evaluate``; empty in all processes but the first."""
     for begin in (random.seed, np.random.seed, torch.manual_seed):
         begin(seed)
     with quiet():

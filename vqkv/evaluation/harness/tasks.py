@@ -60,8 +60,7 @@ SUITES = {
 
 
 def entries(tasks) -> list[Entry]:
-    """``tasks``: names of ``SUITES``, of tasks or groups of lm_eval, or ``Entry``s; one or several. Raises
-    ``UnknownNameError`` for a name that neither knows."""
+    """``tasks``: suites, tasks or groups of lm_eval, or ``Entry``s. Raises ``UnknownNameError`` for any other."""
     found: list[Entry] = []
     for task in [tasks] if isinstance(tasks, (str, Entry)) else tasks:
         found += [task] if isinstance(task, Entry) else SUITES.get(task, [Entry(task)])

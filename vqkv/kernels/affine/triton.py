@@ -11,8 +11,7 @@ from vqkv.kernels.view import Affine
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
-    """``naive.affine_encode`` of fp16, bf16 or fp32, any strides. Bits: 2, 4 or 8. Groups that do not end with a whole
-    byte take a second pass, which packs their codes."""
+    """``naive.affine_encode``, any strides, 2, 4 or 8 bits. Groups that end within a byte take a second pass."""
     batch, heads, tokens, head_dim = x.shape
     groups = head_dim // group_size
     stored = bits if group_size * bits % 8 == 0 else 8

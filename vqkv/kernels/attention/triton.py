@@ -214,8 +214,7 @@ def _attend(
 
 @triton.jit
 def _gather(acc, add, shrink, weights, tile, factor, offset):
-    """One more tile of weighted values. Factors are divided by their largest: their products with weights, which go
-    into an fp16 operand, shall not underflow."""
+    """One more tile of weighted values, factors over their largest: fp16 products shall not underflow."""
     largest = tl.max(tl.abs(factor), 0)
     largest = tl.where(largest > 0, largest, 1.0)
     product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))

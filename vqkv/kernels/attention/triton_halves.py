@@ -20,8 +20,7 @@ def columns(width):
 
 @triton.jit
 def _words(codes, row, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """The words that hold codes FIRST, FIRST + 1, ... of each row: int32 (tokens, words of COUNT codes); zeros beyond
-    the row's end."""
+    """The words of codes FIRST, ..., FIRST + COUNT - 1 of each row: int32 (tokens, words); zeros beyond the end."""
     EACH: tl.constexpr = 32 // BITS
     word = FIRST // EACH + tl.arange(0, COUNT // EACH)
     words = codes.to(tl.pointer_type(tl.int32)) + row[:, None] * (ROW_BYTES // 4) + word[None, :]

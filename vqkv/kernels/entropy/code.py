@@ -57,9 +57,8 @@ def most_words(channels: int, tokens: int, lanes: int) -> int:
 
 
 def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor, shifts: Tensor, lanes: int) -> Code:
-    """``frequencies`` of single values ``least``, ``least`` + 1, ..., and last of the escape (0: there is none), each
-    summing to 4096; ``table_of`` and ``shifts`` are (channels,). Only whole numbers are computed with, so that every
-    machine makes the same."""
+    """``frequencies`` of single values from ``least`` on, and last of the escape (0: there is none), each summing to
+    4096; ``table_of`` and ``shifts``: (channels,). In whole numbers, so that every machine makes the same."""
     singles = [_Table.of_singles(each, low) for each, low in zip(frequencies, least)]
     units, widths = {}, []
     for number, (each, low) in enumerate(zip(frequencies, least)):
@@ -103,8 +102,7 @@ class _Table:
 
     @staticmethod
     def of_units(frequencies: np.ndarray, least: int, width: int, most: int) -> "_Table":
-        """Units of values up to ``most`` in size, as frequent as if these were independent; the first value is the
-        last digit."""
+        """Units of values up to ``most`` in size, as if independent; the first value is the last digit."""
         digits = np.arange(-most, most + 1)
         there = (digits >= least) & (digits < least + len(frequencies) - 1)
         single = np.where(there, frequencies.astype(np.int64)[np.where(there, digits - least, 0)], 0)

@@ -181,8 +181,7 @@ def _draw(lane, base, slots, states, words, place, end):
 
 @compiled()
 def _finish(here, width, shift, single, is_unit, slots, states, parts, flags, words, place, end):
-    """Turn what the first look-ups found, parts[:here, 0], into values: escapes and low bits are drawn, units
-    unfolded."""
+    """Turn what the first look-ups found, parts[:here, 0], into values: draw escapes and low bits, unfold units."""
     for lane in range(here):
         value = parts[lane, 0]
         flags[lane, 0] = is_unit and value == ESCAPE

@@ -161,8 +161,7 @@ def join(codes, BITS: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def as_string(value, position, WORDS: tl.constexpr):
-    """A string of WORDS 32-bit words that has ``value`` (up to 32 bits) from bit ``position`` on and is 0 elsewhere:
-    [M, WORDS]."""
+    """A string of WORDS 32-bit words with ``value`` (up to 32 bits) from bit ``position`` on: [M, WORDS]."""
     word = tl.arange(0, WORDS)[None, :]
     value, position = value.to(tl.uint32)[:, None], position[:, None]
     shift, first = (position % 32).to(tl.uint32), position // 32

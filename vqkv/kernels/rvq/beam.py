@@ -15,9 +15,8 @@ WIDE = 4096  # from here on, a position takes so many of a gap's 24 bits that th
 
 
 def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int, keep: int | None = None) -> Tensor:
-    """The candidates of ``naive.rvq_candidates``, or the ``keep`` best: (..., candidates, num_quantizers), int64. They
-    are chosen by scores in fp32, so sequences that nearly tie may change places. Magnitudes whose squares might leave
-    fp32 are handled in float64."""
+    """The ``keep`` best candidates of ``naive.rvq_candidates``, (..., candidates, num_quantizers), by scores in fp32,
+    where nearly equal ones may change places, or in float64, if squares might leave fp32."""
     rows, keep = x.detach().reshape(-1, x.shape[-1]), keep or beam
     tables = prepare(codebooks)
     if len(rows) == 0:
@@ -57,9 +56,8 @@ def _rows_of(values: Tensor, parents: Tensor) -> Tensor:
 
 
 def _best_pairs(distances: Tensor, energies: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` best of all (candidate, code) pairs, best first: two index tensors (rows, count). ``distances``
-    (rows, candidates, blocks, block) lack the candidates' energies (rows, candidates). The best lie in the blocks with
-    the smallest minima."""
+    """The ``count`` best (candidate, code) pairs, best first: two (rows, count), from the blocks with the smallest
+    minima. ``distances`` (rows, candidates, blocks, block) lack the candidates' energies (rows, candidates)."""
     rows, _, blocks, block = distances.shape
     minima = (distances.amin(dim=-1) + energies.unsqueeze(-1)).view(rows, -1)
     near = _smallest(minima, min(count, minima.shape[1])).sort(dim=-1).values  # sorted: ties go to the lowest index

@@ -80,8 +80,7 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
 
 
 def sums_by_code(x: Tensor, codes: Tensor, codebook_size: int) -> tuple[Tensor, Tensor]:
-    """float64 counts (codebook_size,) of codes (rows,), and the sums of their vectors x (rows, dim). Sorted sums: the
-    same order, and so bits, every time."""
+    """float64 counts (codebook_size,) of codes (rows,), and the sums of their vectors, the same bits every time."""
     counts = torch.bincount(codes, minlength=codebook_size)
     sums = F.embedding_bag(codes.argsort(stable=True), x.double(), counts.cumsum(0) - counts, mode="sum")
     return counts.double(), sums

@@ -26,9 +26,8 @@ WIDE_BITS = 16  # of a code while beam search carries it
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode``: x (..., dim), any strides -> codes (..., num_quantizers), int64. Scores have fp16 operands
-    and fp32 sums, so nearly equal codes may change places; equal ones go to the lowest index. A row with NaN or
-    infinite values gets some codes."""
+    """``naive.rvq_encode``, any strides, by fp16 operands and fp32 sums, so that nearly equal codes may change places;
+    equal ones go to the lowest index. A row with NaN or infinity gets some codes."""
     out = torch.empty(*x.shape[:-1], len(codebooks), dtype=torch.int64, device=x.device)
     x = x.unsqueeze(-2)
     _launch(x, codebooks, out, _tile(x, beam), beam, bits=WIDE_BITS, words=0)
@@ -36,8 +35,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode_packed``: x (..., groups, dim), any strides -> uint8 (..., ceil(groups *
-    num_quantizers * bits / 8))."""
+    """``naive.rvq_encode_packed``: x (..., groups, dim), any strides -> uint8."""
     if are_pairs(codebooks, bits):
         return encode_pairs(x, codebooks, bits)
     string = x.shape[-2] * len(codebooks) * bits
@@ -51,8 +49,7 @@ def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) ->
 
 
 def serves(codebooks: Tensor, beam: int = 1) -> bool:
-    """Tell whether they can search these codebooks (num_quantizers, codebook_size, dim) with such a beam: registers
-    hold no wider beams and no longer vectors."""
+    """Tell whether registers hold such a beam, and vectors of these codebooks."""
     return triton.next_power_of_2(beam) <= ENCODE["beam"]["block_m"] and codebooks.shape[-1] <= ENCODE["longest"]
 
 

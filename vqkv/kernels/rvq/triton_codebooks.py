@@ -81,8 +81,7 @@ def as_operand(residual, scale):
 
 @triton.jit
 def score_tile(operand, scaled, norms, tile, BLOCK_C: tl.constexpr, DIM_PADDED: tl.constexpr, FOLD: tl.constexpr):
-    """Half squared distance minus half the residual's energy, the smallest of each FOLD codes of a tile:
-    [M, BLOCK_C / FOLD]."""
+    """Half squared distances but for the residual's energy, least of each FOLD codes: [M, BLOCK_C / FOLD]."""
     c = tl.arange(0, BLOCK_C)
     codes = tl.load(scaled + (tile * BLOCK_C + c)[:, None] * DIM_PADDED + tl.arange(0, DIM_PADDED)[None, :])
     norm = tl.load(norms + tile * BLOCK_C + c)

@@ -12,8 +12,7 @@ from vqkv.kernels.tiles import GRID
 
 
 def encode_pairs(x: Tensor, codebooks: Tensor, bits: int) -> Tensor:
-    """``naive.rvq_encode_packed`` for one codebook of pairs (1, codebook_size, 2) and bits up to 8, by distances in
-    fp32; exact ties go to the lower index."""
+    """``naive.rvq_encode_packed`` for one codebook of pairs and bits up to 8, in fp32; ties go to the lower index."""
     groups = x.shape[-2]
     packed = torch.empty(*x.shape[:-2], (groups * bits + 7) // 8, dtype=torch.uint8, device=x.device)
     if not x.numel():

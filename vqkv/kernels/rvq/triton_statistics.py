@@ -54,9 +54,8 @@ def _sum_pieces(
     rows, size, most, stride_x, stride_d, stride_row, stride_k,
     PIECE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, stage): the sum of the residuals, before that stage, of the piece's rows. Residuals are computed
-    anew from x and the codes before: writing them all would take more memory traffic than the codebooks, which stay
-    in the caches."""
+    """Program (piece, stage): the sum of the residuals before that stage of the piece's rows, computed anew from x and
+    the codes before: writing them all would take more memory traffic."""
     piece, k = tl.program_id(0), tl.program_id(1)
     code = tl.load(owners + k.to(tl.int64) * most + piece)
     if code < size:  # else there are fewer pieces than could have been

@@ -48,8 +48,7 @@ def _best(row: list, weight: float, states: int) -> list[int]:
 
 
 def _candidates(y: float, costs: list[float], shift: int, weight: float) -> list[tuple[float, int]]:
-    """The cheapest even and the cheapest odd code for y, of the two around it, one nearer to 0 and 0, with their
-    costs."""
+    """The cheapest even and odd code for y, of the two around it, one nearer to 0 and 0, with their costs."""
     below = math.floor(y / 2 if y >= 0 else (y - 1) / 2)
     first = below - (y >= 0)
     best = [(math.inf, 0)] * 2
