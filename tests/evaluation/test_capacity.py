@@ -148,7 +148,7 @@ def test_the_peak_is_the_largest_total_on_the_way(needed, batch, seq_len):
 def test_context_and_batch_are_found_as_by_counting(batch, context, spare, name):
     memory = weight_bytes(MODEL) + spare
     needed = footprint(MODEL, SMALL[name])
-    if needed.fixed > memory:
+    if needed.weights + needed.side_information > memory:
         with pytest.raises(DataError, match="does not fit"):
             capacity(MODEL, SMALL[name], gb(memory), batch, context)
         return

@@ -68,7 +68,10 @@ class SnapshotWriter:
         """
         if self._closed:
             raise RuntimeError(f"this writer of {self.path} is closed: begin another file with the whole live cache")
-        new = _own_tensors(keys, values)
+        if not len(keys) or len(keys) != len(values):
+            raise DataError(f"{len(keys)} layers of keys, {len(values)} of values: give as many, at least one")
+        pairs = zip(keys, values, strict=True)
+        new = [x.detach().to("cpu", copy=True).contiguous() for pair in pairs for x in pair]
         if self._file is None:
             self._begin(new)
         else:
@@ -110,13 +113,6 @@ class SnapshotWriter:
         self._file.write(WORDS.pack(len(contents), tokens, crc) + contents)
         self._file.flush()
         self._crc, self._closed = crc, False
-
-
-def _own_tensors(keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """Copies in CPU memory, layer by layer, keys before values."""
-    if not len(keys) or len(keys) != len(values):
-        raise DataError(f"{len(keys)} layers of keys, {len(values)} of values: give as many, at least one")
-    return [x.detach().to("cpu", copy=True).contiguous() for pair in zip(keys, values, strict=True) for x in pair]
 
 
 class SnapshotReader:

@@ -25,12 +25,7 @@ class ModelTrial:
 
     def __init__(self, model, captured: CapturedTokens):
         self.model, self.captured = model, captured
-        self.num_layers = captured.about["num_layers"]
-
-    @property
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """num_kv_heads and head_dim of keys and values by layer."""
-        return self.captured.about["shapes"]
+        self.num_layers, self.shapes = captured.about["num_layers"], captured.about["shapes"]
 
     def distances(self) -> Tensor:
         """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""

@@ -61,8 +61,9 @@ class ComponentGroups(Quantizer):
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> uint8 (..., codes of a row), and fp16 ends (..., groups, tokens)."""
         codes, lows, highs = [], [], []
-        for part, width in self._parts(x):
-            code, low, high = _affine(part, width)
+        sizes, widths = self.groups.mT.tolist()
+        stored = zip(x[..., : self.kept].split(sizes, dim=-1), widths)
+        for code, low, high in (_affine(part, width) for part, width in stored if width):
             codes.append(code.to(torch.uint8).mT.flatten(-2))
             lows.append(low)
             highs.append(high)
@@ -103,11 +104,6 @@ class ComponentGroups(Quantizer):
         rows = [_inflated(data[start:stop], size) for start, stop in zip([0, *stops], stops)]
         codes = torch.from_numpy(np.array(rows, np.uint8)).to(lengths.device).view(*lengths.shape, size)
         return self.decode(codes.permute(1, 2, 0, 3), self.side_of(payload))
-
-    def _parts(self, x: Tensor):
-        """The components of each group that is stored, (..., tokens, size), and its width."""
-        sizes, widths = self.groups.mT.tolist()
-        return [(part, width) for part, width in zip(x[..., : self.kept].split(sizes, dim=-1), widths) if width]
 
 
 def _deflated(parts: list[np.ndarray]) -> bytes:

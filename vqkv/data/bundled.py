@@ -87,20 +87,12 @@ def _prose_files() -> list[Document]:
     return [Document(_package(root, path), path) for path in files if path.is_file()]
 
 
-def _prose() -> list[Document]:
-    return _prose_files() + [document._replace(docstrings=True) for document in _source()]
-
-
-def _source() -> list[Document]:
-    return _stdlib() + _packages()
-
-
 CORPORA: dict[str, Callable[[], list[Document]]] = {
     "python-stdlib": _stdlib,
     "python-packages": _packages,
-    "python": _source,
+    "python": lambda: _stdlib() + _packages(),
     "prose-files": _prose_files,
-    "prose": _prose,  # and docstrings
+    "prose": lambda: _prose_files() + [each._replace(docstrings=True) for each in CORPORA["python"]()],
 }
 
 

@@ -84,14 +84,9 @@ def texts(corpus: HubCorpus, split: str, seed: int, in_order: bool = False) -> I
         )
     dataset = found[split if whole else "train"]
     for text in _rows(corpus, dataset if in_order else dataset.shuffle(seed, buffer_size=BUFFER)):
-        if in_order or (text.strip() and (whole or _split_within_train(text, found) == split)):
+        own = dealt(text)  # of the train split: for a split that the data set lacks, or for train
+        if in_order or (text.strip() and (whole or ("train" if own in found else own) == split)):
             yield text
-
-
-def _split_within_train(text: str, found) -> str:
-    """The split of a document of a data set's train split: one that the data set lacks, or train."""
-    own = dealt(text)
-    return "train" if own in found else own
 
 
 def _rows(corpus: HubCorpus, dataset) -> Iterator[str]:

@@ -167,7 +167,7 @@ def _bytes(label: str, gigabytes) -> int:
 
 
 def _check_room(model, needed: Footprint, reserve: int, memory: int) -> None:
-    if needed.fixed + reserve > memory:
+    if needed.weights + needed.side_information + reserve > memory:
         sizes = (needed.weights, needed.side_information, reserve, memory)
         weights, side, kept, all_ = (f"{size / GB:.4g} GB" for size in sizes)
         raise DataError(

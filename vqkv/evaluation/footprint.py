@@ -64,11 +64,6 @@ class Footprint:
         """Stored bits for each value of the packed tokens."""
         return float(8 * self.block_bytes / (self.block * self.values))
 
-    @property
-    def fixed(self) -> int:
-        """Bytes before the first token."""
-        return self.weights + self.side_information
-
     def parts(self, seq_len: int) -> tuple[int, int, int]:
         """Of ``seq_len`` tokens, those in the sinks, packed, and in the window: tokens are packed in whole blocks."""
         sinks = min(seq_len, self.sink_tokens)

@@ -20,7 +20,7 @@ from torch import nn
 
 from vqkv import presets
 from vqkv.errors import DataError
-from vqkv.evaluation.capacity import GB, architecture, largest
+from vqkv.evaluation.capacity import GB, MOST, architecture, largest
 from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
 from vqkv.models.load import config_of
 from vqkv.presets.crosses import long_pays
@@ -28,7 +28,6 @@ from vqkv.runtime.checks import check_whole
 
 MEASURED = Path(__file__).parent / "measured.csv"
 BASELINE = "fp16 (DynamicCache)"
-MOST = 1 << 40  # tokens or sequences
 GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, but for a factor
     "by head": lambda shape: shape.num_layers * shape.num_kv_heads * shape.head_dim**2,
     "by layer": lambda shape: shape.num_layers * shape.width**2,

@@ -1,5 +1,5 @@
 """Hot loops, a room an operation: ``naive`` is what the fast ones are tested against, ``cpu`` is compiled by numba or
-plain torch, ``triton`` is for GPUs, all with the same signatures. ``dispatch`` picks; ``packed`` has their types."""
+plain torch, ``triton`` is for GPUs, all with the same signatures. ``dispatch`` picks; ``view`` has their types."""
 
 from vqkv.kernels.dispatch import (
     affine_encode,

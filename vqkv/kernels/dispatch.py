@@ -53,7 +53,8 @@ def which(operation: str, x: Tensor, *about) -> str:
     """The implementation that would serve ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
     Triton's module, if it has one, is to be asked."""
     asked = _wanted.get(threading.get_ident()) if _wanted else None
-    wanted = asked[-1] if asked else "triton" if _on_gpu(x) else "cpu"
+    on_gpu = x.is_cuda and has_triton() and not torch.compiler.is_compiling()
+    wanted = asked[-1] if asked else "triton" if on_gpu else "cpu"
     if wanted != "triton":
         return wanted
     served = operation not in WITHOUT_TRITON and (not about or _module(operation, wanted).serves(*about))
@@ -64,10 +65,6 @@ def which(operation: str, x: Tensor, *about) -> str:
 def has_triton() -> bool:
     """Tell whether triton can be imported: it cannot on every system that torch runs on."""
     return importlib.util.find_spec("triton") is not None
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and has_triton() and not torch.compiler.is_compiling()
 
 
 def _find(operation: str, x: Tensor, *about):

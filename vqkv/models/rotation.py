@@ -67,7 +67,8 @@ def found_rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
         second = first + half
     angle = torch.zeros(len(first), dtype=torch.float64)
     for position in sorted(p for p in keys if p & (p - 1) == 0):  # 1, 2, 4, ...: each halves the error of the last
-        seen = _angles(still, keys[position], first, second)
+        before, after = (torch.complex(x[..., first], x[..., second]) for x in (still, keys[position]))
+        seen = (after * before.conj()).sum(dim=(0, 1)).angle()  # in the middle of all tokens and heads
         missing = (seen - position * angle + math.pi).remainder(2 * math.pi) - math.pi
         angle += missing / position
     rotation = Rotation(first, second, angle, still.shape[-1])
@@ -101,12 +102,6 @@ def _pairs(still: Tensor, moved: list[Tensor], noise: float) -> tuple[Tensor, Te
         return None
     lower = here[turning & (here < partner)]
     return lower, partner[lower]
-
-
-def _angles(still: Tensor, moved: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """By which the pairs have turned, in the middle of all tokens and heads."""
-    before, after = (torch.complex(x[..., first], x[..., second]) for x in (still, moved))
-    return (after * before.conj()).sum(dim=(0, 1)).angle()
 
 
 def _miss(rotation: Rotation, still: Tensor, moved: Tensor, position: int) -> float:

@@ -186,7 +186,9 @@ class Shared:
                 f"{trial.num_layers - 1}: share fewer"
             )
         source: dict[int, int] = {}
-        for earlier, later in _least_alike(trial.distances()):
+        distances, pairs = trial.distances(), torch.triu_indices(trial.num_layers, trial.num_layers, offset=1)
+        order = distances[pairs[0], pairs[1]].argsort(descending=True)  # the least alike first
+        for earlier, later in pairs[:, order].mT.tolist():
             if len(source) == self.pairs:
                 break
             if later in source or earlier in source or later in source.values():
@@ -205,13 +207,6 @@ class Shared:
             {role: RolePlan(Nothing, Copy(), ((role, source[layer]),)) for role in own} if layer in source else own
             for layer in range(num_layers)
         ]
-
-
-def _least_alike(distances: Tensor) -> list[tuple[int, int]]:
-    """Pairs (earlier, later) of layers, the most distant first."""
-    earlier, later = torch.triu_indices(distances.shape[0], distances.shape[1], offset=1)
-    order = distances[earlier, later].argsort(descending=True)
-    return list(zip(earlier[order].tolist(), later[order].tolist(), strict=True))
 
 
 def _check_reach(sources: str, role: str, num_layers: int) -> None:

@@ -15,7 +15,7 @@ Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 Weights = list[Tensor]  # first (in, hidden), its bias, LayerNorm's gain and shift (hidden,), second (hidden, out), bias
 START_STRENGTH = 1e-5  # of the ridge regression that training starts from
 WEIGHT_DECAY = 0.1
-SAMPLES_PER_INPUT = 8
+SAMPLES_PER_INPUT = 8  # with fewer the fit makes rounding errors larger, layer after layer (4 did, with 24 layers)
 
 
 def mlp(x: Tensor, weights: Weights) -> Tensor:
@@ -70,7 +70,12 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
     for x, y in samples():
         ridge.accumulate(x, y)
         power, steps = power + y.double().square().sum(), steps + _parts(x, minibatch)
-    _check_count(int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1)
+    count, inputs = int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1
+    if count < SAMPLES_PER_INPUT * inputs:
+        raise DataError(
+            f"{count} samples for an MLP of {inputs} input features, at least {SAMPLES_PER_INPUT} each are needed: "
+            "calibrate on more tokens, or use the linear predictor"
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False):  # whose tensors could not be trained
         ridge.xx, ridge.xy = ridge.xx.clone(), ridge.xy.clone()
@@ -85,16 +90,6 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
                 _step(weights, optimizer, start, x[part], y[part])
                 schedule.step()
     return start.fold([tensor.detach() for tensor in weights])
-
-
-def _check_count(samples: int, inputs: int) -> None:
-    """Raise ``DataError`` for so few samples that the fit turns rounding errors into larger ones: layer after layer
-    of them would then read back something else than was stored (measured at 4 samples an input feature, 24 layers)."""
-    if samples < SAMPLES_PER_INPUT * inputs:
-        raise DataError(
-            f"{samples} samples for an MLP of {inputs} input features, at least {SAMPLES_PER_INPUT} each are needed: "
-            "calibrate on more tokens, or use the linear predictor"
-        )
 
 
 def _parts(x: Tensor, minibatch: int) -> int:

@@ -15,17 +15,14 @@ def decode_attention(
     """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
     grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
-    for start, stop in _spans(keys, values):
+    whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
+    batch, num_kv_heads, seq_len, head_dim = keys.shape
+    step = max(1, PIECE // (batch * num_kv_heads * head_dim * whole)) * whole
+    for start in range(0, seq_len, step):
+        stop = min(start + step, seq_len)
         k, v = decode(keys.tokens(start, stop)), decode(values.tokens(start, stop))
         k = k if rope is None else rope.turned(k, start)
         scores = grouped @ k.mT
         parts.append((scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)))
     out, total = merge(parts)
     return out.view(query.shape), total.view(query.shape[:3])
-
-
-def _spans(keys: KernelView, values: KernelView) -> list[tuple[int, int]]:
-    batch, num_kv_heads, seq_len, head_dim = keys.shape
-    whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
-    step = max(1, PIECE // (batch * num_kv_heads * head_dim * whole)) * whole
-    return [(start, min(start + step, seq_len)) for start in range(0, seq_len, step)]

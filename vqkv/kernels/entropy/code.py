@@ -43,10 +43,6 @@ class Code:
     channels: Tensor
     lanes: int
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.slots, self.intervals, self.tables, self.channels))
-
     def to(self, device) -> "Code":
         return Code(*(x.to(device) for x in (self.slots, self.intervals, self.tables, self.channels)), self.lanes)
 

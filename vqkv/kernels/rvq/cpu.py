@@ -52,8 +52,8 @@ def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
         residual, found = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
         rows = [tensor.numpy() for tensor in (x[part], residual, bounds, codes[part])]
         fixed = (found.numpy(), *tables.arrays, *rows)
-        for k, product in enumerate(tables.products):
-            torch.mm(residual, product, out=found)
+        for k, weights in enumerate(tables.lanes):
+            torch.mm(residual, weights[:-1], out=found)  # without the norms
             spread(lambda i, j, k=k, fixed=fixed: step(i, j, k, *fixed), len(residual), PASSES * width)
 
 

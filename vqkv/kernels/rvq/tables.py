@@ -35,11 +35,6 @@ class SearchTables:
         return padded
 
     @cached_property
-    def products(self) -> list[Tensor]:
-        """``lanes`` by stage, without the norms."""
-        return [stage[:-1] for stage in self.lanes]
-
-    @cached_property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """``lanes``, codebooks (K, C, dim), the same exactly, and ``largest``, as compiled loops take them."""
         return self.lanes.numpy(), self.flat.view(self.exact.shape).numpy(), self.exact.numpy(), self.largest
