@@ -1,6 +1,7 @@
-# study  recompute every committed table, figure and page      smoke  the same in small, into a temporary folder
-# test   lint, types, library tests, committed pages, smoke           lab    read and change the notebooks
-# bench  the kernels against other libraries, runs/bench.csv    report  the pages as HTML, for people without Jupyter
+# study      run every page on the committed tables, then compute one case of each table again and compare
+# recompute  compute every table, figure and page anew       smoke   the same in small, into a temporary folder
+# test       lint, types, library tests, pages, smoke        lab     read and change the notebooks
+# bench      the kernels beside other libraries              report  the pages as HTML, for people without Jupyter
 # (each makes .venv when there is none)
 
 PYTHON ?= python3.11
@@ -9,11 +10,15 @@ READY := .venv/.ready
 # Some containers set this; then every one of the many processes below compiles torch's modules anew, for 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: study smoke test lab bench report
+.PHONY: study recompute smoke test lab bench report
 .DELETE_ON_ERROR:
 
 # Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study.reproduce --jobs 2
+
+recompute: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.

@@ -1,6 +1,7 @@
 """Notebook 04: what linear probes predict of keys and values, and how much of it is algebra, not language."""
 
 import itertools
+import re
 
 import torch
 from tqdm import tqdm
@@ -64,8 +65,7 @@ def algebra(
     texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
     settings = {"who": who, "input_bits": input_bits, "skip": skip, "strengths": strengths}
-    table = frame(*sweep(_algebra_rows, [{"model": name} for name in models], settings, "algebra"))
-    return table.assign(sources=table["sources"].str.replace(r"~\w+", "", regex=True))
+    return frame(*sweep(_algebra_rows, [{"model": name} for name in models], settings, "algebra"))
 
 
 def _algebra_rows(model: str, who: dict, input_bits: list[int], skip: int, strengths: list[float]):
@@ -82,6 +82,7 @@ def _algebra_rows(model: str, who: dict, input_bits: list[int], skip: int, stren
         rows += [{"inputs": inputs[form], "strength": strength} | row for row in fitted]
     for form, quantizers in alone.items():
         rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
+    rows = [row | {"sources": re.sub(r"~\w+", "", row["sources"])} for row in rows]
     return [{"model": model} | _widths(found.model) | about[row["layer"]] | row for row in rows], found.sources
 
 
