@@ -26,7 +26,8 @@ SIX_DIGITS = 1e-5  # what a stored number is rounded to
 
 def again(name: str, seed: int) -> dict:
     """Compute a case of the stored table ``name`` with the parameters of its provenance. Returns ``table``, ``case``,
-    ``rows``, ``seconds``, and the largest relative ``difference`` of a number from the stored one, in ``column``."""
+    ``rows``, ``seconds``, the stored one's ``device``, and the largest relative ``difference`` of a number, in
+    ``column``."""
     record, start = provenance(name), time.perf_counter()
     module, _, function = record["function"].rpartition(".")
     token = one_case.set(lambda cases: random.Random(f"{seed} {name}").choice(cases))
@@ -39,8 +40,8 @@ def again(name: str, seed: int) -> dict:
         return {"table": name, "case": f"{type(error).__name__}: {error}", "difference": math.inf}
     finally:
         one_case.reset(token)
-    seconds = round(time.perf_counter() - start, 1)
-    return {"table": name, "case": case, "rows": len(rows), "seconds": seconds} | compared(rows, stored(name)[0])
+    about = {"table": name, "case": case, "rows": len(rows), "device": record["device"]}
+    return about | {"seconds": time.perf_counter() - start} | compared(rows, stored(name)[0])
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
@@ -84,17 +85,17 @@ def main(
     calls = {record["name"]: (record["name"], seed) for record in records}
     found = []
     for _, row in tqdm(in_processes(jobs, again, calls), "reproduce", len(calls), unit="table"):
-        tqdm.write(f"{row['table']:<16} {_verdict(**row)}")
+        tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
         found.append(row["difference"])
     typer.echo(f"{sum(each < SIX_DIGITS for each in found)} of {len(found)} tables give the same six digits again")
     raise typer.Exit(1 if max(found, default=0) == math.inf else 0)
 
 
-def _verdict(table: str, case: str, difference: float, column: str = "", rows: int = 0, seconds: float = 0) -> str:
+def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seconds=0.0, device: str = "") -> str:
     if difference < SIX_DIGITS:
         found = "same"
     elif difference < math.inf:
-        found = f"differs by up to {100 * difference:.2g}% ({column})"
+        found = f"differs by up to {100 * difference:.2g}% ({column}; stored: {device})"
     else:
         found = f"FAILS {column}".rstrip()
     return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)

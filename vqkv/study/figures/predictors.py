@@ -87,7 +87,7 @@ def ablation_bars(table, default: str, without: str):
         ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")
         ax.set_xticks([0.5, 0.7, 1, 1.5, 2, 3], ["0.5", "0.7", "1", "1.5", "2", "3"])
         ax.set_xticks([], minor=True)
-        ax.set_xlim(*_around(mine.loc[mine.index.isin(labels), ["kl_low", "kl_high"]] / base))
+        ax.set_xlim(*_around(mine.loc[mine.index.isin(labels), ["kl_low", "kl_mean", "kl_high"]] / base))
     axes[0, 0].set_yticks(range(len(labels)), [_bar_label(label, default) for label in labels])
     axes[0, 0].invert_yaxis()
     axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without} alone")
