@@ -88,9 +88,12 @@ class TransformersQuantized:
     def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor, known=None) -> tuple:
         """Values that one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once,
         all together: without the error of storing a growing history again and again."""
-        store = LAYERS[self.backend](**self._arguments())
+        store = self._layer()
         store.update(keys, values)
         return store.update(keys[..., :0, :], values[..., :0, :])
+
+    def _layer(self) -> QuantizedLayer:
+        return LAYERS[self.backend](**self._arguments())
 
     def _arguments(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "backend"}
