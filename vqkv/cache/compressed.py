@@ -52,9 +52,10 @@ class CompressedCache(Cache):
 
     ``in_place``: pack every token at once and let attention read the current tokens packed too, with no sinks and no
     recent window (residual VQ's protocol). ``decoded_cache_bytes``: how much of what attention reads of quantized
-    tokens is kept from step to step, the oldest tokens first; by default every step decodes the history once. Layers
-    with a sliding window drop blocks of tokens that no query can see any more, but not under predictors or in padded
-    batches, where tokens must line up; what dropped tokens cannot be cropped or saved. One forward pass at a time.
+    tokens is kept from step to step, the oldest tokens first; by default every step decodes the history once. Padding
+    in ``attention_mask`` is not stored. Layers with a sliding window drop blocks of tokens that no query can see any
+    more, but not under predictors or in padded batches, where tokens must line up; what dropped tokens cannot be
+    cropped or saved. One forward pass at a time.
     """
 
     layer_class = CompressedLayer
@@ -163,7 +164,8 @@ class CompressedCache(Cache):
         self.batch_select_indices(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences (integers or a mask). Raises ``IndexError`` for one that is not here."""
+        """Keep these sequences (integers or a mask). Raises ``IndexError`` for one that is not here, ``DataError`` if a
+        forward pass broke off half-way."""
         self.batch.check_complete()
         kept = torch.arange(self.batch.size)[torch.as_tensor(indices).cpu()]
         self.batch.select(kept)

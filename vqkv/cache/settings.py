@@ -14,7 +14,8 @@ MOST = 1 << 62  # tokens or bytes
 @dataclass(frozen=True)
 class CacheSettings:
     """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
-    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE. Raises ``DataError`` for anything else."""
+    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE. Raises ``DataError`` for anything but whole
+    numbers that a cache can keep, and a boolean."""
 
     sink_tokens: int = 0
     recent_window: int = 0

@@ -48,9 +48,9 @@ class SnapshotWriter:
 
     ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"fp16"``,
     ``"int4"`` (4-bit affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over
-    layers of (key codec, value codec) such as ``Compressor.codecs``. The defaults are the source's. A codec that
-    encodes blocks of tokens gets whole blocks; the tokens after the last are stored exactly: so a one-token delta under
-    such a codec is exact.
+    layers of (key codec, value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps
+    per keyframe. A codec that encodes blocks of tokens gets whole blocks; the tokens after the last are stored exactly:
+    so a one-token delta under such a codec is exact.
     """
 
     def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
