@@ -5,12 +5,7 @@ from strategies import gaussian
 
 from vqkv.codecs.predictor_kinds import make_predictor
 
-SMALL = {
-    "linear": {},
-    "reduced_rank": {"rank": 3},
-    "mlp": {"epochs": 2, "minibatch": 64},
-    "gptq": {"group_size": 4},
-}
+SMALL = {"linear": {}, "reduced_rank": {"rank": 3}, "mlp": {"epochs": 2, "minibatch": 64}, "gptq": {"group_size": 4}}
 
 
 def correlated(rows, features, seed=0, mean=3.0):

@@ -59,10 +59,7 @@ def coded_pairs():
     return {name: (preset.key_codec().fit(x), preset.value_codec().fit(x)) for name, preset in made.items()}
 
 
-SMALL = {
-    "exact": {"keyframes": "fp32", "deltas": "exact"},
-    "int4": {},
-}
+SMALL = {"exact": {"keyframes": "fp32", "deltas": "exact"}, "int4": {}}
 
 
 def ends_of(stream):

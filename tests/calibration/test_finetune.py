@@ -185,8 +185,7 @@ def test_gradient_checkpointing_changes_no_bit(models, name):
 
 
 @pytest.mark.parametrize(
-    "name, dtype, lr",
-    [("llama", torch.bfloat16, 4e-4), ("qwen3", torch.bfloat16, 4e-4), ("gpt2", torch.float16, 5e-5)],
+    "name, dtype, lr", [("llama", torch.bfloat16, 4e-4), ("qwen3", torch.bfloat16, 4e-4), ("gpt2", torch.float16, 5e-5)]
 )
 def test_steps_too_small_for_16_bits_add_up(models, name, dtype, lr):
     model, tokens = copy.deepcopy(models[name]).to(dtype), TOKENS[:12, :20].repeat(4, 1)

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.codecs.entropy import Entropy
@@ -16,7 +14,7 @@ from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.streams import frequencies
 from vqkv.codecs.transform import Grouping
 
-KINDS = {"position": {}, "stage": {"context": "stage"}, "32 lanes": {"lanes": 32}}
+KINDS = {"position": {}, "stage": {"context": "stage"}}
 
 
 def rvq(**settings):
@@ -32,15 +30,6 @@ def codecs():
     """Packed, and entropy-coded in every way, with the same codebooks."""
     x = gaussian(2, 3, 200, 16)
     return {"packed": chain(rvq()).fit(x)} | {kind: chain(Entropy(rvq(), **s)).fit(x) for kind, s in KINDS.items()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=20)
-@given(batch=st.integers(1, 3), blocks=st.integers(1, 6), seed=st.integers(0, 1000))
-def test_streams_are_lossless(codecs, kind, batch, blocks, seed):
-    x = gaussian(batch, 3, 4 * blocks, 16, seed=seed)
-    expected = codecs["packed"].decode(codecs["packed"].encode(x))
-    assert torch.equal(codecs[kind].decode(codecs[kind].encode(x)), expected)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 1], [5] * 1000, [10**9, 0, 0, 3], [0] * 700 + [10**6], [0.5]])

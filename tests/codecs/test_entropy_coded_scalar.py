@@ -1,15 +1,13 @@
 """Uniform steps with entropy-coded codes: the rate that was asked for, near Shannon's bound, lossless as streams."""
 
-import json
 import math
 
 import pytest
 import torch
-from codec_zoo import gaussian, same
+from codec_zoo import gaussian
 
 from vqkv.codecs.entropy_coded_scalar import LARGEST_CODE, EntropyCodedScalar
 from vqkv.codecs.layout import TokenBlock
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 
@@ -145,14 +143,9 @@ def test_rates_are_those_of_codecs_with_these_bits():
     assert chain().fit(x * 0).rates(x * 0).isfinite().all()
 
 
-def test_saved_and_reloaded_steps_write_the_same_bits(fitted):
-    again = codec_from_config(json.loads(json.dumps(fitted.config())), dict(fitted.state_dict()))
-    x = unlike_heads(2, 8, 5)
-    assert same(again.encode(x), fitted.encode(x)) and torch.equal(
-        again.decode(fitted.encode(x)), fitted.quantize_dequantize(x)
-    )
+def test_steps_tables_and_reaches_are_side_information(fitted):
     tables, reaches = (2 * len(fitted.state_dict()[f"quantizer.{name}"]) for name in ("frequencies", "reaches"))
-    assert again.side_bytes == fitted.side_bytes == 4 + 2 * 3 * CHANNELS + reaches + tables
+    assert fitted.side_bytes == 4 + 2 * 3 * CHANNELS + reaches + tables
 
 
 @pytest.mark.parametrize("bits, gained", [(1.0, 0.06), (2.0, 0.08), (4.0, 0.15)])

@@ -17,12 +17,6 @@ def test_windows_start_with_bos_and_depend_on_the_seed_only(tokenizer):
     assert fingerprint(a) != fingerprint(load_corpus("python-stdlib", tokenizer, "test", 32, 5, seed=2))
 
 
-def test_no_held_out_document_is_trained_on():
-    train, validation, test = (set(documents("python-stdlib", split)) for split in SPLITS)
-    assert not train & test and not train & validation and not validation & test
-    assert len(train) > 2 * len(test) > 0 and len(train) > 5 * len(validation) > 0
-
-
 def test_a_repeated_document_is_read_once(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the same words\n" * 20)

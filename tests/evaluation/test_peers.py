@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import DynamicCache, LlamaConfig, QuantizedCache
+from transformers import DynamicCache, LlamaConfig
 
 import vqkv
 from vqkv import DataError, UnknownNameError, capture, evaluate, presets
 from vqkv.cache import meter
 from vqkv.cache.meter import tensor_bytes
 from vqkv.evaluation.metrics import relative_mse
-from vqkv.evaluation.peers import MeteredQuantizedCache, TransformersQuantized
+from vqkv.evaluation.peers import TransformersQuantized
 
 ALL = [("quanto", 2), ("quanto", 4), ("hqq", 1), ("hqq", 2), ("hqq", 3), ("hqq", 4), ("hqq", 8)]
 ONE_LAYER = SimpleNamespace(config=LlamaConfig(num_hidden_layers=1))  # all of a model that a cache asks for
@@ -200,11 +200,6 @@ def test_generate_makes_the_same_cache_by_itself(llama, tokens, backend):
     assert torch.equal(llama.generate(prompt, past_key_values=cache, **options), by_name)
     assert not torch.equal(llama.generate(prompt, **options), by_name)
     assert cache.report().seq_len == 73
-
-
-def test_nothing_of_theirs_is_overridden():
-    assert MeteredQuantizedCache.__mro__[1] is QuantizedCache
-    assert {name for name in vars(MeteredQuantizedCache) if not name.startswith("__")} == {"report"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from vqkv.kernels import naive
 from vqkv.kernels.rvq import triton
 
 SMALL = {  # the interpreter's time goes with the number of operations and little with their size
-    "many": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
-    "few": {"block_m": 32, "block_c": 32, "fold": 4, "depth": 1, "unroll": 2},
-    "beam": {"block_m": 64, "block_c": 32, "fold": 2, "depth": 2, "unroll": 1},
+    "many": {"block_m": 32, "block_c": 32, "fold": 4, "unroll": 2},
+    "few": {"block_m": 32, "block_c": 32, "fold": 4, "unroll": 2},
 }
 
 
@@ -26,11 +25,10 @@ def whole_numbers(*shape, seed=0, size=2):
     return torch.randint(-size, size + 1, shape, generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
 
 
-def assert_same(x, codebooks, beam=1, bits=None, stored=None):
+def assert_same(x, codebooks, *bits):
     """Codes of ``x``; with ``bits`` packed ones, of x (..., groups, dim)."""
-    args = (codebooks, beam) if bits is None else (codebooks, bits, beam)
-    operation = "rvq_encode" if bits is None else "rvq_encode_packed"
-    expected, found = getattr(naive, operation)(x, *args), getattr(triton, operation)(stored or x, *args)
+    operation = "rvq_encode_packed" if bits else "rvq_encode"
+    expected, found = (getattr(twin, operation)(x, codebooks, *bits) for twin in (naive, triton))
     assert found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
 
 
@@ -51,34 +49,14 @@ def test_codes_are_naive_where_scores_are_exact(rows, dim, size, num_quantizers,
     assert_same(whole_numbers(rows, dim), codebooks)
 
 
-@pytest.mark.parametrize("beam", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("rows", "groups", "dim", "size", "num_quantizers", "bits"),
-    [(5, 3, 4, 3, 3, 2), (3, 4, 5, 60, 3, 11), (7, 1, 1, 2, 2, 1)],
+    [(5, 3, 4, 3, 3, 2), (3, 4, 5, 60, 3, 11), (7, 1, 1, 2, 2, 1), (13, 5, 2, 100, 1, 7), (3, 64, 2, 16, 1, 4)],
 )
-def test_beams_and_strings(beam, rows, groups, dim, size, num_quantizers, bits, small_tiles, guarded):
+def test_strings(rows, groups, dim, size, num_quantizers, bits, small_tiles, guarded):
     x, codebooks = whole_numbers(rows, groups, dim), whole_numbers(num_quantizers, size, dim, seed=1)
-    assert_same(x, codebooks, beam)
-    assert_same(x, codebooks, beam, bits)
-
-
-@pytest.mark.parametrize("beam", [2, 3])
-def test_of_equal_extensions_the_better_candidates_come_in_though_the_list_is_full(beam, small_tiles):
-    """The worse candidate's are found first, in codes before those that extend the better one equally well."""
-    codebooks = torch.full((2, 600, 2), 50.0, device=DEVICE)
-    codebooks[0, :2] = torch.tensor([[1.0, 0], [0, 2]], device=DEVICE)  # residuals of 0: (-1, 0) and (0, -2)
-    codebooks[1, [0, 20, 40]] = torch.tensor([[1.0, -2], [-1, -2], [0, -3]], device=DEVICE)
-    codebooks[1, [560, 575, 590]] = torch.tensor([[-1.0, 1], [-2, 0], [-1, -1]], device=DEVICE)
-    x = torch.zeros(3, 2, device=DEVICE)
-    assert_same(x, codebooks, beam)
-    assert triton.rvq_encode(x, codebooks, beam).tolist() == [[0, 560]] * 3
-
-
-def test_the_widest_beam_with_the_tiles_of_the_gpu():
-    x, codebooks = whole_numbers(2, 5), whole_numbers(2, 300, 5, seed=1)
-    assert_same(x, codebooks, 16)
-    assert triton.serves(codebooks, 64) and not triton.serves(codebooks, 65)
-    assert not triton.serves(codebooks.repeat(1, 1, 60))
+    assert_same(x, codebooks)
+    assert_same(x, codebooks, bits)
 
 
 @pytest.mark.parametrize("magnitude", [1, 1e-6, 1e4])
@@ -90,13 +68,6 @@ def test_gaussian_codes_are_nearly_always_naive_and_as_good(magnitude):
     assert (expected[:, 0] == found[:, 0]).float().mean() >= 0.99
     assert_as_good(x, codebooks, found, expected)
     assert torch.equal(found, triton.rvq_encode(x, codebooks))
-
-
-def test_gaussian_beams_are_as_good(small_tiles):
-    x, codebooks = gaussian(25, 8), gaussian(3, 20, 8, seed=1)
-    expected, found = naive.rvq_encode(x, codebooks, 3), triton.rvq_encode(x, codebooks, 3)
-    assert (expected == found).all(dim=-1).float().mean() >= 0.9
-    assert_as_good(x, codebooks, found, expected, most=1.005)
 
 
 def test_magnitudes_may_differ_from_stage_to_stage():
@@ -115,14 +86,14 @@ def test_a_residual_needs_more_digits_than_its_vector(dtype, small_tiles):
     assert_same(x, codebooks.half())
 
 
-@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("strides", [None, (33 * 7 + 2, 7, 1)])
 @pytest.mark.parametrize("garbage", [float("nan"), 1e30])
-def test_what_lies_around_the_inputs_is_not_read(beam, garbage, small_tiles):
+def test_what_lies_around_the_inputs_is_not_read(strides, garbage, small_tiles):
     """Codes and vectors have gaps between them, too."""
     x, codebooks = whole_numbers(5, 3, 5), whole_numbers(2, 33, 5, seed=1)
-    books = poisoned(codebooks, None if beam == 1 else (33 * 7 + 2, 7, 1), garbage)
-    found = triton.rvq_encode_packed(poisoned(x, (3 * 8 + 1, 8, 1), garbage), books, 6, beam)
-    assert torch.equal(found, naive.rvq_encode_packed(x, codebooks, 6, beam))
+    books = poisoned(codebooks, strides, garbage)
+    found = triton.rvq_encode_packed(poisoned(x, (3 * 8 + 1, 8, 1), garbage), books, 6)
+    assert torch.equal(found, naive.rvq_encode_packed(x, codebooks, 6))
 
 
 @pytest.mark.parametrize("view", ["strided groups", "heads behind tokens", "expanded", "no two dimensions merge"])
@@ -134,61 +105,26 @@ def test_views_are_encoded_like_their_copies(view, small_tiles):
         "expanded": x[:1].expand(2, -1, -1, -1).unflatten(-1, (4, 4)),
         "no two dimensions merge": whole_numbers(2, 2, 2, 3, 4, 4).permute(3, 2, 1, 0, 4, 5),
     }
-    for beam in (1, 2):
-        assert_same(views[view], whole_numbers(2, 7, 4, seed=1), beam, 3)
+    assert_same(views[view], whole_numbers(2, 7, 4, seed=1), 3)
 
 
 @pytest.mark.parametrize(("groups", "num_quantizers", "bits"), [(8, 9, 15), (70, 1, 3), (1, 64, 16)])
 def test_strings_of_any_length(groups, num_quantizers, bits, small_tiles):
     """Those that fit in registers, up to 1,024 bits, and those that are packed by a second kernel."""
     x, codebooks = whole_numbers(2, groups, 2), whole_numbers(num_quantizers, 5, 2, seed=1)
-    for beam in (1, 2) if num_quantizers < 64 else (1,):
-        assert_same(x, codebooks, beam, bits)
+    assert_same(x, codebooks, bits)
 
 
-@pytest.mark.parametrize("beam", [1, 2])
-def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(beam, small_tiles):
+def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(small_tiles):
     x, codebooks = whole_numbers(9, 2, 4), whole_numbers(3, 33, 4, seed=1)
-    expected = naive.rvq_encode(x, codebooks, beam)
+    expected = naive.rvq_encode(x, codebooks)
     x[1, 0], x[4, 1, 2], x[7, 0, 3] = float("nan"), float("inf"), -float("inf")
-    codes, fine = triton.rvq_encode(x, codebooks, beam), x.isfinite().all(dim=-1)
+    codes, fine = triton.rvq_encode(x, codebooks), x.isfinite().all(dim=-1)
     assert fine.sum() == 15 and torch.equal(expected[fine], codes[fine])
     assert codes.min() >= 0 and codes.max() < 33
 
 
-def test_nothing_to_encode_or_count():
+def test_nothing_to_encode():
     codebooks = gaussian(3, 60, 5)
     assert triton.rvq_encode(gaussian(0, 5), codebooks).shape == (0, 3)
     assert triton.rvq_encode_packed(gaussian(2, 0, 4, 5), codebooks, 6).shape == (2, 0, 9)
-    counts, sums = triton.rvq_statistics(gaussian(0, 5), torch.zeros(0, 3, dtype=torch.int64), codebooks)
-    assert not counts.any() and not sums.any() and sums.shape == codebooks.shape
-
-
-def statistics(rows, num_quantizers, size, dim, one=False, dtype=torch.float32, most=1e-5, whole=False):
-    x, codebooks = gaussian(rows, dim).to(dtype), gaussian(num_quantizers, size, dim, seed=1)
-    if whole:
-        x, codebooks = x.mul(4).round(), codebooks.mul(4).round()
-    codes = torch.randint(size, (rows, num_quantizers), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    codes = codes * 0 + torch.arange(num_quantizers, device=DEVICE) if one else codes
-    expected, found = naive.rvq_statistics(x, codes, codebooks), triton.rvq_statistics(x, codes, codebooks)
-    around = [poisoned(each, value=value) for each, value in ((x, float("nan")), (codes, 2), (codebooks, float("nan")))]
-    again = triton.rvq_statistics(*around)
-    assert torch.equal(found[0], expected[0]) and found[1].dtype == torch.float64
-    assert (found[1] - expected[1]).norm() <= most * expected[1].norm()
-    assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))  # equal inputs give equal bits
-
-
-@pytest.mark.parametrize(
-    ("rows", "num_quantizers", "size", "dim"),
-    [(1, 1, 1, 1), (63, 3, 7, 20), (100, 1, 40, 4), (30, 8, 3, 1), (300, 2, 2, 32), (65, 1, 5, 64)],
-)
-def test_statistics(rows, num_quantizers, size, dim, guarded):
-    """A code's rows are several pieces and blocks of a piece, one, none, or all."""
-    statistics(rows, num_quantizers, size, dim)
-    statistics(2 * rows + 3, 2, 4, dim, one=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_statistics_of_other_types_and_of_whole_numbers(dtype):
-    statistics(65, 2, 4, 5, dtype=dtype)
-    statistics(200, 3, 4, 5, dtype=dtype, most=0, whole=True)

@@ -1,17 +1,14 @@
-"""Triton's packing, affine encoder and search of grids against naive ones, in its interpreter without a GPU."""
+"""Triton's packing and affine encoder against naive ones, in its interpreter without a GPU."""
 
 import pytest
 import torch
 from gpu_guard import DEVICE, amid, apart, gaussian
 
-from vqkv.codecs.grid import gaussian_grids
 from vqkv.kernels import cpu, naive
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
-from vqkv.kernels.rvq.triton_pairs import encode_pairs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-SIZES = {16: 4, 64: 6, 256: 8}  # of grids -> bits
 
 
 def codes_of(shape, bits: int, dtype=torch.int64) -> torch.Tensor:
@@ -101,32 +98,3 @@ def test_values_midway_between_levels_go_to_the_even_one(bits):
 def test_no_tokens(shape):
     found = affine_encode(torch.zeros(shape, device=DEVICE), 4, 8)
     assert found.codes.shape == (*shape[:3], 8) and found.low.shape == found.high.shape == (*shape[:3], 2)
-    pairs = torch.zeros(shape, device=DEVICE).unflatten(-1, (8, 2))
-    assert encode_pairs(pairs, grid(16), 4).shape == (*shape[:3], 4)
-
-
-def grid(size: int) -> torch.Tensor:
-    points = gaussian_grids()[size][0].to(DEVICE) if size in gaussian_grids() else gaussian(size, 2)
-    return points.half().unsqueeze(0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 2, 13, 64, 2), (1, 1, 3, 5, 2), (1, 2)])
-def test_grids(shape, dtype, guarded):
-    for size, bits in SIZES.items():
-        x, points = gaussian(*shape, seed=1).to(dtype), amid(grid(size))
-        assert torch.equal(encode_pairs(amid(x), points, bits), naive.rvq_encode_packed(x, points, bits))
-
-
-@pytest.mark.parametrize("size, bits", [(5, 3), (2, 1), (100, 7), (16, 8), (1, 2)])
-def test_any_number_of_points_and_bits_up_to_eight(size, bits, guarded):
-    x, points = gaussian(2, 3, 11, 2), amid(grid(size).float())
-    assert torch.equal(encode_pairs(apart(x), points, bits), naive.rvq_encode_packed(x, points, bits))
-
-
-def test_of_equally_near_points_the_first_wins_and_far_pairs_find_theirs():
-    points = torch.tensor([[[3.0, 3], [1, 0], [-1, 0], [1, 0]]], device=DEVICE)
-    x = torch.tensor([[[1.0, 0], [0, 0], [0, 5], [2, 0]]], device=DEVICE)
-    assert torch.equal(encode_pairs(x, points, 2), naive.rvq_encode_packed(x, points, 2))
-    x = torch.tensor([[65504.0, -65504], [0, 0], [1e-30, -1e-30], [6e4, 1]], device=DEVICE)
-    assert torch.equal(encode_pairs(x, grid(16), 4), naive.rvq_encode_packed(x, grid(16), 4))

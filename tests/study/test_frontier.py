@@ -208,13 +208,7 @@ def _held_out(table: str, tokenizer) -> set[tuple]:
 
 
 def test_families_share_all_but_numbers():
-    labels = [
-        "kvtc 0.75, rANS",
-        "vqllm 8x1024",
-        "aqua higgs 3, first 2",
-        "turboquant 3, sketch",
-        "kvarn 4+2",
-    ]
+    labels = ["kvtc 0.75, rANS", "vqllm 8x1024", "aqua higgs 3, first 2", "turboquant 3, sketch", "kvarn 4+2"]
     found = [family(label) for label in labels]
     assert found == ["kvtc, rANS", "vqllm", "aqua higgs, first", "turboquant, sketch", "kvarn"]
 

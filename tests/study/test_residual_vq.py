@@ -35,12 +35,7 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
 
 def test_what_training_gives_back_is_a_share_of_what_codes_cost():
     both, tuned = tasks.BOTH, tasks.BOTH + tasks.FINE_TUNED
-    rows = [
-        (0, both, 0, 30, 20),
-        (0, tuned, 1e-4, 25, 19),
-        (1, both, 0, 40, 20),
-        (1, tuned, 1e-4, 45, 21),
-    ]
+    rows = [(0, both, 0, 30, 20), (0, tuned, 1e-4, 25, 19), (1, both, 0, 40, 20), (1, tuned, 1e-4, 45, 21)]
     columns = ["seed", "label", "learning_rate", "ppl", "ppl_exact"]
     found = tasks.given_back(pd.DataFrame(rows, columns=columns).assign(num_quantizers=2))
     assert dict(zip(zip(found["seed"], found["learning_rate"]), found["given_back"])) == {

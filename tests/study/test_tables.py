@@ -117,19 +117,6 @@ def test_altered_files_are_refused_until_recomputed(root, change):
             tables.table("toy", experiment, {"seed": 1}, recompute=True)
 
 
-def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "a.csv"
-    tables.write_atomically(path, b"old")
-
-    def full(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(tables.os, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        tables.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
 def test_parameters_must_be_literals(root):
     for value in (np.ones(2), float("nan"), object()):
         with pytest.raises(DataError, match="parameters of table 'toy'"):

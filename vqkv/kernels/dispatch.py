@@ -24,7 +24,7 @@ ROOMS = {
     "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
     "trellis_encode": "trellis", "trellis_decode": "trellis",
 }  # fmt: skip
-WITHOUT_TRITON = ("rvq_decode",)
+WITHOUT_TRITON = ("rvq_decode", "rvq_statistics")
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace

@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.runtime.files import replacing
 from vqkv.study.provenance import describe
 
 # Folder in which the function of the table that is being computed keeps what it has finished, for later runs until the
@@ -115,14 +116,10 @@ def digest(value) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> str:
-    """Write under a temporary name, then move: what was there before stays whole until the end. Returns the sha256."""
+    """Write the whole file or leave the old one (``replacing``); folders are made. Returns the sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(data)
     return hashlib.sha256(data).hexdigest()
 
 

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.packing.triton import join, pack_codes
-from vqkv.kernels.tiles import AFFINE
 from vqkv.kernels.view import Affine
+
+VALUES = 4096  # of a program of four warps: 32 a thread, whole groups
 
 
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
@@ -19,19 +20,18 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     low, high = (torch.empty(batch, heads, tokens, groups, dtype=torch.float16, device=x.device) for _ in range(2))
     if x.numel():
         width = max(triton.next_power_of_2(group_size), 8 // stored)
-        vectors = max(1, min(AFFINE["values"] // width, triton.next_power_of_2(tokens * groups)))
+        vectors = max(1, min(VALUES // width, triton.next_power_of_2(tokens * groups)))
         grid = (triton.cdiv(tokens * groups, vectors) * batch * heads,)
         with torch.cuda.device_of(x):
             _encode[grid](
-                x, codes, low, high, heads, tokens, *x.stride(), groups, group_size, bits, stored, vectors, width,
-                num_warps=AFFINE["num_warps"],
-            )  # fmt: skip
+                x, codes, low, high, heads, tokens, *x.stride(), groups, group_size, bits, stored, vectors, width
+            )
     return Affine(codes if stored == bits else pack_codes(codes, bits), low, high, bits)
 
 
 def serves(x: Tensor, bits: int, group_size: int) -> bool:
     """Tell whether it can encode x (..., head_dim): whole groups that a program has room for, and bits of a byte."""
-    return bits in (2, 4, 8) and x.shape[-1] % group_size == 0 and group_size <= AFFINE["values"]
+    return bits in (2, 4, 8) and x.shape[-1] % group_size == 0 and group_size <= VALUES
 
 
 @triton.jit

@@ -12,9 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.attention.triton_halves import channels_of, columns, half_tile
-from vqkv.kernels.tiles import ATTENTION
 from vqkv.kernels.view import Affine, Coded, KernelView, Rope
 
+LONG_HEAD = 128  # channels: of longer heads, half as many tokens a tile
+MOST_ROWS = 32  # query heads of a KV head times new tokens: sums for 64 leave the tile no registers
+PROGRAMS_EACH = 4  # programs for each multiprocessor, if there are tokens enough
+LEAST_TILES = 2  # tiles of a share, at least
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -49,7 +52,7 @@ def decode_attention(
 def serves(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
     """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
-    if rows > ATTENTION["most_rows"] or not keys.shape[2] or keys.shape[3] != values.shape[3]:
+    if rows > MOST_ROWS or not keys.shape[2] or keys.shape[3] != values.shape[3]:
         return False
     turned = rope is None or 2 * len(rope.inv_freq) == keys.shape[3]
     return turned and all(_halves(packed) for packed in (keys, values))
@@ -86,19 +89,19 @@ def _kind(packed: KernelView) -> str:
 
 
 def _tile(kinds: set[str], rope: bool, rows: int, head_dim: int) -> dict[str, int]:
-    """BLOCK_M, BLOCK_N, num_warps and num_stages for ``rows`` query rows and what keys and values are."""
+    """BLOCK_M, BLOCK_N and num_stages for ``rows`` query rows and what keys and values are: as many tokens as four
+    warps' registers hold. Both affine, or both product codes, without RoPE take the fewest."""
     block_m = max(8, triton.next_power_of_2(rows))
-    block_n = ATTENTION["BLOCK_N"][min(kinds) if len(kinds) == 1 and not rope else "coded"][block_m]
-    block_n //= 2 if head_dim > ATTENTION["long_head"] else 1
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n} | {key: ATTENTION[key] for key in ("num_warps", "num_stages")}
+    block_n = 128 if len(kinds) == 1 and "coded" not in kinds and not rope and block_m < 32 else 64
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n // 2 if head_dim > LONG_HEAD else block_n, "num_stages": 2}
 
 
 def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
     """Into how many shares tokens are parted, so that programs fill the GPU, and the tokens of each."""
     tiles = -(-seq_len // tile)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    wanted = max(1, processors * ATTENTION["programs_each"] // heads)
-    per_split = max(ATTENTION["least_tiles"], -(-tiles // wanted))
+    wanted = max(1, processors * PROGRAMS_EACH // heads)
+    per_split = max(LEAST_TILES, -(-tiles // wanted))
     return -(-tiles // per_split), per_split * tile
 
 

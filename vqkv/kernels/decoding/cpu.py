@@ -1,21 +1,60 @@
 """Packed tokens -> values on a CPU: compiled loops read the codes, torch adds up. Plain torch for tensors elsewhere."""
 
+from functools import cache
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.kernels.affine.cpu import affine_decode
+from vqkv.kernels.decoding.naive import decode_affine
 from vqkv.kernels.derived import remembered
-from vqkv.kernels.machine import serves
+from vqkv.kernels.machine import compiled, index, serves, spread
 from vqkv.kernels.packing.cpu import unpack_codes
 from vqkv.kernels.view import Affine, Coded, KernelView
 
+AFFINE_COST = 8  # additions that an affine value is worth
 WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32 values -> a type of their size
 
 
 def decode(packed: KernelView) -> Tensor:
     """``naive.decode``."""
-    return affine_decode(packed) if isinstance(packed, Affine) else _coded(packed)
+    return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
+
+
+def _affine(packed: Affine) -> Tensor:
+    """One pass where groups are whole bytes of up to 4 bits a code."""
+    size = packed.group_size
+    if not serves(packed.codes) or packed.bits not in (1, 2, 4) or size * packed.bits % 8:
+        return decode_affine(packed, unpack_codes)
+    low, out = packed.low.float(), torch.empty(*packed.low.shape, size, dtype=torch.float32)
+    arrays = packed.codes.contiguous(), low.contiguous(), (packed.high.float() - low).contiguous(), out
+    fixed, rows = [array.numpy() for array in arrays], out.shape[2]
+    spread(lambda i, j: _affine_loop(packed.bits)(i, j, *fixed), rows, AFFINE_COST * out.numel() // max(1, rows))
+    return out.flatten(-2)
+
+
+@cache
+def _affine_loop(bits: int):
+    """Compiled for codes of so many bits, whose shifts are then constants."""
+    each, mask = 8 // bits, 2**bits - 1
+
+    @compiled()
+    def decode(first, stop, packed, low, span, out):
+        batch, heads, _, groups = low.shape
+        size, table = packed.shape[3] // groups, np.empty(mask + 1, np.float32)
+        for b in range(batch):
+            for h in range(heads):
+                for n in range(index(first), index(stop)):
+                    for g in range(groups):
+                        codes, values = packed[b, h, n, g * size : (g + 1) * size], out[b, h, n, g]
+                        for k in range(mask + 1):
+                            table[k] = np.float32(k) / np.float32(mask) * span[b, h, n, g] + low[b, h, n, g]
+                        for i in range(size):
+                            for j in range(each):
+                                values[i * each + j] = table[codes[i] >> j * bits & mask]
+
+    return decode
 
 
 def _coded(packed: Coded) -> Tensor:

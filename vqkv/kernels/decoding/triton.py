@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.packing.triton import code_at, spanned, words_of
-from vqkv.kernels.tiles import DECODE
 from vqkv.kernels.view import Affine, Coded, KernelView
+
+VALUES = 4096  # of a program of four warps: 32 a thread, four vectors of 8 from the table at a time
+VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
 
 
 def decode(packed: KernelView) -> Tensor:
@@ -35,36 +37,33 @@ def _decode_coded(packed: Coded, out: Tensor) -> None:
     tables, num_quantizers, size, dim = packed.codebooks.shape
     words, word = words_of(packed.codes.contiguous())
     scale = None if packed.scale is None else packed.scale.contiguous()
-    settings = DECODE["coded"]
-    vector = gcd(dim, DECODE["vector"])
-    grid, constants = _tile(out.shape, packed.groups if packed.strided else 1, vector, settings["values"])
+    grid, constants = _tile(out.shape, packed.groups if packed.strided else 1, gcd(dim, VECTOR))
     _coded[grid](
         words, packed.codebooks.contiguous(), scale, out, out.shape[:3].numel(), out.shape[2], words.shape[-1],
         packed.tokens_per_scale, 0 if scale is None else scale.shape[-1], packed.groups, dim, tables, num_quantizers,
         size, packed.bits, word, spanned(packed.bits, word),
-        *constants, num_warps=settings["num_warps"], num_stages=1,
+        *constants, num_stages=1,
     )  # fmt: skip
 
 
 def _decode_affine(packed: Affine, out: Tensor) -> None:
     codes = packed.codes.contiguous()
     words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
-    settings, vector = DECODE["affine"], DECODE["vector"]
-    vector = gcd(packed.group_size, vector if packed.bits == 8 else min(vector, word // packed.bits))
-    grid, constants = _tile(out.shape, 1, vector, settings["values"])
+    vector = gcd(packed.group_size, VECTOR if packed.bits == 8 else min(VECTOR, word // packed.bits))
+    grid, constants = _tile(out.shape, 1, vector)
     _affine[grid](
         words, packed.low.contiguous(), packed.high.contiguous(), out, out.shape[:3].numel(), words.shape[-1],
         packed.group_size, packed.bits, word,
-        *constants, num_warps=settings["num_warps"], num_stages=1,
+        *constants, num_stages=1,
     )  # fmt: skip
 
 
-def _tile(shape: torch.Size, runs: int, vector: int, values: int) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid for an output of ``shape``, about ``values`` values a program, and the kernels' last arguments: ROWS of
+def _tile(shape: torch.Size, runs: int, vector: int) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid for an output of ``shape``, about VALUES values a program, and the kernels' last arguments: ROWS of
     a program, RUNS, CHUNKS of a run, V channels each, and RUNS and CHUNKS padded."""
     rows, chunks = shape[:3].numel(), shape[3] // runs // vector
     padded = triton.next_power_of_2(runs), triton.next_power_of_2(chunks)
-    height = values * min(vector, 4) // 4 // (padded[0] * padded[1] * vector)
+    height = VALUES * min(vector, 4) // 4 // (padded[0] * padded[1] * vector)
     height = max(1, min(height, triton.next_power_of_2(rows)))
     return (triton.cdiv(rows, height),), (height, runs, chunks, vector, *padded)
 

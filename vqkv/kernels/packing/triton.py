@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vqkv.kernels.tiles import PACKING
+PROGRAM = 1024  # words packed or codes unpacked by a program of four warps: eight a thread
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -26,11 +26,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     codes = codes.contiguous()
     out, word = words_of(packed.view(rows, size))
     length = out.shape[-1]
-    grid, tile = _tile(rows, length, PACKING["lanes"])
+    grid, tile = _tile(rows, length, PROGRAM)
     with torch.cuda.device_of(codes):
-        _pack[grid](
-            codes, out, rows, count, length, bits, word, touched(bits, word), *tile, num_warps=PACKING["num_warps"]
-        )
+        _pack[grid](codes, out, rows, count, length, bits, word, touched(bits, word), *tile)
     return packed
 
 
@@ -48,12 +46,9 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     size = packed.shape[-1]
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     words, word = words_of(packed.view(rows, size))
-    grid, tile = _tile(rows, count, PACKING["lanes"])
+    grid, tile = _tile(rows, count, PROGRAM)
     with torch.cuda.device_of(codes):
-        _unpack[grid](
-            words, codes, rows, count, words.shape[-1], bits, word, spanned(bits, word), *tile,
-            num_warps=PACKING["num_warps"],
-        )  # fmt: skip
+        _unpack[grid](words, codes, rows, count, words.shape[-1], bits, word, spanned(bits, word), *tile)
     return codes
 
 

@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.packing.triton import as_string, pack_codes, store_rows
-from vqkv.kernels.rvq.triton_beam import encode_beam
 from vqkv.kernels.rvq.triton_codebooks import NO_CODE, as_operand, code_vectors, load_vectors, prepare, score_tile
-from vqkv.kernels.rvq.triton_pairs import are_pairs, encode_pairs
-from vqkv.kernels.rvq.triton_statistics import rvq_statistics
-from vqkv.kernels.tiles import ENCODE
 
-__all__ = ["rvq_encode", "rvq_encode_packed", "rvq_statistics", "serves"]
-
+ENCODE = {  # sub-vectors of a program, codes of a tile, codes that fold into one score, tiles between two barriers
+    "many": {"block_m": 256, "block_c": 64, "fold": 8, "unroll": 4, "num_warps": 16, "num_stages": 3},
+    "few": {"block_m": 64, "block_c": 64, "fold": 8, "unroll": 2, "num_warps": 4, "num_stages": 3},
+    "long": {"block_m": 32, "block_c": 64, "fold": 8, "unroll": 1, "num_warps": 4, "num_stages": 2},
+}
+FEW = 256 * 132  # sub-vectors: fewer than one program of "many" for each multiprocessor of an H100
+SHORT, MEDIUM, LONGEST = 32, 64, 256  # channels: the most of "many", of "few", and that registers hold
 MAX_WORDS = 32  # 32-bit words of a row's string that fit in registers; longer ones are packed by a second kernel
-WIDE_BITS = 16  # of a code while beam search carries it
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
@@ -30,41 +30,36 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     equal ones go to the lowest index. A row with NaN or infinity gets some codes."""
     out = torch.empty(*x.shape[:-1], len(codebooks), dtype=torch.int64, device=x.device)
     x = x.unsqueeze(-2)
-    _launch(x, codebooks, out, _tile(x, beam), beam, bits=WIDE_BITS, words=0)
+    _launch(x, codebooks, out, _tile(x), bits=1, words=0)
     return out
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """``naive.rvq_encode_packed``: x (..., groups, dim), any strides -> uint8."""
-    if are_pairs(codebooks, bits):
-        return encode_pairs(x, codebooks, bits)
     string = x.shape[-2] * len(codebooks) * bits
-    words, tile = _words(string), _tile(x, beam)
-    padded = triton.next_power_of_2(x.shape[-2]) * triton.next_power_of_2(beam)
-    if words > MAX_WORDS or padded > tile["block_m"]:
-        return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
+    words, tile = _words(string), _tile(x)
+    if words > MAX_WORDS or triton.next_power_of_2(x.shape[-2]) > tile["block_m"]:
+        return pack_codes(rvq_encode(x, codebooks).flatten(-2), bits)
     out = torch.empty(*x.shape[:-2], -(-string // 8), dtype=torch.uint8, device=x.device)
-    _launch(x, codebooks, out, tile, beam, bits, words)
+    _launch(x, codebooks, out, tile, bits, words)
     return out
 
 
 def serves(codebooks: Tensor, beam: int = 1) -> bool:
-    """Tell whether registers hold such a beam, and vectors of these codebooks."""
-    return triton.next_power_of_2(beam) <= ENCODE["beam"]["block_m"] and codebooks.shape[-1] <= ENCODE["longest"]
+    """Tell whether registers hold vectors of these codebooks. Wider beams than one are for plain torch."""
+    return beam == 1 and codebooks.shape[-1] <= LONGEST
 
 
-def _tile(x: Tensor, beam: int) -> dict[str, int]:
+def _tile(x: Tensor) -> dict[str, int]:
     """The settings for x (..., groups, dim)."""
     groups, dim = triton.next_power_of_2(x.shape[-2]), x.shape[-1]
-    if beam > 1:
-        return ENCODE["beam"]
-    if dim > ENCODE["few_from"]:
-        return ENCODE["long" if dim > ENCODE["long_from"] else "few"]
-    few = x.shape[:-2].numel() * groups < ENCODE["few_below"] and groups <= ENCODE["few"]["block_m"]
+    if dim > SHORT:
+        return ENCODE["long" if dim > MEDIUM else "few"]
+    few = x.shape[:-2].numel() * groups < FEW and groups <= ENCODE["few"]["block_m"]
     return ENCODE["few" if few else "many"]
 
 
-def _launch(x: Tensor, codebooks: Tensor, out: Tensor, tile: dict, beam: int, bits: int, words: int) -> None:
+def _launch(x: Tensor, codebooks: Tensor, out: Tensor, tile: dict, bits: int, words: int) -> None:
     """Fill ``out`` for x (..., groups, dim): with packed codes if ``words``, else with plain ones."""
     groups, dim = x.shape[-2:]
     sizes, strides = _collapse(x)
@@ -75,20 +70,18 @@ def _launch(x: Tensor, codebooks: Tensor, out: Tensor, tile: dict, beam: int, bi
     rows, padded = sizes[0] * sizes[1] * sizes[2], triton.next_power_of_2(groups)
     if rows * groups == 0 or out.shape[-1] == 0:
         return
-    tables = prepare(codebooks, *(tile[key] for key in ("block_c", "fold", "depth")))
+    tables = prepare(codebooks, tile["block_c"], tile["fold"])
     num_quantizers, tiles, block_c, dim_padded = tables.scaled.shape
-    candidates = triton.next_power_of_2(beam)
-    kernel, search = (_encode, {}) if beam == 1 else (encode_beam, {"BEAM": beam, "BEAM_PADDED": candidates})
-    per_program = tile["block_m"] // (padded * candidates)
+    per_program = tile["block_m"] // padded
     with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(rows, per_program),)](
+        _encode[(triton.cdiv(rows, per_program),)](
             x, tables.scaled, tables.norms, tables.scales, tables.codebooks, out,
             rows, sizes[1], sizes[2], *strides, *x.stride()[-2:],
             groups, num_quantizers, codebooks.shape[1], tiles, bits, out.shape[-1],
             ROWS=per_program, GROUPS_PADDED=padded, DIM=dim, DIM_PADDED=dim_padded, BLOCK_C=block_c,
-            FOLD=tile["fold"], DEPTH=tables.depth, UNROLL=math.gcd(tile["unroll"], tiles),
+            FOLD=tile["fold"], UNROLL=math.gcd(tile["unroll"], tiles),
             STAGES=tile["num_stages"], PACKED=words > 0, GROUP_WORDS=_words(num_quantizers * bits), WORDS=words,
-            num_warps=tile["num_warps"], num_stages=1, **search,
+            num_warps=tile["num_warps"], num_stages=1,
         )  # fmt: skip
 
 
@@ -151,7 +144,7 @@ def _encode(
     rows, size1, size2, stride0, stride1, stride2, stride_g, stride_d,
     groups, num_quantizers, size, tiles, bits, row_bytes,
     ROWS: tl.constexpr, GROUPS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr, FOLD: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_C: tl.constexpr, FOLD: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, GROUP_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of sub-vectors; the residual, and the packed string, stay in registers from stage to stage."""

@@ -17,38 +17,35 @@ NO_CODE = tl.constexpr(1 << 30)  # beyond all of them
 
 @dataclass(frozen=True)
 class ScoringTables:
-    """Codebooks rearranged for scoring: code ((chunk * block_c / fold + column) * depth + tile) * fold + i lies in tile
-    ``tile`` of the chunk at i * block_c / fold + column, so that neighbouring codes fold into one column."""
+    """Codebooks rearranged for scoring: code (tile * block_c / fold + column) * fold + i lies in its tile at
+    i * block_c / fold + column, so that neighbouring codes fold into one column."""
 
     codebooks: Tensor  # (K, C, dim), contiguous
     scaled: Tensor  # fp16 (K, tiles, block_c, dim padded): codes times their stage's scale
     norms: Tensor  # fp32 (K, tiles, block_c): half the squared norms of ``scaled``; infinite where there is no code
     scales: Tensor  # fp32 (K,): powers of two
-    depth: int
 
 
 @remembered
-def prepare(codebooks: Tensor, block_c: int, fold: int, depth: int) -> ScoringTables:
+def prepare(codebooks: Tensor, block_c: int, fold: int) -> ScoringTables:
     """The tables of ``codebooks`` for a tile's settings."""
     num_quantizers, size, dim = codebooks.shape
     tiles = triton.next_power_of_2(-(-size // block_c))
-    depth, multiple = min(depth, tiles), min(max(depth, 4), tiles)
-    dim_padded, missing = max(16, triton.next_power_of_2(dim)), -size % (block_c * multiple)
+    dim_padded, missing = max(16, triton.next_power_of_2(dim)), -size % (block_c * min(4, tiles))
     exponents = torch.frexp(codebooks.float().abs().amax(dim=(1, 2))).exponent
     scales = torch.ldexp(torch.ones(num_quantizers, device=codebooks.device), (LARGEST - exponents).clamp(-60, 60))
     scaled = (codebooks.float() * scales[:, None, None]).clamp(-65504, 65504).half()
     norms = scaled.float().square().sum(dim=-1) / 2  # of the rounded codes: their errors then mostly cancel
 
     def rearrange(codes: Tensor) -> Tensor:
-        parts = codes.reshape(num_quantizers, -1, block_c // fold, depth, fold, codes.shape[-1])
-        return parts.permute(0, 1, 3, 4, 2, 5).reshape(num_quantizers, -1, block_c, codes.shape[-1]).contiguous()
+        parts = codes.reshape(num_quantizers, -1, block_c // fold, fold, codes.shape[-1])
+        return parts.transpose(2, 3).reshape(num_quantizers, -1, block_c, codes.shape[-1]).contiguous()
 
     return ScoringTables(
         codebooks=codebooks.contiguous(),
         scaled=rearrange(F.pad(scaled, (0, dim_padded - dim, 0, missing))),
         norms=rearrange(F.pad(norms, (0, missing), value=torch.inf).unsqueeze(-1)).squeeze(-1),
         scales=scales,
-        depth=depth,
     )
 
 

@@ -98,9 +98,9 @@ def _compare(entry: Contender, found: Tensor, expected: Tensor) -> None:
         entry.equal = float((found == expected).all(dim=-1).double().mean())
 
 
-def ours(name: str, x: Tensor) -> str:
-    """``vqkv`` and which twin of the kernel serves a tensor like ``x``."""
-    return f"vqkv ({kernels.which(name, x)})"
+def ours(name: str, x: Tensor, *about) -> str:
+    """``vqkv`` and which twin of the kernel serves a tensor like ``x``; ``about``: see ``kernels.which``."""
+    return f"vqkv ({kernels.which(name, x, *about)})"
 
 
 def gaussian(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:

@@ -96,7 +96,7 @@ def encode_beam(sizes: Sizes) -> Iterator[BenchCase]:
     x, codebooks = _deepest(sizes, max(1, sizes.sweep_rows // BEAM))
     case = BenchCase("rvq_encode_beam4", *name(x, codebooks), roofline.encode(x, codebooks, BEAM))
     expected = reference.rvq_encode(x[:64], codebooks, BEAM)
-    case.add(ours("rvq_encode", x), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
+    case.add(ours("rvq_encode", x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
     peers.add(peers.FAISS, peers.faiss_encode, case, x, codebooks, expected, BEAM)
     yield case
 
