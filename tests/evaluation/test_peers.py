@@ -218,11 +218,6 @@ def test_settings_that_the_backend_does_not_take(arguments, error, match):
         TransformersQuantized(**arguments)
 
 
-def test_in_place_is_refused(llama, tokens):
-    with pytest.raises(DataError, match="no in-place protocol: use 'chunked'"):
-        evaluate(llama, TransformersQuantized("quanto"), tokens, "in_place")
-
-
 @pytest.mark.parametrize("backend, module, package", [("quanto", "optimum.quanto", "optimum-quanto"), ("hqq",) * 3])
 def test_a_missing_package_names_the_remedy(monkeypatch, backend, module, package):
     for name in [name for name in sys.modules if name == module or name.startswith(module + ".")]:

@@ -114,14 +114,6 @@ def test_nothing_predicts_shuffled_targets():
     assert min(plain[0].values()) > 0.2
 
 
-def test_quantised_sources_lose_with_every_bit():
-    train, test = tokens(60), tokens(9, seed=1)
-    forms = {f"b{bits}": reconstructed(presets.higgs(bits)) for bits in (2, 3, 4)}
-    names = [("V", "K"), *(("V", f"K~b{bits}") for bits in (4, 3, 2))]
-    means = [sum(found.values()) / 3 for found in evr(model("gpt2"), train, test, *names, forms=forms)]
-    assert means == sorted(means, reverse=True) and means[1] < 0.999
-
-
 def test_a_codec_is_fitted_once_on_the_first_batch():
     form, x = reconstructed(presets.vqllm(2, 16, 32)), torch.randn(2, 2, 40, 32)
     first = form(x, "K", 0)

@@ -1,7 +1,6 @@
 """What ``recommend`` says, against caches that are filled, and against the tables that its losses come from."""
 
 import dataclasses
-import json
 import math
 
 import pandas as pd
@@ -146,7 +145,3 @@ def test_bad_input_is_named(wrong, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=message):
         recommend(**{"model_or_config": LLAMA} | wrong)
-
-
-def test_presets_are_stored_as_json():
-    assert all(len(json.loads(text)) == 2 for text in measurements()["preset"])
