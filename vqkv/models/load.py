@@ -73,7 +73,7 @@ def load_model(
     trust_remote_code: bool = False,
     offload_folder: str | None = None,
 ):
-    """(model, tokenizer) of ``smollm2-135m``, a bundled model, a local folder or GGUF file, or a hub name, for evaluation.
+    """(model, tokenizer) of ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name, to evaluate.
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
     device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,

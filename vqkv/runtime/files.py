@@ -20,7 +20,7 @@ CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder of what is made once and kept for later: ``~/.cache/vqkv/kind``; ``VQKV_CACHE`` moves the first part."""
+    """``~/.cache/vqkv/kind``, for what is made once and kept; ``VQKV_CACHE`` moves the first part."""
     return Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser() / kind
 
 
