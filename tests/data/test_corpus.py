@@ -58,3 +58,15 @@ def test_bad_names_and_sizes(tokenizer, tmp_path):
     (tmp_path / "short.txt").write_text("few words")
     with pytest.raises(DataError, match="holds only 0 windows"):
         load_corpus(str(tmp_path / "short.txt"), tokenizer, seq_len=64, num_seqs=1)
+
+
+@pytest.mark.parametrize("form", ["lines", "one line", "one row"])
+def test_one_file_is_cut_into_three_parts_by_position(tmp_path, form):
+    words = [f"word{i}" for i in range(4000)]
+    text = {"lines": "\n", "one line": " ", "one row": " "}[form].join(words)
+    path = tmp_path / ("text.jsonl" if form == "one row" else "text.txt")
+    path.write_text(json.dumps({"text": text}) if form == "one row" else text)
+    parts = {split: [text.index(piece) for piece in documents(str(path), split)] for split in SPLITS}
+    assert max(parts["train"]) < min(parts["validation"]) <= max(parts["validation"]) < min(parts["test"])
+    assert sum(len(piece) for split in SPLITS for piece in documents(str(path), split)) == len(text)
+    assert 0.06 < sum(len(piece) for piece in documents(str(path), "test")) / len(text) < 0.1

@@ -1,5 +1,6 @@
 """Components in groups of their own bits, found by dynamic programming, their codes deflated (KVTC)."""
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -134,27 +135,35 @@ def _affine(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cheapest(rows: Tensor, budget: int) -> Tensor:
     """int16 (groups, 2): sizes and widths of least squared error over rows with at most ``budget`` bits a token."""
-    components = rows.shape[1]
-    starts = list(range(0, components, UNIT))
-    least = np.full((len(starts) + 1, budget + 1), np.inf)  # error of the components before each start, by bits spent
-    least[0, 0], choice = 0.0, {}
+    components, starts = rows.shape[1], range(0, rows.shape[1], UNIT)
+    grain = math.gcd(UNIT, components)  # bits of which every cost is a multiple: counted in it, tables stay small
+    places, budget = len(starts), budget // grain
+    least = np.full((places + 1, budget + 1), np.inf)  # error of the components before each start, by bits spent
+    least[0, 0] = 0.0
+    steps, chosen = np.zeros(least.shape, np.int16), np.zeros(least.shape, np.uint8)  # of the last group, to each entry
     for place, start in enumerate(starts):
-        for size in (min(size, len(starts) - place) for size in SIZES if size < len(starts) - place + SIZES[-1]):
+        for size in (min(size, places - place) for size in SIZES if size < places - place + SIZES[-1]):
             part, end = rows[:, start : min(components, start + size * UNIT)], place + size
             for width in WIDTHS:
-                bits = width * part.shape[1] + ENDS * (width > 0)
+                bits = _bits(part.shape[1], width) // grain
                 if bits > budget:
                     continue
                 error = least[place, : budget + 1 - bits] + _error(part, width)
                 better = error < least[end, bits:]
                 least[end, bits:][better] = error[better]
-                choice.update({(end, bits + int(spent)): (place, width, bits) for spent in np.flatnonzero(better)})
-    end, spent, found = len(starts), int(least[-1].argmin()), []
+                steps[end, bits:][better], chosen[end, bits:][better] = size, width
+    end, spent, found = places, int(least[-1].argmin()), []
     while end:
-        place, width, bits = choice[end, spent]
+        size, width = steps[end, spent], int(chosen[end, spent])
+        place = end - int(size)
         found.append((min(components, end * UNIT) - place * UNIT, width))
-        end, spent = place, spent - bits
+        end, spent = place, spent - _bits(found[-1][0], width) // grain
     return torch.tensor(found[::-1], dtype=torch.int16)
+
+
+def _bits(size: int, width: int) -> int:
+    """Bits of a group's codes and ends in a token."""
+    return width * size + ENDS * (width > 0)
 
 
 def _error(x: Tensor, width: int) -> float:

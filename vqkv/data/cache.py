@@ -6,10 +6,8 @@ whole or not at all.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from vqkv.errors import DataError
-from vqkv.runtime.files import replacing
+from vqkv.runtime.files import cache_folder, replacing
 
 VERSION = 3  # of the tokens' layout and of the rule by which documents are dealt to splits
 ITEM = 8  # bytes of a token id
@@ -29,8 +27,7 @@ def cached(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs:
     ``DataError`` if the folder cannot be written.
     """
     text = json.dumps(description | {"version": VERSION}, sort_keys=True)
-    root = Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser()
-    folder = root / "corpora"
+    folder = cache_folder("corpora")
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.bin"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.models import gguf
 from vqkv.models.layers import kv_layers
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -72,7 +73,7 @@ def load_model(
     trust_remote_code: bool = False,
     offload_folder: str | None = None,
 ):
-    """(model, tokenizer) of a bundled reference model, a local folder or a hub name, in evaluation mode.
+    """(model, tokenizer) of ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name, to evaluate.
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
     device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,
@@ -81,7 +82,8 @@ def load_model(
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
-    path = BUNDLED.get(name, name)
+    file = gguf.gguf_file(name)
+    path = gguf.dequantized(file) if file else BUNDLED.get(name, name)
     device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
     if dtype is None:
         on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
@@ -98,7 +100,7 @@ def load_model(
         raise UnknownNameError(
             "model", name, BUNDLED, f"A folder or hub name also works, but here: {reason}"
         ) from error
-    model.vqkv_name = str(name)
+    model.vqkv_name = gguf.TITLES.get(name, str(name))
     return model.eval(), tokenizer
 
 

