@@ -79,6 +79,14 @@ def test_revival_puts_dead_codes_to_use():
     assert dead[True] < dead[False]
 
 
+def test_learning_is_deterministic():
+    x = gaussian(1, 1, 2000, 8)
+    runs = [fitted(x, seed=s) for s in (0, 0, 1)]
+    for quantizer in runs:
+        quantizer.partial_fit(x)
+    assert torch.equal(runs[0].codebooks, runs[1].codebooks) and not torch.equal(runs[0].codebooks, runs[2].codebooks)
+
+
 def test_a_vocabulary_of_vectors_does_not_run_later_stages_dry():
     """As a first layer's keys before RoPE, which repeat with their tokens: unseen vectors gain by each stage."""
     words = gaussian(1, 1, 100, 8)
