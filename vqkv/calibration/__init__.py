@@ -1,1 +1,3 @@
 """Model, text and preset -> Compressor."""
+
+import vqkv.runtime.hqq_later  # noqa: F401

@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from scipy.stats import bootstrap
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -19,6 +18,7 @@ from vqkv.runtime.processes import current
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
 ROLES_MSE = ("key_mse", "value_mse")
+TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
 NOTHING_LEFT = (
@@ -149,8 +149,15 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
     """95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
-    draws = bootstrap((x.double().cpu().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0)
-    return float(draws.confidence_interval.low), float(draws.confidence_interval.high)
+    values, choice = x.double().cpu().numpy(), np.random.default_rng(0)
+    draws = np.sort(values[choice.integers(0, len(x), (2000, len(x)))].mean(-1))
+    return _quantile(draws, TAIL), _quantile(draws, 1 - TAIL)
+
+
+def _quantile(ordered: np.ndarray, share: float) -> float:
+    """Linear between two neighbours, rounded as ``scipy.stats.quantile`` rounds, so that tables keep their bits."""
+    whole, part = divmod(share * len(ordered) + (1 - share) - 1, 1)
+    return float(ordered[int(whole)] * (1 - part) + ordered[int(whole) + 1] * part)
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.kernels import cpu, naive
+from vqkv.kernels import naive
 from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.view import Affine, KernelView, Rope
 
@@ -75,7 +75,11 @@ def _find(operation: str, x: Tensor, *about):
 def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
         return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
-    return cpu if name == "cpu" else naive
+    if name == "naive":
+        return naive
+    from vqkv.kernels import cpu  # numba, which a model is loaded without
+
+    return cpu
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
