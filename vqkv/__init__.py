@@ -35,19 +35,9 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "CompressedCache",
-    "Compressor",
-    "DataError",
-    "FormatError",
-    "UnknownNameError",
-    "calibrate",
-    "capacity",
-    "capture",
-    "evaluate",
-    "load_corpus",
-    "load_model",
-    "recommend",
-]
+    "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
+    "evaluate", "load_corpus", "load_model", "recommend",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

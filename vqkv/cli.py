@@ -216,20 +216,18 @@ def _compressor(folder: Path) -> str:
 
 
 def _file(path: Path) -> str:
-    from vqkv.cache import saving
-    from vqkv.cache.snapshot_format import SIZES
-    from vqkv.cache.snapshots import MAGIC, SnapshotReader
+    from vqkv.cache import saving, snapshot_format, snapshots
 
     if not path.is_file():
         raise FormatError(f"{path} is not there, or no file")
     with open(path, "rb") as file:
-        streamed = file.read(len(MAGIC)) == MAGIC
+        streamed = file.read(len(snapshots.MAGIC)) == snapshots.MAGIC
     if not streamed:
         about = saving.inspect(path)
         made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
         return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
-    stream = SnapshotReader(path)
-    about = {name: getattr(stream.layout, name) for name in ("dtype", *SIZES)}
+    stream = snapshots.SnapshotReader(path)
+    about = {name: getattr(stream.layout, name) for name in ("dtype", *snapshot_format.SIZES)}
     return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
 
 

@@ -149,15 +149,11 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
     """95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
-    values, choice = x.double().cpu().numpy(), np.random.default_rng(0)
-    draws = np.sort(values[choice.integers(0, len(x), (2000, len(x)))].mean(-1))
-    return _quantile(draws, TAIL), _quantile(draws, 1 - TAIL)
-
-
-def _quantile(ordered: np.ndarray, share: float) -> float:
-    """Linear between two neighbours, rounded as ``scipy.stats.quantile`` rounds, so that tables keep their bits."""
-    whole, part = divmod(share * len(ordered) + (1 - share) - 1, 1)
-    return float(ordered[int(whole)] * (1 - part) + ordered[int(whole) + 1] * part)
+    values, share = x.double().cpu().numpy(), np.array([TAIL, 1 - TAIL])
+    draws = np.sort(values[np.random.default_rng(0).integers(0, len(x), (2000, len(x)))].mean(-1))
+    part, at = np.modf(share * len(draws) + (1 - share) - 1)  # in the order in which scipy.stats.quantile rounds
+    low, high = draws[at.astype(int)] * (1 - part) + draws[at.astype(int) + 1] * part
+    return float(low), float(high)
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:

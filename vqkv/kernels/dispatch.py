@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.kernels import naive
 from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.view import Affine, KernelView, Rope
 
@@ -75,11 +74,9 @@ def _find(operation: str, x: Tensor, *about):
 def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
         return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
-    if name == "naive":
-        return naive
-    from vqkv.kernels import cpu  # numba, which a model is loaded without
+    from vqkv.kernels import cpu, naive  # not before: a model is loaded without numba
 
-    return cpu
+    return cpu if name == "cpu" else naive
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:

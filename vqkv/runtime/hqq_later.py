@@ -14,8 +14,9 @@ class HQQQuantizer:
         return getattr(Quantizer, name)
 
 
-if "transformers.cache_utils" not in sys.modules and (available := utils.is_hqq_available)():
-    utils.is_hqq_available = lambda: False
+available = utils.is_hqq_available
+if "transformers.cache_utils" not in sys.modules and available():
+    utils.is_hqq_available = bool
     try:
         from transformers import cache_utils
     finally:

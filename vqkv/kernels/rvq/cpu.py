@@ -14,8 +14,7 @@ from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq.beam import rvq_candidates
 from vqkv.kernels.rvq.loops import LANES, step
 from vqkv.kernels.rvq.short import search
-from vqkv.kernels.rvq.sums import sums_by_code
-from vqkv.kernels.rvq.tables import SearchTables, prepare
+from vqkv.kernels.rvq.tables import SearchTables, prepare, sums_by_code
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
 SHARE = 4  # times that for each of several threads, as starting them takes time
