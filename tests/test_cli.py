@@ -39,7 +39,7 @@ def test_inspect_reports_a_saved_cache_with_no_model_or_compressor_at_hand(saved
     with torch.inference_mode():
         model(torch.arange(40).view(2, 20), past_key_values=cache)
     cache.save(tmp_path / "cache")
-    monkeypatch.setattr(vqkv.cli, "load_model", None)
+    monkeypatch.setattr(vqkv, "load_model", None)
     about = yaml.safe_load(run("inspect", tmp_path / "cache").split("\n", 1)[1])
     report = cache.report()
     assert about["compressor"]["name"] == "vqllm" and about["model"]["name"] == "vqkv/llama-mini"

@@ -1,5 +1,8 @@
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,25 @@ def test_every_extra_is_installed_by_conda_and_make():
 def test_a_package_is_listed_once():
     names = [canonicalize_name(requirement.name) for requirement in DIRECT]
     assert len(names) == len(set(names))
+
+
+def test_the_core_is_what_the_library_imports():
+    """Complete and minimal; what an extra brings is imported under a guard that names it, see ``test_wheel``."""
+    known, found = packages_distributions(), set()
+    for path in (ROOT / "vqkv").rglob("*.py"):
+        if "study" not in path.parts:
+            found |= {known[name][0] for name in _imported(path) - sys.stdlib_module_names - {"vqkv"}}
+    core = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    guarded = {"datasets", "datasketch", "hqq", "lm-eval"}
+    assert {canonicalize_name(name) for name in found} - guarded == core
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, wherever in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0]
+    return {name.split(".")[0] for name in names}
 
 
 def test_a_wheel_has_every_file_but_the_guides():

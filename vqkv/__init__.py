@@ -1,24 +1,33 @@
 """vqkv: ways to store a KV cache, on one harness, under one byte meter."""
 
-# ruff: noqa: E402
-
+import sys
 import warnings
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from vqkv.errors import DataError, FormatError, UnknownNameError
+
+if TYPE_CHECKING:
+    from vqkv.cache.compressed import CompressedCache
+    from vqkv.cache.compressor import Compressor
+    from vqkv.calibration.calibrate import calibrate
+    from vqkv.data.corpus import load_corpus
+    from vqkv.evaluation.capacity import capacity
+    from vqkv.evaluation.evaluate import evaluate
+    from vqkv.evaluation.recommend import recommend
+    from vqkv.models.capture import capture
+    from vqkv.models.load import load_model
 
 # transformers imports tqdm.auto, which would open every page with a warning that widgets are not installed.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-# Some functions bear their module's name; importing them here, eagerly, makes the function win on the package.
-from vqkv.cache.compressed import CompressedCache
-from vqkv.cache.compressor import Compressor
-from vqkv.calibration.calibrate import calibrate
-from vqkv.data.corpus import load_corpus
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.evaluation.capacity import capacity
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.recommend import recommend
-from vqkv.models.capture import capture
-from vqkv.models.load import load_model
+_MODULES = {  # imported when the name is first asked for: torch and transformers take seconds
+    "CompressedCache": "cache.compressed", "Compressor": "cache.compressor", "calibrate": "calibration.calibrate",
+    "capacity": "evaluation.capacity", "capture": "models.capture", "evaluate": "evaluation.evaluate",
+    "load_corpus": "data.corpus", "load_model": "models.load", "recommend": "evaluation.recommend",
+}  # fmt: skip
+_PACKAGES = ("cache", "calibration", "codecs", "data", "evaluation", "kernels", "models", "presets", "runtime")
 
 try:
     __version__ = version("vqkv")
@@ -26,16 +35,24 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "CompressedCache",
-    "Compressor",
-    "DataError",
-    "FormatError",
-    "UnknownNameError",
-    "calibrate",
-    "capacity",
-    "capture",
-    "evaluate",
-    "load_corpus",
-    "load_model",
-    "recommend",
-]
+    "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
+    "evaluate", "load_corpus", "load_model", "recommend",
+]  # fmt: skip
+
+
+def __getattr__(name: str):
+    if name in _PACKAGES:
+        return import_module(f"vqkv.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'vqkv' has no attribute {name!r}")
+    import_module("vqkv.cache.packed_attention")  # models can then be set to it
+    globals()[name] = found = getattr(import_module(f"vqkv.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+if "transformers.modeling_utils" in sys.modules:
+    import_module("vqkv.cache.packed_attention")

@@ -8,19 +8,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from vqkv import presets
-from vqkv.cache import saving
-from vqkv.cache.compressor import FILE, Compressor
-from vqkv.cache.snapshot_format import SIZES
-from vqkv.cache.snapshots import MAGIC, SnapshotReader
-from vqkv.calibration.calibrate import calibrate
-from vqkv.calibration.finetune import finetune
-from vqkv.data.corpus import load_corpus
+import vqkv  # hands its names on when asked for: `vqkv --help` needs no torch
 from vqkv.errors import DataError, FormatError
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.recommend import recommend
-from vqkv.models.load import load_model
-from vqkv.runtime.processes import launched, own_device
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -30,6 +19,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all c
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
+PRESETS = (  # of vqkv.presets, whose import takes seconds
+    "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
+    "best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache"
+)
 SUITES = "a suite (local, retrieval, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = "vqkv inspect reads a compressor's folder, a saved cache (cache.save) or a snapshot stream (SnapshotWriter)"
 
@@ -38,7 +31,7 @@ READABLE = "vqkv inspect reads a compressor's folder, a saved cache (cache.save)
 def calibrate_command(
     model: Model,
     out: Annotated[Path, typer.Argument(help="folder for the compressor", file_okay=False)],
-    preset: Annotated[str, typer.Option(help=f"one of: {', '.join(presets.PRESETS)}")] = "vqllm",
+    preset: Annotated[str, typer.Option(help=f"one of: {PRESETS}")] = "vqllm",
     parameter: Parameter = [],  # noqa: B006
     corpus: Corpus = "python",
     num_seqs: int = 64,
@@ -50,10 +43,10 @@ def calibrate_command(
 ) -> None:
     """Fit a preset to a model and save the compressor. Under `accelerate launch` or `torchrun` its processes share the
     work."""
-    with _plain_errors(), launched() as processes:
-        wanted, out = presets.make(preset, **_assignments(parameter)), out.resolve()
+    with _job() as processes:
+        wanted, out = vqkv.presets.make(preset, **_assignments(parameter)), out.resolve()
         loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
-        compressor = calibrate(loaded, tokens, wanted, batch_size)
+        compressor = vqkv.calibrate(loaded, tokens, wanted, batch_size)
         if processes.first:
             compressor.save_pretrained(out)
             typer.echo(f"{compressor} -> {out}")
@@ -82,8 +75,11 @@ def finetune_command(
 ) -> None:
     """Train a model's attention blocks to read a quantized cache; save both. Under `accelerate launch` or `torchrun`
     its processes share the work."""
-    with _plain_errors(), launched() as processes:
-        wanted = None if preset == "none" else presets.make(preset, **_assignments(parameter))
+    from vqkv.cache.compressor import FILE
+    from vqkv.calibration.finetune import finetune
+
+    with _job() as processes:
+        wanted = None if preset == "none" else vqkv.presets.make(preset, **_assignments(parameter))
         out = out.resolve()
         loaded, tokenizer, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
         made = finetune(loaded, tokens, wanted, lr, batch_size, micro_batch, gradient_checkpointing)
@@ -113,9 +109,11 @@ def evaluate_command(
 ) -> None:
     """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row. Under
     `accelerate launch` or `torchrun` the processes take turns at the batches."""
-    with _plain_errors(), launched() as processes:
+    with _job() as processes:
         loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "test", seq_len, num_seqs, seed)
-        row = evaluate(loaded, Compressor.from_pretrained(compressor), tokens, protocol, batch_size=batch_size)
+        row = vqkv.evaluate(
+            loaded, vqkv.Compressor.from_pretrained(compressor), tokens, protocol, batch_size=batch_size
+        )
         if processes.first:
             typer.echo(json.dumps(row, indent=1))
 
@@ -140,10 +138,11 @@ def tasks_command(
     """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options. Under
     `accelerate launch` or `torchrun` the processes share the documents."""
     with _plain_errors():
-        from vqkv.evaluation.harness import run_tasks  # lm_eval takes seconds to import
+        from vqkv.evaluation.harness import run_tasks
+        from vqkv.runtime.processes import own_device
 
-        loaded, tokenizer = load_model(model, dtype or None, own_device(device))
-        fitted = Compressor.from_pretrained(compressor) if compressor else None
+        loaded, tokenizer = vqkv.load_model(model, dtype or None, own_device(device))
+        fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
         rows = run_tasks(loaded, tokenizer, fitted, task, num_fewshot, limit, protocol, chunk_size, batch_size)
         if rows:  # of several processes the first has them
             typer.echo(json.dumps(rows, indent=1))
@@ -173,7 +172,7 @@ def recommend_command(
     """Ways to store this model's cache, the fewest bytes first, with what each lost on the bundled models. Of the model
     only its config is read."""
     with _plain_errors():
-        table = recommend(model, context, batch_size, memory_gb, ms_per_token)
+        table = vqkv.recommend(model, context, batch_size, memory_gb, ms_per_token)
         shown = table if everything else table[table["recommended"]].drop(columns="recommended")
         shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
         typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
@@ -197,12 +196,14 @@ def inspect_command(
 
 def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, seed) -> tuple:
     """A loaded model, its tokenizer and tokens (num_seqs, seq_len) of a corpus."""
-    loaded, tokenizer = load_model(model, dtype or None, own_device(device))
-    return loaded, tokenizer, load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
+    from vqkv.runtime.processes import own_device
+
+    loaded, tokenizer = vqkv.load_model(model, dtype or None, own_device(device))
+    return loaded, tokenizer, vqkv.load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
 
 
 def _compressor(folder: Path) -> str:
-    compressor = Compressor.from_pretrained(folder)
+    compressor = vqkv.Compressor.from_pretrained(folder)
     model = {name: value for name, value in compressor.model.items() if name != "weights"}
     about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
     about["first layer"] = {name: codec.config() for name, codec in zip(("key", "value"), compressor.codecs[0])}
@@ -215,17 +216,29 @@ def _compressor(folder: Path) -> str:
 
 
 def _file(path: Path) -> str:
+    from vqkv.cache import saving, snapshot_format, snapshots
+
     if not path.is_file():
         raise FormatError(f"{path} is not there, or no file")
     with open(path, "rb") as file:
-        streamed = file.read(len(MAGIC)) == MAGIC
+        streamed = file.read(len(snapshots.MAGIC)) == snapshots.MAGIC
     if not streamed:
         about = saving.inspect(path)
         made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
         return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
-    stream = SnapshotReader(path)
-    about = {name: getattr(stream.layout, name) for name in ("dtype", *SIZES)}
+    stream = snapshots.SnapshotReader(path)
+    about = {name: getattr(stream.layout, name) for name in ("dtype", *snapshot_format.SIZES)}
     return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
+
+
+@contextlib.contextmanager
+def _job():
+    """The processes that share a command's work; see ``_plain_errors``."""
+    with _plain_errors():
+        from vqkv.runtime.processes import launched
+
+        with launched() as processes:
+            yield processes
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import bootstrap
 
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, presets
@@ -124,6 +126,13 @@ def test_bootstrap_interval_holds_the_mean_and_narrows_with_more_sequences():
     assert high == pytest.approx(x.mean().item() + half, abs=0.03)
     assert few_high - few_low > 3 * (high - low)
     assert all(math.isnan(end) for end in bootstrap_interval(x[:1]))
+
+
+@pytest.mark.parametrize("count", [2, 9, 64])
+def test_bootstrap_interval_has_the_bits_of_scipys(count):
+    x = torch.rand(count, generator=torch.Generator().manual_seed(count)).exp()
+    made = bootstrap((x.double().numpy(),), np.mean, n_resamples=2000, method="percentile", rng=0).confidence_interval
+    assert bootstrap_interval(x) == (made.low, made.high)
 
 
 def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):

@@ -13,7 +13,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Side, Stage
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, pack_codes, unpack_codes
-from vqkv.kernels.cpu import sums_by_code
+from vqkv.kernels.rvq.tables import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30

@@ -156,15 +156,8 @@ def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:
 
 def _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing, num_docs) -> torch.Tensor:
     in_order = packing == "joined"
-    about = {
-        "split": split,
-        "seq_len": seq_len,
-        "num_seqs": num_seqs,
-        "seed": 0 if in_order else seed,  # nothing is drawn
-        "packing": packing,
-        "num_docs": num_docs,
-        "tokenizer": tokenizer_hash(tokenizer),
-    }
+    about = {"split": split, "seq_len": seq_len, "num_seqs": num_seqs, "packing": packing, "num_docs": num_docs}
+    about |= {"seed": 0 if in_order else seed, "tokenizer": tokenizer_hash(tokenizer)}  # in order nothing is drawn
     found = islice(texts(corpus, split, seed, in_order), num_docs)
     rows = PACKINGS[packing](found, tokenizer, seq_len, random.Random(f"{corpus.name}/{split}/{seed}"))
     return cached(corpus.describe() | about, rows, seq_len, num_seqs)

@@ -10,11 +10,15 @@ import zlib
 from collections.abc import Iterable
 
 import numpy as np
-from datasketch import MinHash, MinHashLSH
 from tqdm import tqdm
 
 from vqkv.data.bundled import CORPORA
 from vqkv.data.splits import FOLDER, SPLITS, content_hash, dealt
+
+try:
+    from datasketch import MinHash, MinHashLSH
+except ImportError as error:
+    raise ImportError("near-duplicates are found by datasketch: pip install 'vqkv[dev]'") from error
 
 SHINGLE = 8  # tokens
 SIMILAR = 0.5  # from this Jaccard similarity on, two documents are twins

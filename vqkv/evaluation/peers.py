@@ -140,7 +140,7 @@ def _load(backend: str) -> None:
     try:
         import_module(module)
     except ImportError as error:
-        raise ImportError(f"backend {backend!r} needs {package}: pip install {package}") from error
+        raise ImportError(f"backend {backend!r} needs {package}: pip install 'vqkv[peers]'") from error
     if backend == "quanto":
         try:
             with _scripts_on_path():

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.kernels import cpu, naive
 from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.view import Affine, KernelView, Rope
 
@@ -75,6 +74,8 @@ def _find(operation: str, x: Tensor, *about):
 def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
         return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
+    from vqkv.kernels import cpu, naive  # not before: a model is loaded without numba
+
     return cpu if name == "cpu" else naive
 
 

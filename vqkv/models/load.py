@@ -11,10 +11,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -107,16 +103,9 @@ def load_model(
 def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    model, info = _auto_class(config).from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-        device_map=device_map,
-        offload_folder=offload_folder,
-    )
+    where = {"dtype": dtype, "device_map": device_map, "offload_folder": offload_folder}
+    safe = {"trust_remote_code": trust_remote_code, "use_safetensors": True, "output_loading_info": True}
+    model, info = _auto_class(config).from_pretrained(path, config=config, **where, **safe)
     if info["missing_keys"]:
         raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
     return model, tokenizer
@@ -124,14 +113,9 @@ def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
 
 def _auto_class(config):
     """transformers' loader of models with a cache: decoders first, unless there is an encoder."""
-    if not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    others = {
-        AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        AutoModelForSpeechSeq2Seq: MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    }
-    return next((auto for auto, known in others.items() if type(config) in known), AutoModelForCausalLM)
+    autos = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+    autos = autos if config.is_encoder_decoder else (AutoModelForCausalLM, *autos)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), AutoModelForCausalLM)
 
 
 def config_of(name: str) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.kernels import rvq_encode
-from vqkv.kernels.cpu import sums_by_code
+from vqkv.kernels.rvq.tables import sums_by_code
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0

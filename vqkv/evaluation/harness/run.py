@@ -108,17 +108,10 @@ def _rows(found: dict, entry: Entry) -> list[dict]:
         for name in entry.metrics or values:
             metric, filtered = name.split(",", 1)
             stderr = results[task].get(f"{metric}_stderr,{filtered}")
-            rows.append(
-                {
-                    "task": task,
-                    "metric": metric,
-                    "filter": filtered,
-                    "value": float(values[name]),
-                    "stderr": float("nan") if stderr in (None, "N/A") else float(stderr),
-                    "n": sum(found["n-samples"].get(leaf, {}).get("effective", 0) for leaf in leaves),
-                    "num_fewshot": found["n-shot"].get(leaves[0], 0),
-                }
-            )
+            stderr = float("nan") if stderr in (None, "N/A") else float(stderr)
+            row = {"task": task, "metric": metric, "filter": filtered, "value": float(values[name]), "stderr": stderr}
+            row["n"] = sum(found["n-samples"].get(leaf, {}).get("effective", 0) for leaf in leaves)
+            rows.append(row | {"num_fewshot": found["n-shot"].get(leaves[0], 0)})
     return rows
 
 

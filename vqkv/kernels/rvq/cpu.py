@@ -14,7 +14,7 @@ from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq.beam import rvq_candidates
 from vqkv.kernels.rvq.loops import LANES, step
 from vqkv.kernels.rvq.short import search
-from vqkv.kernels.rvq.tables import SearchTables, prepare
+from vqkv.kernels.rvq.tables import SearchTables, prepare, sums_by_code
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
 SHARE = 4  # times that for each of several threads, as starting them takes time
@@ -77,10 +77,3 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
         residual = residual - codebook[chosen]
     counts, sums = zip(*found, strict=True)
     return torch.stack(counts), torch.stack(sums)
-
-
-def sums_by_code(x: Tensor, codes: Tensor, codebook_size: int) -> tuple[Tensor, Tensor]:
-    """float64 counts (codebook_size,) of codes (rows,), and the sums of their vectors, the same bits every time."""
-    counts = torch.bincount(codes, minlength=codebook_size)
-    sums = F.embedding_bag(codes.argsort(stable=True), x.double(), counts.cumsum(0) - counts, mode="sum")
-    return counts.double(), sums
