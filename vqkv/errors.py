@@ -26,5 +26,9 @@ class FormatError(ValueError):
     """A file that is truncated, altered, of another version, or made for something else."""
 
 
+class DamageError(FormatError):
+    """A file whose bytes are not those that were written."""
+
+
 class DataError(ValueError):
     """Numbers that no codec can store faithfully: NaN, infinity, an empty sequence, the wrong number of channels."""

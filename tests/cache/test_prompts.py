@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import errno
 import os
 import random
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import forked
 import prompt_job
@@ -15,8 +17,8 @@ import torch
 from preset_zoo import EVERY
 
 from vqkv import DataError, calibrate
-from vqkv.cache.prompts import PromptCache
-from vqkv.runtime.files import _checksum
+from vqkv.cache.prompts import FORMAT, VERSION, PromptCache
+from vqkv.runtime.files import _checksum, load_checked, save_checked
 
 TOKENS = torch.randint(1, 400, (6, 96), generator=torch.Generator().manual_seed(0))
 KINDS = ("vqllm", "kivi", "split", "lossless")
@@ -135,7 +137,66 @@ def test_a_file_that_went_is_a_miss_for_those_that_go_on_from_it(llama, quanto, 
     feed(llama, cache, text[40:80])
     known.save(text[:80], cache)
     first.unlink()
-    assert known.find(text) == (None, 0) and not list(known.folder.iterdir())
+    assert known.find(text) == (None, 0)
+    known.save(text[:80], cache)
+    assert PromptCache(tmp_path, quanto, llama).find(text)[1] == 80
+
+
+def out_of_files(path):
+    raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+
+def out_of_memory(path):
+    raise MemoryError
+
+
+def out_of_torch_memory(path):
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def just_removed(path):
+    os.rename(path, f"{path}.away")
+
+
+@pytest.mark.parametrize("trouble", [out_of_files, out_of_memory, out_of_torch_memory, just_removed])
+def test_what_cannot_be_read_now_is_a_miss_and_stays(llama, quanto, tmp_path, monkeypatch, trouble):
+    known, text, read_bytes = PromptCache(tmp_path, quanto, llama), TOKENS[0], Path.read_bytes
+    known.save(text, read(llama, quanto, text))
+    (path,) = known.folder.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: trouble(path) or read_bytes(path))
+        assert known.find(text) == (None, 0)
+    if trouble is just_removed:
+        os.rename(f"{path}.away", path)
+    assert known.find(text)[1] == 95
+
+
+def test_only_the_damaged_file_of_a_chat_goes(llama, quanto, tmp_path):
+    known, text = PromptCache(tmp_path, quanto, llama), TOKENS[0]
+    cache = read(llama, quanto, text[:40])
+    known.save(text[:40], cache)
+    (first,) = known.folder.iterdir()
+    feed(llama, cache, text[40:80])
+    known.save(text[:80], cache)
+    (second,) = set(known.folder.iterdir()) - {first}
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert known.find(text) == (None, 0) and [*known.folder.iterdir()] == [second]
+    first.write_bytes(whole)
+    assert known.find(text)[1] == 80
+    about, tensors = load_checked(second, FORMAT, VERSION, "")
+    save_checked(second, about | {"version": VERSION + 1}, tensors)
+    assert known.find(text)[1] == 40 and second.exists()
+
+
+def test_files_are_listed_again_but_not_read_again(llama, quanto, tmp_path, monkeypatch):
+    known = PromptCache(tmp_path, quanto, llama)
+    for row in TOKENS:
+        known.save(row[:40], read(llama, quanto, row[:40]))
+    known.find(TOKENS[0])
+    opened = []
+    monkeypatch.setattr("vqkv.cache.prompts._opened", opened.append)
+    assert known.find(TOKENS[3])[1] == 40 and known.find(TOKENS[4][:20])[1] == 19 and not opened
 
 
 def test_the_least_recently_used_go_first_and_never_before_what_goes_on_from_them(llama, quanto, tmp_path):

@@ -19,6 +19,7 @@ from vqkv.cache.packed_attention import reads_packed
 from vqkv.cache.settings import MOST, LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
+from vqkv.models.identity import stamp, switches
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices
 from vqkv.models.rope import rotations
@@ -65,6 +66,7 @@ class CompressedCache(Cache):
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model, self.cross = compressor, weakref.ref(model), cross
+        self.read_by: tuple | None = None  # stamp and switches of the model that read the tokens; () of several
         own = {number: layer for number, layer in enumerate(kv_layers(model)) if layer.cross == cross}
         settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
         self.settings = dataclasses.replace(settings, shapes=tuple(settings.shapes[number] for number in own))
@@ -104,8 +106,18 @@ class CompressedCache(Cache):
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
-        module = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+        bare = getattr(model, "get_base_model", lambda: model)()  # peft's generate goes past its own forward
+        module = model.get_decoder() if model.config.is_encoder_decoder else bare.base_model
         watch(self, "see", module.register_forward_pre_hook, with_kwargs=True)
+        watch(self, "note_model", module.register_forward_pre_hook, with_kwargs=True)
+
+    def note_model(self, module, args, kwargs) -> None:
+        """Which model reads the first token, and that none of its adapters comes or goes before later ones."""
+        if (model := self.model()) is not None and any(x is self for x in (*args, *kwargs.values())):
+            if not self.batch.slots:
+                self.read_by = stamp(model), switches(model)
+            elif self.read_by and self.read_by[1] != switches(model):
+                self.read_by = ()
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache."""

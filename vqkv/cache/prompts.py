@@ -6,40 +6,62 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from vqkv.cache import saving
 from vqkv.cache.compressed import CompressedCache
-from vqkv.errors import DataError
+from vqkv.errors import DamageError, DataError
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 
-FORMAT, VERSION, SUFFIX = "vqkv-prompt", 1, ".prompt"
+FORMAT, VERSION, SUFFIX = "vqkv-prompt", 2, ".prompt"
 MOST = 1 << 62
-TICK = 0.001  # seconds: a file that others go on from is newer than they, and goes after them
+TICK = 1_000_000  # nanoseconds: a file that others go on from is newer than they, and goes after them
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is remembered of a file, as long as its time and size are ``state``."""
+
+    state: tuple[int, int]
+    prompt: np.ndarray
+    about: dict
 
 
 class PromptCache:
-    """Saved caches of prompts in ``folder``, of one sequence each, by model (weights, dtype, RoPE), compressor and
-    token ids.
+    """Saved caches of prompts in ``folder``, of one sequence each, by model (all weights and adapters as they are at
+    each ``find`` and ``save``, dtype, RoPE), compressor and token ids.
 
     A prompt that goes on where a stored one ended (a chat's next turn) is stored as what is new, beside the name of the
     file before. ``max_bytes``: what this model's and compressor's files may take; the least recently used go first. A
-    file that is torn, altered, just removed or of another version is a miss; several processes may use one folder.
-    Caches that come back keep ``decoded_cache_bytes`` of what they decode.
+    file that cannot be read, goes on from one that is gone, or is of another version is a miss; one that is torn or
+    altered is removed, too. Several processes may use one folder. Caches that come back keep ``decoded_cache_bytes`` of
+    what they decode.
     """
 
     def __init__(self, folder, compressor, model, max_bytes: int = MOST, decoded_cache_bytes: int = 0):
         check_whole("max_bytes", max_bytes, 0, MOST)
         self.compressor, self.model, self.max_bytes = compressor, model, max_bytes
         self.decoded_cache_bytes = decoded_cache_bytes
-        made_for = json.dumps([VERSION, saving.VERSION, saving.made_for(compressor, model)], sort_keys=True)
-        self.folder = Path(folder) / hashlib.sha256(made_for.encode()).hexdigest()[:16]
+        self._root, self._known = Path(folder), dict[Path, Stored]()
+        self._compressor = saving.compressor_of(compressor)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def folder(self) -> Path:
+        """That of the model as it is now."""
+        return self._folder(saving.model_of(self.model))
+
+    def _folder(self, model: dict) -> Path:
+        made_for = {"compressor": self._compressor, "model": model}
+        text = json.dumps([VERSION, saving.VERSION, made_for], sort_keys=True)
+        return self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, tokens: Tensor, cache: CompressedCache) -> None:
         """Keep ``cache``, which holds ``tokens``, (seq_len,) or (1, seq_len) integers. Raises ``DataError`` for a cache
@@ -53,64 +75,70 @@ class PromptCache:
         if cache.compressor is not self.compressor or cache.model() is not self.model:
             raise DataError("the cache was made with another compressor or model: use a PromptCache of these")
         header = saving.header_of(cache)
-        before, start = self._before(tokens, cache)
+        folder = self._folder(header["model"])
+        folder.mkdir(parents=True, exist_ok=True)
+        before, start = self._before(folder, tokens, cache)
         header |= {"format": FORMAT, "version": VERSION, "start": start, "before": before and before.name}
         header["stored"] = _stored(cache, None)
         tensors = {"prompt": tokens.to(torch.int32)} | dict(saving.tensors_of(cache.batch, start))
-        name = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]
-        if before is None or before.stem != name:
-            save_checked(self.folder / f"{name}{SUFFIX}", header, tensors)
-        self._used(self.folder / f"{name}{SUFFIX}")
-        self._evict()
+        path = folder / f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]}{SUFFIX}"
+        if before != path:
+            save_checked(path, header, tensors)
+        self._used([path, *self._chain(before)])
+        self._evict(folder)
 
     def find(self, tokens: Tensor) -> tuple[CompressedCache | None, int]:
         """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
         these, so that there is something left to read; (None, 0) if none is stored."""
-        tokens = _flat(tokens)
-        known = []
-        for path, prompt in self._prompts():
-            shorter = min(len(prompt), len(tokens) - 1)
-            known.append((int((prompt[:shorter] == tokens[:shorter]).long().cumprod(0).sum()), path))
-        for count, path in sorted(known, key=lambda each: each[0], reverse=True):
-            if count < 1:
-                break
-            try:
-                cache = self._load(path)
-                cache.crop(count - cache.get_seq_length())
-            except Exception:  # of whatever a damaged or half removed file makes
-                path.unlink(missing_ok=True)
-                continue
-            self._used(path)
-            return cache, count
+        wanted = _flat(tokens)[:-1].numpy()
+        known = [(_common(stored.prompt, wanted), path) for path, stored in self._listed(self.folder).items()]
+        for count, path in sorted((each for each in known if each[0]), reverse=True):
+            with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
+                if chain := self._chain(path):
+                    cache = self._load(path)
+                    cache.crop(count - cache.get_seq_length())
+                    self._used(chain)
+                    return cache, count
         return None, 0
 
-    def _prompts(self) -> list[tuple[Path, Tensor]]:
-        found = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
-            with suppress(Exception), safe_open(path, "pt") as file:  # being removed, or damaged: a miss
-                found.append((path, file.get_tensor("prompt").long()))
+    def _listed(self, folder: Path) -> dict[Path, Stored]:
+        """What is stored. Files that were read before and have not changed are not read again."""
+        found = dict[Path, Stored]()
+        for path in folder.glob(f"*{SUFFIX}"):
+            with suppress(Exception):  # being removed, or damaged: a miss
+                known = self._known.get(path)
+                found[path] = known if known and known.state == _state(path) else _opened(path)
+        self._known = {path: x for path, x in self._known.items() if path.parent != folder} | found
         return found
 
-    def _before(self, tokens: Tensor, cache: CompressedCache) -> tuple[Path | None, int]:
-        """The longest stored prompt with the cache's first packed tokens, and how many these are."""
-        fitting = [(len(x), path) for path, x in self._prompts() if len(x) <= len(tokens) and x.equal(tokens[: len(x)])]
-        for _, path in sorted(fitting, key=lambda each: each[0], reverse=True):
-            with suppress(Exception):
-                about = self._about(path)
-                (group,) = about["groups"]
-                plain = not group["holes"] and not cache.batch.groups[0].all_stores[0].holes
-                if plain and group["quantized"] and about["stored"] == _stored(cache, group["quantized"]):
-                    return path, group["quantized"]
-        return None, 0
+    def _chain(self, path: Path | None) -> list[Path]:
+        """A listed file and those that it goes on from; none if one of them is gone."""
+        chain = list[Path]()
+        while path is not None:
+            if path not in self._known or path in chain:
+                return []
+            chain.append(path)
+            before = self._known[path].about["before"]
+            path = path.with_name(before) if before else None
+        return chain
 
-    def _about(self, path: Path) -> dict:
-        return load_checked(path, FORMAT, VERSION, "save it again")[0]
+    def _before(self, folder: Path, tokens: Tensor, cache: CompressedCache) -> tuple[Path | None, int]:
+        """The longest stored prompt with the cache's first packed tokens, and how many these are."""
+        known = [(len(x.prompt), path) for path, x in self._listed(folder).items()]
+        fitting = [(n, path) for n, path in known if n == _common(self._known[path].prompt, tokens.numpy())]
+        for _, path in sorted(fitting, reverse=True):
+            (group,) = (about := self._known[path].about)["groups"]
+            plain = not group["holes"] and not cache.batch.groups[0].all_stores[0].holes
+            usable = plain and group["quantized"] and self._chain(path)
+            if usable and about["stored"] == _stored(cache, group["quantized"]):
+                return path, group["quantized"]
+        return None, 0
 
     def _load(self, path: Path) -> CompressedCache:
         """A file's cache, and of those that it goes on from what it has of them."""
-        chain = [load_checked(path, FORMAT, VERSION, "save it again")]
+        chain = [_read(path)]
         while before := chain[-1][0]["before"]:
-            chain.append(load_checked(self.folder / before, FORMAT, VERSION, "save it again"))
+            chain.append(_read(path.with_name(before)))
         cache = CompressedCache(self.compressor, self.model, chain[0][0]["in_place"], self.decoded_cache_bytes)
         for (later, _), (earlier, _) in itertools.pairwise(chain):
             if earlier["groups"][0]["quantized"] != later["start"]:
@@ -124,31 +152,59 @@ class PromptCache:
             raise DataError(f"{path} goes on from other tokens than those of {chain[0][0]['before']}")
         return cache
 
-    def _used(self, path: Path) -> None:
+    def _used(self, chain: list[Path]) -> None:
         """Note that a file and those that it goes on from were used now."""
-        now = time.time()
-        for depth in itertools.count():
-            try:
-                os.utime(path, (now + depth * TICK,) * 2)
-                before = self._about(path)["before"]
-            except Exception:  # removed or damaged meanwhile
-                return
-            if not before:
-                return
-            path = self.folder / before
+        now = time.time_ns()
+        for depth, path in enumerate(chain):
+            with suppress(OSError):  # removed meanwhile
+                os.utime(path, ns=(now + depth * TICK,) * 2)
+                if known := self._known.get(path):
+                    self._known[path] = replace(known, state=_state(path))
 
-    def _evict(self) -> None:
+    def _evict(self, folder: Path) -> None:
         files = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
+        for path in folder.glob(f"*{SUFFIX}"):
             with suppress(FileNotFoundError):
-                about = path.stat()
-                files.append((about.st_mtime, about.st_size, path))
+                files.append((*_state(path), path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= self.max_bytes:
                 break
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """(time, size)"""
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size
+
+
+def _opened(path: Path) -> Stored:
+    state = _state(path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        kept = {name: about[name] for name in ("before", "groups", "stored")}
+        return Stored(state, file.get_tensor("prompt").numpy().copy(), kept)
+
+
+def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Remove it if its bytes are not those that were written, and nobody has put another file there meanwhile."""
+    state = _state(path)
+    try:
+        return load_checked(path, FORMAT, VERSION, "save it again")
+    except DamageError:
+        if _state(path) == state:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _common(prompt: np.ndarray, tokens: np.ndarray) -> int:
+    """How many first tokens are the same."""
+    shorter = min(len(prompt), len(tokens))
+    unlike = prompt[:shorter] != tokens[:shorter]
+    first = int(unlike.argmax()) if shorter else 0
+    return first if shorter and unlike[first] else shorter
 
 
 def _flat(tokens: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from vqkv.cache.batch import Group
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
-from vqkv.models.load import describe, fingerprint
+from vqkv.models.identity import identity, stamp, switches
+from vqkv.models.load import outline
 from vqkv.runtime.files import load_checked, save_checked
 
-FORMAT, VERSION = "vqkv-cache", 4
+FORMAT, VERSION = "vqkv-cache", 5
 
 
 def save(cache, path) -> None:
@@ -46,6 +47,10 @@ def header_of(cache) -> dict:
         )
     if not cache.is_croppable:
         raise DataError("a sliding window has dropped tokens of some layers: save all tokens and read them again")
+    if cache.read_by not in (None, (stamp(model), switches(model))):
+        raise DataError(
+            "the model's weights or adapters changed since this cache's first token: read the tokens into a new cache"
+        )
     report = cache.report()
     return {
         "format": FORMAT,
@@ -80,11 +85,19 @@ def inspect(path) -> dict:
 
 
 def made_for(compressor, model) -> dict[str, dict]:
+    return {"compressor": compressor_of(compressor), "model": model_of(model)}
+
+
+def compressor_of(compressor) -> dict:
+    """Its name and what it computes."""
+    return {"name": compressor.name, "fingerprint": compressor.fingerprint}
+
+
+def model_of(model) -> dict:
+    """Names, shapes and the identity of the model as it is now."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
-    about = {name: value for name, value in describe(model).items() if name != "weights"}
-    about |= {"dtype": str(model.dtype).removeprefix("torch."), "weights": fingerprint(model)}
-    about |= {"rope_parameters": json.dumps(rope, sort_keys=True, default=str)}
-    return {"compressor": {"name": compressor.name, "fingerprint": compressor.fingerprint}, "model": about}
+    about = outline(model) | {"dtype": str(model.dtype).removeprefix("torch.")}
+    return about | {"rope_parameters": json.dumps(rope, sort_keys=True, default=str), "weights": identity(model)}
 
 
 def _about_group(group: Group) -> dict:
@@ -114,6 +127,7 @@ def fill(cache, header: dict, parts: list[dict[str, Tensor]]) -> None:
     batch, device = cache.batch, cache.model().device
     owned: dict[tuple, dict[str, list[Tensor]]] = defaultdict(dict)
     *earlier, tensors = parts
+    cache.read_by = stamp(cache.model()), switches(cache.model())
     batch.size, batch.slots = header["batch_size"], header["slots"]
     batch.tokens = tensors.pop("tokens").bool() if "tokens" in tensors else None
     for name, tensor in tensors.items():

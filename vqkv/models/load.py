@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import sys
-from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.models import gguf
+from vqkv.models.identity import fetched, packed
 from vqkv.models.layers import kv_layers
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -148,12 +149,19 @@ def describe(model) -> dict:
     """Facts by which a compressor knows its model. ``shapes``: num_kv_heads, head_dim of keys and of values by layer;
     ``weights``: a sample of each attention block's, the same in fp32, fp16 and bf16 up to rounding."""
     layers = kv_layers(model)
+    return outline(model) | {
+        "weights": [x for layer in layers for module in layer.attention.modules() for x in _samples(module)],
+    }
+
+
+def outline(model) -> dict:
+    """``describe`` without the weights."""
+    layers = kv_layers(model)
     return {
         "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
         "model_type": model.config.model_type,
         "num_layers": len(layers),
         "shapes": [list(layer.shape) for layer in layers],
-        "weights": [sample for layer in layers for module in layer.attention.modules() for sample in _samples(module)],
     }
 
 
@@ -173,7 +181,8 @@ def layer_devices(model) -> list[torch.device]:
     for layer in kv_layers(model):
         hooks = (getattr(module, "_hf_hook", None) for module in layer.attention.modules())
         devices = [on for hook in hooks if (on := getattr(hook, "execution_device", None)) is not None]
-        found.append(torch.device(devices[0]) if devices else next(layer.attention.parameters()).device)
+        held = chain(layer.attention.parameters(), layer.attention.buffers(), [model])  # packed weights have no device
+        found.append(torch.device(devices[0]) if devices else next(held).device)
     return found
 
 
@@ -194,17 +203,10 @@ def difference(fitted: dict, model) -> str | None:
 
 
 def _samples(module: nn.Module) -> list[list[float]]:
-    """Of each of its own parameters."""
-    with _fetched(module):
-        flat = [parameter.detach().flatten() for parameter in module.parameters(recurse=False)]
-        parts = [x[:: max(1, x.numel() // 16)][:16].float().tolist() for x in flat]
+    """Of each of its own parameters and, where quantized weights are none, of what they are."""
+    with fetched(module):
+        stored = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        buffers = [x for x in stored.values() if x is not None and x.numel() > 1]  # no scales of activations (quanto)
+        own = [*module.parameters(recurse=False), *buffers, *packed(module)]
+        parts = [x.detach().flatten()[:: max(1, x.numel() // 16)][:16].float().tolist() for x in own]
     return [[float(f"{x:.5g}") for x in part] for part in parts]
-
-
-def _fetched(module: nn.Module):
-    """A context in which the module's own weights are here, also those that a device map keeps elsewhere."""
-    if not hasattr(module, "_hf_hook"):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vqkv.errors import FormatError
+from vqkv.errors import DamageError, FormatError
 
 CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where no other quote is without a backslash
 
@@ -52,12 +52,14 @@ def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
 
 def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict, dict[str, Tensor]]:
     """Tensors and header that ``save_checked`` wrote as format ``kind``. Raises ``FormatError`` for a file that is
-    missing, cut, damaged or altered, and for another format or version, before anything is made of it."""
-    data = bytearray(path.read_bytes() if path.is_file() else b"")
+    missing and for another format or version, ``DamageError`` for one cut or altered, before anything is made of it."""
+    there = path.is_file()
+    data = bytearray(path.read_bytes() if there else b"")
     place = _checksum(data)
     found, data[place] = data[place], b"0" * DIGITS
     if found != _crc32(data):
-        raise FormatError(f"{path} is missing, cut or altered, or no {kind}: {remedy}")
+        error = DamageError if there else FormatError
+        raise error(f"{path} is missing, cut or altered, or no {kind}: {remedy}")
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["about"])
         tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
