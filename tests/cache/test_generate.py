@@ -10,6 +10,7 @@ from strategies import exact, run
 from transformers import DynamicCache
 
 from vqkv import Compressor, DataError, calibrate, presets
+from vqkv.cache.eviction import H2O
 from vqkv.codecs.base import Codec
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -30,6 +31,11 @@ model = small_models.fixture("gpt2", "qwen3")
 @pytest.fixture(scope="module", params=sorted(PRESETS))
 def compressor(request, llama):
     return calibrate(llama, TOKENS.repeat(4, 1), PRESETS[request.param](), progress=False)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    return small_models.sliding("mistral", tmp_path_factory.mktemp("sliding"))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,44 @@ def test_assisted_decoding_crops_to_the_same_tokens(llama, compressor, tmp_path)
     assert cache.get_seq_length() == 27 and all(group.positions.seq_len == 27 for group in cache.batch.groups)
 
 
+@pytest.mark.parametrize("name", sorted(small_models.SLIDING))
+def test_guesses_are_taken_back_past_a_sliding_window(name, tmp_path):
+    """As ``DynamicCache``: the greedy text, and no more than the window is held, be guesses recorded or not."""
+    model, other = small_models.sliding(name, tmp_path / name), small_models.load("qwen3", tmp_path / "qwen3")
+    rows, cache = TOKENS[:1, :8].repeat(1, 4), None
+    expected = model.generate(rows, **PLAIN | {"max_new_tokens": 24})
+    for guesses in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": other}, {"assistant_model": model}):
+        cache = exact(model, sink_tokens=2, recent_window=5).new_cache(model)
+        out = model.generate(rows, past_key_values=cache, **PLAIN | {"max_new_tokens": 24} | guesses)
+        assert torch.equal(out, expected)
+        held = {sum(layer.stores[0].parts) for layer in cache.compressed if layer.is_sliding}
+        assert cache.get_seq_length() == 55 and held == {9}
+    model.generate(out, past_key_values=cache, **PLAIN)
+    assert {sum(layer.stores[0].parts) for layer in cache.compressed if layer.is_sliding} == {10}
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"split"}))  # which predicts, and so drops nothing
+@torch.inference_mode()
+def test_what_stays_after_guesses_were_taken_back_reads_as_before(sliding, name):
+    """Also in the middle of a packed block, again and again, in a window that goes on and stays bounded."""
+    compressor = calibrate(sliding, MORE.repeat(3, 1), EVERY[name], progress=False)
+    cache, seen, layer = compressor.new_cache(sliding), 0, None
+    cache.activate_past_recording()
+    for new, removed in [(40, 3), (4, 1), (4, 3), (1, 0), (6, 2), (20, 17), (9, 0), (3, 2), (12, 7)]:
+        sliding(MORE[:1, seen : seen + new], past_key_values=cache)
+        layer, seen = cache.layers[1], seen + new - removed
+        first, before = layer.first, (layer.keys, layer.values)
+        cache.crop(-removed)
+        for x, y in zip(before, (layer.keys, layer.values), strict=True):
+            torch.testing.assert_close(y, x[:, :, layer.first - first : seen - first], rtol=1e-5, atol=1e-5)
+        held, settings = sum(layer.stores[0].parts), cache.settings
+        most = max(9, settings.recent_window + settings.block) + settings.block + settings.sink_tokens
+        assert 9 <= held <= most and layer.get_seq_length() == seen == layer.first + held
+    with pytest.raises(DataError, match="sliding window or a recurrent state has forgotten"):
+        cache.crop(-held + 8)
+    assert layer.get_seq_length() == seen
+
+
 def test_generate_with_left_padding_equals_the_rows_alone(model):
     compressor = calibrate(model, TOKENS, presets.higgs(4, 32, 2, 5), progress=False)
     rows = [TOKENS[0, :9], TOKENS[1, :20], TOKENS[2, :14]]
@@ -104,6 +148,45 @@ def test_a_slot_that_was_padding_cannot_be_shown_later(llama, higgs):
         with pytest.raises(DataError, match="was padding when it was cached"):
             llama(TOKENS[:2, 20:21], attention_mask=torch.ones(2, 21, dtype=torch.long), past_key_values=cache)
         assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("evicting", [False, True])
+@torch.inference_mode()
+def test_a_pass_that_does_not_go_on_where_the_cache_ends_is_refused(model, evicting):
+    """transformers' own cache reads the wrong tokens, or fails in the rotation. What is held stays as it was."""
+    compressor = exact(model)
+    policy = H2O(compressor, retain=0.5) if evicting else compressor
+    cache, ones = policy.new_cache(model), lambda slots: torch.ones(1, slots, dtype=torch.long)
+    tokens, holds = torch.cat([TOKENS[:1], TOKENS[1:2]], dim=1), "the cache holds 20 tokens, the prompt has"
+    first = model(tokens[:, :20], past_key_values=cache).logits[:, -1]
+    padded = 1 - ones(5).tril()  # a first slot of padding, which eviction refuses anyway
+    again, empty = "pass an empty cache, as assisted decoding reads it from its beginning", {"attention_mask": None}
+    for message, use, start, stop, given in [
+        (f"{holds} 10: pass the whole prompt", model.generate, 0, 10, {}),
+        (f"{holds} 15: pass the whole prompt", model.generate, 0, 15, {}),
+        (f"{holds} 20: pass the whole prompt", model.generate, 0, 20, {}),
+        (f"{holds} 20: pass the whole prompt", model.generate, 0, 20, {"prefill_chunk_size": 8}),
+        (f"{holds} 5: pass the whole prompt", model.generate, 20, 25, {}),
+        (f"{holds} 5: pass the whole prompt|no share of its", model.generate, 20, 25, {"attention_mask": padded}),
+        (f"{holds} 25: {again}", model.generate, 0, 25, {"prompt_lookup_num_tokens": 3}),
+        ("a cache was given with use_cache=False", model.generate, 0, 25, {"use_cache": False}),
+        ("a cache was given with use_cache=False", model, 20, 25, {"use_cache": False}),
+        (f"{holds} no more: pass the whole prompt", model, 20, 20, empty),
+        ("attention_mask has 5 slots, but the cache holds 20 and 5 came: pass one of 25", model, 20, 25,
+         {"attention_mask": ones(5)}),
+    ]:  # fmt: skip
+        options = {} if use is model else PLAIN
+        with pytest.raises(DataError, match=message):
+            use(tokens[:, start:stop], past_key_values=cache, **options | given)
+    for given in ({}, {"attention_mask": ones(25)}, {"attention_mask": ones(90)}):
+        copied = copy.deepcopy(cache)
+        logits = model(tokens[:, 20:25], past_key_values=copied, **given).logits[:, -1]
+        assert copied.get_seq_length() == 25 and logits.shape == first.shape
+    going_on = [
+        model.generate(tokens[:, start:25], attention_mask=ones(25), past_key_values=copy.deepcopy(cache), **PLAIN)
+        for start in (0, 20)
+    ]
+    assert torch.equal(going_on[0][:, 20:], going_on[1]) and cache.get_seq_length() == 20
 
 
 def test_a_chat_goes_on(llama, compressor):

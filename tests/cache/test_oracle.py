@@ -7,13 +7,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from strategies import Fp32
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from vqkv import CompressedCache, calibrate, presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known
+from vqkv.errors import DataError
 from vqkv.kernels.rope import rotate, unrotate
+from vqkv.models.load import describe
 from vqkv.models.rope import rotations
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 8
@@ -101,12 +105,17 @@ class Oracle:
         read = [[None, None] for _ in range(LAYERS)]
         for layer in range(LAYERS):
             for role in (0, 1):
-                x = torch.stack([(t.given if t.place == "new" else t.read)[layer][role] for t in tokens], 1)[None]
+                x = torch.stack([self._waited(t)[layer][role] for t in tokens], 1)[None]
                 x = self._turn(unrotate, x, tokens) if role == 0 else x
                 x = self.compressor.coders[layer][role].through(x, known)
                 read[layer][role] = self._turn(rotate, x, tokens) if role == 0 else x
         for i, t in enumerate(tokens):
             t.place, t.read = "packed", [tuple(x[0, :, i] for x in pair) for pair in read]
+
+    def _waited(self, token):
+        """In 16 bits where tokens can wait in the window, whether this one did or not."""
+        held, rows = self.compressor.settings, self.compressor.tokens_per_row
+        return halved(token.given) if held.recent_window or rows * held.flush_block > 1 else token.given
 
     def _turn(self, turn, x, tokens):
         if self.rotation is None:
@@ -243,3 +252,56 @@ def test_a_cache_holds_what_a_plain_list_holds(tmp_path_factory, model, compress
         assert report.kinds["sinks"] == oracle.places("sink") * token * 2
         assert report.kinds["window"] == oracle.places("window") * token * 2
         assert report.kinds["decoded"] <= budget
+
+
+class Blocks(Fp32):
+    """Stores four tokens in a row, as they are."""
+
+    tokens_per_row = 4
+
+    def _encode(self, x):
+        return Payload({"values": x.unflatten(2, (-1, 4))}, 4)
+
+    def _decode(self, payload):
+        return payload.fields["values"].flatten(2, 3)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=2, max_size=12),
+    codec=st.sampled_from([Fp32, Blocks]),
+    held=st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(1, 3), st.booleans()),
+    recording=st.booleans(),
+    budget=st.sampled_from([0, 700, 10**6]),
+)
+def test_a_window_that_slides_reads_what_a_plain_list_holds(model, codec, held, steps, recording, budget):
+    """Guesses of a pass are taken back while blocks are dropped; unrecorded ones, where enough is left of the past."""
+    sinks, window, block, pre_rope = held
+    settings = CacheSettings(sinks, window, block, pre_rope)
+    compressor = Compressor("exact", [(codec(), codec())] * LAYERS, settings, describe(model))
+    cache, reach, generator = (
+        compressor.new_cache(model, decoded_cache_bytes=budget),
+        5,
+        torch.Generator().manual_seed(0),
+    )
+    cache.batch.reaches, whole = [reach, None], [torch.zeros(1, HEADS, 0, HEAD_DIM)] * (2 * LAYERS)
+    if recording:
+        cache.activate_past_recording()
+    for new, removed in steps:
+        cache.batch.see(None, None)
+        for layer in range(LAYERS):
+            pair = [torch.randn(1, HEADS, new, HEAD_DIM, generator=generator) for _ in "kv"]
+            for role, x in enumerate(pair):
+                whole[2 * layer + role] = torch.cat([whole[2 * layer + role], x], dim=2)
+            first = cache.layers[layer].first
+            for found, x in zip(cache.update(*pair, layer), whole[2 * layer :], strict=False):
+                torch.testing.assert_close(found, x[:, :, first:], rtol=1e-2, atol=1e-2)
+        left, first = whole[0].shape[2] - min(removed, new), cache.layers[0].first
+        if not recording and first and left - first < reach:
+            with pytest.raises(DataError, match="sliding window or a recurrent state has forgotten"):
+                cache.crop(left - whole[0].shape[2])
+            continue
+        cache.crop(left - whole[0].shape[2])
+        whole = [x[:, :, :left] for x in whole]
+        kept, rows = sum(cache.layers[0].stores[0].parts) if left else 0, cache.settings.block
+        assert min(reach, left) <= kept <= max(reach, window + rows) + rows + sinks and cache.get_seq_length() == left

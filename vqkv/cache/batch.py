@@ -37,7 +37,7 @@ class Group:
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens."""
         for store in self.all_stores:
-            store.truncate(seq_len)
+            store.truncate(seq_len - store.first)
         self.positions.truncate(seq_len)
 
     def select(self, index: list[int], rows: list[int]) -> "Group":
@@ -223,9 +223,8 @@ class Batch:
                 padded[torch.tensor(group.rows)[:, None], :, slots] = x.transpose(1, 2)
         return out
 
-    def end(self) -> None:
-        """All layers have stored the pass's tokens."""
-        self.running, self.direct, self._places = False, False, []
+    def end(self, recorded: int = 0) -> None:
+        """All layers have stored the pass's tokens, the last ``recorded`` of which may be taken back."""
         for group in self.groups:
             group.step = None
             if self.settings.joint:
@@ -233,7 +232,8 @@ class Batch:
                     TokenStore.pack_together(stores)
             group.positions.tables = {}
             for store in group.all_stores if self.tokens is None else ():  # padded sequences do not line up
-                store.drop()
+                store.drop(recorded)
+        self.running, self.direct, self._places = False, False, []
 
     def reset(self) -> None:
         """Forget every token."""

@@ -60,6 +60,7 @@ class CompressedCache(Cache):
     """
 
     layer_class = CompressedLayer
+    _is_user_defined = 1  # ``generate`` writes True as it begins
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0, cross: bool = False):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
@@ -120,11 +121,14 @@ class CompressedCache(Cache):
                 self.read_by = ()
 
     def see(self, module, args, kwargs) -> None:
-        """A forward pass begins, perhaps with another cache."""
+        """A forward pass begins, perhaps with another cache. Raises ``DataError`` unless it begins where this ends."""
         caches = [x for value in (*args, *kwargs.values()) if isinstance(value, Cache) for x in (value, *_both(value))]
         if any(cache is self for cache in caches):
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
             mask = "encoder_attention_mask" if self.cross else "attention_mask"
+            begins, self._is_user_defined = self._is_user_defined is True, 1
+            if not self.cross:
+                _check_input(self.batch.slots, given, begins)
             self.batch.see(given.get(mask), given.get("position_ids"))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
@@ -154,18 +158,21 @@ class CompressedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
-        a forward pass broke off half-way, ``ValueError`` for a positive number."""
+        a forward pass broke off half-way or a window went on, ``ValueError`` for a positive number."""
         self.batch.check_complete()
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
-        if tokens_to_remove and not self.is_croppable:
+        left = self.batch.slots + tokens_to_remove
+        forgotten = any(store.lacks(left) for group in self.batch.groups for store in group.all_stores)
+        if tokens_to_remove and (forgotten or not all(layer.is_croppable for layer in self.with_states)):
             raise DataError(
                 "a sliding window or a recurrent state has forgotten what a cropped cache would need: reset() it"
             )
         for layer in self.with_states:
             if tokens_to_remove or layer.record_past:
                 LinearAttentionLayer.crop(layer, tokens_to_remove)
-        self.batch.truncate(self.batch.slots + tokens_to_remove)
+        self.batch.truncate(left)
+        self.batch.end()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
@@ -240,6 +247,28 @@ class CompressedCache(Cache):
         """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
         that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, model, decoded_cache_bytes)
+
+
+def _check_input(held: int, given: dict, begins: bool) -> None:
+    """Raise ``DataError`` for arguments that leave a cache of ``held`` slots aside or give some of its tokens again.
+    ``begins``: a ``generate`` does, which tells the numbers of its tokens."""
+    if given.get("use_cache") is False:
+        raise DataError("a cache was given with use_cache=False, which reads none: leave out one of both")
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    new, mask, told = 1 if tokens is None else tokens.shape[1], given.get("attention_mask"), given.get("position_ids")
+    slots = prompt = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else held + new
+    if begins and mask is None and told is not None and told.ndim == 2:
+        prompt = int(told.max()) + 1 if told.numel() else held
+    if held and (not new or (begins and prompt < held + new)):
+        remedy = "the whole prompt, cached tokens included, or crop() the cache"
+        remedy = "an empty cache, as assisted decoding reads it from its beginning" if prompt > held else remedy
+        raise DataError(
+            f"the cache holds {held} tokens, the prompt has {prompt if begins else 'no more'}: pass {remedy}"
+        )
+    if slots < held + new and tokens is not None:
+        raise DataError(
+            f"attention_mask has {slots} slots, but the cache holds {held} and {new} came: pass one of {held + new}"
+        )
 
 
 def _both(cache: Cache) -> tuple[Cache, ...]:

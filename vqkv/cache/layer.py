@@ -1,6 +1,6 @@
 """One layer of a ``CompressedCache``, as transformers talks to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
@@ -19,6 +19,7 @@ class CompressedLayer(CacheLayerMixin):
 
     index: int
     batch: Batch
+    record_past: bool = field(default=False, init=False)
 
     def __post_init__(self):
         self.is_initialized = False
@@ -53,6 +54,10 @@ class CompressedLayer(CacheLayerMixin):
         """False once tokens were dropped that a cropped cache would need."""
         return not self.first
 
+    def activate_past_recording(self) -> None:
+        """From now on the tokens of the last forward pass can be cropped, past a sliding window, too."""
+        self.record_past = True
+
     def lazy_initialization(self, key_states, value_states) -> None:
         """Nothing to allocate: payloads grow by concatenation."""
         self.is_initialized = True
@@ -77,7 +82,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _end(self) -> None:
         if self.index == self.batch.settings.num_layers - 1:
-            self.batch.end()
+            self.batch.end(self.batch.new_slots if self.record_past else 0)
 
     def get_seq_length(self) -> int:
         """Slots of this layer: tokens, padding included; those of a running pass once they were handed over."""

@@ -15,6 +15,7 @@ from vqkv.errors import DataError
 from vqkv.kernels import KernelView
 from vqkv.kernels.rope import rotate, unrotate
 from vqkv.models.rotation import Rotation
+from vqkv.runtime.checks import FP16_MAX
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere
 ROUND = 64  # tokens: memory of the same size step after step is memory that the allocator has at hand
@@ -106,25 +107,34 @@ class TokenStore:
         return out
 
     def write(self, states: Tensor, step: ForwardPass) -> None:
-        """Store new tokens, then quantize the oldest of those beyond the sinks and the recent window."""
-        states = states.detach()  # a stored graph would hold every activation
+        """Store new tokens, then quantize the oldest of those beyond the sinks and the recent window. Raises
+        ``DataError`` that names layer and role for what cannot be stored."""
+        try:
+            self._write(states.detach(), step)  # a stored graph would hold every activation
+        except DataError as error:
+            role, layer = self.coder.place
+            raise DataError(f"the {role}s of layer {layer} cannot be cached: {error}") from error
+
+    def _write(self, states: Tensor, step: ForwardPass) -> None:
         settings, (sinks, quantized, window) = self.settings, self.parts
         if sinks < settings.sink_tokens and states.shape[2] and not self.first:
             head = states[:, :, : settings.sink_tokens - sinks]
             self.sinks = _append(self.sinks, _checked(head, settings.exact))
             sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
+        waits = settings.joint or settings.recent_window or settings.block > 1
+        if waits and states.shape[2]:  # also what is quantized at once: codes are the same in any pieces
+            states = _checked(states, settings.exact, FP16_MAX if self.rotation is None else FP16_MAX / math.sqrt(2))
         spare = max(0, window + states.shape[2] - settings.recent_window)
         flush = 0 if settings.joint else spare - spare % settings.block
         if not flush:
             if states.shape[2]:
-                self.window = _append(self.window, _checked(states, settings.exact))
+                self.window = _append(self.window, states)
             return
-        states = states.float() if self.window is None else torch.cat([self.window.float(), states.float()], dim=2)
-        old = states[:, :, :flush]
-        left = _checked(states[:, :, flush:], settings.exact) if states.shape[2] > flush else None
+        states = _append(self.window, states)
+        old, left = states[:, :, :flush].float(), states[:, :, flush:]
         payload = self.coder.encode(self._turn(unrotate, old, sinks + quantized), step.fresh)
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
-        self.window = left
+        self.window = left.clone() if left.shape[2] else None
 
     @staticmethod
     def pack_together(stores: "list[TokenStore]") -> None:
@@ -144,22 +154,29 @@ class TokenStore:
             store.payload = payload if store.payload is None else Payload.concat([store.payload, payload])
             store.window = store.window[:, :, flush:].clone() if window > flush else None
 
-    def drop(self) -> None:
-        """Forget tokens that no later query can see: all sinks, whole blocks, and once none is left the window's."""
-        sinks, quantized, window = self.parts
-        spare = 0 if self.reach is None or self.holes else sinks + quantized + window - self.reach
+    def drop(self, recorded: int) -> None:
+        """Forget tokens that no later query can see, even if the last ``recorded`` are taken back: all sinks, whole
+        blocks, and once none is left the window's."""
+        sinks, block = self.parts[0], self.settings.block
+        spare = 0 if self.reach is None else sum(self.parts) - self.reach - recorded
         if spare <= 0 or spare < sinks:
             return
-        gone = min(quantized, spare - sinks)
-        gone -= gone % self.settings.block
-        waiting = spare - sinks - gone if gone == quantized else 0
-        self.sinks, self.first = None, self.first + sinks + gone + waiting
+        gone = min(self.quantized, spare - sinks + len(self.holes)) // block * block
+        while (read := self.count(gone)) > spare - sinks:
+            gone -= block
+        waiting = spare - sinks - read if gone == self.quantized else 0
+        self.sinks, self.first = None, self.first + sinks + read + waiting
         if waiting:
             self.window = self.window[:, :, waiting:].clone()
         if gone:
-            self.payload = self.payload.tokens(gone, quantized) if gone < quantized else None
-            self.decoded = None if self.upto <= gone else self.decoded[:, :, gone:].clone()
+            self.decoded = None if self.upto <= gone else self.decoded[:, :, read:].clone()
+            self.payload = self.payload.tokens(gone, self.quantized) if gone < self.quantized else None
+            self.holes = tuple(hole - gone for hole in self.holes if hole >= gone)
             self.upto = max(0, self.upto - gone)
+
+    def lacks(self, seq_len: int) -> bool:
+        """Whether tokens were dropped that are seen after the first ``seq_len``."""
+        return self.first > 0 and seq_len - self.first < (self.reach or 0)
 
     def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
@@ -278,9 +295,14 @@ def _first(stored: Tensor | None, tokens: int) -> Tensor | None:
     return stored[:, :, :tokens].clone() if tokens > 0 else None
 
 
-def _checked(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in 16 bits that owns just its own storage. Raises ``DataError`` for what the type cannot hold."""
+def _checked(states: Tensor, dtype: torch.dtype, most: float = math.inf) -> Tensor:
+    """A copy in 16 bits that owns just its own storage. Raises ``DataError`` for what the type cannot hold, and for
+    magnitudes above ``most``, which a codec would refuse once the tokens leave the window."""
     out = states.to(dtype, copy=True).contiguous()
-    if not math.isfinite(out.sum(dtype=torch.float64)):  # one step where isfinite().all() takes three
-        raise DataError(f"keys or values hold NaN, infinity or numbers beyond {dtype}'s range and cannot be cached")
+    low, high = torch.stack(torch.aminmax(out)).tolist()  # one pass, and NaN is passed on
+    if not -most <= low <= high <= most or not math.isfinite(high - low):
+        raise DataError(
+            f"they hold NaN, infinity or magnitudes above {min(most, torch.finfo(dtype).max):g}; check the model's "
+            "weights and dtype, or use an uncompressed cache"
+        )
     return out
