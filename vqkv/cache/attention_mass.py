@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.models.layers import KVLayer, kv_layers
+from vqkv.models.plain import evaluating
 
 
 @contextmanager
@@ -39,10 +40,11 @@ def _tell(layer: KVLayer, see, module, args, output) -> None:
     see(layer.layer_idx, sums.unflatten(1, (layer.num_kv_heads, -1)).sum(dim=2))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def attention_scores(model, tokens: Tensor, compressor=None, batch_size: int = 8) -> list[Tensor]:
     """Per layer, the attention that each of ``tokens`` (num_seqs, seq_len) received in one causal pass: fp32
     (num_seqs, num_kv_heads, seq_len). With a ``compressor``, attention reads all keys and values packed (in place)."""
+    model = evaluating(model)
     found: dict[int, list[Tensor]] = {layer.layer_idx: [] for layer in kv_layers(model)}
     with watching_attention(model, lambda layer, scores: found[layer].append(scores)):
         for batch in tokens.to(model.device).split(batch_size):

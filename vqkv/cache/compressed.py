@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -22,29 +23,34 @@ from vqkv.errors import DataError
 from vqkv.models.identity import stamp, switches
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices
+from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
 
+_registering = threading.Lock()
 
-class WeakHook:
-    """Calls one method of an object that it does not keep alive; copied or saved with its module, it calls nothing."""
 
-    def __init__(self, owner=None, method: str = ""):
-        self.owner, self.method = owner and weakref.ref(owner), method
+@dataclasses.dataclass(frozen=True)
+class PassHook:
+    """On a model for good, as hooks that come and go race with passes of other threads: calls ``method`` of each of our
+    caches that a pass is given."""
+
+    method: str
 
     @torch.compiler.disable
-    def __call__(self, *arguments) -> None:
-        owner = self.owner and self.owner()
-        if owner is not None:
-            getattr(owner, self.method)(*arguments)
+    def __call__(self, module, args, kwargs=None, output=None) -> None:
+        """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
+        for given in (*args, *(kwargs or {}).values()):
+            for cache in (given, *_both(given)):
+                if isinstance(cache, CompressedCache) and hasattr(cache, self.method):
+                    getattr(cache, self.method)(module, args, kwargs)
 
-    def __reduce__(self):
-        return WeakHook, ()
 
-
-def watch(owner, method: str, register: Callable, **options) -> None:
-    """``register`` a hook that calls ``owner.method``; it is removed when ``owner`` is gone."""
-    weakref.finalize(owner, register(WeakHook(owner, method), **options).remove)
+def watch(method: str, hooks: dict, register: Callable, **options) -> None:
+    """``register`` a ``PassHook`` that is not yet among ``hooks``."""
+    with _registering:
+        if PassHook(method) not in [*hooks.values()]:
+            register(PassHook(method), with_kwargs=True, **options)
 
 
 class CompressedCache(Cache):
@@ -64,6 +70,11 @@ class CompressedCache(Cache):
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0, cross: bool = False):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
+        model = plain(model)
+        if model.training and getattr(model, "is_gradient_checkpointing", False):
+            raise DataError(
+                "gradient checkpointing turns caches off: model.gradient_checkpointing_disable(), or .eval()"
+            )
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model, self.cross = compressor, weakref.ref(model), cross
@@ -107,14 +118,12 @@ class CompressedCache(Cache):
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
-        bare = getattr(model, "get_base_model", lambda: model)()  # peft's generate goes past its own forward
-        module = model.get_decoder() if model.config.is_encoder_decoder else bare.base_model
-        watch(self, "see", module.register_forward_pre_hook, with_kwargs=True)
-        watch(self, "note_model", module.register_forward_pre_hook, with_kwargs=True)
+        module = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+        watch("see", module._forward_pre_hooks, module.register_forward_pre_hook)
 
-    def note_model(self, module, args, kwargs) -> None:
+    def _note_model(self) -> None:
         """Which model reads the first token, and that none of its adapters comes or goes before later ones."""
-        if (model := self.model()) is not None and any(x is self for x in (*args, *kwargs.values())):
+        if (model := self.model()) is not None:
             if not self.batch.slots:
                 self.read_by = stamp(model), switches(model)
             elif self.read_by and self.read_by[1] != switches(model):
@@ -122,14 +131,13 @@ class CompressedCache(Cache):
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache. Raises ``DataError`` unless it begins where this ends."""
-        caches = [x for value in (*args, *kwargs.values()) if isinstance(value, Cache) for x in (value, *_both(value))]
-        if any(cache is self for cache in caches):
-            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-            mask = "encoder_attention_mask" if self.cross else "attention_mask"
-            begins, self._is_user_defined = self._is_user_defined is True, 1
-            if not self.cross:
-                _check_input(self.batch.slots, given, begins)
-            self.batch.see(given.get(mask), given.get("position_ids"))
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
+        mask = "encoder_attention_mask" if self.cross else "attention_mask"
+        begins, self._is_user_defined = self._is_user_defined is True, 1
+        if not self.cross:
+            _check_input(self.batch.slots, given, begins)
+        self._note_model()
+        self.batch.see(given.get(mask), given.get("position_ids"))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
@@ -246,7 +254,7 @@ class CompressedCache(Cache):
     def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":
         """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
         that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
-        return saving.load(cls, path, compressor, model, decoded_cache_bytes)
+        return saving.load(cls, path, compressor, plain(model), decoded_cache_bytes)
 
 
 def _check_input(held: int, given: dict, begins: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -20,6 +21,7 @@ from vqkv.codecs.predictor_kinds import Slice
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
 from vqkv.models.load import difference
+from vqkv.models.plain import plain
 from vqkv.runtime.checks import whole_blocks
 from vqkv.runtime.files import claim, load_checked, save_checked, tensors_sha256
 
@@ -101,6 +103,7 @@ class Compressor:
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         """An empty ``CompressedCache`` for ``model``; for an encoder-decoder transformers' ``EncoderDecoderCache`` of
         two. Raises ``FormatError`` if this compressor was fitted to another model."""
+        model = plain(model)
         made = CompressedCache(self, model, in_place, decoded_cache_bytes)
         if not model.config.is_encoder_decoder:
             return made
@@ -147,15 +150,30 @@ class Compressor:
         if folder.is_file():
             raise FormatError(f"{folder} is a file: name a folder for the compressor")
         folder.mkdir(parents=True, exist_ok=True)
-        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
-        own = {name: tensor.clone() for name, tensor in self._learned().items()}  # codecs may share what they learned
+        about, own = self._saved()
         save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
+
+    def _saved(self) -> tuple[dict, dict[str, Tensor]]:
+        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
+        # codecs may share what they learned
+        return about, {name: tensor.clone().contiguous() for name, tensor in self._learned().items()}
+
+    def __reduce__(self):
+        about, own = self._saved()  # as safetensors, for torch does not pickle every dtype
+        return self._restored, (json.dumps(about), save(own))
 
     @classmethod
     def from_pretrained(cls, folder) -> "Compressor":
         """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, cut or altered."""
         remedy = "save a compressor with compressor.save_pretrained(...)"
-        about, tensors = load_checked(Path(folder) / FILE, FORMAT, VERSION, remedy)
+        return cls._of(*load_checked(Path(folder) / FILE, FORMAT, VERSION, remedy))
+
+    @classmethod
+    def _restored(cls, about: str, tensors: bytes) -> "Compressor":
+        return cls._of(json.loads(about), load(tensors))
+
+    @classmethod
+    def _of(cls, about: dict, tensors: dict[str, Tensor]) -> "Compressor":
         predictions = {}
         for entry in about["predictions"]:
             role, layer = place = tuple(entry["place"])

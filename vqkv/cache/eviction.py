@@ -174,13 +174,11 @@ class EvictingCache(CompressedCache):
     def _watch(self, model) -> None:
         """Have ``watch`` and ``stop`` called, too, as a forward pass begins and ends."""
         super()._watch(model)
-        watch(self, "watch", model.register_forward_pre_hook, with_kwargs=True)
-        watch(self, "stop", model.register_forward_hook, always_call=True)
+        watch("watch", model._forward_pre_hooks, model.register_forward_pre_hook)
+        watch("stop", model._forward_hooks, model.register_forward_hook, always_call=True)
 
     def watch(self, module, args, kwargs) -> None:
         """A forward pass begins: switch on eager attention, watched, if it ends in an eviction of this cache."""
-        if not any(value is self for value in (*args, *kwargs.values())):
-            return
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
             raise DataError("a share of a padded sequence is no share of its tokens: pass sequences unpadded")

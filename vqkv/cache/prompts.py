@@ -17,6 +17,7 @@ from torch import Tensor
 from vqkv.cache import saving
 from vqkv.cache.compressed import CompressedCache
 from vqkv.errors import DamageError, DataError
+from vqkv.models.plain import plain
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 
@@ -47,7 +48,7 @@ class PromptCache:
 
     def __init__(self, folder, compressor, model, max_bytes: int = MOST, decoded_cache_bytes: int = 0):
         check_whole("max_bytes", max_bytes, 0, MOST)
-        self.compressor, self.model, self.max_bytes = compressor, model, max_bytes
+        self.compressor, self.model, self.max_bytes = compressor, plain(model), max_bytes
         self.decoded_cache_bytes = decoded_cache_bytes
         self._root, self._known = Path(folder), dict[Path, Stored]()
         self._compressor = saving.compressor_of(compressor)

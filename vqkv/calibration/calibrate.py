@@ -22,6 +22,7 @@ from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.layers import encoder_reads
 from vqkv.models.load import describe, fingerprint, layer_devices
+from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
 
@@ -53,6 +54,7 @@ def calibrate(
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
+    model = evaluating(model)
     check_tokens(model, tokens)
     check_batch_size(batch_size)
     if encoder_inputs is None and model.config.is_encoder_decoder and model.main_input_name != "input_ids":

@@ -59,7 +59,7 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
     return {place: total / tokens.numel() for place, total in sums.items()}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
     """For each place, float64 (n, 2): bits a value, and the KL in nats that its error alone is expected to cost on
     ``tokens`` (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. The KL is measured with what

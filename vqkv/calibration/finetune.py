@@ -23,6 +23,7 @@ from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.layers import check_decoder
 from vqkv.models.load import describe, layer_devices
+from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
@@ -68,6 +69,7 @@ def finetune(
     Raises ``DataError`` for arguments out of range, a preset with blocks of tokens or predictors, or a loss or gradient
     that is not finite, naming the step. After an error or an interruption the model is as it was before.
     """
+    model = plain(model)
     _check(model, tokens, preset, lr, batch_size, micro_batch)
     preset = preset.fitting(model) if preset else None
     batches, about = tokens.split(batch_size), describe(model)

@@ -50,7 +50,7 @@ class ModelTrial:
         first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
         return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:
         """Cosine similarity, mean over tokens, of the last hidden states with the exact ones, in place."""
         shared = self._last_states(use_cache=True, past_key_values=self._cache(plan))

@@ -16,7 +16,7 @@ WORSE = 16  # times 4^-bits: the share of variance that may be lost; what surviv
 SURVIVORS = {"kvquant": "scales by channel", "best": "means apart", "vqllm": "learns them"}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def warn_if_destroyed(compressor: Compressor, model, tokens: torch.Tensor) -> None:
     """Warn, naming the layer and its loudest channel, if some keys or values are read back with an error far above what
     their bits should give. (transformers issue 35185: Qwen2.5's key biases, of which a 4-bit cache leaves nothing.)"""

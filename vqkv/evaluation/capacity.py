@@ -26,6 +26,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
 from vqkv.models.layers import check_decoder
 from vqkv.models.load import REFUSALS
+from vqkv.models.plain import plain
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 
@@ -122,7 +123,7 @@ def capacity(
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """A loaded model as it is; or one laid out from a config, or its contents as a dict, on the ``meta`` device."""
-    model = model_or_config
+    model = plain(model_or_config)
     if isinstance(model, (PreTrainedConfig, dict)):
         model = _laid_out(model, dtype)
     elif dtype is not None or not isinstance(getattr(model, "config", None), PreTrainedConfig):

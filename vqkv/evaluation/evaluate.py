@@ -27,7 +27,7 @@ NOTHING_LEFT = (
 )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     model,
     compressor,
@@ -64,6 +64,7 @@ def evaluate(
     or too few for any packed token to be read.
     """
     exact = ExactPass(model, entries=1) if exact is None else exact
+    model = exact.model if model is exact.given else model
     _check_arguments(model, compressor, tokens, protocol, answers, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
@@ -122,7 +123,7 @@ def _all_batches(measure, batches: list[tuple]) -> list[Sums]:
     return totals
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], values: list[Tensor]) -> dict:
     """Go on from a restored cache: score the ``tokens`` (num_seqs, seq_len) after those whose keys, as attention reads
     them, and values are given, over layers (num_seqs, num_kv_heads, prompt_len, head_dim). Returns the ``snapshot``

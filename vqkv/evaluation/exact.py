@@ -1,8 +1,10 @@
 """The model's own logits, attention outputs, keys and values, to which compressed caches are compared; and the noise
 floor: KL between a model and itself when its cache is exact but for rounding, or for the order of sums."""
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
+from vqkv.models.plain import evaluating
 
 REMEMBERED = 1 << 28  # bytes of what is made of one batch: more is computed again
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32, read in pieces": torch.float32}
@@ -23,10 +26,10 @@ class ExactPass:
     batches of tokens remembered. Make another one when the model has changed; what is returned is not to be changed."""
 
     def __init__(self, model, entries: int = 2):
-        self.model, self.entries = model, entries
+        self.given, self.model, self.entries = model, evaluating(model), entries
         self._held: dict[str, list[tuple[Tensor, tuple]]] = {}  # kind -> (tokens, what was made of them), oldest first
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
         """Of tokens (batch, seq_len): logits, and ``attention_outputs``. Raises ``DataError`` for NaN or infinity."""
 
@@ -67,11 +70,16 @@ class ExactPass:
 
 @contextmanager
 def attention_outputs(model):
-    """{layer: the attention block's outputs (batch, tokens, hidden_size) of every forward pass within the context}."""
-    outputs, handles = {}, []
+    """{layer: the attention block's outputs (batch, tokens, hidden_size) of this thread's passes in the context}."""
+    outputs, handles, thread = {}, [], threading.get_ident()
+
+    def keep(found: list, module, args, output) -> None:
+        if threading.get_ident() == thread:
+            found.append(output[0])
+
     for layer in kv_layers(model):
         found = outputs.setdefault(layer.layer_idx, [])
-        handles.append(layer.attention.register_forward_hook(lambda m, a, o, found=found: found.append(o[0])))
+        handles.append(layer.attention.register_forward_hook(partial(keep, found)))
     try:
         yield outputs
     finally:
@@ -92,7 +100,7 @@ class RoundedCache(DynamicCache):
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def floor_kl(model, exact: Tensor, tokens: Tensor, pieces: list[int], dtype: torch.dtype) -> Tensor:
     """KL (batch, seq_len) in nats between ``exact`` logits and those of the model that reads tokens (batch, seq_len) in
     ``pieces`` of these lengths from a ``RoundedCache``. What lies below it is no storage error."""

@@ -256,7 +256,7 @@ def _row_bytes(codec: Codec, shape: Shape) -> int:
     return one.nbytes
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _measured(model, compressor: Compressor, tokens: Tensor, block: int, shape: Shape) -> Fraction:
     """Bytes of a packed block, with ``tokens`` (num_seqs, seq_len) cached for real, one sequence at a time."""
     if not isinstance(compressor, Compressor) or model.device.type == "meta":

@@ -36,4 +36,6 @@ def remembered(build: Callable[..., Result]) -> Callable[..., Result]:
 
 def tables_of(tensor: Tensor) -> list:
     """All that is remembered of a tensor."""
-    return [result for known in _known if tensor in known for result in known[tensor][1].values()]
+    return [
+        result for known in _known if tensor in known for result in [*known[tensor][1].values()]
+    ]  # a copy, as other threads add

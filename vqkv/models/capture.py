@@ -4,18 +4,20 @@ import torch
 
 from vqkv.errors import DataError
 from vqkv.models.layers import forward, kv_layers, max_positions
+from vqkv.models.plain import evaluating
 from vqkv.models.rope import rotates, rotations
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
     """Keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back unless
     ``post_rope``: two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the model's dtype.
     ``batch_size``: how many sequences go through the model at a time, by default as many as make ``PASS_TOKENS``
     tokens. Raises ``DataError`` for an empty input, for keys that cannot be rotated back, and if the model made NaN or
     infinity."""
+    model = evaluating(model)
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
 from vqkv.models.layers import KVLayer, check_decoder, kv_layers
+from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 
 SEPARATE, FUSED = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"c_attn", "c_proj"}
@@ -32,6 +33,7 @@ def inject(model, keys=None, values=None, key_bias=None):
     fit, and for unequal multipliers of channels that RoPE turns together.
     """
     check_decoder(model, "inject")
+    model = plain(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: inject into a model that fits on its devices twice")
     layers, name = kv_layers(model), getattr(model, "vqkv_name", type(model).__name__)

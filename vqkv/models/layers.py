@@ -2,10 +2,12 @@
 
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from vqkv.errors import DataError
+from vqkv.models.plain import evaluating, plain
 
 LAYERS = (  # transformers' own, that are known
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer,
@@ -28,7 +31,9 @@ LAYERS = (  # transformers' own, that are known
 )  # fmt: skip
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
-_encoder_inputs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> tokens, and what its encoder reads
+_encoder_inputs: ContextVar[tuple | None] = ContextVar("vqkv_encoder_inputs", default=None)  # model, tokens, and what
+# its encoder reads in this thread
+_CALL = nn.Module._call_impl.__code__
 
 
 class Door(DynamicCache):
@@ -66,6 +71,7 @@ class KVLayer:
 def kv_layers(model) -> list[KVLayer]:
     """One ``KVLayer`` for each layer that hands keys and values to a cache; of an encoder-decoder the decoder's own,
     then the cross-attending. Raises ``DataError`` for a model of which no layer does, or that caches more than that."""
+    model = plain(model)
     if model not in _layers:
         _layers[model] = _seen_layers(model)
     return _layers[model]
@@ -79,28 +85,23 @@ def max_positions(model) -> float:
 
 def check_decoder(model, what: str) -> None:
     """Raise ``DataError`` for an encoder-decoder, which ``what`` is not for."""
-    if model.config.is_encoder_decoder:
+    if (model := plain(model)).config.is_encoder_decoder:
         raise DataError(
             f"{what} takes decoders: {type(model).__name__} has an encoder. calibrate and new_cache take it"
         )
 
 
 def _seen_layers(model) -> list[KVLayer]:
-    running, found = list[nn.Module](), dict[tuple[bool, int], KVLayer]()
+    found, asked = dict[tuple[bool, int], KVLayer](), evaluating(model)
 
     def see(layer_idx: int, keys: Tensor, values: Tensor, cross: bool = False) -> None:
         shape = keys.shape[1], keys.shape[3], values.shape[3]
-        found[cross, layer_idx] = KVLayer(layer_idx, running[-1], *shape, cross)
+        found[cross, layer_idx] = KVLayer(layer_idx, _running(), *shape, cross)
 
-    handles = [module.register_forward_pre_hook(lambda m, a: running.append(m)) for module in model.modules()]
-    handles += [module.register_forward_hook(lambda m, a, o: running.pop() and None) for module in model.modules()]
     try:
-        forward(model, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
+        forward(asked, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
     except (ValueError, AssertionError) as error:
         raise DataError(f"{type(model).__name__} does not read into caches of transformers: {error}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if not found:
         raise DataError(f"{type(model).__name__} hands no keys and values to its cache: it has none to compress")
     if others := {type(x).__name__ for x in DynamicCache(config=model.config).layers if type(x) not in LAYERS}:
@@ -108,7 +109,16 @@ def _seen_layers(model) -> list[KVLayer]:
             f"{type(model).__name__} caches more than keys, values and recurrent states ({', '.join(sorted(others))}), "
             "which is not supported: use DynamicCache"
         )
-    return [found[i] for i in sorted(found)]
+    own = dict(zip(asked.modules(), model.modules(), strict=True))
+    return [replace(found[i], attention=own[found[i].attention]) for i in sorted(found)]
+
+
+def _running() -> nn.Module:
+    """The innermost module that is running in this thread, by its stack: hooks would see every thread's modules."""
+    frame = sys._getframe()
+    while frame.f_code is not _CALL:
+        frame = frame.f_back  # type: ignore[assignment]  # a module asks, so that there is one
+    return frame.f_locals["self"]
 
 
 def door(model, see, see_cross=None):
@@ -117,7 +127,7 @@ def door(model, see, see_cross=None):
     return EncoderDecoderCache(own, Door(model, see_cross or see, True)) if model.config.is_encoder_decoder else own
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights in integers cannot be read in inference mode
 def forward(model, tokens: Tensor, see, see_cross=None, **arguments) -> None:
     """Tokens (batch, seq_len) through a ``door``, with as few logits as the model can be asked for."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -131,8 +141,8 @@ def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return {"input_ids": tokens}
     read = tokens
-    if model in _encoder_inputs:
-        known, given = _encoder_inputs[model]
+    if (own := _encoder_inputs.get()) and own[0] is model:
+        _, known, given = own
         rows = [(known[:, : len(row)] == row).all(1).nonzero()[0, 0] for row in tokens.to(known.device)]
         read = given[torch.stack(rows).to(given.device)].to(model.device)
     elif model.main_input_name != "input_ids":
@@ -154,8 +164,8 @@ def encoder_reads(model, tokens: Tensor, given: Tensor | None) -> Iterator[None]
         if len(tokens.unique(dim=0)) < len(tokens):
             raise DataError("two rows of tokens are equal, so that it is open what the encoder reads: leave one out")
         kv_layers(model)  # which asks with other tokens
-        _encoder_inputs[model] = tokens, given
+    before = _encoder_inputs.set(None if given is None else (model, tokens, given))
     try:
         yield
     finally:
-        _encoder_inputs.pop(model, None)
+        _encoder_inputs.reset(before)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 from vqkv.models.layers import forward, kv_layers, max_positions
+from vqkv.models.plain import evaluating, plain
 from vqkv.models.rotation import AnglesChangeError, Rotation, fits, found_rotation
 
 CHANGING_ROPE = ("dynamic", "longrope")  # angles that depend on the length
@@ -23,14 +24,16 @@ _rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> 
 def rotations(model) -> list[Rotation | None]:
     """How each layer turns its keys by their position, None where it does not, from keys of the same tokens at several
     positions. Raises ``DataError``, with the remedy, for angles that are not multiples of the position."""
+    model = plain(model)
     known = _rotations.setdefault(model, {})  # a cast may round the model's angles
     if model.dtype not in known:
-        known[model.dtype] = _seen_rotations(model)
+        known[model.dtype] = _seen_rotations(evaluating(model))
     return known[model.dtype]
 
 
 def rotates(model) -> bool:
     """True if some layer is known to turn its keys by their position (encoder-decoders are not asked)."""
+    model = evaluating(model)
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     at = {position: _keys_at(model, position) for position in (0, 1)}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     fails or is interrupted, what was at ``path`` stays. Raises ``OSError`` for a missing folder or a full disk."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}: make it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # a temporary file would be its owner's alone
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # tempfile's is its owner's
     try:
         with open(temporary, "wb") as file:
             yield file

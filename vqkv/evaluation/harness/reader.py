@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import Report, tensor_bytes, total
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.models.plain import evaluating
 
 PROTOCOLS = ("in_place", "chunked")
 
@@ -55,6 +56,7 @@ class Reader:
             raise UnknownNameError("protocol", self.protocol, PROTOCOLS)
         if type(self.chunk_size) is not int or self.chunk_size < 1:
             raise DataError(f"chunk_size {self.chunk_size!r} must be a whole number from 1 on")
+        self.model = evaluating(self.model)
         self.new_cache()
 
     def new_cache(self):
@@ -68,7 +70,7 @@ class Reader:
         """True if texts of several lengths can share a batch."""
         return self.compressor is None or isinstance(self.compressor, Compressor)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read(self, texts: list[tuple[int, ...]], firsts: list[int]) -> tuple[list[Tensor], float]:
         """Logits (tokens, vocabulary) of each text from its position ``firsts`` on, and the position from which on
         packed tokens were there to be read."""

@@ -1,0 +1,121 @@
+"""Models in training mode, in wrappers or with integer weights are read as the plain model is."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from vqkv import Compressor, DataError, calibrate, capture, evaluate, load_model, presets
+from vqkv.calibration.finetune import finetune
+from vqkv.models.layers import kv_layers
+from vqkv.models.rope import rotations
+
+TOKENS = torch.randint(1, 4000, (4, 64), generator=torch.Generator().manual_seed(0))
+PRESET = presets.higgs(4, recent_window=4)
+
+
+@pytest.fixture(scope="module")
+def compressor(llama):
+    return calibrate(llama, TOKENS, PRESET, progress=False)
+
+
+def dropping(config_class, **names):
+    """A small random model that drops a third of everything while it trains."""
+    config = config_class(vocab_size=4096, **names)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def models():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    yield dropping(LlamaConfig, **sizes, attention_dropout=0.3)
+    yield dropping(GPT2Config, n_embd=64, n_layer=2, n_head=2, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+
+
+@pytest.mark.parametrize("model", [*models()], ids=lambda model: model.config.model_type)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_in_training_is_read_in_evaluation_mode_and_goes_on_training(model, checkpointing):
+    def known(model):
+        fitted = calibrate(model, TOKENS, PRESET, progress=False)
+        row = evaluate(model, fitted, TOKENS)
+        turning = [rotation is not None for rotation in rotations(model)]
+        return fitted.fingerprint, row, turning, torch.stack(capture(model, TOKENS)[0])
+
+    *expected, keys = known(model)
+    training = copy.deepcopy(model).train()
+    training.get_submodule("lm_head").eval()
+    if checkpointing:
+        training.gradient_checkpointing_enable()
+    modes = [module.training for module in training.modules()]
+    *found, found_keys = known(training)
+    assert found == expected and torch.equal(found_keys, keys)
+    assert modes == [module.training for module in training.modules()]
+    assert {layer.attention for layer in kv_layers(training)} <= {*training.modules()}
+    fitted = finetune(training, TOKENS, presets.higgs(4), batch_size=2, progress=False).compressor
+    assert fitted is not None and modes == [module.training for module in training.modules()]
+    if checkpointing:
+        with pytest.raises(DataError, match="gradient_checkpointing_disable"):
+            fitted.new_cache(training)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compiled", "parallel"])
+def test_a_wrapped_model_is_read_as_it_is(llama, compressor, tmp_path, wrap):
+    wrapped = wrap(llama)
+    assert calibrate(wrapped, TOKENS, PRESET, progress=False).fingerprint == compressor.fingerprint
+    assert evaluate(wrapped, compressor, TOKENS) == evaluate(llama, compressor, TOKENS)
+    assert torch.equal(capture(wrapped, TOKENS)[0][0], capture(llama, TOKENS)[0][0])
+    cache = compressor.new_cache(wrapped)
+    assert cache.model() is llama
+    llama(TOKENS, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    assert type(cache).load(tmp_path / "cache", compressor, wrapped).get_seq_length() == 64
+
+
+def test_a_compiled_model_is_read_without_compiling(llama_folder, compressor):
+    model = load_model(llama_folder)[0]
+    model.compile(backend=lambda *_: pytest.fail("compiled"))
+    assert calibrate(model, TOKENS, PRESET, progress=False).fingerprint == compressor.fingerprint
+    assert compressor.new_cache(model).model() is model
+
+
+def test_adapters_are_read_and_prefixes_refused(llama_folder, compressor):
+    peft = pytest.importorskip("peft")
+    model, plain = load_model(llama_folder)[0], load_model(llama_folder)[0]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["v_proj"]))
+    tuned.eval()
+    fitted = calibrate(tuned, TOKENS, PRESET, progress=False)
+    assert fitted.fingerprint != compressor.fingerprint
+    mask = torch.ones(2, 64, dtype=torch.int64)
+    mask[0, :9] = 0
+    asked = {"input_ids": TOKENS[:2], "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    out = tuned.generate(**asked, past_key_values=fitted.new_cache(tuned))
+    assert torch.equal(out, model.generate(**asked, past_key_values=fitted.new_cache(model)))
+    alone = asked | {"input_ids": TOKENS[:1, 9:], "attention_mask": mask[:1, 9:]}
+    assert torch.equal(out[:1, 64:], tuned.generate(**alone, past_key_values=fitted.new_cache(tuned))[:, 55:])
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    for read in (lambda model: calibrate(model, TOKENS, PRESET), compressor.new_cache):
+        with pytest.raises(DataError, match="prefix tuning"):
+            read(peft.get_peft_model(plain, settings).eval())
+
+
+def test_weights_in_four_bits_are_read(llama_folder):
+    quanto = pytest.importorskip("optimum.quanto")
+    model = load_model(llama_folder)[0]
+    quanto.quantize(model, weights=quanto.qint4)
+    quanto.freeze(model)
+    fitted = calibrate(model, TOKENS, PRESET, progress=False)
+    assert evaluate(model, fitted, TOKENS)["kl_mean"] < 0.1
+    out = model.generate(TOKENS, past_key_values=fitted.new_cache(model), max_new_tokens=2, do_sample=False)
+    assert out.shape == (4, 66)
+
+
+@pytest.mark.parametrize("preset", [presets.lossless(), PRESET, presets.aqua(presets.higgs(4))], ids=lambda p: p.name)
+def test_compressors_are_pickled_and_copied(llama, preset):
+    fitted = calibrate(llama, TOKENS, preset, progress=False)
+    for twin in (pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)):
+        assert type(twin) is Compressor and twin.fingerprint == fitted.fingerprint and repr(twin) == repr(fitted)
+        assert (twin.notes, twin.settings, twin.model) == (fitted.notes, fitted.settings, fitted.model)
+        assert torch.equal(*(llama(TOKENS, past_key_values=x.new_cache(llama)).logits for x in (fitted, twin)))
