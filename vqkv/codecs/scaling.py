@@ -23,9 +23,9 @@ STATISTICS = {
 class VectorScale(Stage):
     """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
     ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2) or ``rms``. A (nearly) constant vector is
-    divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the
-    scale 0, and so decodes to exact zeros, as do vectors below half of fp16's smallest normal number. Other scales are clamped to fp16's normal range. Stores ``scale``: fp16, the shape of
-    x without its last axis."""
+    divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the scale 0,
+    and so decodes to exact zeros, as do vectors below half of fp16's smallest normal number. Other scales are clamped
+    to fp16's normal range. Stores ``scale``: fp16, the shape of x without its last axis."""
 
     kind: str = "std"
     side_fields = ("scale",)
