@@ -23,7 +23,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import HalfQuadratic, VectorScale
-from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.transform import Grouping
 
 
 @cache
@@ -216,7 +216,6 @@ UNFIT = [
     (lambda: chain(head_dim=20), r"head_dim 20 is not divisible by group_size 8: use one of \[1, 2, 4, 5, 10, 20\]"),
     (lambda: chain(head_dim=None).fit(gaussian(1, 1, 200, 20)), "head_dim 20 is not divisible"),
     (lambda: chain().fit(gaussian(1, 1, 3, 16)), "20 codes need 20 distinct"),
-    (lambda: Chain([Hadamard()], ResidualVQ(group_size=12), 12), "12 is not divisible by 8"),
     (lambda: Chain([VectorScale(), VectorScale("rms")], ResidualVQ()), r"store \['scale', 'scale'\]"),
     (lambda: Chain([], Grid(16), 7), "even number"),
     (lambda: Chain([], ProductVQ(2, 16, 4), 16), "add a Grouping"),

@@ -183,3 +183,16 @@ def test_inputs_that_depend_on_each_other_need_a_penalty():
     x[:, 0] = 0
     with pytest.raises(DataError, match="singular at strength 0: give a larger one"):
         Linear(strength=0.0).fit(stream(x, gaussian(20, 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", [192, 576])
+def test_a_row_is_predicted_alike_alone_and_among_others(kind, inputs):
+    """Else a token stored alone would differ from the same token stored among others."""
+    settings = {"mlp": {"epochs": 1}, "reduced_rank": {"rank": 48}}.get(kind, {})
+    x = gaussian(8 * inputs, inputs)
+    predictor = make_predictor(kind, **settings).fit(stream(x, gaussian(8 * inputs, 192, seed=1) + x[:, :192], 4096))
+    whole = predictor(x[:200])
+    for rows in (*range(1, 10), 64, 65):
+        assert torch.equal(predictor(x[:rows].clone()), whole[:rows])
+        assert torch.equal(predictor(x[130 : 130 + rows, None].clone()), whole[130 : 130 + rows, None])

@@ -84,12 +84,11 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
                     "own and its encoder's: use a preset without predictors"
                 )
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
-            if preset.fallback is not None and _hardly_pays(model, tokens, plan, predictions):
+            if preset.fallback is not None and (why := _hardly_pays(model, tokens, plan, predictions)):
                 if current().first:
                     warnings.warn(
                         f"{preset.name} predicts layers from each other, which does not pay after calibration on "
-                        f"{tokens.numel():,} tokens: it turns each head by itself instead. Calibrate on "
-                        f"{FEWEST * _width(model):,} tokens or more, or name a shorter context",
+                        f"{tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
                         stacklevel=3,
                     )
                 preset = preset.fallback.fitting(model)
@@ -107,10 +106,13 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
     return compressor
 
 
-def _hardly_pays(model, tokens: Tensor, plan, predictions) -> bool:
-    """Whether tokens are too few for a basis of all heads, or predictions pay in less than half of the places."""
-    wanted = sum(bool(role.sources) for layer in plan for role in layer.values())
-    return tokens.numel() < FEWEST * _width(model) or 2 * len(predictions) < wanted
+def _hardly_pays(model, tokens: Tensor, plan, predictions) -> str:
+    """Why: tokens are too few for a basis of all heads, or predictions pay in less than half of the places; or ""."""
+    wanted, fewest = sum(bool(role.sources) for layer in plan for role in layer.values()), FEWEST * _width(model)
+    if tokens.numel() < fewest:
+        return f"calibrate on {fewest:,} or more, or name a shorter context"
+    gain = f"predictions gain something in {len(predictions)} of {wanted} layers and roles only: name a shorter context"
+    return gain if 2 * len(predictions) < wanted else ""
 
 
 def _width(model) -> int:

@@ -13,7 +13,7 @@ from vqkv.runtime.checks import whole_blocks
 TOKENS = 256
 LITTLE, MUCH = 0.1, 0.5  # lost shares of the variance that are nobody's ruin, and somebody's at any number of bits
 WORSE = 16  # times 4^-bits: the share of variance that may be lost; what survives loses less than a quarter of it
-SURVIVORS = {"kvquant": "scales by channel", "best": "means apart", "vqllm": "learns them"}
+CONSTANT = 2.0**-18  # of the mean square: a variance below is rounding
 
 
 @torch.no_grad()
@@ -36,7 +36,8 @@ def warn_if_destroyed(compressor: Compressor, model, tokens: torch.Tensor) -> No
             x = whole_blocks(x.float(), block)
             bits = 8 * coder.codec.encode(x).nbytes / x.numel()
             error = coder.through(x, known) - x
-            lost = (error.var(dim=(0, 2)).sum() / y.float().var(dim=(0, 2)).sum()).item()
+            least = CONSTANT * x.square().mean(dim=(0, 2)).sum()
+            lost = (error.var(dim=(0, 2)).sum() / y.float().var(dim=(0, 2)).sum().clamp_min(least)).nan_to_num(0).item()
             if lost > min(MUCH, max(LITTLE, WORSE * 4**-bits)):
                 warnings.warn(_message(compressor.name, layer, role, y.float(), bits, lost), stacklevel=4)
                 return
@@ -45,9 +46,15 @@ def warn_if_destroyed(compressor: Compressor, model, tokens: torch.Tensor) -> No
 def _message(name: str, layer: int, role: str, x: torch.Tensor, bits: float, lost: float) -> str:
     mean, spread = x.mean(dim=(0, 2)).abs(), x.std(dim=(0, 2))
     head, channel = divmod(int((mean + spread).argmax()), x.shape[-1])
-    others = ", ".join(f"{other} ({how})" for other, how in SURVIVORS.items() if other != name)
     return (
-        f"{name} loses {lost:.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
+        f"{name} loses {min(lost, 1):.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
         f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median spread is {spread.median():.3g}. "
-        f"Use more bits, or a preset that survives such channels: {others}"
+        f"Use {_survivors(bits, x.shape[1] * x.shape[3])}"
     )
+
+
+def _survivors(bits: float, width: int) -> str:
+    """Presets that subtract channel means, with no more bits; ``best`` has room for text unlike the calibration's."""
+    group = min(1024, width & -width)
+    fitting = [f"higgs({n})" for n in (4, 3, 2) if n + 16 / group <= bits]
+    return " or ".join([f"best({0.75 * bits:.2g})", *fitting[:1]]) + ", which subtract each channel's mean"

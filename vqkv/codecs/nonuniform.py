@@ -148,7 +148,8 @@ class WeightedChain(Chain):
 @dataclass(eq=False)
 class SparseOutliers(Stage):
     """Keep the ``share`` of each row's values that are largest in magnitude in fp16, with their positions in the row;
-    what goes on has 0 in their place (KVQuant, section 3.4, which finds keys' outliers by thresholds learned offline).
+    what goes on has 0 instead, clamped to the other values of its vector (KVQuant, section 3.4, which finds keys'
+    outliers by thresholds learned offline).
     Rows should be blocks of tokens. Stores ``outliers`` (fp16) and ``positions`` (ceil(log2 row size) bits each)."""
 
     share: float = 0.01
@@ -166,12 +167,15 @@ class SparseOutliers(Stage):
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x with zeros for outliers, and these."""
+        """x with values inside the others' range for outliers, and these."""
         flat = x.flatten(3)
         positions = flat.abs().topk(self._count, dim=-1).indices.sort(dim=-1).values
         outliers = flat.gather(-1, positions).clamp(-FP16_MAX, FP16_MAX).half()
-        rest = flat.scatter(-1, positions, 0.0).unflatten(-1, self._row_shape)
-        return rest, {"outliers": outliers, "positions": pack_codes(positions, self._bits)}
+        apart = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, positions, True).unflatten(-1, self._row_shape)
+        low = x.masked_fill(apart, torch.inf).amin(dim=-1, keepdim=True)
+        high = x.masked_fill(apart, -torch.inf).amax(dim=-1, keepdim=True)
+        inside = torch.where(low <= high, torch.minimum(low.clamp_min(0), high), 0.0)
+        return torch.where(apart, inside, x), {"outliers": outliers, "positions": pack_codes(positions, self._bits)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y with the outliers in their places."""

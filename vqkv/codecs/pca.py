@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
+from vqkv.kernels.precision import by_rows
 
-ROWS = 32  # multiplied at a time at least: fewer are summed in another order, and a token would depend on its company
 LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
 
 
@@ -96,6 +95,4 @@ class PCA(Stage):
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
-        rows = x.flatten(2, -2)
-        padded = functional.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
-        return (padded @ matrix)[:, :, : rows.shape[2]].reshape(*x.shape[:-1], matrix.shape[-1])
+        return by_rows(lambda rows: rows @ matrix, x.flatten(2, -2)).reshape(*x.shape[:-1], matrix.shape[-1])

@@ -13,7 +13,7 @@ from vqkv.codecs.learning.ridge import Ridge
 from vqkv.codecs.part import Part
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
-from vqkv.kernels.precision import full_precision
+from vqkv.kernels.precision import by_rows, full_precision, product
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 from vqkv.runtime.registry import call
 
@@ -86,7 +86,7 @@ class _Regression(Predictor):
         self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights(len(moments.mean_x)).double()))
 
     def _predict(self, x: Tensor) -> Tensor:
-        return x @ self._weights(x.shape[-1]) + self.bias.float()
+        return product(x, self._weights(x.shape[-1])) + self.bias.float()
 
     @abstractmethod
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
@@ -140,7 +140,7 @@ class ReducedRank(Linear):
     def _predict(self, x: Tensor) -> Tensor:
         if "left" not in self._buffers:
             return super()._predict(x)
-        return x @ self.left.float() @ self.right.float() + self.bias.float()
+        return product(product(x, self.left.float()), self.right.float()) + self.bias.float()
 
     def _factored(self, inputs: int, outputs: int) -> bool:
         return self.rank * (inputs + outputs) < inputs * outputs
@@ -194,7 +194,8 @@ class MLP(Predictor):
         self.keep(**{name: half(name, tensor) for name, tensor in zip(MLP_WEIGHTS, trained, strict=True)})
 
     def _predict(self, x: Tensor) -> Tensor:
-        return mlp(x, [getattr(self, name).float() for name in MLP_WEIGHTS])
+        weights = [getattr(self, name).float() for name in MLP_WEIGHTS]
+        return by_rows(lambda rows: mlp(rows, weights), x.flatten(0, -2)).view(*x.shape[:-1], len(weights[-1]))
 
 
 @dataclass(eq=False)

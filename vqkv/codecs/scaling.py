@@ -24,8 +24,8 @@ class VectorScale(Stage):
     """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
     ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2) or ``rms``. A (nearly) constant vector is
     divided by its rms instead of a std of about 0. A zero vector is divided by 1 (the paper) but stores the scale 0,
-    and so decodes to exact zeros. Other scales are clamped to fp16's normal range. Stores ``scale``: fp16, the shape of
-    x without its last axis."""
+    and so decodes to exact zeros, as do vectors below half of fp16's smallest normal number. Other scales are clamped
+    to fp16's normal range. Stores ``scale``: fp16, the shape of x without its last axis."""
 
     kind: str = "std"
     side_fields = ("scale",)
@@ -37,8 +37,7 @@ class VectorScale(Stage):
         size = torch.where(size < NEARLY_CONSTANT * rms, rms, size)
         scale = torch.where(size == 0, 1.0, size.clamp(FP16_MIN_NORMAL, FP16_MAX)).half()
         y = x / scale.float().unsqueeze(-1)
-        zero = x.abs().amax(dim=-1) == 0
-        return y, {"scale": scale.masked_fill(zero, 0)}
+        return y, {"scale": scale.masked_fill(size < FP16_MIN_NORMAL / 2, 0)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """y * scale."""

@@ -10,6 +10,7 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
+from vqkv.kernels.precision import product
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 
@@ -45,14 +46,14 @@ class Sketched(Quantizer):
     def store(self, y: Tensor) -> Payload:
         stored = self.quantizer.store(y)
         rest = y - self.quantizer.load(stored)
-        signs = (rest @ self.projections.mT >= 0).flatten(3).byte()
+        signs = (product(rest, self.projections.mT) >= 0).flatten(3).byte()
         norms = rest.square().sum(dim=-1).sqrt().clamp_max(FP16_MAX).half()
         return Payload(stored.fields | {"sketch": pack_codes(signs, 1), "rest": norms})
 
     def load(self, payload: Payload) -> Tensor:
         signs = unpack_codes(payload.fields["sketch"], 1, self.codes_per_row).float().mul_(2).sub_(1)
         size = math.sqrt(math.pi / 2) / self.row_shape[-1] * payload.fields["rest"].float()
-        found = signs.unflatten(-1, self.row_shape) @ self.projections * size.unsqueeze(-1)
+        found = product(signs.unflatten(-1, self.row_shape), self.projections) * size.unsqueeze(-1)
         return found.add_(self.quantizer.load(payload))
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:

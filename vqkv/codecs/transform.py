@@ -10,6 +10,7 @@ from torch import Tensor
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView
+from vqkv.kernels.precision import product
 from vqkv.runtime.checks import MAX_SEED
 
 ADMITTED = {  # which divisors of the channels may stand for group_size
@@ -17,6 +18,7 @@ ADMITTED = {  # which divisors of the channels may stand for group_size
     "divisor": lambda size, group_size: size == group_size or LEAST <= size < group_size,
     "power of two": lambda size, group_size: size <= group_size and not size & (size - 1),
 }
+BLOCK = 128  # the largest Hadamard matrix that is multiplied as a whole
 LEAST = 8  # smaller groups would spend more on their scales than on their values
 
 
@@ -76,24 +78,32 @@ class Grouping(Stage):
 @dataclass(eq=False)
 class Hadamard(Stage):
     """Rotate the last axis by the orthonormal Hadamard matrix, its own inverse, which spreads outlier channels over all
-    others, in blocks of the largest power of two that divides it."""
+    others, in blocks of the largest power of two that divides it. Where these are smaller than 8 values, or with
+    ``whole``, an axis that is no power of two is rotated by one random orthogonal matrix, the same for all."""
+
+    whole: bool = False
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` if such blocks are smaller than 8 values, and more than one."""
         size = shape[-1] & -shape[-1]
-        if size < min(LEAST, shape[-1]):
-            raise DataError(f"a Hadamard rotation needs a power of two: {shape[-1]} is not divisible by 8")
-        self.register_buffer("matrix", _hadamard(size), persistent=False)
+        matrix = _hadamard(min(size, BLOCK))
+        if size < shape[-1] and (self.whole or size < LEAST):
+            matrix, size = _orthogonal(shape[-1]), shape[-1]
+        self.register_buffer("matrix", matrix, persistent=False)
+        self.register_buffer("outer", _hadamard(max(1, size // len(matrix))), persistent=False)
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        return self._turned(x), {}
+        return self._rotated(x, self.matrix), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        return self._turned(y)
+        return self._rotated(y, self.matrix.mT)
 
-    def _turned(self, x: Tensor) -> Tensor:
-        return (x.unflatten(-1, (-1, len(self.matrix))) @ self.matrix).flatten(-2)
+    def _rotated(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """By the Kronecker product of ``outer`` and ``matrix``: a large matrix takes longest for a single token."""
+        y = product(x.unflatten(-1, (-1, len(matrix))), matrix)
+        if len(self.outer) > 1:
+            y = product(y.unflatten(-2, (-1, len(self.outer))).mT, self.outer).mT.flatten(-3, -2)
+        return y.flatten(-2)
 
 
 @dataclass(eq=False)
@@ -121,3 +131,11 @@ def _hadamard(size: int) -> Tensor:
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / size**0.5
+
+
+@cache
+def _orthogonal(size: int) -> Tensor:
+    """Q of a Gaussian matrix, the same on every machine up to rounding."""
+    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, r = torch.linalg.qr(drawn)
+    return (q * r.diagonal().sign()).float()

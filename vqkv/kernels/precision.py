@@ -1,9 +1,14 @@
-"""Real fp32 arithmetic, whatever the caller has set."""
+"""Real fp32 arithmetic, whatever the caller has set, and products that do not depend on how many rows come at once."""
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROWS = 32  # multiplied at a time at least: BLAS sums fewer in another order, and a token would depend on its company
 
 NOTHING_TO_CHANGE = nullcontext()
 _lock = threading.Lock()
@@ -32,3 +37,14 @@ def _changed(device: torch.device):
             before = _callers.pop()
             if not _callers:
                 torch.set_float32_matmul_precision(before)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of x (..., rows, channels), each row as if it came alone: zeros make rows a multiple of ``ROWS``."""
+    missing = -x.shape[-2] % ROWS
+    return function(functional.pad(x, (0, 0, 0, missing)) if missing else x)[..., : x.shape[-2], :]
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x (..., channels) @ matrix (channels, outputs), each row as if it came alone."""
+    return by_rows(lambda rows: rows @ matrix, x.flatten(0, -2)).view(*x.shape[:-1], matrix.shape[-1])

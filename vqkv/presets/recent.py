@@ -60,14 +60,16 @@ def turboquant(
     """TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): each head's vector divided by its norm, rotated at random,
     and every coordinate rounded to the Gaussian's best 2^``bits`` levels (Algorithm 1). ``sketch``: keys have one bit
     less and the signs of as many random projections of what is left, which makes attention scores right in expectation
-    (Algorithm 2); values stay as they are. Here the rotation is a Hadamard matrix with random signs, norms are fp16,
-    keys are stored after RoPE. 3.125 bits a value at 3 bits and head_dim 128."""
+    (Algorithm 2); values stay as they are. Here the rotation is a Hadamard matrix with random signs, or a random
+    orthogonal matrix where head_dim is no power of two, norms are fp16, keys are stored after RoPE. ``bits`` +
+    16 / head_dim bits a value, of sketched keys ``bits`` + 32 / head_dim: 3.125 at 3 bits and head_dim 128."""
     arguments = dict(locals())
     if sketch and (type(bits) is not int or bits < 2):
         raise DataError(f"a sketch of one bit leaves {bits!r} - 1 for the levels: use 2 bits or more")
 
     def codec(sketched: bool, head_dim: int | None) -> Codec:
-        stages = [_powers(), VectorScale("rms"), RandomSigns(seed), Hadamard()]
+        whole = Grouping(group_size=LARGEST, shrink="divisor")
+        stages = [whole, VectorScale("rms"), RandomSigns(seed), Hadamard(whole=True)]
         quantizer = Sketched(GaussianLevels(bits - 1), seed) if sketched else GaussianLevels(bits)
         return Chain(stages, quantizer, head_dim)
 
@@ -126,7 +128,8 @@ def nsnquant(tile: int = 64, size: int = 16, pre_rope: bool | None = False) -> P
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
-        stages = [TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), _powers(), Hadamard()]
+        grouping = Grouping(group_size=LARGEST, shrink="power of two")
+        stages = [TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), grouping, Hadamard()]
         return Chain(stages, Grid(size), head_dim)
 
     return Preset("nsnquant", codec, codec, pre_rope=pre_rope, arguments=arguments)
@@ -139,7 +142,3 @@ def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: boo
     arguments = dict(locals())
     preset = crossed("steps", rotation="weighted", merged=False, **arguments)
     return dataclasses.replace(preset, name="aatc", arguments=arguments)
-
-
-def _powers() -> Grouping:
-    return Grouping(group_size=LARGEST, shrink="power of two")
