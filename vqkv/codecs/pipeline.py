@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,8 @@ class Chain(Codec):
         block of tokens at a time: all heads may be many times as large."""
         if [type(stage) for stage in self._stages[:3]] != [MeanRemoval, MergeHeads, PCA]:
             return super().reader(payload)
-        mean, _, basis = self._stages[:3]
+        first_three: Any = self._stages[:3]
+        mean, _, basis = first_three
         starts = range(0, payload.seq_len, self.tokens_per_row)
         rows = torch.cat([self._components(payload.tokens(i, i + self.tokens_per_row)) for i in starts], dim=2)
 
