@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -73,6 +74,11 @@ class Codec(Part):
         if dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)  # a finite value must not become infinite by its type
         return values
+
+    def reader(self, payload: Payload) -> Callable[[int, int], Tensor]:
+        """``decode`` by parts: a function (first, last) that gives these KV heads."""
+        values = self.decode(payload)
+        return lambda first, last: values[:, first:last]
 
     def quantize_dequantize(self, x: Tensor) -> Tensor:
         """Read back ``x`` (any float dtype) as if learning had ended now, except that nothing is rounded to

@@ -68,10 +68,10 @@ class FloatBits(StreamQuantizer):
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         codes, shift = codes.unflatten(-1, self.row_shape), int(self.mantissa)
-        high = codes >> shift
-        sign = high & 1 ^ self._of_channels(self.kinds & 1)
-        exponent = (high >> 1) + self._of_channels(self.exponents)
-        bits = sign << 15 | exponent << shift | codes & (1 << shift) - 1
+        high, bits = codes >> shift, codes & (1 << shift) - 1
+        bits |= (high & 1).bitwise_xor_(self._of_channels(self.kinds & 1)).bitwise_left_shift_(15)
+        exponent = high.bitwise_right_shift_(1).add_(self._of_channels(self.exponents))
+        bits |= exponent.bitwise_left_shift_(shift)
         return bits.to(torch.int16).view(self._dtype).float()
 
     def make_code(self) -> Code:

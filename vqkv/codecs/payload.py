@@ -78,26 +78,27 @@ class Payload:
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
         """A copy of tokens ``start:stop`` (Python slice rules), which are whole blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
-        rows = slice(start // self.tokens_per_row, max(start, stop) // self.tokens_per_row)
-        return self._part(lambda tensor: tensor[:, :, rows])
+        first, last = start // self.tokens_per_row, max(start, stop) // self.tokens_per_row
+        ragged = {}
+        for name, tensor in self.ragged.items():  # pieces of neighbouring rows are neighbours
+            counts = self.counts(name).sum((0, 1))
+            ragged[name] = tensor[int(counts[:first].sum()) : int(counts[:last].sum())]
+        fields = {name: tensor[:, :, first:last] for name, tensor in self.fields.items()}
+        return dataclasses.replace(self, fields=fields, ragged=ragged)
 
     def batch_select(self, index) -> "Payload":
         """The sequences of the batch that ``index`` (1-D integers) names, in its order."""
         index = torch.as_tensor(index, device=next(iter(self.fields.values())).device).long()
-        return self._part(lambda tensor: tensor[index])
-
-    def _part(self, choose) -> "Payload":
-        """The rows that ``choose`` makes of a tensor (batch, num_kv_heads, rows, ...), and the pieces that they own."""
-        fields = {name: choose(tensor) for name, tensor in self.fields.items()}
-        ragged = {name: tensor[_pieces(self.counts(name), choose)] for name, tensor in self.ragged.items()}
+        fields = {name: tensor[index] for name, tensor in self.fields.items()}
+        ragged = {name: tensor[_pieces(self.counts(name), index)] for name, tensor in self.ragged.items()}
         return dataclasses.replace(self, fields=fields, ragged=ragged)
 
 
-def _pieces(counts: Tensor, choose) -> Tensor:
-    """Positions of the pieces of chosen rows, for counts (batch, num_kv_heads, rows) of all of them."""
+def _pieces(counts: Tensor, index: Tensor) -> Tensor:
+    """Positions of the pieces of chosen sequences, for counts (batch, num_kv_heads, rows) of all of them."""
     by_row = counts.permute(2, 0, 1)
     starts = (by_row.flatten().cumsum(0) - by_row.flatten()).view_as(by_row).permute(1, 2, 0)
-    starts, counts = (choose(x).permute(2, 0, 1).flatten() for x in (starts, counts))
+    starts, counts = (x[index].permute(2, 0, 1).flatten() for x in (starts, counts))
     shift = starts - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum()), device=counts.device) + shift.repeat_interleave(counts)
 

@@ -69,13 +69,13 @@ class PCA(Stage):
         """x @ matrix."""
         return self._times(x, self.matrix.float()), {}
 
-    def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y @ the inverse of the matrix as stored."""
+    def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
+        """y @ the inverse of the matrix as stored, or some channels of it."""
         if self.inverse is None:
             matrix = self.matrix.double()
             square = matrix.shape[-1] == matrix.shape[-2]
             self.inverse = (torch.linalg.inv(matrix) if square else torch.linalg.pinv(matrix)).float()
-        return self._times(y[..., : self.inverse.shape[-2]], self.inverse)
+        return self._times(y[..., : self.inverse.shape[-2]], self.inverse[..., channels])
 
     def _scale(self, device) -> Tensor:
         """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity without costs."""

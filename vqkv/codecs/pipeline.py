@@ -2,15 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vqkv.codecs.base import Codec
+from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pca import PCA
+from vqkv.codecs.scaling import MeanRemoval
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView, decode
+from vqkv.kernels.precision import full_precision
 
 
 @dataclass(eq=False)
@@ -112,6 +119,32 @@ class Chain(Codec):
         if packed is not None:
             return decode(packed)
         return self._backward(self.quantizer.load(payload), [stage.side_of(payload) for stage in self._stages])
+
+    def reader(self, payload: Payload) -> Callable[[int, int], Tensor]:
+        """As ``Codec.reader``. Of merged heads, perhaps those of all layers, only the components are decoded at once, a
+        block of tokens at a time: all heads may be many times as large."""
+        if [type(stage) for stage in self._stages[:3]] != [MeanRemoval, MergeHeads, PCA]:
+            return super().reader(payload)
+        first_three: Any = self._stages[:3]
+        mean, _, basis = first_three
+        starts = range(0, payload.seq_len, self.tokens_per_row)
+        rows = torch.cat([self._components(payload.tokens(i, i + self.tokens_per_row)) for i in starts], dim=2)
+
+        def read(first: int, last: int) -> Tensor:
+            with full_precision(rows.device):
+                heads = basis.decode(rows, {}, slice(first * self.head_dim, last * self.head_dim))
+                heads = heads.squeeze(1).unflatten(-1, (last - first, -1)).movedim(-2, 1)
+                return heads.add_(mean.mean[first:last].float().unsqueeze(1))
+
+        return read
+
+    def _components(self, payload: Payload) -> Tensor:
+        """The input of the third stage's ``decode``, without what no quantizer stores."""
+        with full_precision(next(iter(payload.fields.values())).device):
+            rows = self.quantizer.load(payload)
+            for stage in reversed(self._stages[3:]):
+                rows = stage.decode(rows, stage.side_of(payload))
+        return rows[..., : self.quantizer.kept]
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
         found = self.quantizer.kernel_view(payload) if self._viewed else None

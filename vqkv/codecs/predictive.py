@@ -30,12 +30,15 @@ class Prediction:
     predictor: Predictor
     sources: tuple[Place, ...]
 
-    def __call__(self, known: dict[Place, Tensor], like: Tensor) -> Tensor:
+    def __call__(self, known: dict, like: Tensor) -> Tensor:
         """Values of ``like``'s shape, float32, from sources in ``known``. Raises ``DataError`` if one is missing."""
         if missing := [place for place in self.sources if place not in known]:
             raise DataError(
                 f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
             )
+        if self.sources and callable(read := known[self.sources[0]]):
+            first = self.predictor.start // like.shape[3]
+            return read(first, first + like.shape[1]).to(like.device)
         rows = inputs(known, self.sources, like)
         return self.predictor(rows).unflatten(-1, (like.shape[1], like.shape[3])).transpose(1, 2)
 
@@ -104,12 +107,15 @@ class PredictiveCodec:
 
 @dataclass(eq=False)
 class JointCodec(PredictiveCodec):
-    """Of the first layer of those that are stored together: the first ``heads`` of what is decoded are its own."""
+    """Of the first layer of those that are stored together: the first ``heads`` of what is decoded are its own, and
+    others learn of it how to read theirs (``Codec.reader``)."""
 
     heads: int = 0
 
     def decode(self, payload: Payload, known: Known) -> Tensor:
-        return super().decode(payload, known)[:, : self.heads]
+        read = self.codec.reader(payload)
+        known.learn(self.place, lambda: read)
+        return read(0, self.heads)
 
 
 def _plus(x: Tensor, predicted: Tensor | None) -> Tensor:

@@ -51,14 +51,14 @@ class StreamQuantizer(Quantizer):
         """Raises ``FormatError`` for streams that were cut, extended or altered, or are another codec's."""
         lengths = payload.counts("stream").permute(2, 0, 1)
         tokens = self.codes_per_row // self.num_tables
-        values, whole = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
+        codes, whole = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
         if not whole.all():
             raise FormatError(
                 f"{int((~whole).sum())} of {whole.numel()} streams were cut, extended or altered, or are another "
                 "codec's: store the tokens again"
             )
         joined = self.heads if self.by_head else 1
-        codes = values.view(*lengths.shape, tokens, joined, self.num_tables)  # rows, batch, streams before these
+        codes = codes.view(*lengths.shape, tokens, joined, self.num_tables)  # rows, batch, streams before these
         codes = codes.permute(1, 2, 4, 0, 3, 5).flatten(1, 2)
         return self.from_tables(codes, self.side_of(payload))
 

@@ -13,6 +13,7 @@ where a channel keeps them apart. What a lane lacks of a unit at the end is zero
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,21 +31,30 @@ MOST_ESCAPES = 5  # a place of a unit: an escape of frequency p wastes p log2(1/
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """``slots``, int64 (tables, 4096): what a decoder finds, from the highest bit down the value or values (32 bits; of
-    units, 4 bits each), the frequency (16), whether it is an escape (1), the place among its slots (15). ``intervals``,
-    int32: frequency and first slot (16 bits each) of every symbol, one table after the other, or 0 for a unit that is
-    not held; ``tables``, int32 (tables, 3): where these begin, the least value (of units: the largest size of one), the
-    number of single values or units, behind which the escape lies. ``channels``, int32 (channels, 4): table of
-    single values, table of units or -1, width, shift."""
+    """``symbols``, int64: those of nonzero frequency, table after table, from the highest bit down the value or values
+    (32 bits; of units, 4 bits each), the frequency (16), whether it is an escape (1), 15 zeros. ``intervals``, int32:
+    frequency and first slot (16 bits each) of every symbol, one table after the other, or 0 for a unit that is not
+    held; ``tables``, int32 (tables, 3): where these begin, the least value (of units: the largest size of one), the
+    number of single values or units, behind which the escape lies. ``channels``, int32 (channels, 4): table of single
+    values, table of units or -1, width, shift."""
 
-    slots: Tensor
+    symbols: Tensor
     intervals: Tensor
     tables: Tensor
     channels: Tensor
     lanes: int
 
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 (tables, 4096), what a decoder finds: every symbol as often as it is frequent, its lowest bits counting
+        these. 32 KiB a table: on a CPU it is made for each call, as tables of all layers would outweigh their cache."""
+        counts = self.symbols >> 16 & 0xFFFF
+        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        counted = torch.arange(len(starts), device=starts.device) - starts
+        return (self.symbols.repeat_interleave(counts) | counted).view(-1, TOTAL)
+
     def to(self, device) -> "Code":
-        return Code(*(x.to(device) for x in (self.slots, self.intervals, self.tables, self.channels)), self.lanes)
+        return Code(*(x.to(device) for x in (self.symbols, self.intervals, self.tables, self.channels)), self.lanes)
 
 
 def most_words(channels: int, tokens: int, lanes: int) -> int:
@@ -73,7 +83,7 @@ def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor,
         for table, shift in zip(table_of.tolist(), shifts.tolist(), strict=True)
     ]
     return Code(
-        torch.from_numpy(np.stack([table.slots for table in order])),
+        torch.from_numpy(np.concatenate([table.symbols for table in order])),
         torch.from_numpy(np.concatenate([table.intervals for table in order])),
         torch.tensor(rows, dtype=torch.int32).view(-1, 3),
         torch.tensor(about, dtype=torch.int32).view(-1, 4),
@@ -83,7 +93,7 @@ def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor,
 
 @dataclass
 class _Table:
-    slots: np.ndarray
+    symbols: np.ndarray
     intervals: np.ndarray
     least: int
     count: int
@@ -113,9 +123,7 @@ class _Table:
 
 
 def _spans(frequencies: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots and intervals of symbols that take so many slots each, in order."""
+    """Symbols and intervals of values that take so many slots each, in order."""
     first = np.cumsum(frequencies) - frequencies
-    inside = np.arange(TOTAL) - first.repeat(frequencies)
     found = values << 32 | (values == ESCAPE) * ESCAPED | frequencies << 16
-    slots = found.repeat(frequencies) | inside
-    return slots, np.where(frequencies > 0, frequencies << 16 | first, 0).astype(np.int32)
+    return found[frequencies > 0], np.where(frequencies > 0, frequencies << 16 | first, 0).astype(np.int32)
