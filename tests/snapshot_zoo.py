@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from vqkv import presets
-from vqkv.cache.snapshots import MAGIC, WORDS, SnapshotReader, SnapshotWriter
+from vqkv.study.snapshots import MAGIC, WORDS, SnapshotReader, SnapshotWriter
 
 FRAMING = WORDS.size
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import vqkv.cli
 from vqkv import Compressor, load_model
-from vqkv.cache.snapshots import SnapshotWriter
 from vqkv.cli import app
+from vqkv.study.snapshots import SnapshotWriter
 
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
 

@@ -216,7 +216,8 @@ def _compressor(folder: Path) -> str:
 
 
 def _file(path: Path) -> str:
-    from vqkv.cache import saving, snapshot_format, snapshots
+    from vqkv.cache import saving
+    from vqkv.study import snapshot_format, snapshots
 
     if not path.is_file():
         raise FormatError(f"{path} is not there, or no file")

@@ -12,8 +12,8 @@ from snapshot_zoo import SMALL, cache, ends_of, same, small, write
 
 from vqkv import CompressedCache, Compressor, FormatError, calibrate
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
-from vqkv.cache.snapshots import MAGIC, SnapshotReader
 from vqkv.runtime.files import save_checked
+from vqkv.study.snapshots import MAGIC, SnapshotReader
 
 PRESETS = EVERY | PREDICTED
 

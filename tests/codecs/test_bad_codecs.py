@@ -9,7 +9,6 @@ from codec_zoo import chain, gaussian, same
 from preset_zoo import EVERY
 
 from vqkv import DataError, UnknownNameError, presets
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
@@ -24,6 +23,7 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import HalfQuadratic, VectorScale
 from vqkv.codecs.transform import Grouping
+from vqkv.study.snapshots import SnapshotReader, SnapshotWriter
 
 
 @cache

@@ -12,10 +12,10 @@ from vqkv import presets
 from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
-from vqkv.cache.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
 from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
+from vqkv.study.snapshots import SnapshotReader, SnapshotWriter
 from vqkv.study.sweep import per_process, sweep
 
 KEPT = (

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from snapshot_zoo import FRAMING, SMALL, cache, coded_pairs, cut, feed, same, small, write
 
 from vqkv import presets
-from vqkv.cache.snapshots import MAGIC, SnapshotReader, SnapshotWriter
 from vqkv.codecs.exact import Fp16
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.study.snapshots import MAGIC, SnapshotReader, SnapshotWriter
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vqkv.cache.snapshot_format import DELTA, KEYFRAME, KINDS, StreamLayout, check_stored, header_of
 from vqkv.errors import DataError, FormatError
 from vqkv.runtime.checks import check_whole
+from vqkv.study.snapshot_format import DELTA, KEYFRAME, KINDS, StreamLayout, check_stored, header_of
 
 MAGIC = b"vqkvsnp3"
 WORDS = struct.Struct("<3Q")
