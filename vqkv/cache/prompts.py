@@ -5,8 +5,8 @@ import itertools
 import json
 import os
 import time
+from collections import namedtuple
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +26,7 @@ MOST = 1 << 62
 TICK = 1_000_000  # nanoseconds: a file that others go on from is newer than they, and goes after them
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What is remembered of a file, as long as its time and size are ``state``."""
-
-    state: tuple[int, int]
-    prompt: np.ndarray
-    about: dict
+Stored = namedtuple("Stored", "state prompt about")  # what is known of a file while its time and size are ``state``
 
 
 class PromptCache:
@@ -51,7 +45,7 @@ class PromptCache:
         self.compressor, self.model, self.max_bytes = compressor, plain(model), max_bytes
         self.decoded_cache_bytes = decoded_cache_bytes
         self._root, self._known = Path(folder), dict[Path, Stored]()
-        self._compressor = saving.compressor_of(compressor)
+        self._compressor = compressor.fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -60,8 +54,7 @@ class PromptCache:
         return self._folder(saving.model_of(self.model))
 
     def _folder(self, model: dict) -> Path:
-        made_for = {"compressor": self._compressor, "model": model}
-        text = json.dumps([VERSION, saving.VERSION, made_for], sort_keys=True)
+        text = json.dumps([VERSION, saving.VERSION, self._compressor, model], sort_keys=True)
         return self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, tokens: Tensor, cache: CompressedCache) -> None:
@@ -160,7 +153,7 @@ class PromptCache:
             with suppress(OSError):  # removed meanwhile
                 os.utime(path, ns=(now + depth * TICK,) * 2)
                 if known := self._known.get(path):
-                    self._known[path] = replace(known, state=_state(path))
+                    self._known[path] = known._replace(state=_state(path))
 
     def _evict(self, folder: Path) -> None:
         files = []

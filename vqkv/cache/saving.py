@@ -85,12 +85,8 @@ def inspect(path) -> dict:
 
 
 def made_for(compressor, model) -> dict[str, dict]:
-    return {"compressor": compressor_of(compressor), "model": model_of(model)}
-
-
-def compressor_of(compressor) -> dict:
-    """Its name and what it computes."""
-    return {"name": compressor.name, "fingerprint": compressor.fingerprint}
+    about = {"name": compressor.name, "fingerprint": compressor.fingerprint}
+    return {"compressor": about, "model": model_of(model)}
 
 
 def model_of(model) -> dict:

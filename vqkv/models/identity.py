@@ -3,7 +3,7 @@
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
-SWITCHES = frozenset({  # attributes of adapters (peft): which act, and whether they are merged into the weights
-    "active_adapter", "active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters",
-    "_adapters_disabled", "merged", "merged_adapters",
-})  # fmt: skip
+# Of adapters (peft): which act, and whether they are merged into the weights.
+SWITCHES = {
+    "active_adapter", "active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "merged",
+    "merged_adapters",
+}  # fmt: skip
 FACTORS = SWITCHES | {"scaling", "attention_scaling"}
 SAMPLES = 8  # elements of a tensor that a stamp looks at
-Weight = tuple[tuple, Callable[[], list[Tensor]]]
 
 _digests: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> by stamp the sha256 of a weight
 _switched: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its modules with SWITCHES, weakly
@@ -34,8 +34,7 @@ def identity(model) -> str:
     before, now = _digests.get(model, {}), dict[tuple, str]()
     weights, state = _asked(model)
     for mark, read in weights:
-        known = before.get(mark) or now.get(mark)
-        now[mark] = known or tensors_sha256(("", x) for x in read())
+        now[mark] = before.get(mark) or now.get(mark) or tensors_sha256(("", x) for x in read())
     _digests[model] = now
     return hashlib.sha256(repr([state, [now[mark] for mark, _ in weights]]).encode()).hexdigest()[:16]
 
@@ -70,46 +69,51 @@ def fetched(module: nn.Module):
 
 
 @torch.no_grad()
-def _asked(model) -> tuple[list[Weight], list]:
+def _asked(model) -> tuple[list[tuple[tuple, partial[list[Tensor]]]], list]:
+    """(stamp, how to read it) of each weight; RoPE and adapters."""
+    modules = [*model.modules()]
+    _switched[model] = [weakref.ref(module) for module in modules if not SWITCHES.isdisjoint(vars(module))]
+    held = [(number, module, name, x) for number, module in enumerate(modules) for name, x in _held(module)]
+    samples = _samples([x for *_, x in held if isinstance(x, Tensor) and not (x.is_meta or x.is_quantized)])
+    weights = [(_mark(n, name, x, samples), partial(_read, module, name, x)) for n, module, name, x in held]
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
-    here, weights, state, switched = list[Tensor](), list[Weight](), [rope], []
-    for number, module in enumerate(model.modules()):
-        for name, x in _held(module):
-            if isinstance(x, torch.ScriptObject):
-                weights.append((("packed", id(x)), partial(packed, module)))
-            elif x.is_meta:
-                weights.append((("elsewhere", number, name), partial(_elsewhere, module, name)))
-            else:
-                here.append(x)
-        state += _state(module, FACTORS)
-        if not SWITCHES.isdisjoint(vars(module)):
-            switched.append(weakref.ref(module))
-    _switched[model] = switched
-    return weights + [(mark, partial(list, [x])) for mark, x in zip(_marks(here), here, strict=True)], state
+    return weights, [rope, *(entry for module in modules for entry in _state(module, FACTORS))]
 
 
-def _state(module: nn.Module, names: frozenset) -> list:
+def _mark(number: int, name: str, x, samples: dict[int, bytes]) -> tuple:
+    if not isinstance(x, Tensor):
+        return (id(x),)
+    if x.is_meta:
+        return number, name
+    return x.data_ptr(), None if x.is_inference() else x._version, x.dtype, x.shape, samples.get(id(x))
+
+
+def _read(module: nn.Module, name: str, x) -> list[Tensor]:
+    if not isinstance(x, Tensor):
+        return packed(module)
+    if not x.is_meta:
+        return [x]
+    with fetched(module):
+        return [x.clone() for own, x in _held(module) if own == name]
+
+
+def _state(module: nn.Module, names: set[str]) -> list:
     """Attributes of plain values, a name as a list of one: others' text may be an address."""
-    about = vars(module)
-    kept = {name: about[name] for name in sorted(names & about.keys())}
+    kept = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
     plain = (bool, int, float, str, list, tuple, dict)
-    return [(name, [x] if isinstance(x, str) else x) for name, x in kept.items() if isinstance(x, plain)]
+    return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, Tensor | torch.ScriptObject]]:
+def _held(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers; of a module without others in it also tensors that it holds in other ways (hqq)."""
     boxes: list[dict[str, Any]] = [module._parameters, module._buffers]
+    changing = any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope"))  # with the length
     if not module._modules and not type(module).__module__.startswith("torch.nn."):
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
-            if isinstance(x, (Tensor, torch.ScriptObject)) and not (name == "inv_freq" and _changes(module)):
+            if isinstance(x, (Tensor, torch.ScriptObject)) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
-
-
-def _changes(rope: nn.Module) -> bool:
-    """Whether its angles depend on the length of the sequence."""
-    return any(kind in str(vars(rope).get("rope_type")) for kind in ("dynamic", "longrope"))
 
 
 def _parts(x) -> Iterator:
@@ -121,22 +125,14 @@ def _parts(x) -> Iterator:
         yield x
 
 
-def _elsewhere(module: nn.Module, name: str) -> list[Tensor]:
-    with fetched(module):
-        return [x.clone() for own, x in _held(module) if own == name and isinstance(x, Tensor)]
-
-
-def _marks(weights: list[Tensor]) -> list[tuple]:
-    """Of each its storage, version, type, shape and a few elements, which are read of all of them at once."""
-    alike = defaultdict[tuple, list[Tensor]](list)
-    for x in weights:
-        if x.numel() and not x.is_quantized:
-            alike[x.dtype, x.device].append(x)
-    samples = dict[int, bytes]()
+def _samples(weights: list[Tensor]) -> dict[int, bytes]:
+    """A few elements of each, by id; all of a type and device are read at once."""
+    alike, found = defaultdict[tuple, list[Tensor]](list), dict[int, bytes]()
+    for x in filter(Tensor.numel, weights):
+        alike[x.dtype, x.device].append(x)
     for (dtype, _), group in alike.items():
         flat = (x if x.is_contiguous() else x.flatten() for x in group)
         data = bytes(raw_bytes(torch.cat([x.as_strided((SAMPLES,), (x.numel() // SAMPLES,)) for x in flat])))
         size = SAMPLES * dtype.itemsize
-        samples |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
-    versions = (None if x.is_inference() else x._version for x in weights)
-    return [(x.data_ptr(), v, x.dtype, x.shape, samples.get(id(x))) for x, v in zip(weights, versions, strict=True)]
+        found |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
+    return found

@@ -148,10 +148,8 @@ def fingerprint(model) -> str:
 def describe(model) -> dict:
     """Facts by which a compressor knows its model. ``shapes``: num_kv_heads, head_dim of keys and of values by layer;
     ``weights``: a sample of each attention block's, the same in fp32, fp16 and bf16 up to rounding."""
-    layers = kv_layers(model)
-    return outline(model) | {
-        "weights": [x for layer in layers for module in layer.attention.modules() for x in _samples(module)],
-    }
+    modules = [module for layer in kv_layers(model) for module in layer.attention.modules()]
+    return outline(model) | {"weights": [x for module in modules for x in _samples(module)]}
 
 
 def outline(model) -> dict:
