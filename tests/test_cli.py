@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 import vqkv.cli
 from vqkv import Compressor, load_model
 from vqkv.cli import app
-from vqkv.study.snapshots import SnapshotWriter
 
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
 
@@ -47,21 +46,12 @@ def test_inspect_reports_a_saved_cache_with_no_model_or_compressor_at_hand(saved
     assert about["ratio"] == report.ratio and about["file_bytes"] == (tmp_path / "cache").stat().st_size
 
 
-def test_inspect_reports_a_snapshot_stream(tmp_path):
-    with SnapshotWriter(tmp_path / "stream", interval=2) as stream:
-        for _ in range(3):
-            stream.append([torch.randn(1, 2, 4, 16)], [torch.randn(1, 2, 4, 16)])
-    about = yaml.safe_load(run("inspect", tmp_path / "stream").split("\n", 1)[1])
-    assert (about["steps"], about["seq_len"], about["interval"], about["tail_bytes"]) == (3, 12, 2, 0)
-    assert about["file_bytes"] == (tmp_path / "stream").stat().st_size
-
-
 @pytest.mark.parametrize("data", [b"", b"text", b"vqkvsnap", bytes(100), b"\x02" + bytes(7) + b"{}"])
 def test_inspect_names_what_it_reads(data, tmp_path):
     (tmp_path / "file").write_bytes(data)
     for path in (tmp_path / "file", tmp_path, tmp_path / "none"):
         out = " ".join(run("inspect", path, code=2).split())
-        assert all(kind in out for kind in ("compressor's folder", "saved cache", "snapshot stream"))
+        assert all(kind in out for kind in ("compressor's folder", "saved cache"))
 
 
 def test_evaluate_prints_one_json_row(saved):

@@ -24,7 +24,7 @@ PRESETS = (  # of vqkv.presets, whose import takes seconds
     "best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache"
 )
 SUITES = "a suite (local, retrieval, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
-READABLE = "vqkv inspect reads a compressor's folder, a saved cache (cache.save) or a snapshot stream (SnapshotWriter)"
+READABLE = "vqkv inspect reads a compressor's folder or a saved cache (cache.save)"
 
 
 @app.command("calibrate")
@@ -181,12 +181,10 @@ def recommend_command(
 
 @app.command("inspect")
 def inspect_command(
-    path: Annotated[
-        Path, typer.Argument(help="folder of a saved compressor, or file: a saved cache, a snapshot stream")
-    ],
+    path: Annotated[Path, typer.Argument(help="folder of a saved compressor, or file of a saved cache")],
 ) -> None:
-    """Print what a compressor was fitted to and its codecs; what a saved cache holds and what it was made for; or the
-    bytes of a snapshot stream. No model is loaded."""
+    """Print what a compressor was fitted to and its codecs, or what a saved cache holds and what it was made for. No
+    model is loaded."""
     with _plain_errors():
         try:
             typer.echo(_compressor(path) if path.is_dir() else _file(path))
@@ -217,19 +215,12 @@ def _compressor(folder: Path) -> str:
 
 def _file(path: Path) -> str:
     from vqkv.cache import saving
-    from vqkv.study import snapshot_format, snapshots
 
     if not path.is_file():
         raise FormatError(f"{path} is not there, or no file")
-    with open(path, "rb") as file:
-        streamed = file.read(len(snapshots.MAGIC)) == snapshots.MAGIC
-    if not streamed:
-        about = saving.inspect(path)
-        made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
-        return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
-    stream = snapshots.SnapshotReader(path)
-    about = {name: getattr(stream.layout, name) for name in ("dtype", *snapshot_format.SIZES)}
-    return f"snapshot stream of {len(stream)} steps\n{yaml.safe_dump(about | stream.report(), sort_keys=False)}"
+    about = saving.inspect(path)
+    made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
+    return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
 
 
 @contextlib.contextmanager

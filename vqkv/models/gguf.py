@@ -35,7 +35,7 @@ def gguf_file(name: str) -> Path | None:
     if name in PACKAGED:
         package, file, remedy = PACKAGED[name]
         spec = find_spec(package)
-        if spec is None or not find_spec("gguf"):
+        if spec is None or not spec.submodule_search_locations or not find_spec("gguf"):
             raise DataError(f"{name!r} is read from a package that is not installed: {remedy}")
         return Path(spec.submodule_search_locations[0]) / file
     if not str(name).lower().endswith(".gguf"):
