@@ -1,0 +1,59 @@
+"""Warnings about what a preset loses: true numbers, and remedies that hold."""
+
+import re
+import warnings
+
+import pytest
+import torch
+
+import vqkv
+from vqkv import presets
+from vqkv.calibration.calibrate import _hardly_pays
+from vqkv.models import inject
+
+
+def calibrated(model, tokens, preset):
+    """Bits a value of the keys and values of all layers, and what ``calibrate`` warned of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compressor = vqkv.calibrate(model, tokens, preset, progress=False)
+    stored = vqkv.capture(model, tokens[:1], post_rope=not compressor.settings.pre_rope)
+    pairs = [pair for layer in zip(compressor.codecs, zip(*stored)) for pair in zip(*layer)]
+    bits = [8 * codec.encode(x.float()).nbytes / x.numel() for codec, x in pairs]
+    return sum(bits) / len(bits), [str(w.message) for w in said if "of the variance" in str(w.message)]
+
+
+@pytest.fixture(scope="module")
+def biased():
+    """Llama-mini with key biases of norms 520 and 346 in its end layers, as Qwen2.5 has, and tokens."""
+    model, tokenizer = vqkv.load_model("vqkv/llama-mini")
+    bias = torch.zeros(6, 2, 64)
+    for layer, norm in ((0, 520.0), (5, 346.0)):
+        drawn = torch.randn(2, 64, generator=torch.Generator().manual_seed(layer)).pow(3)
+        bias[layer] = drawn / drawn.norm() * norm
+    text = vqkv.load_corpus("python-stdlib", tokenizer, split="train", seq_len=256, num_seqs=8)
+    return inject(model, key_bias=bias), text
+
+
+@pytest.mark.parametrize("preset", [presets.quanto(4), presets.turboquant(3)], ids=lambda p: p.name)
+def test_the_remedy_of_a_destroyed_cache_survives_at_no_more_bits(biased, preset):
+    bits, (message,) = calibrated(*biased, preset)
+    assert "loses 100% of the variance" in message
+    remedies = re.findall(r"(best|higgs)\(([\d.]+)\)", message)
+    assert len(remedies) == 2
+    for name, value in remedies:
+        found, said = calibrated(*biased, presets.make(name, bits=int(value) if name == "higgs" else float(value)))
+        assert not said and found <= bits, (name, found, bits, said)
+
+
+def test_fp16_loses_nothing_of_what_is_constant(biased):
+    model, text = biased
+    constant = inject(model, values=torch.tensor(1e-6), key_bias=torch.full((6, 2, 64), 3000.0))
+    assert not calibrated(constant, text, presets.fp16())[1]
+
+
+def test_the_two_reasons_for_falling_back_are_distinguished(biased):
+    model, text = biased
+    plan = [{"value": type("Role", (), {"sources": ("V-1",)})}] * 6
+    assert "calibrate on 1,024 or more" in _hardly_pays(model, text[:1], plan, {})
+    assert "0 of 6" in (why := _hardly_pays(model, text, plan, {})) and "calibrate on" not in why
