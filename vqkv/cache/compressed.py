@@ -82,7 +82,7 @@ class CompressedCache(Cache):
         own = {number: layer for number, layer in enumerate(kv_layers(model)) if layer.cross == cross}
         settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
         self.settings = dataclasses.replace(settings, shapes=tuple(settings.shapes[number] for number in own))
-        turns = rotations(model) if settings.pre_rope else [None] * settings.num_layers
+        turns = rotations(model) if settings.pre_rope else [None] * len(settings.shapes)
         layers = DynamicCache(config=model.config).layers
         windows = [None if cross else getattr(layers[x.layer_idx], "sliding_window", None) for x in own.values()]
         self.reaches = [window and window - 1 for window in windows]
@@ -171,7 +171,8 @@ class CompressedCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove from the end")
         left = self.batch.slots + tokens_to_remove
-        forgotten = any(store.lacks(left) for group in self.batch.groups for store in group.all_stores)
+        stores = [store for group in self.batch.groups for store in group.all_stores]
+        forgotten = any(store.first and left - store.first < (store.reach or 0) for store in stores)
         if tokens_to_remove and (forgotten or not all(layer.is_croppable for layer in self.with_states)):
             raise DataError(
                 "a sliding window or a recurrent state has forgotten what a cropped cache would need: reset() it"

@@ -81,7 +81,7 @@ class CompressedLayer(CacheLayerMixin):
         return tuple(store.update(x, group.step) for store, x in zip(group.stores[self.index], pair, strict=True))
 
     def _end(self) -> None:
-        if self.index == self.batch.settings.num_layers - 1:
+        if self.index == len(self.batch.coders) - 1:
             self.batch.end(self.batch.new_slots if self.record_past else 0)
 
     def get_seq_length(self) -> int:

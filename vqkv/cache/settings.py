@@ -56,11 +56,6 @@ class LiveSettings(CacheSettings):
         )
 
     @property
-    def num_layers(self) -> int:
-        """Layers that store keys and values."""
-        return len(self.shapes)
-
-    @property
     def block(self) -> int:
         """Tokens are quantized in multiples of it."""
         return math.lcm(self.tokens_per_row, self.flush_block)

@@ -174,10 +174,6 @@ class TokenStore:
             self.holes = tuple(hole - gone for hole in self.holes if hole >= gone)
             self.upto = max(0, self.upto - gone)
 
-    def lacks(self, seq_len: int) -> bool:
-        """Whether tokens were dropped that are seen after the first ``seq_len``."""
-        return self.first > 0 and seq_len - self.first < (self.reach or 0)
-
     def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
         codec has a say in them, their positions do not count up, or they turn in a way that kernels do not know."""

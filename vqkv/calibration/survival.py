@@ -49,7 +49,7 @@ def _message(name: str, layer: int, role: str, x: torch.Tensor, bits: float, los
     return (
         f"{name} loses {min(lost, 1):.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
         f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median spread is {spread.median():.3g}. "
-        f"Use {_survivors(bits, x.shape[1] * x.shape[3])}"
+        f"Use a preset that subtracts channel means: {_survivors(bits, x.shape[1] * x.shape[3])}"
     )
 
 
@@ -57,4 +57,4 @@ def _survivors(bits: float, width: int) -> str:
     """Presets that subtract channel means, with no more bits; ``best`` has room for text unlike the calibration's."""
     group = min(1024, width & -width)
     fitting = [f"higgs({n})" for n in (4, 3, 2) if n + 16 / group <= bits]
-    return " or ".join([f"best({0.75 * bits:.2g})", *fitting[:1]]) + ", which subtract each channel's mean"
+    return " or ".join([f"best({0.75 * bits:.2g})", *fitting[:1]])
