@@ -1,5 +1,7 @@
 """rANS on a CPU in compiled loops: the streams of ``naive``, bit for bit."""
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ MASK = np.uint32((1 << BITS) - 1)
 WORD = np.uint32(16)
 LEAST, HALF_BITS, HALF_MASK = np.uint32(LOW), np.uint32(HALF), np.uint32((1 << HALF) - 1)
 TABLE_BITS = np.uint32(BITS)
+_used = threading.local()
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
@@ -47,10 +50,12 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 
 def _slots(symbols: Tensor) -> Tensor:
-    """``Code.slots`` in a row, as it is used once: 0.1 ms for 32 tables."""
-    slots = torch.empty(int((symbols >> 16 & 0xFFFF).sum()), dtype=torch.int64)
-    _repeat(symbols.numpy(), slots.numpy())
-    return slots
+    """``Code.slots`` in a row, in memory that this thread uses again: 0.04 ms for 20 tables, new memory takes 0.3."""
+    size = int((symbols >> 16 & 0xFFFF).sum())
+    if len(getattr(_used, "slots", ())) < size:
+        _used.slots = torch.empty(size, dtype=torch.int64)
+    _repeat(symbols.numpy(), _used.slots.numpy())
+    return _used.slots[:size]
 
 
 @compiled()
