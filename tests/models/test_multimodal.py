@@ -50,10 +50,14 @@ def test_generate_reads_images_from_a_compressed_cache(make):
     if make is gemma3:
         given["token_type_ids"] = (given["input_ids"] == IMAGE).long()
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    exact = torch.stack(model.generate(**given, **options).logits)
+    exact = model.generate(**given, **options)
     for preset, most in ((presets.fp16(), 1e-6), (presets.best(4.0, 1 << 20, 1, block=8), 1e-3)):
         compressor = calibrate(model, TOKENS, preset, progress=False)
         cache = compressor.new_cache(model)
-        read = torch.stack(model.generate(**given, **options, past_key_values=cache).logits)
-        assert token_kl(exact, read).mean() < most and cache.report().seq_len == 51
+        read = model.generate(**given, **options, past_key_values=cache)
+        kl = token_kl(*(torch.stack(out.logits) for out in (exact, read)))
+        alike = (
+            (exact.sequences == read.sequences)[:, 39:-1].cumprod(dim=1).bool().T
+        )  # until a near tie parts the texts
+        assert kl[alike].mean() < most and alike[:4].all() and cache.report().seq_len == 51
     assert compressor.settings.pre_rope is (make is not qwen2_vl)
