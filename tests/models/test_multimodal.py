@@ -56,8 +56,6 @@ def test_generate_reads_images_from_a_compressed_cache(make):
         cache = compressor.new_cache(model)
         read = model.generate(**given, **options, past_key_values=cache)
         kl = token_kl(*(torch.stack(out.logits) for out in (exact, read)))
-        alike = (
-            (exact.sequences == read.sequences)[:, 39:-1].cumprod(dim=1).bool().T
-        )  # until a near tie parts the texts
+        alike = (exact.sequences == read.sequences)[:, 39:-1].cumprod(dim=1).bool().T  # until a near tie
         assert kl[alike].mean() < most and alike[:4].all() and cache.report().seq_len == 51
     assert compressor.settings.pre_rope is (make is not qwen2_vl)
