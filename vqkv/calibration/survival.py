@@ -13,6 +13,7 @@ from vqkv.runtime.checks import whole_blocks
 TOKENS = 256
 LITTLE, MUCH = 0.1, 0.5  # lost shares of the variance that are nobody's ruin, and somebody's at any number of bits
 WORSE = 16  # times 4^-bits: the share of variance that may be lost; what survives loses less than a quarter of it
+FEWEST_BITS = 0.5  # below which no preset is known to survive
 CONSTANT = 2.0**-18  # of the mean square: a variance below is rounding
 
 
@@ -49,12 +50,14 @@ def _message(name: str, layer: int, role: str, x: torch.Tensor, bits: float, los
     return (
         f"{name} loses {min(lost, 1):.0%} of the variance of the {role}s of layer {layer} at {bits:.3g} bits: channel "
         f"{channel} of KV head {head} has mean {mean[head, channel]:.3g}, the median spread is {spread.median():.3g}. "
-        f"Use a preset that subtracts channel means: {_survivors(bits, x.shape[1] * x.shape[3])}"
+        f"Use {_remedy(bits, x.shape[1] * x.shape[3])}"
     )
 
 
-def _survivors(bits: float, width: int) -> str:
+def _remedy(bits: float, width: int) -> str:
     """Presets that subtract channel means, with no more bits; ``best`` has room for text unlike the calibration's."""
+    if bits < FEWEST_BITS:
+        return "more bits"
     group = min(1024, width & -width)
     fitting = [f"higgs({n})" for n in (4, 3, 2) if n + 16 / group <= bits]
-    return " or ".join([f"best({0.75 * bits:.2g})", *fitting[:1]])
+    return "a preset that subtracts channel means: " + " or ".join([f"best({0.75 * bits:.2g})", *fitting[:1]])
