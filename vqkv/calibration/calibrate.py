@@ -20,8 +20,9 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.identity import identity
 from vqkv.models.layers import encoder_reads
-from vqkv.models.load import describe, fingerprint, layer_devices
+from vqkv.models.load import describe, layer_devices
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.runtime.processes import current
@@ -144,7 +145,7 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
 
 def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
     alike = torch.equal(captured.tokens, tokens) and captured.post_rope != preset.pre_rope
-    if not alike or captured.weights != fingerprint(model):
+    if not alike or captured.weights != identity(model):
         raise DataError(
             "captured holds other tokens, keys on the other side of RoPE, or those of a model with other weights: "
             "capture the tokens with this model, for this preset"

@@ -13,7 +13,8 @@ from vqkv.calibration.costs import fisher_metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, fingerprint
+from vqkv.models.identity import identity
+from vqkv.models.load import describe
 from vqkv.runtime.processes import current
 
 REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
@@ -61,7 +62,7 @@ class CapturedTokens(Spill):
     def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
         super().__init__(folder)
         self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
-        self.about, self.weights = describe(model), fingerprint(model)
+        self.about, self.weights = describe(model), identity(model)
         self._metrics: dict[Place, Tensor] | None = None
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
