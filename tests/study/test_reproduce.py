@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 import sweep_cases as cases
 
+from vqkv.runtime.machine import processor
 from vqkv.study import reproduce, sweep
 
 KEPT = pd.DataFrame({"system": ["a", "a", "b"], "bits": [1, 2, 2], "kl": [0.5, 0.25, math.nan], "kl_each": "0.1"})
@@ -41,7 +42,9 @@ def test_a_sweep_hands_over_the_one_case_that_was_chosen(tmp_path):
 
 def test_a_stored_table_comes_out_again_and_one_that_fails_is_named(monkeypatch):
     found = reproduce.again("18_stages", seed=0)
-    assert found["case"] == "all" and found["rows"] == 192 and found["difference"] < reproduce.SIX_DIGITS
+    same = found["device"].startswith(processor())  # another kind rounds sums differently: 8e-5 between two here
+    assert found["case"] == "all" and found["rows"] == 192
+    assert found["difference"] < (reproduce.SIX_DIGITS if same else 2e-4)
     record = reproduce.provenance("18_stages") | {"function": "vqkv.study.experiments.nothing"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
     found = reproduce.again("18_stages", seed=0)

@@ -32,8 +32,8 @@ _registering = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class PassHook:
-    """On a model for good, as hooks that come and go race with passes of other threads: calls ``method`` of each of our
-    caches that a pass is given."""
+    """On a model for good, as hooks that come and go race with passes of other threads: calls ``method`` of each of
+    this model's caches that a pass is given."""
 
     method: str
 
@@ -42,8 +42,14 @@ class PassHook:
         """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
         for given in (*args, *(kwargs or {}).values()):
             for cache in (given, *_both(given)):
-                if isinstance(cache, CompressedCache) and hasattr(cache, self.method):
+                own = isinstance(cache, CompressedCache) and cache.model()  # a copied model has copies of its hooks
+                if own and module in (own, _first_module(own)) and hasattr(cache, self.method):
                     getattr(cache, self.method)(module, args, kwargs)
+
+
+def _first_module(model):
+    """The module that gets a pass's mask and positions."""
+    return model.get_decoder() if model.config.is_encoder_decoder else model.base_model
 
 
 def watch(method: str, hooks: dict, register: Callable, **options) -> None:
@@ -118,7 +124,7 @@ class CompressedCache(Cache):
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
-        module = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+        module = _first_module(model)
         watch("see", module._forward_pre_hooks, module.register_forward_pre_hook)
 
     def _note_model(self) -> None:

@@ -21,7 +21,7 @@ ENCODE = {  # sub-vectors of a program, codes of a tile, codes that fold into on
     "long": {"block_m": 32, "block_c": 64, "fold": 8, "unroll": 1, "num_warps": 4, "num_stages": 2},
 }
 FEW = 256 * 132  # sub-vectors: fewer than one program of "many" for each multiprocessor of an H100
-SHORT, MEDIUM, LONGEST = 32, 64, 256  # channels: the most of "many", of "few", and that registers hold
+LEAST, SHORT, MEDIUM, LONGEST = 8, 32, 64, 256  # channels: "many" from, to; the most of "few", and of registers
 MAX_WORDS = 32  # 32-bit words of a row's string that fit in registers; longer ones are packed by a second kernel
 
 
@@ -55,7 +55,8 @@ def _tile(x: Tensor) -> dict[str, int]:
     groups, dim = triton.next_power_of_2(x.shape[-2]), x.shape[-1]
     if dim > SHORT:
         return ENCODE["long" if dim > MEDIUM else "few"]
-    few = x.shape[:-2].numel() * groups < FEW and groups <= ENCODE["few"]["block_m"]
+    small = x.shape[:-2].numel() * groups < FEW or dim < LEAST  # strings of short vectors take registers
+    few = small and groups <= ENCODE["few"]["block_m"]
     return ENCODE["few" if few else "many"]
 
 
