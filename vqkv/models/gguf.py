@@ -53,8 +53,9 @@ def dequantized(file: Path) -> Path:
     Raises ``FormatError`` for a file that transformers cannot read and for a folder that was altered, ``DataError``
     without room for the folder.
     """
-    digest = _hash(file, hashlib.sha256()).hexdigest()[:16]
-    folder = cache_folder("models") / f"{file.stem}-{digest}"
+    with open(file, "rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -111,13 +112,6 @@ def _altered(folder: Path) -> str | None:
     except (OSError, ValueError):
         return CHECKS
     return next((name for name, crc in checks.items() if _crc32(folder / name) != crc), None)
-
-
-def _hash(file: Path, digest):
-    with open(file, "rb") as data:
-        while block := data.read(CHUNK):
-            digest.update(block)
-    return digest
 
 
 def _crc32(file: Path) -> int | None:

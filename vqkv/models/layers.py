@@ -3,10 +3,10 @@
 import inspect
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,8 +31,7 @@ LAYERS = (  # transformers' own, that are known
 )  # fmt: skip
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
-_encoder_inputs: ContextVar[tuple | None] = ContextVar("vqkv_encoder_inputs", default=None)  # model, tokens, and what
-# its encoder reads in this thread
+_thread = threading.local()  # encoder_inputs: a model, tokens, and what its encoder reads beside them
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -141,7 +140,7 @@ def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return {"input_ids": tokens}
     read = tokens
-    if (own := _encoder_inputs.get()) and own[0] is model:
+    if (own := getattr(_thread, "encoder_inputs", None)) and own[0] is model:
         _, known, given = own
         rows = [(known[:, : len(row)] == row).all(1).nonzero()[0, 0] for row in tokens.to(known.device)]
         read = given[torch.stack(rows).to(given.device)].to(model.device)
@@ -164,8 +163,8 @@ def encoder_reads(model, tokens: Tensor, given: Tensor | None) -> Iterator[None]
         if len(tokens.unique(dim=0)) < len(tokens):
             raise DataError("two rows of tokens are equal, so that it is open what the encoder reads: leave one out")
         kv_layers(model)  # which asks with other tokens
-    before = _encoder_inputs.set(None if given is None else (model, tokens, given))
+    _thread.encoder_inputs = None if given is None else (model, tokens, given)
     try:
         yield
     finally:
-        _encoder_inputs.reset(before)
+        _thread.encoder_inputs = None
