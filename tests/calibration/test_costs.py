@@ -131,10 +131,10 @@ def test_errors_of_turned_keys_cost_as_much_in_other_directions(llama):
         assert torch.allclose(metric, after[place], rtol=1e-3) == (place[0] == "value")
 
 
-def test_a_place_costs_what_replacing_it_alone_does(model):
-    """Cost over error is the KL with what the codec restores there, over the error of that."""
-    compressor = calibrate(model, TOKENS, PRESET, progress=False)
-    found, tokens = cost_curves(model, compressor, TOKENS[:2]), TOKENS[:2]
+def test_a_place_costs_about_what_replacing_it_alone_does(model):
+    """The KL of a pass with what the codec restores at one place."""
+    compressor, tokens = calibrate(model, TOKENS, PRESET, progress=False), TOKENS
+    found = cost_curves(model, compressor, tokens, fisher_metrics(model, tokens))
     assert set(found) == set(places(model))
     for (role, layer), curve in found.items():
         exact = capture(model, tokens)[("key", "value").index(role)][layer]
@@ -148,11 +148,11 @@ def test_a_place_costs_what_replacing_it_alone_does(model):
         measured = cost(model, (role, layer), change, tokens)
         rates, error = codec.rates(rows), (restored - rows).double().square().mean()
         assert torch.equal(curve[:, 0], rates[:, 0]) and measured > 1e-5
-        torch.testing.assert_close(curve[:, 1], rates[:, 1] * measured / error, rtol=2e-2, atol=0)
+        assert 1 / 3 < (curve[:, 1] / (rates[:, 1] * measured / error)).mean() < 3, (role, layer)
 
 
 def test_codecs_that_cannot_trade_bits_are_named(llama):
     for preset, message in ((presets.fp16(), "Fp16 of .*cannot trade"), (presets.higgs(2), "Grid cannot trade")):
         compressor = calibrate(llama, TOKENS, preset, progress=False)
         with pytest.raises(DataError, match=message):
-            cost_curves(llama, compressor, TOKENS[:2])
+            cost_curves(llama, compressor, TOKENS[:2], fisher_metrics(llama, TOKENS[:2]))

@@ -85,7 +85,9 @@ def test_what_is_read_back_while_learning_is_what_a_cache_gives_later_and_anothe
     if not codec.ready:
         with pytest.raises(RuntimeError, match="not fitted"):
             codec.quantize_dequantize(x)
-        before = codec.partial_fit(x).partial_fit(x * 2 + 1).quantize_dequantize(x)
+        for _ in range(codec.passes):
+            codec.partial_fit(x).partial_fit(x * 2 + 1).end_pass()
+        before = codec.quantize_dequantize(x)
         twin.prepare(HEADS, HEAD_DIM)
         load_learned(twin, codec.state_dict())
         assert torch.equal(twin.quantize_dequantize(x), before)

@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.calibration.survival import warn_if_destroyed
-from vqkv.calibration.together import finish, learn
+from vqkv.calibration.together import end_pass, finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
@@ -132,13 +132,20 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
             for role, codec in zip(ROLES, pair, strict=True):
                 codec.weigh(found[role, layer])
     batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
-    bar = tqdm(batches, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
-    for number, batch in enumerate(bar):
+    passes = max(codec.passes for codec in codecs)
+    bar = tqdm(
+        total=passes * len(batches), desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True
+    )
+    for number_of_pass, (number, batch) in product(range(passes), enumerate(batches)):
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
             keys, values = capture(model, current().share(batch), post_rope=not preset.pre_rope)
-        learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer])
+        learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer], number_of_pass)
+        if number == len(batches) - 1:
+            end_pass(codecs, number_of_pass)
+        bar.update()
+    bar.close()
     finish(codecs, [device for device in layer_devices(model) for _ in ROLES])
     return pairs
 

@@ -8,15 +8,13 @@ from torch import Tensor
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.layers import door, inputs, kv_layers
 from vqkv.models.rope import rotations
-from vqkv.models.rotation import Rotation
 from vqkv.runtime.checks import whole_blocks
 
-FISHER_SEQS, FISHER_TOKENS = 8, 1024  # of a sequence: a backward pass keeps all activations
-COST_TOKENS = 1024  # of a sequence, for each place again
+FISHER_SEQS, FISHER_TOKENS = 8, 512  # of a sequence: a backward pass keeps all activations, and takes two forward ones
+COST_TOKENS = 1024  # of a sequence that errors are measured on
 
 
 def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
@@ -60,49 +58,31 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
 
 
 @torch.no_grad()
-def cost_curves(model, compressor, tokens: Tensor) -> dict[Place, Tensor]:
-    """For each place, float64 (n, 2): bits a value, and the KL in nats that its error alone is expected to cost on
-    ``tokens`` (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. The KL is measured with what
-    ``compressor`` restores, and goes with the squared error from there. Raises ``DataError`` for codecs that are no
-    chain, or whose bits cannot be chosen."""
-    tokens = tokens[:, :COST_TOKENS].to(model.device)
-    settings, found = compressor.settings, {}
-    exact = model(**inputs(model, tokens), use_cache=False).logits
-    turns = rotations(model) if settings.pre_rope else [None] * len(kv_layers(model))
-    for place, codec, rows, restored in restored_places(model, compressor, tokens):
+def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor]) -> dict[Place, Tensor]:
+    """For each place, float64 (n, 2): bits a value, and the KL in nats that its error is expected to cost on ``tokens``
+    (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. An error e of a head costs e' F e / 2,
+    with F from ``metrics`` (``fisher_metrics``), for what ``compressor`` restores, and goes with the squared error from
+    there: no pass of the model for each place. Raises ``DataError`` for codecs that are no chain, or whose bits cannot
+    be chosen."""
+    found = {}
+    for place, codec, rows, error in restored_places(model, compressor, tokens[:, :COST_TOKENS].to(model.device)):
         if not isinstance(codec, Chain):
             raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
         curve, vectors = codec.rates(rows), codec.vectors(rows)
-        error = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
-        cache = door(model, _substituting(place, restored, settings.sink_tokens, turns[place[1]]))
-        logits = model(**inputs(model, tokens), past_key_values=cache, use_cache=True).logits
-        kl = token_kl(exact, logits).mean().item()
-        found[place] = torch.stack([curve[:, 0], curve[:, 1] * (max(kl, 0.0) / error if error else 0.0)], dim=1)
+        squared = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
+        weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[place].to(error), error)
+        cost = weighted.double().mean().item() / 2
+        found[place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
     return found
 
 
 def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
-    """For each place: its codec, what that was given, and what is read back of the tokens after the sinks."""
+    """For each place: its codec, what that was given, and the error of what is read back of the tokens after the
+    sinks."""
     known, sinks = compressor.new_pass(), compressor.settings.sink_tokens
     keys, values = capture(model, tokens, post_rope=not compressor.settings.pre_rope)
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         for coder, x in zip(compressor.coders[layer], pair, strict=True):
             x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
             rows = x if coder.prediction is None else x - coder.prediction(known, x)
-            yield coder.place, coder.codec, rows, coder.through(x, known)
-
-
-def _substituting(place: Place, restored: Tensor, start: int, turn: Rotation | None):
-    """For a ``Door``: attention reads ``restored`` at one place, from the token ``start`` on; keys turn by ``turn``."""
-    role, layer = place
-    read = restored if role == "value" or turn is None else turn.turned(restored, start)
-
-    def see(layer_idx: int, keys: Tensor, values: Tensor):
-        if layer_idx != layer:
-            return None
-        pair = dict(zip(ROLES, (keys, values), strict=True))
-        x = pair[role].clone()
-        x[:, :, start : start + read.shape[2]] = read.to(x)
-        return tuple((pair | {role: x}).values())
-
-    return see
+            yield coder.place, coder.codec, rows, coder.through(x, known) - x

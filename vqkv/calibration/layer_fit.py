@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from vqkv.calibration.cross_fit import cross_fit, folds_of
 from vqkv.calibration.spill import CapturedTokens, Spill
-from vqkv.calibration.together import agree, finish, learn
+from vqkv.calibration.together import agree, end_pass, finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
 from vqkv.kernels.precision import full_precision
@@ -32,7 +32,7 @@ def fit_layers(
     for place in (place for place, codec in codecs.items() if codec.weighted):
         codecs[place].weigh(trial.metrics[place])
     block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
-    readers = last_readers({place: each for place, each in plans.items() if each.predictor is not None})
+    readers = last_readers({place: each for place, each in plans.items() if each.predictor and each.predictor.learns})
     with Spill(captured.folder) as restored, full_precision(torch.device(device)):
         fitting = LayerFit(captured, restored, plans, readers, preset.sink_tokens, block, device)
         for place, role_plan in tqdm(
@@ -58,6 +58,8 @@ class LayerFit:
 
     def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
         """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
+        if plan.predictor is not None and not plan.predictor.learns:
+            return Prediction(plan.predictor, plan.sources)  # of a place that stores nothing
         prediction, by_fold = None, []
         if plan.cross_fitted:
             if found := cross_fit(self._samples(place, plan.sources, folds=True)):
@@ -81,13 +83,15 @@ class LayerFit:
         return prediction
 
     def _fit_codec(self, coder: PredictiveCodec, by_fold: list[Prediction]) -> None:
-        for number, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
-            if coder.codec.ready:
-                return
-            predicted = self._predicted(coder, by_fold, number, x, known)
-            learn([coder.codec], [x if predicted is None else x - predicted])
-            if not coder.codec.learns:
-                break
+        if coder.codec.ready:
+            return
+        for number_of_pass in range(coder.codec.passes):
+            for number, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
+                predicted = self._predicted(coder, by_fold, number, x, known)
+                learn([coder.codec], [x if predicted is None else x - predicted], number_of_pass)
+                if not coder.codec.learns:
+                    break
+            end_pass([coder.codec], number_of_pass)
         finish([coder.codec], [self.device])
 
     def _predicted(self, coder: PredictiveCodec, by_fold: list[Prediction], number: int, x: Tensor, known: Known):

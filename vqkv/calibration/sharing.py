@@ -45,7 +45,7 @@ class ModelTrial:
         codecs, predictions = fit_layers(preset, plan, self.captured, self, self.model.device, progress=False)
         settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
         compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
-        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS])
+        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], self.metrics)
         mine = save({f"{layer}.{role}": curve.cpu() for (role, layer), curve in found.items()})
         first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
         return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}

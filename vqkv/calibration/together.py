@@ -17,11 +17,12 @@ def _owned(count: int, rank: int) -> range:
     return range(rank, count, current().count)
 
 
-def learn(codecs: Sequence[Codec], batch: Sequence[Tensor]) -> None:
-    """One learning step of every codec that is not ready, of whose batch each process gives its share."""
+def learn(codecs: Sequence[Codec], batch: Sequence[Tensor], number_of_pass: int = 0) -> None:
+    """One learning step of every codec that is not ready, in one of its passes, of whose batch each process gives its
+    share."""
     processes, mine = current(), {}
     for number, (codec, x) in enumerate(zip(codecs, batch, strict=True)):
-        if codec.ready:
+        if codec.ready or number_of_pass >= codec.passes:
             continue
         codec_batch = processes.rows(x)  # all of them, before any process begins to compute
         if number % processes.count == processes.rank:
@@ -30,6 +31,13 @@ def learn(codecs: Sequence[Codec], batch: Sequence[Tensor]) -> None:
             codec.prepare(x.shape[1], x.shape[3])
     for codec, x in mine.items():
         codec.partial_fit(x)
+
+
+def end_pass(codecs: Sequence[Codec], number_of_pass: int) -> None:
+    """Conclude a pass of this process's codecs."""
+    for number in _owned(len(codecs), current().rank):
+        if not codecs[number].ready and number_of_pass < codecs[number].passes:
+            codecs[number].end_pass()
 
 
 def finish(codecs: Sequence[Codec], devices: Sequence[torch.device]) -> None:

@@ -25,6 +25,7 @@ class Codec(Part):
     ready: bool = False
     by_head: bool = False  # whether it serves just as many KV heads as it was fitted on
     learns: bool = False  # whether more than the first batch has anything to teach it
+    passes: int = 1  # how often it is to see all batches
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``, before it learns
 
     def weigh(self, metric: Tensor) -> None:
@@ -32,10 +33,13 @@ class Codec(Part):
 
     def fit(self, x: Tensor) -> "Codec":
         """Learn from one batch and freeze. Raises ``DataError`` for bad values or too few of them."""
-        return self.partial_fit(x).finalize()
+        for _ in range(self.passes):
+            self.partial_fit(x).end_pass()
+        return self.finalize()
 
     def partial_fit(self, x: Tensor) -> "Codec":
-        """Learn from one batch of a stream, without what is left of a block: the first call initialises."""
+        """Learn from one batch of a stream, without what is left of a block: the first call initialises. The stream is
+        to be gone through ``passes`` times, with ``end_pass`` after each."""
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
         values = self._checked(whole_blocks(x, self.tokens_per_row), math.inf)
@@ -43,6 +47,9 @@ class Codec(Part):
         with full_precision(values.device):
             self._partial_fit(values)
         return self
+
+    def end_pass(self) -> None:
+        """Conclude one of ``passes``."""
 
     def finalize(self) -> "Codec":
         """Freeze what was learned in the precision it is stored in."""

@@ -9,13 +9,15 @@ from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
 from vqkv.kernels.precision import by_rows
 
+ROWS = 4096  # tokens whose products are summed in fp32
+MANY = 1024  # channels, from which on components in fp64 take twice as long and gain nothing
 LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still be read by the next one
 
 
 @dataclass(eq=False)
 class PCA(Stage):
-    """Turn the last axis to the principal components of the first batch (Karhunen-Loeve transform), which makes
-    channels uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
+    """Turn the last axis to the principal components of all batches (Karhunen-Loeve transform), which makes channels
+    uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
     (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
 
     ``weighted``: where ``weigh`` was told what an error costs, channels are scaled first so that equal errors cost
@@ -26,6 +28,7 @@ class PCA(Stage):
     weighted: bool = False
     rank: int = 0
     by_head = True
+    learns_first = True
     limits = {"rank": (0, 1 << 24)}
 
     def __post_init__(self):
@@ -34,6 +37,7 @@ class PCA(Stage):
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self._shape = (shape[0], shape[-1], shape[-1])
+        self._count, self._moment = 0, torch.zeros(self._shape, dtype=torch.float64)
         self.register_buffer("matrix", None)
         self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
         return *shape[:-1], min(self.rank or shape[-1], shape[-1])
@@ -44,21 +48,27 @@ class PCA(Stage):
         self._metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
-        """Learn from the first batch. Raises ``DataError`` for fewer tokens than channels in it, if nothing was said
-        about costs that it is to weigh, or of other channels."""
-        if self.matrix is not None:
-            return
-        rows = x.transpose(0, 1).flatten(1, -2).double()
-        count, channels = rows.shape[1], self._shape[-1]
-        if count < channels:
+        """Sum up second moments."""
+        rows = x.transpose(0, 1).flatten(1, -2).float()
+        self._count += rows.shape[1]
+        for some in rows.split(ROWS, dim=1):
+            self._moment = self._moment.to(x.device) + (some.mT @ some).double()
+
+    def settle(self) -> None:
+        """Find the components. Raises ``DataError`` for fewer tokens than channels, or if nothing was said about costs
+        that it is to weigh."""
+        channels = self._shape[-1]
+        if self._count < channels:
             raise DataError(
-                f"principal components of {channels} channels from {count} tokens: put at least as many into the first "
-                "batch, better 16 times as many (more or longer sequences, a larger batch_size), or leave heads apart"
+                f"principal components of {channels} channels from {self._count} tokens: calibrate on at least as "
+                "many, better 16 times as many (more or longer sequences), or use a preset that leaves heads apart"
             )
-        moment = rows.mT @ rows
-        scale = self._scale(moment.device)
-        _, basis = torch.linalg.eigh(scale @ moment @ scale)
-        self.matrix = (scale @ basis.flip(-1))[..., : self.rank or channels].half()
+        scale = self._scale(self._moment.device)
+        moment = scale @ (self._moment / self._count) @ scale if self.weighted else self._moment / self._count
+        _, basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)
+        self.matrix = (scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)).half()
+        self.matrix = self.matrix[..., : self.rank or channels].clone()
+        self._moment = self._moment.new_zeros(0)
 
     def keep(self, count: int) -> None:
         """The strongest components, unless they are weighted: these are not orthogonal, and each tells the others'."""
@@ -72,9 +82,8 @@ class PCA(Stage):
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
         """y @ the inverse of the matrix as stored, or some channels of it."""
         if self.inverse is None:
-            matrix = self.matrix.double()
-            square = matrix.shape[-1] == matrix.shape[-2]
-            self.inverse = (torch.linalg.inv(matrix) if square else torch.linalg.pinv(matrix)).float()
+            matrix = self.matrix.double() if self.matrix.shape[-1] <= MANY else self.matrix.float()
+            self.inverse = torch.linalg.solve(matrix.mT @ matrix, matrix.mT).float()
         return self._times(y[..., : self.inverse.shape[-2]], self.inverse[..., channels])
 
     def _scale(self, device) -> Tensor:

@@ -36,6 +36,7 @@ class Chain(Codec):
         self._stages, self._parts = (*self.stages,), (*self.stages, self.quantizer)  # faster to go through than modules
         self._viewed = all(type(stage).kernel_view_before is not Stage.kernel_view_before for stage in self._stages)
         self.stages = nn.ModuleList(self.stages)
+        self._pass = 0
         self.tokens_per_row = math.prod([stage.tokens_per_row for stage in self._stages])
         stored = [name for part in self._parts for name in part.side_fields]
         if len(set(stored)) < len(stored):
@@ -46,6 +47,10 @@ class Chain(Codec):
     @property
     def learns(self) -> bool:
         return any(part.learns for part in self._parts)
+
+    @property
+    def passes(self) -> int:
+        return len(self._learners())
 
     @property
     def weighted(self) -> bool:
@@ -78,11 +83,24 @@ class Chain(Codec):
             shape = part.build(shape)
 
     def _partial_fit(self, x: Tensor) -> None:
-        learning = [i for i, part in enumerate(self._parts) if part.learns]
+        learning = self._learners()[self._pass]
         for i, part in enumerate(self._parts[: max(learning, default=-1) + 1]):  # those after it need not run
-            part.partial_fit(x)
+            if i in learning:
+                part.partial_fit(x)
             if i < learning[-1]:
                 x, _ = part.encode(x)
+
+    def end_pass(self) -> None:
+        for i in self._learners()[self._pass]:
+            self._parts[i].settle()
+        self._pass += 1
+
+    def _learners(self) -> list[list[int]]:
+        """The parts that learn in each pass: up to the last that ``learns_first`` one by one, then the others."""
+        learning = [i for i, part in enumerate(self._parts) if part.learns]
+        last = max((i for i in learning if self._parts[i].learns_first), default=-1)
+        rest = [i for i in learning if i > last]
+        return [[i] for i in learning if i <= last] + ([rest] if rest or last < 0 else [])
 
     def _finalize(self) -> None:
         for part in self._parts:

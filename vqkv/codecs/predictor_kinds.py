@@ -28,6 +28,8 @@ class Predictor(Part):
     """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored.
     Subclasses write ``layout``, ``_fit`` and ``_predict``."""
 
+    learns = True
+
     def fit(self, samples: Samples) -> "Predictor":
         """Learn from a stream of x (n, in_features), y (n, out_features), and freeze. ``samples()`` starts a fresh
         pass, each the same; one batch is held at a time. Raises ``DataError`` for weights beyond fp16."""
@@ -47,8 +49,8 @@ class Predictor(Part):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
-    @abstractmethod
-    def _fit(self, samples: Samples) -> None: ...
+    def _fit(self, samples: Samples) -> None:
+        """Learn; nothing to do by default."""
 
     @abstractmethod
     def _predict(self, x: Tensor) -> Tensor: ...
@@ -200,13 +202,12 @@ class MLP(Predictor):
 
 @dataclass(eq=False)
 class Copy(Predictor):
-    """y as x is: whole-layer sharing. Nothing is learned."""
+    """y as x is: whole-layer sharing."""
+
+    learns = False
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         return {}
-
-    def _fit(self, samples: Samples) -> None:
-        """Nothing to learn."""
 
     def _predict(self, x: Tensor) -> Tensor:
         return x
@@ -218,13 +219,11 @@ class Slice(Predictor):
 
     start: int = 0
     size: int = 1
+    learns = False
     limits = {"start": (0, MANY), "size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         return {}
-
-    def _fit(self, samples: Samples) -> None:
-        """Nothing to learn."""
 
     def _predict(self, x: Tensor) -> Tensor:
         return x[..., self.start : self.start + self.size]

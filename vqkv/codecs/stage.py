@@ -21,6 +21,7 @@ class Stage(Part):
     tokens_per_row: int = 1
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
+    learns_first: bool = False  # whether it learns from all batches before what comes after it begins
 
     @property
     def learns(self) -> bool:
@@ -33,6 +34,9 @@ class Stage(Part):
 
     def partial_fit(self, x: Tensor) -> None:
         """Learn from one batch; nothing to learn by default."""
+
+    def settle(self) -> None:
+        """Conclude what all batches taught, where it ``learns_first``."""
 
     def finalize(self) -> None:
         """Freeze what was learned; nothing by default."""
