@@ -60,7 +60,8 @@ def test_what_the_model_itself_says_is_computed_once(mini, tokens, one_bit, prot
     try:
         exact(tokens)
         assert not passes and len(exact(tokens[:2])[0]) == 2 and len(passes) == 1
-        exact(tokens[:1])  # two are remembered
+        exact.most_bytes = 1  # nothing has room
+        exact(tokens[:1])
         exact(tokens)
         assert len(passes) == 3
     finally:
@@ -74,7 +75,7 @@ def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
     monkeypatch.setattr(
         "vqkv.evaluation.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw)
     )
-    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], entries=0)
+    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], most_bytes=0)
     expected = vqkv.capture(mini[0], tokens, post_rope=post_rope)
     for _ in range(2):
         for role, wanted in zip(exact.keys_and_values(tokens, post_rope), expected, strict=True):

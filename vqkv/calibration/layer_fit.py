@@ -98,9 +98,11 @@ class LayerFit:
         """What the prediction says of a batch: of each fold, if there are any, the one that has not seen it."""
         if not by_fold:
             return None if coder.prediction is None else coder.prediction(known, x)
-        every = torch.stack([prediction(known, x) for prediction in by_fold])
-        fold = self._folds(number, x)[None, :, None, :, None]
-        return every.gather(0, fold.expand(1, *x.shape))[0]
+        rows, fold = inputs(known, by_fold[0].sources, x), self._folds(number, x)
+        predicted = side_by_side(torch.empty_like(x))
+        for number, prediction in enumerate(by_fold):
+            predicted[fold == number] = prediction.predictor(rows[fold == number])
+        return predicted.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
 
     def _folds(self, number: int, x: Tensor) -> Tensor:
         """Of this process's share x of a batch."""

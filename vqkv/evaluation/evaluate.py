@@ -19,7 +19,7 @@ PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
 ROLES_MSE = ("key_mse", "value_mse")
 TAIL = (1 - 0.95) / 2  # on each side of an interval
-LOGITS = 1 << 30  # of all tokens of a batch; a comparison needs several times their bytes
+LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Tensor]  # what one batch adds to a row
 NOTHING_LEFT = (
     "nothing is left to score behind the tokens that read nothing packed: use longer sequences, or a smaller window or "
@@ -63,7 +63,7 @@ def evaluate(
     returns the same row. Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score,
     or too few for any packed token to be read.
     """
-    exact = ExactPass(model, entries=1) if exact is None else exact
+    exact = ExactPass(model) if exact is None else exact
     model = exact.model if model is exact.given else model
     _check_arguments(model, compressor, tokens, protocol, answers, exact)
     if batch_size is None:

@@ -17,17 +17,17 @@ from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.plain import evaluating
 
-REMEMBERED = 1 << 28  # bytes of what is made of one batch: more is computed again
+REMEMBERED = 1 << 31  # bytes
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32, read in pieces": torch.float32}
 
 
 class ExactPass:
-    """Logits, attention outputs, keys and values of ``model`` without any compression, each of the last ``entries``
-    batches of tokens remembered. Make another one when the model has changed; what is returned is not to be changed."""
+    """Logits, attention outputs, keys and values of ``model`` without any compression, the latest
+    ``most_bytes`` of them remembered. Make another one when the model has changed; do not change what is returned."""
 
-    def __init__(self, model, entries: int = 2):
-        self.given, self.model, self.entries = model, evaluating(model), entries
-        self._held: dict[str, list[tuple[Tensor, tuple]]] = {}  # kind -> (tokens, what was made of them), oldest first
+    def __init__(self, model, most_bytes: int = REMEMBERED):
+        self.given, self.model, self.most_bytes = model, evaluating(model), most_bytes
+        self._held: list[tuple[str, Tensor, tuple]] = []  # kind, tokens, what was made of them; oldest first
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
@@ -40,12 +40,12 @@ class ExactPass:
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
             return logits, attention
 
-        return self._remembered("logits", tokens, compute)
+        return self.remembered("logits", tokens, compute)
 
     def keys_and_values(self, tokens: Tensor, post_rope: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
         kind = "keys after RoPE" if post_rope else "keys before RoPE"
-        return self._remembered(kind, tokens, lambda: capture(self.model, tokens, post_rope=post_rope))
+        return self.remembered(kind, tokens, lambda: capture(self.model, tokens, post_rope=post_rope))
 
     def floor(self, tokens: Tensor, pieces: list[int]) -> Tensor:
         """KL (batch, seq_len) between the model and itself with an fp16 cache that is read in these pieces."""
@@ -53,18 +53,17 @@ class ExactPass:
         def compute() -> tuple:
             return (floor_kl(self.model, self(tokens)[0], tokens, pieces, torch.float16),)
 
-        return self._remembered(f"floor of {pieces}", tokens, compute)[0]
+        return self.remembered(f"floor of {pieces}", tokens, compute)[0]
 
-    def _remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
+    def remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
         """``compute()``, or what it was for the same tokens."""
-        held = self._held.setdefault(kind, [])
-        for known, found in held:
-            if torch.equal(known, tokens):
+        for known_kind, known, found in self._held:
+            if kind == known_kind and torch.equal(known, tokens):
                 return found
         found = compute()
-        if self.entries and tensor_bytes(found) <= REMEMBERED:
-            del held[: len(held) - self.entries + 1]
-            held.append((tokens.clone(), found))
+        self._held.append((kind, tokens.clone(), found))
+        while sum(tensor_bytes(made) for _, _, made in self._held) > self.most_bytes:
+            self._held.pop(0)
         return found
 
 

@@ -8,7 +8,6 @@ import pandas as pd
 
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.exact import ExactPass
 from vqkv.study.experiments.common import draw, frame, loaded, subject
 from vqkv.study.experiments.frontier import fitted_system
 from vqkv.study.sweep import per_process, sweep
@@ -96,9 +95,9 @@ def _rows(
 def _held_out(name: str, dtype: str, device: str, corpus: str, size: list[int], seed: int):
     """Tokens to read, their source, and the model's own pass over them, which all systems share."""
     sources = {}
-    model, tokenizer, *_ = loaded(name=name, dtype=dtype, device=device)
+    _, tokenizer, _, exact = loaded(name=name, dtype=dtype, device=device)
     tokens = draw(corpus, tokenizer, "test", size[1], size[0], seed, sources)
-    return tokens, sources, ExactPass(model, entries=-(-size[0] // 8))  # evaluate's batches
+    return tokens, sources, exact
 
 
 def across_domains(table: pd.DataFrame) -> pd.DataFrame:

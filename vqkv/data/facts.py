@@ -1,0 +1,133 @@
+"""Facts hidden in text, and questions after them: what a chat model answers from its cache, at known distances."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vqkv.errors import DataError
+
+DIGITS = 5  # of a fact's number
+STEMS = (  # a question repeats the beginning of its fact's sentence
+    "The postal code of {place} is",
+    "The number of visitors to the museum in {place} is",
+    "The telephone number of the library in {place} is",
+    "The population of the village of {place} is",
+    "The seed of the experiment in {place} is",
+    "The invoice number of the order from {place} is",
+    "The locker number at the station in {place} is",
+    "The distance in meters to the bridge of {place} is",
+)
+PLACES = (
+    "Lisbon", "Oslo", "Prague", "Vienna", "Dublin", "Athens", "Warsaw", "Helsinki", "Madrid", "Rome", "Paris", "Berlin",
+    "London", "Geneva", "Naples", "Milan", "Seville", "Porto", "Bergen", "Zurich", "Munich", "Hamburg", "Cologne",
+    "Venice", "Florence", "Glasgow", "Oxford", "Boston", "Chicago", "Denver", "Dallas", "Seattle", "Toronto", "Sydney",
+)  # fmt: skip
+BEFORE = "Read this text. Facts are hidden in it.\n\n"
+MARK = "\x00"
+
+
+@dataclass(frozen=True)
+class FactsBatch:
+    """``tokens`` (n, seq_len), of which the first ``text_len`` stand before the first question; ``question``
+    (n, seq_len), the number of the question, from 1, whose answer a token is part of (0 elsewhere); ``distance``
+    (n, seq_len), there, how many tokens back the fact stands."""
+
+    tokens: Tensor
+    question: Tensor
+    distance: Tensor
+    text_len: int
+
+
+class FactsTask:
+    """Writes conversations: a text with facts of ``DIGITS`` digits between its sentences, then a question about each
+    of them in another order, answered. A needle-in-a-haystack test with several needles (Kamradt 2023; RULER, Hsieh et
+    al. 2024, section 3), in the model's chat template where its tokenizer has one."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def episodes(self, num_facts: int, text: Tensor, text_len: int, seed: int) -> FactsBatch:
+        """A conversation for each row of ``text`` (n, at least text_len), ``text_len`` tokens of it and ``num_facts``
+        facts before the first question; the shorter ones end with copies of their last token. Raises ``DataError`` if
+        so many facts leave no room for text, or there are not so many places."""
+        if not 1 <= num_facts <= len(PLACES):
+            raise DataError(f"num_facts {num_facts} must be from 1 to {len(PLACES)}, the number of places")
+        rng = random.Random(f"facts/{seed}")
+        special = set(self.tokenizer.all_special_ids)
+        plain = [[token for token in row.tolist() if token not in special] for row in text]
+        rows = [self._episode(num_facts, row, text_len, rng) for row in plain]
+        longest, columns = max(len(row[0]) for row in rows), []
+        for column, last in zip(zip(*rows, strict=True), (-1, None, None)):
+            ends = [[row[last] if last else 0] * (longest - len(row)) for row in column]
+            columns.append(torch.tensor([row + end for row, end in zip(column, ends)]))
+        return FactsBatch(*columns, text_len)
+
+    def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int], list[int]]:
+        stems = [
+            STEMS[i % len(STEMS)].format(place=place)
+            for i, place in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
+        ]
+        numbers = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in stems]
+        asked = rng.sample(range(count), count)
+        start, *turns = self._turns([stems[i] for i in asked])
+        answers = [self._encode(f" {numbers[i]}") for i in asked]
+        facts = [self._encode(f"\n\n{stem} {number}.\n\n") for stem, number in zip(stems, numbers)]
+        fixed = len(start) + sum(map(len, facts))
+        if fixed + count >= text_len:
+            raise DataError(f"{count} facts take {fixed} of {text_len} tokens: hide fewer, or in more")
+        tokens, at = self._hidden(start, facts, text[: text_len - fixed], rng)
+        question, distance = [0] * len(tokens), [0] * len(tokens)
+        for number, (fact, answer) in enumerate(zip(asked, answers), 1):
+            tokens += turns[number - 1]
+            question += [0] * len(turns[number - 1]) + [number] * len(answer)
+            distance += [0] * len(turns[number - 1]) + [len(tokens) - at[fact]] * len(answer)
+            tokens += answer
+        rest = turns[count]
+        return tokens + rest, question + [0] * len(rest), distance + [0] * len(rest)
+
+    def _hidden(self, start: list[int], facts: list[list[int]], text: list[int], rng) -> tuple[list[int], list[int]]:
+        """``text`` after ``start`` with ``facts`` between its lines or sentences, one in each of as many parts of equal
+        length; and where each of them begins."""
+        words = [self.tokenizer.decode([token]) for token in text]
+        ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
+        tokens, at, done = list(start), [], 0
+        for number, fact in enumerate(facts):
+            low, high = (len(text) * part // len(facts) for part in (number, number + 1))
+            place = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
+            tokens += text[done:place]
+            at.append(len(tokens))
+            tokens, done = tokens + fact, place
+        return tokens + text[done:], at
+
+    def _turns(self, stems: list[str]) -> list[list[int]]:
+        """Tokens before the text, between text and the first answer, between answers, and after the last."""
+        asked = [f"{stem.replace('The', 'What is the', 1).removesuffix(' is')}?" for stem in stems]
+        if self.tokenizer.chat_template is None:
+            parts = [f"\n\nQuestion: {question}\nAnswer: {stem}" for question, stem in zip(asked, stems)]
+            whole = BEFORE + MARK + MARK.join([*parts, "."])
+        else:
+            chat = []
+            for number, (question, stem) in enumerate(zip(asked, stems)):
+                said = f"{BEFORE}{MARK}\n\n{question}" if number == 0 else question
+                chat += [{"role": "user", "content": said}, {"role": "assistant", "content": f"{stem}{MARK}."}]
+            whole = self.tokenizer.apply_chat_template(chat, tokenize=False)
+        return [self._encode(part) for part in whole.split(MARK)]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def all_right(batch: FactsBatch, right: Tensor) -> Tensor:
+    """Whether every token of an answer is right, bool (n, num_facts), from ``right``, one number for each token of
+    ``batch.question`` that is not 0, in their order."""
+    count, numbers = int(batch.question.max()), batch.question[batch.question > 0]
+    rows = batch.question.nonzero()[:, 0]
+    found = torch.ones(len(batch.question), count)
+    return found.view(-1).scatter_reduce(0, rows * count + numbers - 1, right.float(), "amin").view_as(found).bool()
+
+
+def _ends(word: str, after: str) -> bool:
+    return word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
