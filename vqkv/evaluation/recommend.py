@@ -1,8 +1,8 @@
-"""Which way of storing a cache suits a model: bytes by its shape, losses by page 11, on the bundled models.
+"""Which way of storing a cache suits a model: bytes by its shape, losses by page 11, on SmolLM2-135M.
 
 ``measured.csv`` is that page in short (``python -m vqkv.study.measured`` writes it), so that the answer needs no
 checkout. Sizes that depend on shapes alone are measured (``footprint``). What entropy coders store depends on the text:
-they are taken to need the bits that they needed on gpt2-mini, the wider of the two bundled models, and as many bytes
+they are taken to need the bits that they needed on SmolLM2-135M, and as many bytes
 for each number of the matrices that ``GROWS`` counts.
 """
 
@@ -14,7 +14,6 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from torch import nn
 
@@ -81,10 +80,10 @@ def recommend(
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
     beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
-    08's times in fp32; NaN where it has none. ``kl_MODEL`` (nats) and ``recall_lost_MODEL`` (points, behind text): page
-    11's means over three seeds on the bundled models, four tokens exact and no window; what it is on yours only
-    ``evaluate`` can tell. ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more
-    bits all told and no more KL on either model. Presets that cannot store the model's shape have no row.
+    08's times in fp32; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points of questions about a text): page
+    11's on SmolLM2-135M, four tokens exact and no window; what it is on yours only ``evaluate`` can tell.
+    ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no
+    more KL. Presets that cannot store the model's shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.
     """
@@ -98,8 +97,7 @@ def recommend(
     tokens = context * batch_size
     found = [each for each in candidates(model, tokens) if each.least <= tokens < each.below]
     table = pd.DataFrame([each.row(context, batch_size, memory) for each in found])
-    losses = [name for name in map(str, table) if name.startswith("kl_")]
-    table = table.sort_values(["bits_all_told", *losses], ignore_index=True)
+    table = table.sort_values(["bits_all_told", "kl"], ignore_index=True)
     fits = (table["longest"] >= context) if memory is not None else table["system"].notna()
     if ms_per_token is not None:
         fits &= table["ms_per_token"] <= ms_per_token
@@ -110,7 +108,7 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
     """Ways to store a cache of ``model``, which may lie on the ``meta`` device, of which ``tokens`` tokens share the
     side information; also the one of ``best``'s two designs that it would not choose for so many."""
     known = measurements()
-    numbers = [name for name in map(str, known) if name.startswith(("kl_", "recall_lost_", "ns_per_value"))]
+    numbers = ["ns_per_value", "kl", "facts_lost"]
     found = [Candidate(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(numbers, 0.0))]
     for _, row in known.iterrows():
         name, arguments = json.loads(row["preset"])
@@ -157,7 +155,6 @@ def break_even(needed: Footprint) -> int:
 
 
 def _undominated(table: pd.DataFrame) -> pd.Series:
-    """Rows, sorted by bits, than which no row before loses as little on every model."""
-    losses = table[[name for name in map(str, table) if name.startswith("kl_")]].to_numpy()
-    no_worse = (losses[:, None] <= losses[None]).all(axis=2)
-    return pd.Series(~np.triu(no_worse, 1).any(axis=0), table.index, dtype=bool)
+    """Rows, sorted by bits, than which no row before loses as little."""
+    least = table["kl"].cummin().shift(fill_value=math.inf)
+    return table["kl"] < least

@@ -6,47 +6,38 @@ import pandas as pd
 
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import GROWS, MEASURED
-from vqkv.models.layers import kv_layers
-from vqkv.models.load import load_model
 from vqkv.study.tables import stored, write_atomically
 
-WIDEST = "vqkv/gpt2-mini"  # of the bundled models: what depends on the text is scaled from it
+SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
-AQUA = {"predictor": "gptq", "first_layer_bits": 2} | BARE
-# Page 11's label -> preset, with the arguments that page 11's tuning chose, and what its matrices grow with.
+# Page 11's label -> preset, its arguments, and what its matrices grow with.
 SYSTEMS = {
     **{f"quanto {bits}": ("quanto", {"bits": bits}, "") for bits in (2, 4)},
     "kivi 2": ("kivi", {"bits": 2} | BARE, ""),
-    "kvquant 2": ("kvquant", {"bits": 2, "outliers": 0.0025, "fisher": True}, ""),
+    "kvquant 2": ("kvquant", {"bits": 2}, ""),
     **{f"higgs {bits}": ("higgs", {"bits": bits} | BARE, "") for bits in (2, 3, 4)},
     **{f"vqllm {k}x1024": ("vqllm", {"num_quantizers": k, "codebook_size": 1024}, "") for k in (3, 6, 8)},
-    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | AQUA, "") for n in (2, 3, 4)},
-    **{f"turboquant {bits}": ("turboquant", {"bits": bits}, "") for bits in (2, 3, 4)},
-    "kvarn 4+2": ("kvarn", {}, ""),
-    "nsnquant 2": ("nsnquant", {"tile": 128}, ""),
+    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | BARE, "") for n in (2, 3)},
+    "turboquant 3": ("turboquant", {"bits": 3}, ""),
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
 DESIGNS = {"short": ("weighted, mixed, by head", "by head"), "long": ("weighted, predicted, mixed", "by layer")}
-TIMED = {"short 1.8, steps": "best 1.8 short", "long 1.8, steps": "best 1.8 long"}  # page 08's labels; else the same
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame) -> pd.DataFrame:
     """``recommend.measurements`` out of page 11's table and page 08's times."""
-    means = frontier.groupby(["system", "nominal_bits", "model"]).mean(numeric_only=True)
-    times, size = _ns_per_value(latency), _shape()
-    rows = []
+    means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
+    times, rows = _ns_per_value(latency), []
     for label, (system, nominal, name, arguments, grows) in _listed().items():
-        of = means.loc[(system, nominal)]
+        found = means.loc[(system, nominal)]
         row = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
         if grows:
-            each = of.loc[WIDEST, "side_bytes"] / GROWS[grows](size)
-            row |= {"bits_per_value": of.loc[WIDEST, "bits_per_value"], "side_bytes_each": each}
-        row["ns_per_value"] = times.get(TIMED.get(label, label))
-        for model, found in of.iterrows():
-            short = model.partition("/")[2]
-            row[f"kl_{short}"] = found["kl_mean"]
-            row[f"recall_lost_{short}"] = 100 * (found["recall_exact"] - found["recall"])
-        rows.append(row)
+            row |= {
+                "bits_per_value": found["bits_per_value"],
+                "side_bytes_each": found["side_bytes"] / GROWS[grows](SHAPE),
+            }
+        row["ns_per_value"] = times.get(label)
+        rows.append(row | {"kl": found["kl_mean"], "facts_lost": found["facts_lost"]})
     return pd.DataFrame(rows)
 
 
@@ -54,10 +45,9 @@ def _listed() -> dict[str, tuple[str, float, str, dict, str]]:
     """Label -> page 11's system and nominal bits, preset, its arguments, and what its matrices grow with."""
     found = {label: (label, 0.0, *made) for label, made in SYSTEMS.items()}
     for design, (stages, grows) in DESIGNS.items():
-        for bits in (0.5, 0.9, 1.8, 2.5):
+        for bits in (0.5, 0.9, 1.8, 2.6):
             arguments = {"bits": bits, "trellis": True}
             found[f"{design} {bits}"] = (f"trellis, {stages}", bits, "best", arguments, grows)
-        found[f"{design} 1.8, steps"] = (f"steps, {stages}", 1.8, "best", {"bits": 1.8}, grows)
     return found
 
 
@@ -73,12 +63,6 @@ def _ns_per_value(latency: pd.DataFrame) -> pd.Series:
         / (exact["context"] + exact["generated"])
     )
     return 1e6 * longest["added_ms"] / read
-
-
-def _shape() -> Shape:
-    layers = kv_layers(load_model(WIDEST)[0])
-    heads, head_dim, _ = layers[0].shape
-    return Shape(len(layers), heads, head_dim)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ import pandas as pd
 
 from vqkv.study.experiments.common import frame
 from vqkv.study.experiments.comparisons import at_equal_kl, without_twins
-from vqkv.study.experiments.frontier import finalists
 from vqkv.study.tables import stored
 
-READ = ("08_latency", "10_retrieval", "11_frontier", "11_search", "12_claims")
+READ = ("08_latency", "11_frontier", "12_claims")
+DESIGNS = ("trellis, weighted, mixed, by head", "trellis, weighted, predicted, mixed")  # short and long, of page 11
 CONTEXTS = {"8,192": "bits_8k_x1", "131,072": "bits_128k_x1"}
-RATES = (0.9, 2.8)  # bits all told of KVTC, between which we have rates of our own
 TWO_BITS = (2.0, 2.5)
 BASELINE = "DynamicCache"
+MODEL = "smollm2-135m"
 
 
 def contents() -> dict[str, str]:
@@ -25,8 +25,8 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
     them its findings are left out."""
     known = {name: stored(name)[0] for name in tables}
     makers = {
-        _bits: ("11_frontier", "11_search"),
-        _recall: ("10_retrieval",),
+        _bits: ("11_frontier",),
+        _facts: ("11_frontier",),
         _told: ("12_claims",),
         _time: ("08_latency",),
     }
@@ -35,40 +35,30 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
 
 
 def frontier_rows() -> tuple[pd.DataFrame, list[str]]:
-    """Page 11's rows without the twins of its designs, and those designs, as ``figures.overview`` takes them."""
-    designs = finalists(stored("11_search")[0])
-    return without_twins(stored("11_frontier")[0], designs), designs
+    """Page 11's rows and our designs, as ``figures.overview`` takes them."""
+    return without_twins(stored("11_frontier")[0], [*DESIGNS]), [*DESIGNS]
 
 
 def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") -> dict:
     return {"finding": finding, "model": model, "least": cases.min(), "most": cases.max(), "unit": unit, "page": page}
 
 
-def _bits(frontier: pd.DataFrame, search: pd.DataFrame) -> list[dict]:
-    designs = finalists(search)
-    table, found = without_twins(frontier, designs), []
-    rivals = [name for name in dict.fromkeys(table["system"]) if name.startswith("kvtc") and "," not in name]
+def _bits(frontier: pd.DataFrame) -> list[dict]:
+    rivals = [name for name in dict.fromkeys(frontier["system"]) if name.startswith("kvtc")]
+    found = []
     for tokens, bits in CONTEXTS.items():
-        equal = at_equal_kl(table, rivals, designs, bits)
-        for model, rows in equal[equal["bits"].between(*RATES)].groupby("model", sort=False):
-            found.append(
-                _row(f"ours over KVTC's at equal KL, {tokens} tokens", rows["share"], "of its bits", "11", model)
-            )
+        equal = at_equal_kl(frontier, rivals, [*DESIGNS], bits)
+        found.append(_row(f"ours over KVTC's at equal KL, {tokens} tokens", equal["share"], "of its bits", "11", MODEL))
     return found
 
 
-def _recall(table: pd.DataFrame) -> list[dict]:
-    far = table[table["gap"] > 0]
-    ours = far["system"].str.contains("weighted")
+def _facts(frontier: pd.DataFrame) -> list[dict]:
+    ours = frontier["system"].isin(DESIGNS)
     kinds = {
-        "recall lost behind text, published caches of 2 to 2.5 bits": ~ours & far["bits_per_value"].between(*TWO_BITS),
-        "recall lost behind text, ours at 1 bit": ours & (far["nominal_bits"] == 1),
+        "facts lost, published caches of 2 to 2.5 bits": ~ours & frontier["bits_per_value"].between(*TWO_BITS),
+        "facts lost, long at 0.9 bits": (frontier["system"] == DESIGNS[1]) & (frontier["nominal_bits"] == 0.9),
     }
-    return [
-        _row(name, rows["lost"], "points", "10", model)
-        for name, kind in kinds.items()
-        for model, rows in far[kind].groupby("model", sort=False)
-    ]
+    return [_row(name, frontier.loc[kind, "facts_lost"], "points", "11", MODEL) for name, kind in kinds.items()]
 
 
 def _told(claims: pd.DataFrame) -> list[dict]:

@@ -12,7 +12,7 @@ FAMILIES = ("kvtc", "cachegen", "aqua higgs", "vqllm")  # all others are grey po
 OURS = (("crossed", "*-"), ("crossed 2", "P-"))
 MAIN = ("kvtc", "aqua higgs", "vqllm")  # of these, in the overview
 OWN = {"color": PALETTE["own"], "marker": "X", "ms": 9, "zorder": 5}
-LOSSES = {"recall": "recall lost (points)", "copied": "copying lost (points)"}
+LOST = "facts no longer told (points)"
 TELLING = (2, 10)  # points whose first loss the table names
 PROXIES = {
     "kl_mean": "KL",
@@ -24,7 +24,7 @@ PROXIES = {
     "unexplained": "1 - EVR",
 }
 STORED = ("key_mse", "value_mse", "unexplained")  # what a quantizer sees by itself
-TASKS = {"cloze": "next token", "recall": "recall", "copied": "copying"}
+TASKS = {"facts": "facts in text"}
 QUANTIZERS = {  # of a design -> palette key, marker and label of the search's figure
     "trellis": ("crossed 2", "o", "trellis or steps"),
     "steps": ("crossed 2", "o", "trellis or steps"),
@@ -36,7 +36,7 @@ QUANTIZERS = {  # of a design -> palette key, marker and label of the search's f
 
 def frontier(table, designs, contexts: dict[str, str], names, families=FAMILIES, own: str = ""):
     """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
-    Points: means over seeds, bars: least to largest; ``names``: of ``designs``, for the legend. Grey: all
+    Points: means over seeds, bars: 95% intervals over windows; ``names``: of ``designs``, for the legend. Grey: all
     systems but these, ``families`` and the reader's ``own``. ``table``: from ``experiments.without_twins``."""
     models, named = list(dict.fromkeys(table["model"])), table["family"].where(table["system"] != own, own)
     table, size = table.assign(family=named), (5.6 * len(contexts), 3.9 * len(models) + 0.6)
@@ -44,47 +44,36 @@ def frontier(table, designs, contexts: dict[str, str], names, families=FAMILIES,
     for row, model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
         for ax, (bits, title) in zip(row, contexts.items(), strict=True):
-            _systems(ax, mine, designs, names, bits, mine["kl_mean"], families, own)
+            _systems(ax, mine, designs, names, bits, ["kl_mean", "kl_low", "kl_high"], families, own)
             ax.set(yscale="log", title=f"{basename(model)}: {title}")
             mark_floor(ax, mine)
         row[0].set_ylabel("KL to the exact cache (nats)")
     return _finished(fig, axes)
 
 
-def lost(table, designs, bits: str, names):
-    """As ``frontier`` at one column of bits, but points of ``LOSSES``, a column for each; lines: 2 and 10 points."""
-    models = list(dict.fromkeys(table["model"]))
-    size, share = (11.2, 3.9 * len(models) + 0.6), {"sharex": True, "sharey": True, "squeeze": False}
-    fig, axes = plt.subplots(len(models), len(LOSSES), figsize=size, **share)
-    for (row, model), (j, task) in itertools.product(zip(axes, models, strict=True), enumerate(LOSSES)):
-        ax, mine = row[j], table[table["model"] == model]
-        _systems(ax, mine, designs, names, bits, 100 * (mine[f"{task}_exact"] - mine[task]))
-        _points(ax, LOSSES[task], basename(model))
-        for points in TELLING:
-            ax.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
-    return _finished(fig, axes)
-
-
 def overview(table, designs, bits: str, names):
-    """As ``frontier`` at one column of bits: KL on the left, points of recall lost on the right, a row for each
-    model."""
+    """As ``frontier`` at one column of bits: KL on the left, facts lost on the right, a row for each model; lines: 2
+    and 10 points."""
     models = list(dict.fromkeys(table["model"]))
     fig, axes = plt.subplots(len(models), 2, figsize=(11.2, 3.4 * len(models) + 0.6), sharex=True, squeeze=False)
     for (left, right), model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
-        _systems(left, mine, designs, names, bits, mine["kl_mean"], MAIN)
+        _systems(left, mine, designs, names, bits, ["kl_mean", "kl_low", "kl_high"], MAIN)
         left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=basename(model))
         mark_floor(left, mine)
-        _systems(right, mine, designs, names, bits, 100 * (mine["recall_exact"] - mine["recall"]), MAIN)
-        _points(right, LOSSES["recall"], basename(model))
+        lost = ["facts_lost", "facts_lost_low", "facts_lost_high"]
+        _systems(right, mine, designs, names, bits, lost, MAIN)
+        _points(right, LOST, basename(model))
+        for points in TELLING:
+            right.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
     return _finished(fig, axes)
 
 
 def _points(ax, label: str, title: str) -> None:
     """Points of accuracy lost, up from zero: linear up to 2, then logarithmic."""
     ax.set_yscale("symlog", linthresh=2)
-    ax.set(ylim=(-1, 80), title=title, ylabel=label)
-    ax.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
+    ax.set(ylim=(-2, 110), title=title, ylabel=label)
+    ax.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])
 
 
 def _finished(fig, axes):
@@ -96,10 +85,11 @@ def _finished(fig, axes):
     return fig
 
 
-def _systems(ax, rows, designs, names, bits: str, y, families=FAMILIES, own: str = "") -> None:
-    """Every system of one model, ``y`` (a series like its rows) against a column of bits."""
-    groups = rows.assign(x=rows[bits], y=y).groupby(["family", "system", "nominal_bits"], sort=False)
-    mean = groups[["x", "y"]].mean().assign(low=groups["y"].min(), high=groups["y"].max()).reset_index()
+def _systems(ax, rows, designs, names, bits: str, y: list[str], families=FAMILIES, own: str = "") -> None:
+    """Every system of one model, columns ``y`` (a number and its interval) against a column of bits."""
+    rows = rows.assign(**dict(zip(("x", "y", "low", "high"), (rows[name] for name in (bits, *y)))))
+    groups = rows.groupby(["family", "system", "nominal_bits"], sort=False)
+    mean = groups[["x", "y", "low", "high"]].mean().reset_index()
     labels = {name: name for name in families} | {d: f"ours, {name}" for d, name in zip(designs, names)}
     labels |= {own: f"yours: {own}"} if own else {}
     others = mean[~mean["family"].isin(labels)]

@@ -54,6 +54,7 @@ PALETTE = {
     "bound": "#222222",
     "llama-mini": "#3f90da",
     "gpt2-mini": "#e76300",
+    "smollm2-135m": "#7a0f5c",
 }
 
 LOOKS = {  # part of a system's name -> palette key and marker; the first that fits

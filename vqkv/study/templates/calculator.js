@@ -2,7 +2,6 @@
 const known = JSON.parse(document.getElementById("known").textContent);
 const form = document.getElementById("calculator"), table = document.getElementById("recommended");
 const MOST = 2 ** 40;
-const losses = Object.keys(Object.values(known)[0][0]).filter(name => name.startsWith("kl_"));
 
 function parts(c, tokens) {
   const sinks = Math.min(tokens, c.sink_tokens), rest = Math.max(0, tokens - sinks - c.recent_window);
@@ -32,18 +31,17 @@ function row(c, context, batch, memory) {
 }
 function recommend(model, context, batch, memory, ms) {
   const rows = known[model].filter(c => c.least <= context * batch && context * batch < c.below).map(c => row(c, context, batch, memory));
-  rows.sort((a, b) => [a.bits - b.bits, ...losses.map(name => a[name] - b[name])].find(x => x) || 0);
+  rows.sort((a, b) => [a.bits - b.bits, a.kl - b.kl].find(x => x) || 0);
   const good = rows.filter(r => (memory === null || r.longest >= context) && (ms === null || (r.ms !== null && r.ms <= ms)));
-  good.forEach((r, i) => r.good = !good.slice(0, i).some(other => losses.every(name => other[name] <= r[name])));
+  good.forEach((r, i) => r.good = !good.slice(0, i).some(other => other.kl <= r.kl));
   return rows;
 }
 const digits = (x, n) => x === null ? "" : Number(x.toPrecision(n)).toLocaleString("en", { maximumSignificantDigits: n });
 const columns = {
   "system": r => r.system, "bits a value, all told": r => digits(r.bits, 3), "GB": r => digits(r.gb, 3), "side info, MB": r => digits(r.side, 3),
   "break-even, tokens": r => digits(r.even, 6), "longest, tokens": r => digits(r.longest, 7), "ms more a token": r => digits(r.ms, 3),
+  "KL, SmolLM2-135M": r => r.kl ? r.kl.toExponential(1) : "0", "facts lost, points": r => r.facts_lost.toFixed(1),
 };
-losses.forEach(name => columns[`KL ${name.slice(3)}`] = r => r[name] ? r[name].toExponential(1) : "0");
-losses.forEach(name => columns[`recall lost ${name.slice(3)}`] = r => r[name.replace("kl_", "recall_lost_")].toFixed(1));
 
 function show() {
   const given = name => form[name].value === "" ? null : Number(form[name].value);
