@@ -17,7 +17,7 @@ from vqkv.study.experiments.comparisons import (
     paired_ablation,
     proxy_correlations,
     what_to_use,
-    without_twins,
+    with_families,
 )
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
@@ -37,7 +37,7 @@ from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.overview import contents, findings, frontier_rows
-from vqkv.study.experiments.own import defining_text, neighbours, on_same_windows, own_preset
+from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, MOST, with_plain_steps
+from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, MOST
 
 CHANCE = 0.95  # of the intervals
 
@@ -151,11 +151,9 @@ def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bit
     return pd.DataFrame(rows)
 
 
-def without_twins(table: pd.DataFrame, designs: list[str]) -> pd.DataFrame:
-    """Rows of ``designs`` and of published systems, without those of designs that ``with_plain_steps`` added, and the
-    ``family`` of each."""
-    rows = table[~table["system"].isin(set(with_plain_steps(designs)) - set(designs))]
-    return rows.assign(family=rows["system"].map(family))
+def with_families(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the ``family`` of each system."""
+    return table.assign(family=table["system"].map(family))
 
 
 PARTS = {  # part of a design -> what names it, and what stands in its place in the design without it

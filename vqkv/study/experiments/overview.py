@@ -3,7 +3,7 @@
 import pandas as pd
 
 from vqkv.study.experiments.common import frame
-from vqkv.study.experiments.comparisons import at_equal_kl, without_twins
+from vqkv.study.experiments.comparisons import at_equal_kl, with_families
 from vqkv.study.tables import stored
 
 READ = ("08_latency", "11_frontier", "12_claims")
@@ -36,7 +36,7 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
 
 def frontier_rows() -> tuple[pd.DataFrame, list[str]]:
     """Page 11's rows and our designs, as ``figures.overview`` takes them."""
-    return without_twins(stored("11_frontier")[0], [*DESIGNS]), [*DESIGNS]
+    return with_families(stored("11_frontier")[0]), [*DESIGNS]
 
 
 def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") -> dict:

@@ -1,4 +1,4 @@
-"""Notebook 19: a preset that a page defines, measured as page 11 measures its systems, and its neighbours there."""
+"""Notebook 19: a preset that a page defines, measured beside published ones."""
 
 import dataclasses
 import itertools
@@ -11,9 +11,12 @@ import pandas as pd
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.study.experiments.common import frame, subject
+from vqkv.evaluation.evaluate import evaluate
+from vqkv.models.load import describe
+from vqkv.study.experiments.common import frame, kept_exact, subject
 from vqkv.study.experiments.comparisons import at_equal_bits
-from vqkv.study.experiments.frontier import fitted, measured
+from vqkv.study.experiments.designs import published
+from vqkv.study.experiments.frontier import fitted, total_bits, written
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import sweep
 
@@ -28,28 +31,43 @@ def defining_text(function: Callable) -> str:
 
 
 def own_preset(
-    models: list[str], corpus: str, definition: str, preset: str, bits: list[int], seeds: list[int], train_seqs: int,
-    seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, sink_tokens: int, dtype: str, device: str,
+    models: list[str], corpus: str, definition: str, preset: str, bits: list[int], beside: list[str], seeds: list[int],
+    train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, sink_tokens: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Rows of ``frontier`` of a preset: ``definition``, Python source that is run in each process, makes the function
-    ``preset``, which takes ``bits``. A row per model, seed and number of them. Only sinks stay exact, as there. What is
-    measured was saved and loaded before; raises ``DataError`` if that changed it."""
+    """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, Python
+    source that is run in each process, makes the function ``preset``, which takes ``bits``. A row per model, seed and
+    system, on the same windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises
+    ``DataError`` if that changed it."""
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     settings = {
-        "who": text | {"dtype": dtype, "device": device}, "definition": definition, "preset": preset,
-        "sink_tokens": sink_tokens, "facts": facts, "chunk_size": chunk_size,
+        "who": text | {"dtype": dtype, "device": device}, "definition": definition,
+        "sink_tokens": sink_tokens, "chunk_size": chunk_size,
     }  # fmt: skip
-    cases = [{"model": name, "seed": seed, "bits": each} for name, seed, each in itertools.product(models, seeds, bits)]
+    systems = [*((preset, each) for each in bits), *((label, 0) for label in beside)]
+    cases = [
+        {"model": name, "seed": seed, "system": system, "bits": each}
+        for name, seed, (system, each) in itertools.product(models, seeds, systems)
+    ]
     return frame(*sweep(_row, cases, settings, preset))
 
 
-def _row(model: str, seed: int, bits: int, who: dict, definition: str, preset: str, sink_tokens: int, **settings):
-    exec(definition, defined := {"__name__": "__main__"})
+def _row(
+    model: str, seed: int, system: str, bits: int, who: dict, definition: str, sink_tokens: int, chunk_size: int
+):  # fmt: skip
     who = who | {"name": model, "seed": seed}
-    found, made = subject(**who), dataclasses.replace(bare(defined[preset](bits)), sink_tokens=sink_tokens)
-    compressor = _reloaded(fitted(made, who))
-    label = {"model": model, "seed": seed, "system": preset, "nominal_bits": bits}
-    return [label | measured(found, compressor, who, **settings)], found.sources
+    found = subject(**who)
+    if bits:
+        exec(definition, defined := {"__name__": "__main__"})
+        own = dataclasses.replace(bare(defined[system](bits)), sink_tokens=sink_tokens)
+        compressor = _reloaded(fitted(own, who))
+    else:
+        compressor = fitted(published({}, sink_tokens, seed)[system], who)
+    settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": False, "per_sequence": True}
+    row = evaluate(found.model, compressor, found.test, **settings)
+    totals = total_bits(row, describe(found.model), kept_exact(compressor)) | {"kl_each": written(row["kl_each"])}
+    columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1")
+    label = {"model": model, "seed": seed, "system": system, "nominal_bits": bits}
+    return [label | {name: row[name] for name in columns} | totals], found.sources
 
 
 def _reloaded(compressor: Compressor) -> Compressor:
@@ -59,15 +77,6 @@ def _reloaded(compressor: Compressor) -> Compressor:
     if found.fingerprint != compressor.fingerprint:
         raise DataError(f"{compressor.name} is another one after save and load: what it learns must be buffers")
     return found
-
-
-def on_same_windows(table: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
-    """``table`` and the rows of ``known`` that were measured on its windows: same model, seed and exact perplexity (to
-    four digits)."""
-    place = ["model", "seed"]
-    exact = known[place].merge(table.groupby(place, as_index=False)["ppl_exact"].first(), how="left")["ppl_exact"]
-    same = np.abs(known["ppl_exact"].to_numpy() / exact.to_numpy() - 1) < 1e-4
-    return pd.concat([known[same], table], ignore_index=True)
 
 
 def neighbours(table: pd.DataFrame, system: str, bits: str, within: float) -> pd.DataFrame:

@@ -37,7 +37,7 @@ QUANTIZERS = {  # of a design -> palette key, marker and label of the search's f
 def frontier(table, designs, contexts: dict[str, str], names, families=FAMILIES, own: str = ""):
     """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
     Points: means over seeds, bars: 95% intervals over windows; ``names``: of ``designs``, for the legend. Grey: all
-    systems but these, ``families`` and the reader's ``own``. ``table``: from ``experiments.without_twins``."""
+    systems but these, ``families`` and the reader's ``own``. ``table``: from ``experiments.with_families``."""
     models, named = list(dict.fromkeys(table["model"])), table["family"].where(table["system"] != own, own)
     table, size = table.assign(family=named), (5.6 * len(contexts), 3.9 * len(models) + 0.6)
     fig, axes = plt.subplots(len(models), len(contexts), figsize=size, sharex=True, sharey="row", squeeze=False)
