@@ -1,9 +1,7 @@
 """Every cross that exists calibrates and generates; those that do not exist say what does."""
 
 import itertools
-import math
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.evaluation.capacity import capacity
-from vqkv.presets.crosses import PREDICTORS_PAY, long_pays
+from vqkv.presets.crosses import PREDICTORS_PAY
 from vqkv.study.experiments.designs import factorial
 from vqkv.study.tables import repository_root
 
@@ -127,28 +125,6 @@ def test_the_best_changes_with_the_tokens_that_share_its_side_information(kv_wid
     found = [presets.best(2.0, kv_width * PREDICTORS_PAY - more, kv_width).arguments for more in (1, 0)]
     assert [(a["merged"], a["predicted"]) for a in found] == [(False, False), (True, True)]
     assert all(a["quantizer"] == "steps" and a["mixed"] and a["rotation"] == "weighted" for a in found)
-
-
-def test_predictors_pay_where_the_committed_frontier_says():
-    """Where both designs take as many bits all told at equal KL: the short one's bits for it, log-linear between its
-    rows, and straight lines in side information. One rule for two models, right to within a factor of 1.5."""
-    table = pd.read_csv(repository_root() / "results/11_frontier.csv")
-    long, short = "steps, weighted, predicted, mixed", "steps, weighted, mixed, by head"
-    for model, width in (("vqkv/llama-mini", 128), ("vqkv/gpt2-mini", 256)):
-        means = table[table["model"] == model].groupby(["system", "nominal_bits"]).mean(numeric_only=True)
-        side = {name: _slope(means.loc[name]) for name in (long, short)}
-        marginal, kl = means.loc[short, "bits_per_value"].to_numpy(), np.log(means.loc[short, "kl_mean"].to_numpy())
-        for nominal, row in means.loc[long].iterrows():
-            i = min(max(int((kl > math.log(row["kl_mean"])).sum()), 1), len(kl) - 1)
-            share = (math.log(row["kl_mean"]) - kl[i - 1]) / (kl[i] - kl[i - 1])
-            saved = marginal[i - 1] + share * (marginal[i] - marginal[i - 1]) - row["bits_per_value"]
-            pays = (side[long] - side[short]) / saved / width
-            assert 1 / 1.5 < pays / long_pays(nominal) < 1.5, (model, nominal, pays)
-
-
-def _slope(rows):
-    """Bits a value of one token's side information."""
-    return ((rows["bits_1k_x1"] - rows["bits_128k_x1"]) / (1 / 1024 - 1 / 131072)).mean()
 
 
 def test_the_best_is_what_the_committed_search_found():

@@ -29,6 +29,8 @@ def measured(frontier: pd.DataFrame, latency: pd.DataFrame) -> pd.DataFrame:
     means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
     times, rows = _ns_per_value(latency), []
     for label, (system, nominal, name, arguments, grows) in _listed().items():
+        if (system, nominal) not in means.index:
+            continue
         found = means.loc[(system, nominal)]
         row = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
         if grows:

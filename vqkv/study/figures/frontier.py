@@ -93,7 +93,8 @@ def _systems(ax, rows, designs, names, bits: str, y: list[str], families=FAMILIE
     labels = {name: name for name in families} | {d: f"ours, {name}" for d, name in zip(designs, names)}
     labels |= {own: f"yours: {own}"} if own else {}
     others = mean[~mean["family"].isin(labels)]
-    ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")
+    if len(others):
+        ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")
     for family, label in labels.items():
         mine = mean[mean["family"] == family].sort_values("x")
         error = [(mine["y"] - mine["low"]).clip(0), (mine["high"] - mine["y"]).clip(0)]
