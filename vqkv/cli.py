@@ -13,7 +13,7 @@ from vqkv.errors import DataError, FormatError
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-Model = Annotated[str, typer.Argument(help="bundled name (vqkv/llama-mini), local folder or hub name")]
+Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a folder, a GGUF file or a hub name")]
 Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
@@ -99,6 +99,7 @@ def evaluate_command(
     model: Model,
     compressor: Annotated[Path, typer.Argument(help="folder written by `vqkv calibrate`")],
     protocol: Annotated[str, typer.Option(help="in_place, chunked or snapshot")] = "chunked",
+    chunk_size: Annotated[int, typer.Option(help="tokens fed at a time, for chunked")] = 32,
     corpus: Corpus = "python",
     num_seqs: int = 8,
     seq_len: int = 512,
@@ -112,7 +113,12 @@ def evaluate_command(
     with _job() as processes:
         loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "test", seq_len, num_seqs, seed)
         row = vqkv.evaluate(
-            loaded, vqkv.Compressor.from_pretrained(compressor), tokens, protocol, batch_size=batch_size
+            loaded,
+            vqkv.Compressor.from_pretrained(compressor),
+            tokens,
+            protocol,
+            chunk_size=chunk_size,
+            batch_size=batch_size,
         )
         if processes.first:
             typer.echo(json.dumps(row, indent=1))

@@ -13,11 +13,9 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.predictive import ROLES, Place, side_by_side
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
-from vqkv.data.facts import FactsTask
 from vqkv.data.recall import RecallBatch, RecallTask
 from vqkv.errors import DataError
-from vqkv.evaluation.answers import answered
-from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
+from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import fingerprint as model_fingerprint
@@ -111,21 +109,6 @@ def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
 def exact_compressor(found: Subject, model=None) -> Compressor:
     """A compressor that stores everything in 16 bits, for a case's model or another one."""
     return calibrate(model or found.model, found.train[:1], presets.fp16(), progress=False)
-
-
-def facts_told(
-    found: Subject, compressor, corpus: str, num_facts: int, text_len: int, num_seqs: int, seed: int
-) -> dict[str, float]:
-    """``facts`` and ``facts_exact``: share of questions about facts in ``num_seqs`` texts of ``text_len`` tokens that
-    are answered (``data.facts``); ``facts_lost`` in points, its 95% interval over texts ``_low`` and ``_high``."""
-    text = draw(corpus, found.tokenizer, "test", text_len, num_seqs, seed, found.sources)
-    batch = FactsTask(found.tokenizer).episodes(num_facts, text, text_len, seed)
-    exact = found.exact.remembered("facts", batch.tokens, lambda: (answered(found.model, None, batch),))[0]
-    right = answered(found.model, compressor, batch)
-    low, high = bootstrap_interval(100 * (exact.double() - right.double()).mean(1))
-    told, told_exact = right.double().mean().item(), exact.double().mean().item()
-    lost = {"facts_lost": 100 * (told_exact - told), "facts_lost_low": low, "facts_lost_high": high}
-    return {"facts": told, "facts_exact": told_exact} | lost
 
 
 def recalled(found: Subject, compressor, num_seqs: int, seed: int, chunk_size: int) -> dict:

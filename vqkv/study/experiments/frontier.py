@@ -6,22 +6,24 @@ import warnings
 
 import numpy as np
 import pandas as pd
+import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O
 from vqkv.calibration.calibrate import calibrate
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import describe
 from vqkv.study.experiments.common import (
     Subject,
     all_told,
     calibrated,
+    copied,
     explained_by_layer,
-    facts_told,
     frame,
     kept_exact,
+    recalled,
     subject,
 )
 from vqkv.study.experiments.depth import shallower
@@ -130,36 +132,32 @@ def written(numbers: list[float]) -> str:
 
 def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
-    seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
-    codebook_size: int, kmeans_iterations: int, sink_tokens: int, systems: list[str], tuned: dict[str, dict],
-    dtype: str, device: str,
+    seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, vqllm: dict[str, list[int]], codebook_size: int,
+    kmeans_iterations: int, sink_tokens: int, retains: list[float], tuned: dict[str, dict], dtype: str, device: str,
 ):  # fmt: skip
-    """Published ``systems`` (by default all) and the ``designs`` of ``designs.factorial`` at all nominal ``bits``: a
-    row per model, seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the
-    text and starts k-means. ``tuned``: what ``tuning`` chose.
+    """Every published system, the ``designs`` of ``designs.factorial`` at all nominal ``bits``, and eviction of all but
+    a share in ``retains`` beside residual VQ: a row per model, seed and system, ``chunked`` protocol, the same
+    ``sink_tokens`` exact everywhere. A seed draws the text and starts k-means. ``tuned``: what ``tuning`` chose.
 
-    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
-    number for each held-out window, the same windows for all systems. ``facts``: see ``facts_told``, of as many facts,
-    tokens and texts as ``facts`` says. ``evr``: explained variance of what is stored of one window.
+    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. For eviction
+    ``bits_per_value`` is that of the tokens kept, times their share. ``cloze``: the share of held-out tokens that the
+    model's first guess gets right; ``cloze_exact`` and ``recall_exact``: with everything exact. ``kl_each``: one number
+    for each held-out window, the same windows for all systems.
     """
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
         "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
-        "facts": facts, "chunk_size": chunk_size, "tuned": tuned,
+        "recall_seqs": recall_seqs, "chunk_size": chunk_size, "tuned": tuned,
     }  # fmt: skip
-    known = [label for make in (published, since) for label in make(vqllm, sink_tokens, 0)]
-    if unknown := set(systems) - set(known):
-        raise UnknownNameError("system", min(unknown), known)
-    wanted = [label for label in known if label in (systems or known)]
-    cases = [{"systems": [*vqllm], "bits": 0}] * any(label in vqllm for label in wanted)  # one calibration for all
-    cases += [{"systems": [label], "bits": 0} for label in wanted if label not in vqllm]
-    cases += [
-        {"systems": [design], "bits": nominal}
-        for nominal, design in itertools.product(bits, designs)
-        if exists(design, nominal)
+    residual = [*vqllm, *(f"{label} + h2o {retain:g}" for label in list(vqllm)[:1] for retain in retains)]
+    others = [label for make in (published, since) for label in make(vqllm, sink_tokens, 0) if label not in vqllm]
+    systems = [(residual, 0), *(([label], 0) for label in others)]  # one calibration for all depths
+    systems += [([design], nominal) for design, nominal in itertools.product(designs, bits) if exists(design, nominal)]
+    cases = [
+        {"model": name, "seed": seed, "systems": labels, "bits": nominal}
+        for name, seed, (labels, nominal) in itertools.product(models, seeds, systems)
     ]
-    cases = [{"model": name, "seed": seed} | case for name, seed, case in itertools.product(models, seeds, cases)]
     return frame(*sweep(_rows, cases, settings, "frontier"))
 
 
@@ -183,22 +181,30 @@ def without(model: str, system: str, error: DataError) -> list[dict]:
 
 
 def _row(
-    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict,
-    facts: dict[str, int], chunk_size: int,
+    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict, recall_seqs: int,
+    chunk_size: int,
 ) -> dict:  # fmt: skip
-    compressor, _ = fitted_system(found, system, bits, who, vqllm, learning, tuned)
-    return {"system": system, "nominal_bits": bits} | measured(found, compressor, who, facts, chunk_size)
+    compressor, share = fitted_system(found, system, bits, who, vqllm, learning, tuned)
+    row = measured(found, compressor, who["seed"], recall_seqs, chunk_size, share)
+    return {"system": system, "nominal_bits": bits} | row
 
 
-def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk_size: int) -> dict[str, float | str]:
-    """Columns of ``frontier`` but for the names."""
-    settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": False}
-    row = evaluate(found.model, compressor, found.test, per_sequence=True, **settings)
-    row |= {"kl_each": written(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+def measured(
+    found: Subject, compressor, seed: int, recall_seqs: int, chunk_size: int, share: float = 1.0
+) -> dict[str, float | str]:
+    """Columns of ``frontier`` but for the names; ``share``: of the tokens that are kept."""
+    every = torch.ones_like(found.test, dtype=torch.bool)
+    by_layer = not getattr(compressor, "joint", False)  # or a layer alone cannot be read back
+    settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": by_layer}
+    row = evaluate(found.model, compressor, found.test, answers=every, per_sequence=True, **settings)
+    row |= {"cloze": row.pop("recall"), "cloze_exact": row.pop("recall_exact"), "kl_each": written(row["kl_each"])}
     row = {name: value for name, value in row.items() if not isinstance(value, list)}
-    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts)
-    row |= total_bits(row, describe(found.model), kept_exact(compressor))
-    return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}
+    row |= recalled(found, compressor, recall_seqs, seed, chunk_size)
+    row |= copied(found, compressor, chunk_size)
+    row["bits_per_value"] *= share
+    row |= total_bits(row, describe(found.model), kept_exact(getattr(compressor, "compressor", compressor)))
+    row |= {"evr": _explained(found, compressor) if by_layer else math.nan}
+    return row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
 
 
 def fitted_system(

@@ -29,7 +29,7 @@ def defining_text(function: Callable) -> str:
 
 def own_preset(
     models: list[str], corpus: str, definition: str, preset: str, bits: list[int], seeds: list[int], train_seqs: int,
-    seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, sink_tokens: int, dtype: str, device: str,
+    seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, sink_tokens: int, dtype: str, device: str,
 ):  # fmt: skip
     """Rows of ``frontier`` of a preset: ``definition``, Python source that is run in each process, makes the function
     ``preset``, which takes ``bits``. A row per model, seed and number of them. Only sinks stay exact, as there. What is
@@ -37,7 +37,7 @@ def own_preset(
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
     settings = {
         "who": text | {"dtype": dtype, "device": device}, "definition": definition, "preset": preset,
-        "sink_tokens": sink_tokens, "facts": facts, "chunk_size": chunk_size,
+        "sink_tokens": sink_tokens, "recall_seqs": recall_seqs, "chunk_size": chunk_size,
     }  # fmt: skip
     cases = [{"model": name, "seed": seed, "bits": each} for name, seed, each in itertools.product(models, seeds, bits)]
     return frame(*sweep(_row, cases, settings, preset))
@@ -49,7 +49,7 @@ def _row(model: str, seed: int, bits: int, who: dict, definition: str, preset: s
     found, made = subject(**who), dataclasses.replace(bare(defined[preset](bits)), sink_tokens=sink_tokens)
     compressor = _reloaded(fitted(made, who))
     label = {"model": model, "seed": seed, "system": preset, "nominal_bits": bits}
-    return [label | measured(found, compressor, who, **settings)], found.sources
+    return [label | measured(found, compressor, seed, **settings)], found.sources
 
 
 def _reloaded(compressor: Compressor) -> Compressor:
