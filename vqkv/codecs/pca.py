@@ -66,14 +66,14 @@ class PCA(Stage):
         scale = self._scale(self._moment.device)
         moment = scale @ (self._moment / self._count) @ scale if self.weighted else self._moment / self._count
         _, basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)
-        self.matrix = (scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)).half()
-        self.matrix = self.matrix[..., : self.rank or channels].clone()
+        matrix = scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)
+        self.matrix = matrix[..., : self.rank or channels].half().contiguous()  # as it is loaded: layouts round apart
         self._moment = self._moment.new_zeros(0)
 
     def keep(self, count: int) -> None:
         """The strongest components, unless they are weighted: these are not orthogonal, and each tells the others'."""
         if not self.weighted:
-            self.matrix, self.inverse = self.matrix[..., :count].clone(), None
+            self.matrix, self.inverse = self.matrix[..., :count].contiguous(), None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """x @ matrix."""

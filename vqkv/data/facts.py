@@ -63,7 +63,8 @@ class FactsTask:
         for column, last in zip(zip(*rows, strict=True), (-1, None, None)):
             ends = [[row[last] if last else 0] * (longest - len(row)) for row in column]
             columns.append(torch.tensor([row + end for row, end in zip(column, ends)]))
-        return FactsBatch(*columns, text_len)
+        tokens, question, distance = columns
+        return FactsBatch(tokens, question, distance, text_len)
 
     def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int], list[int]]:
         stems = [
