@@ -42,9 +42,10 @@ def calibrate(
     """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len), ``batch_size`` sequences at a time, so that memory
     does not grow with the number of tokens.
 
-    The first batch initialises the codebooks, each further batch is one learning step. A preset with predictors is
-    fitted layer by layer (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may
-    hold them already, in batches of its own.
+    The first batch initialises the codebooks, each further batch is one learning step; means and principal components
+    come from all batches, before what they transform is learned from. A preset with predictors is fitted layer by layer
+    (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may hold them already, in
+    batches of its own.
 
     Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
     and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
