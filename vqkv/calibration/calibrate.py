@@ -123,21 +123,23 @@ def _width(model) -> int:
 
 
 def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
-    """Every layer's codecs in one pass, or from one batch where there is nothing to learn: none depends on another."""
+    """Every layer's codecs together, or from one batch where there is nothing to learn: none depends on another."""
     about = describe(model)
     pairs = [(preset.key_codec(key_dim), preset.value_codec(value_dim)) for _, key_dim, value_dim in about["shapes"]]
     codecs = [*chain(*pairs)]
+    passes = max(codec.passes for codec in codecs)
+    if passes > 1 and captured is None:  # the model is to run once
+        with CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress) as captured:
+            return _fit_codecs(model, tokens, preset, batch_size, progress, captured)
     if any(codec.weighted for codec in codecs):
         found = captured.metrics(model) if captured else fisher_metrics(model, tokens, not preset.pre_rope)
         for layer, pair in enumerate(pairs):
             for role, codec in zip(ROLES, pair, strict=True):
                 codec.weigh(found[role, layer])
     batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
-    passes = max(codec.passes for codec in codecs)
-    bar = tqdm(
-        total=passes * len(batches), desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True
-    )
-    for number_of_pass, (number, batch) in product(range(passes), enumerate(batches)):
+    steps = [*product(range(passes), enumerate(batches))]
+    bar = tqdm(steps, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
+    for number_of_pass, (number, batch) in bar:
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
@@ -145,8 +147,6 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
         learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer], number_of_pass)
         if number == len(batches) - 1:
             end_pass(codecs, number_of_pass)
-        bar.update()
-    bar.close()
     finish(codecs, [device for device in layer_devices(model) for _ in ROLES])
     return pairs
 
