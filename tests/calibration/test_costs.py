@@ -132,9 +132,10 @@ def test_errors_of_turned_keys_cost_as_much_in_other_directions(llama):
 
 
 def test_a_place_costs_about_what_replacing_it_alone_does(model):
-    """The KL of a pass with what the codec restores at one place."""
+    """e' F e / 2 of what the codec restores, which comes near the KL of a pass with that at one place."""
     compressor, tokens = calibrate(model, TOKENS, PRESET, progress=False), TOKENS
-    found = cost_curves(model, compressor, tokens, fisher_metrics(model, tokens))
+    metrics = fisher_metrics(model, tokens)
+    found = cost_curves(model, compressor, tokens, metrics)
     assert set(found) == set(places(model))
     for (role, layer), curve in found.items():
         exact = capture(model, tokens)[("key", "value").index(role)][layer]
@@ -148,6 +149,9 @@ def test_a_place_costs_about_what_replacing_it_alone_does(model):
         measured = cost(model, (role, layer), change, tokens)
         rates, error = codec.rates(rows), (restored - rows).double().square().mean()
         assert torch.equal(curve[:, 0], rates[:, 0]) and measured > 1e-5
+        by_head = zip((restored - rows).unbind(1), metrics[role, layer], strict=True)
+        expected = sum(((e @ metric) * e).sum(-1).double().mean() for e, metric in by_head) / 2
+        torch.testing.assert_close(curve[:, 1], rates[:, 1] * expected / error, rtol=2e-2, atol=0)
         assert 1 / 3 < (curve[:, 1] / (rates[:, 1] * measured / error)).mean() < 3, (role, layer)
 
 

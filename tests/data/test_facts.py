@@ -60,5 +60,7 @@ def test_an_answer_is_right_where_all_its_tokens_are(tokenizer, text):
 def test_what_does_not_fit_is_refused(tokenizer, text):
     with pytest.raises(DataError, match="8 facts take [0-9]+ of 120 tokens: hide fewer"):
         FactsTask(tokenizer).episodes(8, text, 120, seed=0)
+    with pytest.raises(DataError, match="100 tokens of text, but [0-9]+ are to stand between facts: draw more"):
+        FactsTask(tokenizer).episodes(1, torch.full((1, 100), 300), 500, seed=0)
     with pytest.raises(DataError, match="num_facts 0 must be from 1 to"):
         FactsTask(tokenizer).episodes(0, text, 500, seed=0)

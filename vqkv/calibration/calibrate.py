@@ -42,9 +42,10 @@ def calibrate(
     """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len), ``batch_size`` sequences at a time, so that memory
     does not grow with the number of tokens.
 
-    The first batch initialises the codebooks, each further batch is one learning step. A preset with predictors is
-    fitted layer by layer (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may
-    hold them already, in batches of its own.
+    The first batch initialises the codebooks, each further batch is one learning step; means and principal components
+    come from all batches, before what they transform is learned from. A preset with predictors is fitted layer by layer
+    (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may hold them already, in
+    batches of its own.
 
     Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
     and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
@@ -122,21 +123,23 @@ def _width(model) -> int:
 
 
 def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -> list[tuple[Codec, Codec]]:
-    """Every layer's codecs in one pass, or from one batch where there is nothing to learn: none depends on another."""
+    """Every layer's codecs together, or from one batch where there is nothing to learn: none depends on another."""
     about = describe(model)
     pairs = [(preset.key_codec(key_dim), preset.value_codec(value_dim)) for _, key_dim, value_dim in about["shapes"]]
     codecs = [*chain(*pairs)]
+    passes = max(codec.passes for codec in codecs)
+    if passes > 1 and captured is None:  # the model is to run once
+        with CapturedTokens(model, tokens, batch_size, not preset.pre_rope, progress=progress) as captured:
+            return _fit_codecs(model, tokens, preset, batch_size, progress, captured)
     if any(codec.weighted for codec in codecs):
         found = captured.metrics(model) if captured else fisher_metrics(model, tokens, not preset.pre_rope)
         for layer, pair in enumerate(pairs):
             for role, codec in zip(ROLES, pair, strict=True):
                 codec.weigh(found[role, layer])
     batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
-    passes = max(codec.passes for codec in codecs)
-    bar = tqdm(
-        total=passes * len(batches), desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True
-    )
-    for number_of_pass, (number, batch) in product(range(passes), enumerate(batches)):
+    steps = [*product(range(passes), enumerate(batches))]
+    bar = tqdm(steps, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
+    for number_of_pass, (number, batch) in bar:
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
@@ -144,8 +147,6 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
         learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer], number_of_pass)
         if number == len(batches) - 1:
             end_pass(codecs, number_of_pass)
-        bar.update()
-    bar.close()
     finish(codecs, [device for device in layer_devices(model) for _ in ROLES])
     return pairs
 

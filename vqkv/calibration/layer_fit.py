@@ -99,9 +99,9 @@ class LayerFit:
         if not by_fold:
             return None if coder.prediction is None else coder.prediction(known, x)
         rows, fold = inputs(known, by_fold[0].sources, x), self._folds(number, x)
-        predicted = side_by_side(torch.empty_like(x))
-        for number, prediction in enumerate(by_fold):
-            predicted[fold == number] = prediction.predictor(rows[fold == number])
+        predicted = torch.empty_like(side_by_side(x))
+        for held_out, prediction in enumerate(by_fold):
+            predicted[fold == held_out] = prediction.predictor(rows[fold == held_out])
         return predicted.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
 
     def _folds(self, number: int, x: Tensor) -> Tensor:

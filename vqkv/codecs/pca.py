@@ -37,7 +37,7 @@ class PCA(Stage):
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self._shape = (shape[0], shape[-1], shape[-1])
-        self._count, self._moment = 0, torch.zeros(self._shape, dtype=torch.float64)
+        self._count, self._moment = 0, torch.zeros((), dtype=torch.float64)  # of its size with the first batch
         self.register_buffer("matrix", None)
         self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
         return *shape[:-1], min(self.rank or shape[-1], shape[-1])
@@ -52,7 +52,7 @@ class PCA(Stage):
         rows = x.transpose(0, 1).flatten(1, -2).float()
         self._count += rows.shape[1]
         for some in rows.split(ROWS, dim=1):
-            self._moment = self._moment.to(x.device) + (some.mT @ some).double()
+            self._moment = (some.mT @ some).double() + self._moment.to(x.device)
 
     def settle(self) -> None:
         """Find the components. Raises ``DataError`` for fewer tokens than channels, or if nothing was said about costs
@@ -68,7 +68,7 @@ class PCA(Stage):
         _, basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)
         matrix = scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)
         self.matrix = matrix[..., : self.rank or channels].half().contiguous()  # as it is loaded: layouts round apart
-        self._moment = self._moment.new_zeros(0)
+        self._moment = self._moment.new_zeros(())
 
     def keep(self, count: int) -> None:
         """The strongest components, unless they are weighted: these are not orthogonal, and each tells the others'."""
@@ -82,7 +82,8 @@ class PCA(Stage):
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
         """y @ the inverse of the matrix as stored, or some channels of it."""
         if self.inverse is None:
-            matrix = self.matrix.double() if self.matrix.shape[-1] <= MANY else self.matrix.float()
+            single = not self.weighted and self.matrix.shape[-1] > MANY  # orthonormal: fp32 is enough
+            matrix = self.matrix.float() if single else self.matrix.double()
             self.inverse = torch.linalg.solve(matrix.mT @ matrix, matrix.mT).float()
         return self._times(y[..., : self.inverse.shape[-2]], self.inverse[..., channels])
 

@@ -52,18 +52,17 @@ class FactsTask:
     def episodes(self, num_facts: int, text: Tensor, text_len: int, seed: int) -> FactsBatch:
         """A conversation for each row of ``text`` (n, at least text_len), ``text_len`` tokens of it and ``num_facts``
         facts before the first question; the shorter ones end with copies of their last token. Raises ``DataError`` if
-        so many facts leave no room for text, or there are not so many places."""
+        so many facts leave no room for text, a row is too short, or there are not so many places."""
         if not 1 <= num_facts <= len(PLACES):
             raise DataError(f"num_facts {num_facts} must be from 1 to {len(PLACES)}, the number of places")
         rng = random.Random(f"facts/{seed}")
         special = set(self.tokenizer.all_special_ids)
         plain = [[token for token in row.tolist() if token not in special] for row in text]
         rows = [self._episode(num_facts, row, text_len, rng) for row in plain]
-        longest, columns = max(len(row[0]) for row in rows), []
-        for column, last in zip(zip(*rows, strict=True), (-1, None, None)):
-            ends = [[row[last] if last else 0] * (longest - len(row)) for row in column]
-            columns.append(torch.tensor([row + end for row, end in zip(column, ends)]))
-        tokens, question, distance = columns
+        longest = max(len(tokens) for tokens, _, _ in rows)
+        short = [longest - len(tokens) for tokens, _, _ in rows]
+        tokens = torch.tensor([row[0] + row[0][-1:] * more for row, more in zip(rows, short)])
+        question, distance = (torch.tensor([row[i] + [0] * more for row, more in zip(rows, short)]) for i in (1, 2))
         return FactsBatch(tokens, question, distance, text_len)
 
     def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int], list[int]]:
@@ -79,6 +78,8 @@ class FactsTask:
         fixed = len(start) + sum(map(len, facts))
         if fixed + count >= text_len:
             raise DataError(f"{count} facts take {fixed} of {text_len} tokens: hide fewer, or in more")
+        if len(text) < text_len - fixed:
+            raise DataError(f"{len(text)} tokens of text, but {text_len - fixed} are to stand between facts: draw more")
         tokens, at = self._hidden(start, facts, text[: text_len - fixed], rng)
         question, distance = [0] * len(tokens), [0] * len(tokens)
         for number, (fact, answer) in enumerate(zip(asked, answers), 1):
