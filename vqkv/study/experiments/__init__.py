@@ -21,6 +21,7 @@ from vqkv.study.experiments.comparisons import (
 )
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
+from vqkv.study.experiments.facts import by_length, facts_lost
 from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking, with_plain_steps
 from vqkv.study.experiments.further import further_down
 from vqkv.study.experiments.generation import (

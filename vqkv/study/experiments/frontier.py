@@ -132,17 +132,18 @@ def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
     codebook_size: int, kmeans_iterations: int, sink_tokens: int, systems: list[str], tuned: dict[str, dict],
-    dtype: str, device: str,
+    dtype: str, device: str, test_len: int | None = None,
 ):  # fmt: skip
     """Published ``systems`` (by default all) and the ``designs`` of ``designs.factorial`` at all nominal ``bits``: a
     row per model, seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the
     text and starts k-means. ``tuned``: what ``tuning`` chose.
 
     ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
-    number for each held-out window, the same windows for all systems. ``facts``: see ``facts_told``, of as many facts,
-    tokens and texts as ``facts`` says. ``evr``: explained variance of what is stored of one window.
+    number for each held-out window of ``test_len`` (by default ``seq_len``) tokens, the same windows for all systems.
+    ``facts``: see ``facts_told``, of as many facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained
+    variance of what is stored of one window.
     """
-    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
+    text = {"train": [train_seqs, seq_len], "test": [num_seqs, test_len or seq_len], "corpus": corpus}
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
         "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
@@ -196,7 +197,7 @@ def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk
     row = evaluate(found.model, compressor, found.test, per_sequence=True, **settings)
     row |= {"kl_each": written(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
     row = {name: value for name, value in row.items() if not isinstance(value, list)}
-    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts)
+    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
     row |= total_bits(row, describe(found.model), kept_exact(compressor))
     return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}
 
