@@ -136,11 +136,13 @@ def test_bootstrap_interval_is_scipys(count):
     assert bootstrap_interval(x) == pytest.approx((made.low, made.high), rel=1e-12)  # which rounds in another order
 
 
-def test_unknown_protocol_and_short_tokens(mini, one_bit, tokens):
+def test_unknown_protocol_and_tokens_too_few_or_too_many(mini, one_bit, tokens):
     with pytest.raises(UnknownNameError, match="Did you mean 'chunked'"):
         evaluate(mini[0], one_bit, tokens, "chunkd")
     with pytest.raises(DataError, match="at least 3 tokens"):
         evaluate(mini[0], one_bit, tokens[:, :2])
+    with pytest.raises(DataError, match="windows of 1025 tokens, but the model has 1024 positions"):
+        evaluate(mini[0], one_bit, torch.ones(1, 1025, dtype=torch.int64))
     with pytest.raises(DataError, match="calibrate"):
         evaluate(mini[0], presets.vqllm(), tokens)
 

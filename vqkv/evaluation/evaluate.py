@@ -12,7 +12,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.layers import check_decoder, kv_layers
+from vqkv.models.layers import check_decoder, kv_layers, max_positions
 from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
@@ -104,6 +104,8 @@ def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: 
     check_tokens(model, tokens)
     if tokens.shape[1] < 3:
         raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
+    if (longest := max_positions(model)) < tokens.shape[1]:
+        raise DataError(f"windows of {tokens.shape[1]} tokens, but the model has {longest} positions: use shorter ones")
     if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
         raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
     if exact.model is not model:
