@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_guard import amid
+from gpu_guard import DEVICE, amid
+from gpu_guard import gaussian as random
 
 from vqkv.kernels import Affine, Coded, Rope, cpu, naive
 from vqkv.kernels.attention import triton as gpu
@@ -13,13 +14,9 @@ SCALING = 0.09
 HEADS = 3
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def codes(batch: int, seq_len: int, count: int, size: int, bits: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return naive.pack_codes(torch.randint(size, (batch, HEADS, seq_len, count), generator=generator), bits)
+    return naive.pack_codes(torch.randint(size, (batch, HEADS, seq_len, count), generator=generator).to(DEVICE), bits)
 
 
 def affine(seq_len: int, head_dim: int, bits: int, group_size: int, seed: int = 1, batch: int = 2) -> Affine:
@@ -38,7 +35,7 @@ def coded(
 
 
 def rope(head_dim: int, start: int = 0) -> Rope:
-    return Rope(1e4 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), start)
+    return Rope(1e4 ** (-torch.arange(head_dim // 2, device=DEVICE) / (head_dim // 2)), start)
 
 
 def amid_poison(packed):
@@ -156,4 +153,5 @@ def test_the_cpu_reads_piece_by_piece(name, piece, monkeypatch):
 
 def test_partial_rotary_on_the_cpu():
     keys = affine(20, 64, 4, 64)
-    assert_same(random(2, 6, 1, 64), keys, keys, Rope(torch.tensor([1.0, 0.1]), 4), cpu.decode_attention, 1e-5)
+    partial = Rope(torch.tensor([1.0, 0.1], device=DEVICE), 4)
+    assert_same(random(2, 6, 1, 64), keys, keys, partial, cpu.decode_attention, 1e-5)

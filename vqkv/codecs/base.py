@@ -44,6 +44,7 @@ class Codec(Part):
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")
         values = self._checked(whole_blocks(x, self.tokens_per_row), math.inf)
         self.prepare(values.shape[1], values.shape[-1])
+        self.to(values.device)
         with full_precision(values.device):
             self._partial_fit(values)
         return self

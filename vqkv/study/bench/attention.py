@@ -64,7 +64,7 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     queries, which on a CPU is faster than ``enable_gqa``."""
     batch, heads, _, head_dim = query.shape
     grouped = query.view(batch, keys.shape[1], -1, head_dim)
-    return F.scaled_dot_product_attention(grouped, keys, values).view(batch, heads, 1, head_dim)
+    return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, head_dim)
 
 
 def decoded(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None) -> Tensor:
