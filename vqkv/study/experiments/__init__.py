@@ -15,6 +15,7 @@ from vqkv.study.experiments.comparisons import (
     beside,
     least_bits,
     paired_ablation,
+    paired_ratio,
     proxy_correlations,
     what_to_use,
     with_families,

@@ -37,6 +37,15 @@ def _within(bits: pd.Series, kl: pd.Series, budget: float, floor: float) -> str:
     return f"{system}, {nominal:g} bits: {least}" if nominal else f"{system}: {least}"
 
 
+def paired_ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Mean of ``ours`` over that of ``theirs``, one number for each window, and the ends of its 95% interval over
+    ``DRAWS`` bootstrap draws of windows."""
+    both = np.array([ours, theirs], float)
+    drawn = both[:, np.random.default_rng(0).integers(both.shape[1], size=(DRAWS, both.shape[1]))].mean(-1)
+    low, high = np.quantile(drawn[0] / drawn[1], [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
+    return both[0].mean() / both[1].mean(), low, high
+
+
 def family(system: str) -> str:
     """A system's name without its numbers: what rates of one system share."""
     return re.sub(r" ?[0-9][0-9.x+]*", "", system)
