@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image
 
+from vqkv.models.gguf import TITLES
 from vqkv.study.tables import output_root, record_figures, repository_root, write_atomically
 
 PALETTE = {
@@ -174,8 +175,8 @@ def mark_floor(ax, rows, across: bool = True) -> None:
 
 
 def basename(model: str) -> str:
-    """A model's name without its owner or folder."""
-    return model.split("/")[-1]
+    """A model's name as its card writes it, or without its owner or folder."""
+    return TITLES.get(model, model.split("/")[-1])
 
 
 def short(model: str) -> str:
