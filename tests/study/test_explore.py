@@ -127,4 +127,4 @@ def test_the_calculator_s_controls_change_its_rows(monkeypatch):
     model.value = "mistralai/Mistral-7B-v0.1"
     assert "sliding window" in shown.value
     model.value, context.value = "vqkv/llama-mini", 512
-    assert "short 0.5" in shown.value
+    assert "higgs 2" in shown.value

@@ -56,6 +56,7 @@ def test_loss_by_position_adds_up_to_what_evaluate_finds(llama_folder, tmp_path)
     assert window[0] < 1e-5 < 1e-4 < window[2]  # its window of 128 tokens holds the first bucket
 
     model, tokenizer = load(llama_folder, "", "cpu", {})
+    model.config.max_position_embeddings = 300  # evaluate refuses more than a model has
     train = draw(FITTED["corpus"], tokenizer, "train", 256, 2, 0, {})
     test = draw(FITTED["corpus"], tokenizer, "test", 300, 3, 0, {})
     for label, compressor in caches.contenders(model, train, systems[1:3], [16]).items():
