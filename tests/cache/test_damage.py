@@ -1,6 +1,8 @@
 """Saved caches, compressors and snapshot streams that were altered, cut, grown or mixed up: refused, or as written."""
 
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter
 
@@ -58,6 +60,20 @@ def test_other_versions_and_unknown_parts_are_named(tmp_path):
     save_checked(tmp_path / FILE, about, {})
     with pytest.raises(FormatError, match="unknown codec part 'Newer'"):
         Compressor.from_pretrained(tmp_path)
+
+
+def test_a_new_process_knows_every_part():
+    """As ``vqkv evaluate`` reads a saved compressor, which imports no preset's module."""
+    script = (
+        "import importlib, pkgutil, vqkv.cache.compressor, vqkv.codecs; from vqkv.codecs.part import Part\n"
+        "known = set(Part.registry)\n"
+        "for module in pkgutil.walk_packages(vqkv.codecs.__path__, 'vqkv.codecs.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "print(*sorted(set(Part.registry) - known))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() == []
+    )
 
 
 def opened(path, data, states):

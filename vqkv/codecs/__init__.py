@@ -2,18 +2,23 @@
 
 from vqkv.codecs import (  # noqa: F401
     affine,
+    component_groups,
     entropy,
     entropy_coded_scalar,
     exact,
     fallback,
+    float_bits,
     grid,
     layout,
+    merged_layers,
     nonuniform,
     pca,
     pipeline,
     product,
     residual,
     scaling,
+    sketch,
+    tiles,
     transform,
     trellis_coded_scalar,
 )
