@@ -1,4 +1,4 @@
-# study      run every page on the committed tables, then compute one case of each table again and compare
+# study      run every page on the committed tables, then compute one case of each table that 15 minutes reach again
 # recompute  compute every table, figure and page anew       smoke   the same in small, into a temporary folder
 # test       lint, types, library tests, pages, smoke        lab     read and change the notebooks
 # bench      the kernels beside other libraries              report  the pages as HTML, for people without Jupyter
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Here and below one thread a process: two processes of two threads on two cores stall each other.
 study: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --jobs 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study.reproduce --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study.reproduce --jobs 2 --minutes 15
 
 recompute: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2

@@ -177,7 +177,7 @@ def test_the_winner_within_a_budget_changes_with_the_context():
 
 
 def test_every_published_row_is_one_of_ours_and_the_sources():
-    ours = {label for block in predictors._table(16, [2], 4, 8, 0.5, 4, 0).values() for label in block}
+    ours = {label for block in predictors._table(16, [2], 4, 8, 4, 0).values() for label in block}
     published = tables.published("aqua_detailed")
     assert set(predictors.PUBLISHED) <= ours and set(predictors.PUBLISHED.values()) <= set(published["config"])
     joined = beside_published(pd.DataFrame([row("higgs 2", 2.0, 0.1)]), published)

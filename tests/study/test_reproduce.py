@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 import sweep_cases as cases
+from typer.testing import CliRunner
 
 from vqkv.runtime.machine import processor
 from vqkv.study import reproduce, sweep
@@ -49,3 +50,9 @@ def test_a_stored_table_comes_out_again_and_one_that_fails_is_named(monkeypatch)
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
     found = reproduce.again("18_stages", seed=0)
     assert "AttributeError" in found["case"] and found["difference"] == math.inf
+
+
+def test_no_table_is_begun_when_time_is_over():
+    found = CliRunner().invoke(reproduce.app, ["--only", "18_stages", "--minutes", "-1"])
+    assert found.exit_code == 0 and "18_stages        not reached" in found.output
+    assert "0 of 0 tables" in found.output and "1 tables were not reached" in found.output

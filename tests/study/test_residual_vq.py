@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 
 from vqkv.study import figures
-from vqkv.study.experiments import group_sizes, tasks
+from vqkv.study.experiments import given_back, group_sizes
+from vqkv.study.experiments.finetuning import BOTH, TRAINED
 
 TEXT = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", seq_len=128, num_seqs=2, chunk_size=32, dtype="float32",
@@ -20,7 +21,6 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
         group_size=32,
         sizes=[16, 32],
         train_seqs=4,
-        recall_seqs=1,
         seeds=[0],
     )
     own = table[table["group_size"] == 32].set_index("codebooks")
@@ -34,10 +34,10 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
 
 
 def test_what_training_gives_back_is_a_share_of_what_codes_cost():
-    both, tuned = tasks.BOTH, tasks.BOTH + tasks.FINE_TUNED
+    both, (tuned, _) = BOTH, TRAINED
     rows = [(0, both, 0, 30, 20), (0, tuned, 1e-4, 25, 19), (1, both, 0, 40, 20), (1, tuned, 1e-4, 45, 21)]
     columns = ["seed", "label", "learning_rate", "ppl", "ppl_exact"]
-    found = tasks.given_back(pd.DataFrame(rows, columns=columns).assign(num_quantizers=2))
+    found = given_back(pd.DataFrame(rows, columns=columns).assign(num_quantizers=2))
     assert dict(zip(zip(found["seed"], found["learning_rate"]), found["given_back"])) == {
         (0, 1e-4): pytest.approx(50), (1, 1e-4): pytest.approx(-25),
     }  # fmt: skip

@@ -10,40 +10,38 @@ from vqkv import DataError
 from vqkv.data.recall import RecallTask
 from vqkv.evaluation.exact import noise_floor
 from vqkv.study import figures
-from vqkv.study.experiments import first_lost, retrieval
+from vqkv.study.experiments import retrieval
 from vqkv.study.tables import with_floor
 
 SETTINGS = dict(
-    models=["vqkv/llama-mini"], corpus="python-stdlib", pairs=[4], far_pairs=2, gaps=[20], num_seqs=2, train_seqs=2,
-    seq_len=128, vqllm={"vqllm 2x16": [2, 16]}, designs=["steps, principal"], bits=[2.0], codebook_size=16,
-    kmeans_iterations=1, sink_tokens=1, tell_apart=100, seed=0, dtype="float32", device="cpu",
+    models=["vqkv/llama-mini"], corpus="python-stdlib", episodes=[[1, 150, 2]], copied=[2, 96, 32], systems=["higgs 2"],
+    designs=["steps, principal"], bits=[2.0], least_exact=0, tell_apart=100, train_seqs=2, seq_len=128,
+    vqllm={"vqllm 2x16": [2, 16]}, codebook_size=16, kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32",
+    device="cpu",
 )  # fmt: skip
 
 
-def test_an_exact_cache_loses_nothing_and_every_system_has_a_row():
+def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
     table = retrieval(**SETTINGS)
-    exact = table[table["system"] == "fp16"]
-    assert (exact["lost"] == 0).all() and (exact["bits_per_value"] == 16).all()
-    assert set(table["system"]) >= {"quanto 2", "kivi 2", "higgs 2", "vqllm 2x16", "steps, principal"}
-    assert set(zip(table["pairs"], table["gap"], table["answers"])) == {(4, 0, 8), (2, 20, 4)}
-    assert ((table["low"] <= table["lost"]) & (table["lost"] <= table["high"])).all()
-    assert figures.recall_planes(table, [(4, 0), (2, 20)], ["steps, principal"]).axes
+    assert (table.loc[table["system"] == "fp16", "lost"] == 0).all()
+    assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["steps, principal"] * 2]
+    assert table["task"].tolist() == ["copy", "facts"] * 3
+    assert table["questions"].tolist() == [32, 2] * 3
+    assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
+    names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
+    assert len(figures.told_lines(table, 1, 150, names).axes) == 2
 
 
 def test_episodes_too_few_to_tell_points_apart_are_refused():
     with pytest.raises(DataError, match="tell_apart 0 must be"):
         retrieval(**SETTINGS | {"tell_apart": 0})
-    with pytest.raises(DataError, match="'recall of 2 pairs' asks 8 questions.*at least 73"):
-        retrieval(**SETTINGS | {"tell_apart": 5, "num_seqs": 4, "pairs": [20]})
+    with pytest.raises(DataError, match="'2 facts in 150 tokens' asks 8 questions.*at least 73"):
+        retrieval(**SETTINGS | {"tell_apart": 5, "episodes": [[2, 150, 4]]})
 
 
-def test_the_first_rate_that_loses_is_the_largest(tokenizer):
-    rows = [("vqllm 8x16", 2.2, 1.0), ("vqllm 3x16", 0.9, 12.0), ("vqllm 1x16", 0.4, 60.0), ("kivi 2", 3.0, 0.0)]
-    table = pd.DataFrame(rows, columns=["system", "bits_per_value", "low"]).assign(model="m", pairs=16, gap=0)
-    found = first_lost(table.assign(nominal_bits=0)).loc[("m", 16, 0)]
-    assert found["vqllm"] == 0.9 and math.isnan(found["kivi"])
-    assert first_lost(table.assign(nominal_bits=0, low=0.0)).isna().all(axis=None)
-    assert first_lost(table.assign(nominal_bits=2)).loc[("m", 16, 0), "vqllm 1x16"] == 0.4
+def test_a_task_that_the_model_itself_fails_is_refused():
+    with pytest.raises(DataError, match="itself tells .* take a larger model"):
+        retrieval(**SETTINGS | {"least_exact": 1.01})
 
 
 def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer):

@@ -4,7 +4,6 @@
 """
 
 # ruff: noqa: F401
-from vqkv.study.experiments import tasks
 from vqkv.study.experiments.audit import audited_tables, claims_audit
 from vqkv.study.experiments.by_task import depth_by_task
 from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
@@ -22,7 +21,8 @@ from vqkv.study.experiments.comparisons import (
 )
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
-from vqkv.study.experiments.facts import by_length, facts_lost
+from vqkv.study.experiments.facts import retrieval
+from vqkv.study.experiments.finetuning import finetuning, given_back
 from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking, with_plain_steps
 from vqkv.study.experiments.further import further_down
 from vqkv.study.experiments.generation import (
@@ -40,7 +40,7 @@ from vqkv.study.experiments.learning import codebook_learning
 from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.overview import contents, findings, frontier_rows
 from vqkv.study.experiments.own import defining_text, neighbours, own_preset
-from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena, training_curves
+from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths
 from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
@@ -54,10 +54,8 @@ from vqkv.study.experiments.quantized_cache import (
     worth_of_steps,
 )
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
-from vqkv.study.experiments.retrieval import first_lost, retrieval
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.systems import systems
-from vqkv.study.experiments.tasks import finetuning, leaderboard
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
 from vqkv.study.experiments.tuning import chosen, tuning

@@ -113,6 +113,19 @@ def exact_compressor(found: Subject, model=None) -> Compressor:
     return calibrate(model or found.model, found.train[:1], presets.fp16(), progress=False)
 
 
+def by_window(found: Subject, compressor, tokens: torch.Tensor, **read) -> dict[str, float | str]:
+    """``evaluate``'s row of ``tokens`` (windows, seq_len), with ``ppl_increase`` in percent and ``kl_each``, the KL of
+    each window in one cell. ``read``: arguments of ``evaluate``."""
+    row = evaluate(found.model, compressor, tokens, per_sequence=True, exact=found.exact, **read)
+    each = {"kl_each": written(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    return {name: value for name, value in row.items() if not isinstance(value, list)} | each
+
+
+def written(numbers: list[float]) -> str:
+    """As one cell of a table: a number for each window."""
+    return " ".join(f"{number:.5g}" for number in numbers)
+
+
 def facts_told(
     found: Subject, compressor, corpus: str, num_facts: int, text_len: int, num_seqs: int, seed: int
 ) -> dict[str, float]:

@@ -17,12 +17,14 @@ from vqkv.models.load import describe
 from vqkv.study.experiments.common import (
     Subject,
     all_told,
+    by_window,
     calibrated,
     explained_by_layer,
     facts_told,
     frame,
     kept_exact,
     subject,
+    written,
 )
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.experiments.designs import exists, factorial, first_layers, published, since
@@ -123,11 +125,6 @@ def equivalent_bits(bits: float, kl: float) -> float:
     return bits + math.log2(max(LEAST, kl) if math.isfinite(kl) else MOST) / 2
 
 
-def written(numbers: list[float]) -> str:
-    """As one cell of a table: a number for each window."""
-    return " ".join(f"{number:.5g}" for number in numbers)
-
-
 def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
@@ -193,10 +190,7 @@ def _row(
 
 def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk_size: int) -> dict[str, float | str]:
     """Columns of ``frontier`` but for the names."""
-    settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": False}
-    row = evaluate(found.model, compressor, found.test, per_sequence=True, **settings)
-    row |= {"kl_each": written(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
-    row = {name: value for name, value in row.items() if not isinstance(value, list)}
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
     row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
     row |= total_bits(row, describe(found.model), kept_exact(compressor))
     return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}

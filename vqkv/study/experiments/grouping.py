@@ -8,9 +8,17 @@ from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.scaling import VectorScale
-from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import all_told, calibrated, exact_compressor, frame, paired, recalled, subject
+from vqkv.study.experiments.common import (
+    all_told,
+    by_window,
+    calibrated,
+    exact_compressor,
+    facts_told,
+    frame,
+    paired,
+    subject,
+)
 from vqkv.study.experiments.depth import shallower
 from vqkv.study.sweep import per_process, sweep
 
@@ -27,17 +35,17 @@ CODEBOOKS = {"shared": (), "by group": (), "by head and group": (MergeHeads,)}  
 
 def grouping(
     models: list[str], corpus: str, codebook_size: int, num_quantizers: int, group_size: int, train_seqs: int,
-    seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, seeds: list[int], dtype: str, device: str,
+    seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, seeds: list[int], dtype: str, device: str,
 ):  # fmt: skip
-    """Notebook 03: Table 1's rows (what is quantised, and how key channels are grouped) in MSE, chunked perplexity, KL
-    and recall. One row per model, row of the table and seed; seeds draw the calibration text, the k-means start and the
-    random permutation, while the held-out text and recall sequences stay the same.
+    """Notebook 03: Table 1's rows (what is quantised, and how key channels are grouped) in MSE, chunked perplexity,
+    KL and, where ``facts`` has sizes for it, ``common.facts_told``. One row per model, row of the table and seed;
+    seeds draw the calibration text, the k-means start and the random permutation, not the held-out text.
     """
     settings = {
         "who": _who(corpus, train_seqs, seq_len, num_seqs, dtype, device),
         "quantizer": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size},
-        "recall_seqs": recall_seqs,
         "chunk_size": chunk_size,
+        "facts": facts,
     }
     cases = [{"model": name, "seed": seed, "label": label} for name in models for seed in seeds for label in TABLE_1]
     return frame(*sweep(_row, cases, settings, "grouping"))
@@ -45,7 +53,7 @@ def grouping(
 
 def group_sizes(
     models: list[str], corpus: str, codebook_size: int, num_quantizers: int, group_size: int, sizes: list[int],
-    train_seqs: int, seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, seeds: list[int], dtype: str,
+    train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, seeds: list[int], dtype: str,
     device: str,
 ):  # fmt: skip
     """Notebook 03: keys and values in contiguous groups of each of ``sizes`` channels, with ``num_quantizers``
@@ -58,7 +66,6 @@ def group_sizes(
     settings = {
         "who": _who(corpus, train_seqs, seq_len, num_seqs, dtype, device),
         "usual": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size},
-        "recall_seqs": recall_seqs,
         "chunk_size": chunk_size,
     }
     listed = [("shared", size, count) for size in sizes for count in _counts(size, settings["usual"])]
@@ -80,13 +87,11 @@ def _counts(size: int, usual: dict) -> list[int]:
 
 
 def _sized_row(
-    model: str, seed: int, codebooks: str, size: int, count: int, who: dict, usual: dict, recall_seqs: int,
-    chunk_size: int,
+    model: str, seed: int, codebooks: str, size: int, count: int, who: dict, usual: dict, chunk_size: int
 ):  # fmt: skip
     who = who | {"name": model, "seed": seed}
     found, compressor = subject(**who), _sized(codebooks, size, count, who, usual)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, exact=found.exact)
-    row |= recalled(found, compressor, recall_seqs, 0, chunk_size)
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size)
     contexts = {"bits_8k": 8192, "bits_128k": 131072}
     row |= {name: all_told(row, describe(found.model), tokens) for name, tokens in contexts.items()}
     label = {"model": model, "codebooks": codebooks, "group_size": size, "num_quantizers": count, "seed": seed}
@@ -114,13 +119,11 @@ def _largest(who: dict, usual: dict, size: int) -> Compressor:
     return calibrated(presets.vqllm(**settings, key_grouping="contiguous", seed=who["seed"]), who)
 
 
-def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int):
+def _row(model: str, seed: int, label: str, who: dict, quantizer: dict, facts: dict, chunk_size: int):
     who = who | {"name": model, "seed": seed}
     found, compressor = subject(**who), _compressor(*TABLE_1[label], who, quantizer)
-    row = evaluate(found.model, compressor, found.test, "chunked", chunk_size=chunk_size, exact=found.exact)
-    row |= recalled(found, compressor, recall_seqs, 0, chunk_size)
-    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-    row["recall_lost"] = 100 * (row["recall_exact"] - row["recall"])
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size)
+    row |= facts_told(found, compressor, who["corpus"], seed=0, **facts) if facts else {}
     return [{"model": model, "quantised": label, "seed": seed} | row], found.sources
 
 

@@ -11,12 +11,11 @@ import pandas as pd
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import frame, kept_exact, subject
+from vqkv.study.experiments.common import by_window, frame, kept_exact, subject
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
-from vqkv.study.experiments.frontier import fitted, total_bits, written
+from vqkv.study.experiments.frontier import fitted, total_bits
 from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import sweep
 
@@ -62,10 +61,9 @@ def _row(
         compressor = _reloaded(fitted(own, who))
     else:
         compressor = fitted(published({}, sink_tokens, seed)[system], who)
-    settings = {"chunk_size": chunk_size, "exact": found.exact, "reconstruction": False, "per_sequence": True}
-    row = evaluate(found.model, compressor, found.test, **settings)
-    totals = total_bits(row, describe(found.model), kept_exact(compressor)) | {"kl_each": written(row["kl_each"])}
-    columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1")
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    totals = total_bits(row, describe(found.model), kept_exact(compressor))
+    columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
     label = {"model": model, "seed": seed, "system": system, "nominal_bits": bits}
     return [label | {name: row[name] for name in columns} | totals], found.sources
 

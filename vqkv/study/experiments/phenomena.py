@@ -1,24 +1,15 @@
-"""Notebook 01: what a model's keys and values are like, what it can do, and how it came to."""
+"""Notebook 01: what a model's keys and values are like."""
 
-import json
-import math
 import statistics
-from functools import partial
 
-import numpy as np
 import torch
 
-from vqkv.data.recall import RecallTask
 from vqkv.evaluation.exact import ExactPass, noise_floor
 from vqkv.models.capture import capture
-from vqkv.models.layers import max_positions
-from vqkv.models.load import BUNDLED, describe, kv_width
+from vqkv.models.load import describe, kv_width
 from vqkv.models.rope import rotates
-from vqkv.reference.measure import PAIRS, induction_score
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import draw, frame, load
-
-FAR_PAIRS, GAPS = 8, (0, 64, 128, 256, 512, 850)  # pairs, and tokens of text between them and their queries
 
 
 def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
@@ -44,34 +35,16 @@ def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed
     return frame(rows, sources)
 
 
-def phenomena(
-    models: list[str], corpus: str, seq_len: int, num_seqs: int, recall_seqs: int, seed: int, dtype: str, device: str
-):
-    """Notebook 01: what each model shows of sinks, outlier channels, inter-layer predictability and recall."""
+def phenomena(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
+    """Notebook 01: what each model shows of sinks, outlier channels and inter-layer predictability."""
     rows, sources = [], {}
     for name in models:
         model, tokenizer = load(name, dtype, device, sources)
         train = draw(corpus, tokenizer, "train", seq_len, num_seqs, seed, sources)
         test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        context = max_positions(model)
-        text = draw(corpus, tokenizer, "test", min(context, GAPS[-1] + 1), recall_seqs, seed, sources)[:, 1:]
         found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
-        found |= _recall_rows(model, tokenizer, context, recall_seqs, seed, text)
-        task = RecallTask(tokenizer)
-        words = np.array([*task.keys, *task.values, *task.newline])
-        found["induction score, best head"] = induction_score(model, words)
         rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
     return frame(rows, sources)
-
-
-def _recall_rows(model, tokenizer, context: float, num_seqs: int, seed: int, text) -> dict[str, float]:
-    """Of lists that fit into the context, and of a few pairs behind more and more of ``text``."""
-    recall = partial(probes.recall, model, tokenizer, num_seqs=num_seqs, seed=seed)
-    pair = 2 * RecallTask(tokenizer).line  # tokens, asked for once
-    found = {f"recall of {count} pairs": recall(count) for count in PAIRS if pair * count < context}
-    gaps = [gap for gap in GAPS if gap + pair * FAR_PAIRS < context]
-    far = {gap: recall(FAR_PAIRS, between=text[:, :gap]) for gap in gaps}
-    return found | {f"recall of {FAR_PAIRS} pairs behind {gap} tokens": hit for gap, hit in far.items()}
 
 
 def noise_floors(
@@ -85,23 +58,6 @@ def noise_floors(
         floor = noise_floor(ExactPass(model), tokens.to(model.device), chunk_size)
         rows += [{"model": name, "cache": cache, "kl": kl} for cache, kl in floor.items()]
     return frame(rows, sources)
-
-
-def training_curves(models: list[str]):
-    """What was measured of each bundled model while it was trained: a row per model, ability and number of tokens; of
-    other models nothing is known, which is a row of NaN."""
-    rows = []
-    for name in models:
-        log = json.loads((BUNDLED[name] / "training.json").read_text()) if name in BUNDLED else {"measured": []}
-        for row in log["measured"]:
-            found = {f"recall of {pairs} pairs": row["recall"][str(pairs)] for pairs in PAIRS}
-            found |= {f"recall behind {gap} tokens": hit for gap, hit in row.get("recall_by_gap", {}).items()}
-            found |= {key: row[key] for key in ("induction", "bits_per_byte") if key in row}
-            about = {"model": name, "tokens": row["tokens"]}
-            rows += [about | {"quantity": quantity, "value": value} for quantity, value in found.items()]
-        if name not in BUNDLED:
-            rows.append({"model": name, "tokens": 0, "quantity": "induction", "value": math.nan})
-    return frame(rows, {})
 
 
 def _sink_rows(model, tokens) -> dict:

@@ -6,9 +6,7 @@ from scipy.stats import bootstrap
 from vqkv import presets
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.study.experiments.common import calibrated, frame, subject
-from vqkv.study.experiments.frontier import written
+from vqkv.study.experiments.common import by_window, calibrated, frame, subject
 from vqkv.study.sweep import sweep
 
 BESIDE = {
@@ -62,9 +60,7 @@ def _choice_row(model: str, label: str, who: dict, batch_size: int, share_thresh
 
 
 def _scored(found, compressor, tokens, read: dict) -> dict:
-    row = evaluate(found.model, compressor, tokens, reconstruction=False, per_sequence=True, exact=found.exact, **read)
-    kl, row = written(row["kl_each"]), {name: value for name, value in row.items() if not isinstance(value, list)}
-    return row | {"kl_each": kl, "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    return by_window(found, compressor, tokens, reconstruction=False, **read)
 
 
 def _systems(share_threshold: float) -> dict[str, presets.Preset]:

@@ -8,13 +8,12 @@ import numpy as np
 
 from vqkv import presets
 from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
-from vqkv.evaluation.evaluate import evaluate, reconstruction_error
+from vqkv.evaluation.evaluate import reconstruction_error
 from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, kv_width
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.common import all_told, calibrated, frame, subject
-from vqkv.study.experiments.systems import bare
+from vqkv.study.experiments.common import all_told, by_window, calibrated, frame, subject
 from vqkv.study.sweep import per_process, sweep
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
@@ -22,8 +21,8 @@ CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 13
 
 def predictor_ablation(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, batch_size: int,
-    codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank_share: float, share_threshold: float,
-    sink_tokens: int, seed: int, dtype: str, device: str,
+    codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank_share: float, sink_tokens: int,
+    seed: int, dtype: str, device: str,
 ):  # fmt: skip
     """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
 
@@ -38,7 +37,7 @@ def predictor_ablation(
         "who": who | {"dtype": dtype, "device": device},
         "table": {
             "codebook_size": codebook_size, "num_quantizers": num_quantizers, "kmeans_iterations": kmeans_iterations,
-            "share_threshold": share_threshold, "sink_tokens": sink_tokens, "seed": seed,
+            "sink_tokens": sink_tokens, "seed": seed,
         },
         "rank_share": rank_share,
         "chunk_size": chunk_size,
@@ -62,9 +61,8 @@ def _ablation_row(
     width = kv_width(about)
     preset = _table(rank=max(1, int(rank_share * width)), **table)[block][label]
     compressor = calibrated(preset, who, batch_size)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    row |= reconstruction_error(found.exact, compressor, found.test[:2])
-    row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    row |= reconstruction_error(found.exact, compressor, found.test[:1])
     row = {"model": model, "block": block, "label": label, "predicted": bool(compressor.predictions)} | row
     row |= {"predictor_bytes": compressor.predictor_bytes, "width": width, "num_layers": about["num_layers"]}
     return [row | {name: all_told(row, about, n) for name, n in CONTEXTS.items()}], found.sources
@@ -132,19 +130,14 @@ NOTHING = {"key_from": "none", "value_from": "none"}
 WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
 PUBLISHED = {
     "quanto 2": "Quanto-2b-gs64",
-    "kivi 2, nothing exact": "KIVI-2b-gs128-r128",
-    "kvquant 2, nothing exact": "KVQuant-2b-s1%",
-    "kvsharer, 1 pair": "KVSharer (1 pair)",
     "higgs 2": "HIGGS-2b-gs1024",
     "aqua quanto 2": "before RoPE Quanto gs64",
-    "aqua quanto 2, after RoPE": "after RoPE Quanto gs64",
     "aqua higgs 2": "AQUA-KV (HIGGS)",
     "aqua higgs 2, after RoPE": "after RoPE HIGGS",
     "aqua higgs 2, reduced rank": "RRR (68 MiB)",
     "aqua higgs 2, MLP": "MLP (540 MiB)",
     "aqua higgs 2, GPTQ 4 bits": "GPTQ (41 MiB)",
     "aqua higgs 2, first layer exact": "BF16",
-    "aqua higgs 2, first layer 3": "HIGGS 3 bit",
     "aqua higgs 2, first layer 2": "HIGGS 2 bit",
     "aqua higgs 2, no sinks": "w/o 16-bit attention sink",
     "aqua higgs 2, K only": "w/o V predictor",
@@ -166,7 +159,7 @@ def beside_published(table, published):
 
 
 def _table(
-    codebook_size, num_quantizers, kmeans_iterations, rank, share_threshold, sink_tokens, seed
+    codebook_size, num_quantizers, kmeans_iterations, rank, sink_tokens, seed
 ) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
@@ -177,24 +170,12 @@ def _table(
     backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers} | {"product": product}
     plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
     return {
-        "baseline": _baselines(share_threshold),
         "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
-        "first layer exact": {
-            f"{start}{label}, first layer exact": aqua(backbone, first_layer_bits=16, **sources)
-            for label, backbone in backbones.items()
-            if label not in ("higgs 3", "higgs 4", "quanto 2")
-            for start, sources in (("", NOTHING), ("aqua ", {}))
-        },
         **_choices(aqua, backbones, rank),
-        "sinks": {
-            "aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0),
-            "higgs 2, no sinks": dataclasses.replace(plain["higgs 2"], sink_tokens=0),
-        },
+        "sinks": {"aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0)},
         "RoPE": {
             "aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False),
-            "aqua quanto 2, after RoPE": aqua(backbones["quanto 2"], pre_rope=False),
             "higgs 2, after RoPE": dataclasses.replace(plain["higgs 2"], pre_rope=False),
-            "quanto 2, before RoPE": dataclasses.replace(plain["quanto 2"], pre_rope=True),
         },
     }
 
@@ -205,16 +186,6 @@ def _aqua(exact: dict, backbone: presets.Preset, **changes) -> presets.Preset:
     return dataclasses.replace(presets.aqua(backbone, **changes), **kept)
 
 
-def _baselines(share_threshold: float) -> dict[str, presets.Preset]:
-    return {
-        "quanto 2, nothing exact": bare(presets.quanto(2)),
-        "kivi 2, nothing exact": bare(presets.kivi(2)),
-        "kvquant 2, nothing exact": bare(presets.kvquant(2)),
-        "kvsharer, 1 pair": presets.kvsharer(1, share_threshold),
-        "kvsharer, 2 pairs": presets.kvsharer(2, share_threshold),
-    }
-
-
 def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str, dict[str, presets.Preset]]:
     """Other choices with 2-bit HIGGS: predictors, the first layer's bits, sources."""
     higgs = partial(aqua, backbones["higgs 2"])
@@ -223,20 +194,19 @@ def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str,
             "aqua higgs 2, reduced rank": higgs(predictor="reduced_rank", rank=rank),
             "aqua higgs 2, MLP": higgs(predictor="mlp"),
             "aqua higgs 2, GPTQ 4 bits": higgs(predictor="gptq"),
-            "aqua higgs 2, ridge 1e-5": higgs(strength=1e-5),
-            "aqua higgs 2, constant": higgs(key_from="mean", value_from="mean"),
             "aqua higgs 2, no predictor": higgs(**NOTHING),
             "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **NOTHING),
         },
-        "first layer": {f"aqua higgs 2, first layer {bits}": higgs(first_layer_bits=bits) for bits in (3, 2)},
+        "first layer": {
+            "aqua higgs 2, first layer 2": higgs(first_layer_bits=2),
+            "aqua higgs 2, first layer exact": higgs(first_layer_bits=16),
+        },
         "sources": {
             "aqua higgs 2, K only": higgs(value_from="none"),
             "aqua higgs 2, V only": higgs(key_from="none"),
             "aqua higgs 2, V from V-1": higgs(value_from="V-1"),
             "aqua higgs 2, V from V-1+K-1": higgs(value_from="V-1+K-1"),
-            "aqua higgs 2, V from V-1+K-1+K": higgs(value_from="V-1+K-1+K"),
             "aqua higgs 2, K from K-1+V-1": higgs(key_from="K-1+V-1"),
-            "aqua higgs 2, K from K-1+K-2": higgs(key_from="K-1+K-2"),
         },
     }
 

@@ -28,7 +28,7 @@ def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int = 2) -> torch.Tensor:
+def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int = 1) -> torch.Tensor:
     """(num_layers, num_heads): the mean attention that queries after position ``skip`` pay to the first token.
 
     Without a sink it would be about the mean of 1 / position. Runs eager attention, which alone returns its weights.

@@ -12,14 +12,14 @@ from vqkv.study.figures.grouping import GROUPING_COLOURS, group_size_lines, grou
 from vqkv.study.figures.injected import SHOWN, kl_by_size, quiet_heads
 from vqkv.study.figures.learning import learning_curves, unused_codes
 from vqkv.study.figures.normalised import architecture_dots, product_lines
-from vqkv.study.figures.phenomena import channel_ratios, emergence, magnitude_boxes, recall_lines
-from vqkv.study.figures.predictability import evr_bars, evr_heatmap, quantised_inputs
+from vqkv.study.figures.phenomena import magnitudes_by_layer
+from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_inputs
 from vqkv.study.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
 from vqkv.study.figures.quantized_cache import rate_lines, residual_lines
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style
-from vqkv.study.figures.tasks import change_dots, depth_lines, recall_planes, tuning_dots
+from vqkv.study.figures.tasks import told_lines, tuning_dots
 from vqkv.study.figures.thresholds import (
     entropy_bars,
     eviction_curves,

@@ -1,7 +1,6 @@
 """Figures of notebook 04."""
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from vqkv.study.figures.style import PALETTE, basename, by_model, short
 
@@ -18,7 +17,7 @@ def evr_bars(table, quantizers):
     lines.
     """
     models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 7))
+    fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 5.2 if len(models) == 1 else 7))
     for ax, target in zip(axes, ROLES, strict=True):
         rows = table[table["target"] == target]
         groups = rows.groupby("sources")["group"].first().loc[_present(rows, target)]
@@ -69,30 +68,22 @@ def _model_bars(ax, rows, places: dict[str, float], offset: float, colour: str) 
             ax.plot(mean, place + offset, "D", color="w", mec="k", ms=5.5, clip_on=False)
 
 
-def evr_heatmap(table):
-    """Explained variance of the trained models, in percent, by source and layer: a panel per model and role; grey where
-    a source does not exist."""
-    models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(len(ROLES), len(models), figsize=(5.4 * len(models), 9), squeeze=False)
-    for target, row in zip(ROLES, axes, strict=True):
-        for model, ax in zip(models, row, strict=True):
-            rows = table[(table["model"] == model) & (table["target"] == target) & (table["variant"] == "trained")]
-            wide = 100 * rows.pivot(index="sources", columns="layer", values="evr").loc[_present(rows, target)]
-            ax.set_facecolor("#d9d9d9")
-            image = ax.imshow(wide.to_numpy(), cmap="cividis", vmin=0, vmax=100, aspect="auto")
-            for (y, x), share in np.ndenumerate(wide.to_numpy()):
-                text = "" if np.isnan(share) else "100" if share > 100 * CLOSE_TO_ONE else f"{share:.1f}"
-                ax.text(x, y, text, ha="center", va="center", fontsize=9, color="w" if share < 55 else "k")
-            ax.set_xticks(range(wide.shape[1]), wide.columns)
-            ax.set_yticks(range(len(wide)), [_label(sources, target) for sources in wide.index], fontsize=11)
-            ax.set(title=f"{ROLES[target]} of {basename(model)}", xlabel="layer")
-            ax.grid(visible=False)
-    fig.colorbar(image, ax=axes, label="explained variance (%)", shrink=0.5)
+def evr_by_layer(table, sources: dict[str, list[str]]):
+    """Explained variance in a trained model by layer: a panel per target, a line for each of its ``sources``."""
+    rows = table[table["variant"] == "trained"]
+    fig, axes = plt.subplots(1, len(sources), figsize=(11, 3.6), sharey=True)
+    for ax, (target, wanted) in zip(axes, sources.items(), strict=True):
+        for name, colour in zip(wanted, ("key", "value", "key+value")):
+            mine = rows[(rows["target"] == target) & (rows["sources"] == name)]
+            ax.plot(mine["layer"], mine["evr"], "o-", color=PALETTE[colour], label=_label(name, target))
+        ax.set(title=f"{ROLES[target]} predicted from", xlabel="layer", ylim=(0, 1))
+        ax.legend(loc="lower right", ncols=len(wanted))
+    axes[0].set_ylabel("explained variance ratio")
     return fig
 
 
 QUANTISED = {"V-1+K": ("key+value", "D"), "K": ("key", "o"), "K-1+V-1": ("value", "s")}
-BIT_TICKS = (1, 1.25, 1.5, 2, 3)
+BIT_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):

@@ -68,6 +68,8 @@ LOOKS = {  # part of a system's name -> palette key and marker; the first that f
     "aqua": ("aqua", "h"),
     "higgs": ("higgs", "D"),
     "kvtc": ("kvtc", "p"),
+    "quanto": ("quanto", "o"),
+    "kivi": ("kivi", "X"),
 }
 
 STYLE = {
@@ -181,4 +183,5 @@ def basename(model: str) -> str:
 
 def short(model: str) -> str:
     """A model's palette key."""
-    return basename(model) if basename(model) in PALETTE else "llama-mini"
+    name = model.split("/")[-1]
+    return name if name in PALETTE else "llama-mini"
