@@ -173,12 +173,3 @@ def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypat
     monkeypatch.setenv("VQKV_OUT", str(root))
     figures.save(draw(toy()), "toy", toy())
     assert path.read_text() != "committed"
-
-
-def test_bars_survive_seeds_that_all_agree():
-    """The mean of three equal numbers can round to just beyond them; matplotlib refuses a negative error."""
-    value = next(v for v in (k / 997 for k in range(1, 997)) if pd.Series([v] * 3).mean() != v)
-    row = {"model": "m", "kl_mean": value, "kl_floor": 1e-7}
-    rows = [row | {"quantised": name} for name in figures.GROUPING_COLOURS for _ in range(3)]
-    fig = figures.grouping_bars(pd.DataFrame(rows), {"kl_mean": "KL (nats)"})
-    assert len(fig.axes[0].patches) == len(figures.GROUPING_COLOURS)
