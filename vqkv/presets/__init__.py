@@ -1,6 +1,6 @@
 """Each published system in a few lines, and ours; who predicts whom; who gets the bits."""
 
-from vqkv.presets.crosses import best, crossed, entropy_coded
+from vqkv.presets.crosses import best, crossed, entropy_coded, live
 from vqkv.presets.preset import Preset
 from vqkv.presets.published import (
     PRESETS,
@@ -24,6 +24,6 @@ from vqkv.presets.recent import aatc, cachegen, kvarn, kvtc, minicache, nsnquant
 
 __all__ = [
     "PRESETS", "Preset", "aatc", "aqua", "best", "cachegen", "crossed", "entropy_coded", "fp16", "higgs", "hqq", "kivi",
-    "kvarn", "kvquant", "kvsharer", "kvtc", "lossless", "make", "minicache", "nsnquant", "quanto", "rvq2", "turboquant",
-    "vq", "vqllm", "vqq", "vqq_product",
+    "kvarn", "kvquant", "kvsharer", "kvtc", "live", "lossless", "make", "minicache", "nsnquant", "quanto", "rvq2",
+    "turboquant", "vq", "vqllm", "vqq", "vqq_product",
 ]  # fmt: skip

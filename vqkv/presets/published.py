@@ -20,7 +20,7 @@ from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemo
 from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.crosses import best, crossed
+from vqkv.presets.crosses import best, crossed, live
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset
 from vqkv.presets.recent import aatc, cachegen, kvarn, kvtc, minicache, nsnquant, turboquant
@@ -270,7 +270,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (
         fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
+        best, live, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
     )
 }  # fmt: skip
 
