@@ -43,7 +43,13 @@ from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
 from vqkv.study.experiments.predictability import algebra, predictability
 from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths
-from vqkv.study.experiments.predictors import beside_published, error_propagation, predictor_ablation, within_budget
+from vqkv.study.experiments.predictors import (
+    beside_published,
+    error_propagation,
+    over_default,
+    predictor_ablation,
+    within_budget,
+)
 from vqkv.study.experiments.product_codes import gaps, kmeans_times, product_against_residual
 from vqkv.study.experiments.quantized_cache import (
     first_difference,

@@ -14,6 +14,7 @@ from vqkv.models.capture import capture
 from vqkv.models.load import describe, kv_width
 from vqkv.models.rope import rotates
 from vqkv.study.experiments.common import all_told, by_window, calibrated, frame, subject
+from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.sweep import per_process, sweep
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
@@ -137,12 +138,20 @@ PUBLISHED = {
     "aqua higgs 2, reduced rank": "RRR (68 MiB)",
     "aqua higgs 2, MLP": "MLP (540 MiB)",
     "aqua higgs 2, GPTQ 4 bits": "GPTQ (41 MiB)",
-    "aqua higgs 2, first layer exact": "BF16",
     "aqua higgs 2, first layer 2": "HIGGS 2 bit",
     "aqua higgs 2, no sinks": "w/o 16-bit attention sink",
     "aqua higgs 2, K only": "w/o V predictor",
     "aqua higgs 2, V only": "w/o K predictor",
 }  # our row -> the source's name for it
+
+
+def over_default(table, default: str):
+    """KL of each row over that of ``default`` on the same windows, ``ratio`` with the ends of its paired 95% interval,
+    ``low`` and ``high``."""
+    each = table.set_index("label")["kl_each"].str.split()
+    found = [paired_ratio(kl, each[default]) for kl in each]
+    ends = np.array(found).T
+    return table[["block", "label"]].assign(ratio=ends[0], low=ends[1], high=ends[2])
 
 
 def beside_published(table, published):
@@ -165,18 +174,14 @@ def _table(
     exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
     aqua = partial(_aqua, exact)
     vqllm = {"codebook_size": codebook_size, "seed": seed, "kmeans_iterations": kmeans_iterations}
-    product = presets.vqq_product(1e9, keyframe=sink_tokens or 4, codebook_size=codebook_size, seed=seed)
     backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)} | {"quanto 2": presets.quanto(2)}
-    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers} | {"product": product}
+    backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers}
     plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
     return {
-        "backbone": plain | {f"aqua {label}": aqua(backbone) for label, backbone in backbones.items()},
+        "backbone": plain | {f"aqua {label}": aqua(each) for label, each in backbones.items() if label != "higgs 4"},
         **_choices(aqua, backbones, rank),
         "sinks": {"aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0)},
-        "RoPE": {
-            "aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False),
-            "higgs 2, after RoPE": dataclasses.replace(plain["higgs 2"], pre_rope=False),
-        },
+        "RoPE": {"aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False)},
     }
 
 
@@ -197,16 +202,11 @@ def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str,
             "aqua higgs 2, no predictor": higgs(**NOTHING),
             "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **NOTHING),
         },
-        "first layer": {
-            "aqua higgs 2, first layer 2": higgs(first_layer_bits=2),
-            "aqua higgs 2, first layer exact": higgs(first_layer_bits=16),
-        },
+        "first layer": {"aqua higgs 2, first layer 2": higgs(first_layer_bits=2)},
         "sources": {
             "aqua higgs 2, K only": higgs(value_from="none"),
             "aqua higgs 2, V only": higgs(key_from="none"),
-            "aqua higgs 2, V from V-1": higgs(value_from="V-1"),
             "aqua higgs 2, V from V-1+K-1": higgs(value_from="V-1+K-1"),
-            "aqua higgs 2, K from K-1+V-1": higgs(key_from="K-1+V-1"),
         },
     }
 

@@ -14,7 +14,7 @@ from vqkv.study.figures.learning import learning_curves, unused_codes
 from vqkv.study.figures.normalised import architecture_dots, product_lines
 from vqkv.study.figures.phenomena import magnitudes_by_layer
 from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_inputs
-from vqkv.study.figures.predictors import ablation_bars, context_costs, predicted_plane, propagation
+from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane, propagation
 from vqkv.study.figures.quantized_cache import rate_lines, residual_lines
 from vqkv.study.figures.restoring import bandwidth_lines, chat_lines, ready_lines
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines

@@ -5,9 +5,9 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 
 from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, by_model, interval, mark_floor, short
+from vqkv.study.figures.style import PALETTE, basename, by_model, interval, mark_floor, short
 
-FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s"), "product": ("pq", "p")}
+FAMILIES = {"higgs": ("higgs", "D"), "quanto": ("quanto", "o"), "vqllm": ("vqllm", "s")}
 KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", "aqua higgs 2, MLP": "MLP"}
 KIND_STYLES = ("-", "--", ":")
 VALUES_OF_EVR = {
@@ -20,7 +20,7 @@ VALUES_OF_EVR = {
 def predicted_plane(table):
     """KL, with its 95% interval over sequences, against stored bits: every quantizer alone (hollow) and with linear
     predictors (filled). One panel per model."""
-    fig, axes, panels = by_model(table[table["block"] == "backbone"], (11, 4.6))
+    fig, axes, panels = by_model(table[table["block"] == "backbone"], (8, 4.2))
     for ax, model, mine in panels:
         for family, (colour, marker) in FAMILIES.items():
             rows = mine[mine["label"].str.contains(family)]
@@ -30,7 +30,7 @@ def predicted_plane(table):
                 label = family if predicted else "_"
                 style = {"fmt": marker + ("-" if predicted else ":"), "color": PALETTE[colour], "mfc": face, "ms": 7}
                 ax.errorbar(curve["bits_per_value"], curve["kl_mean"], error, label=label, **style)
-        ax.set(title=model, xlabel="stored bits per value (side information apart)", yscale="log")
+        ax.set(title=basename(model), xlabel="stored bits per value (side information apart)", yscale="log")
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")
     for face, line, label in (("white", ":", "alone"), (PALETTE["published"], "-", "with predictors")):
@@ -42,7 +42,7 @@ def predicted_plane(table):
 def context_costs(table):
     """Bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for the
     same KL without them (level lines): where they cross, the predictors have paid for themselves."""
-    fig, axes, panels = by_model(table, (11, 4.6))
+    fig, axes, panels = by_model(table, (8, 4.2))
     tokens = np.geomspace(256, 131072, 200)
     for ax, model, mine in panels:
         for (label, name), style in zip(KINDS.items(), KIND_STYLES, strict=True):
@@ -56,7 +56,7 @@ def context_costs(table):
                 note = {"xytext": (0, -22), "textcoords": "offset points", "ha": "center", "fontsize": 9}
                 about = float(f"{row['pays_from']:.2g}")
                 ax.annotate(f"{about:,.0f}", (row["pays_from"], row["plain_bits"]), **note)
-        ax.set(title=model, xscale="log", xlabel="tokens that share the predictors (context x batch)")
+        ax.set(title=basename(model), xscale="log", xlabel="tokens that share the predictors (context x batch)")
         ax.set_ylim(0, 2 * table["plain_bits"].max())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes[0, -1].plot([], [], color=PALETTE["higgs"], linewidth=1, label="HIGGS at the same KL")
@@ -65,39 +65,23 @@ def context_costs(table):
     return fig
 
 
-def ablation_bars(table, default: str, without: str):
-    """KL of every row of the ablation over that of ``default``, by block, one panel per model; ``without`` is marked by
-    a line. Whiskers: the 95% interval over sequences."""
-    blocks = ["first layer exact", "first layer", "predictor", "sources", "sinks", "RoPE"]
-    labels = [label for block in blocks for label in dict.fromkeys(table[table["block"] == block]["label"])]
-    labels = [label for label in labels if label.startswith(default)]
-    fig, axes, panels = by_model(table, (11, 6.4))
-    for ax, model, mine in panels:
-        mine = mine.set_index("label")
-        base = mine.loc[default, "kl_mean"]
-        for place, label in enumerate(labels):
-            if label in mine.index:
-                row = mine.loc[label]
-                error = interval(mine.loc[[label]]) / base
-                ax.barh(place, row["kl_mean"] / base - 1, left=1, xerr=error, color=PALETTE["aqua"], ecolor="#555555")
-            else:
-                ax.text(1.02, place, "does not apply", fontsize=9, va="center", color="#555555")
-        ax.axvline(1, color=PALETTE["bound"], linewidth=1)
-        ax.axvline(mine.loc[without, "kl_mean"] / base, color=PALETTE["higgs"], linestyle=":")
-        ax.set(title=model, xscale="log", xlabel=f"KL over that of {default} (1 = no change)")
-        ax.set_xticks([0.5, 0.7, 1, 1.5, 2, 3], ["0.5", "0.7", "1", "1.5", "2", "3"])
-        ax.set_xticks([], minor=True)
-        ax.set_xlim(*_around(mine.loc[mine.index.isin(labels), ["kl_low", "kl_mean", "kl_high"]] / base))
-    axes[0, 0].set_yticks(range(len(labels)), [_bar_label(label, default) for label in labels])
-    axes[0, 0].invert_yaxis()
-    axes[0, -1].plot([], [], ":", color=PALETTE["higgs"], label=f"{without} alone")
-    fig.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center")
+def choice_dots(ratios, default: str, without: str):
+    """KL of each choice over that of ``default`` with its paired 95% interval (``experiments.over_default``), by block;
+    a line marks ``without``."""
+    line = ratios.set_index("label").loc[without, "ratio"]
+    rows = ratios[ratios["label"].str.startswith(f"{default}, ")]
+    fig, ax = plt.subplots(figsize=(8, 4.2))
+    names = [_bar_label(label, default) for label in rows["label"]]
+    error = [rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]
+    ax.errorbar(rows["ratio"], range(len(rows)), xerr=error, fmt="o", ms=7, color=PALETTE["bound"], capsize=3)
+    ax.axvline(1, color=PALETTE["bound"], linewidth=1)
+    ax.axvline(line, color=PALETTE["higgs"], linestyle=":", label=f"{without} alone")
+    ax.set(xscale="log", xlabel=f"KL over that of {default} (1: no change)")
+    ax.set_yticks(range(len(rows)), names)
+    plain_numbers(ax.xaxis)
+    ax.invert_yaxis()
+    ax.legend(loc="upper right")
     return fig
-
-
-def _around(intervals) -> tuple[float, float]:
-    """Limits of an axis that leave a little room around all ``intervals``."""
-    return intervals.min(axis=None) / 1.05, intervals.max(axis=None) * 1.05
 
 
 def _bar_label(label: str, default: str) -> str:
