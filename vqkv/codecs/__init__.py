@@ -2,7 +2,7 @@
 
 from vqkv.codecs import (  # noqa: F401
     affine,
-    allocated_levels,
+    byte_groups,
     component_groups,
     entropy,
     entropy_coded_scalar,

@@ -57,11 +57,11 @@ class GaussianLevels(Levels):
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("levels", gaussian_levels(self.bits).half())
+        self.register_buffer("levels", _lloyd_max(self.bits).half())
 
 
 @cache
-def gaussian_levels(bits: int) -> Tensor:
+def _lloyd_max(bits: int) -> Tensor:
     """Centroids of the Gaussian's density between the midpoints, in turns until they stay."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.allocated_levels import AllocatedLevels
 from vqkv.codecs.base import Codec
+from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.grid import Grid
@@ -182,13 +182,13 @@ def live(
     bits: float = 2.25, sink_tokens: int = 4, recent_window: int = 0, pre_rope: bool | None = None, seed: int = 0
 ) -> Preset:
     """Fixed-rate transform coding, for a cache in use: each head's channels, less their mean, turned to components in
-    which errors count as much as they cost the model, and each component rounded to as many learned levels as pays
-    (``AllocatedLevels``); ``bits`` are split among layers, keys and values by what errors there cost. No entropy code
+    which errors count as much as they cost the model, and these in groups of one byte, the smaller the more they vary
+    (``ByteGroups``); ``bits`` are split among layers, keys and values by what errors there cost. No entropy code
     and no scale a token, so a token's bytes lie where they are known to lie."""
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
-        return Chain([MeanRemoval(), PCA(weighted=True), MergeHeads()], AllocatedLevels(bits, seed), head_dim)
+        return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)
 
     plan = Budgeted(Unpredicted(), bits)
     return Preset("live", codec, codec, sink_tokens, recent_window, 1, pre_rope, arguments=arguments, plan=plan)

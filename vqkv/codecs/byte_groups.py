@@ -1,0 +1,150 @@
+"""Components in groups of one byte, small groups for the strong ones: what attention can read in place."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.codecs.stage import Quantizer, Side
+from vqkv.errors import DataError
+from vqkv.kernels import rvq_decode, rvq_encode
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  # components of a group: 8 bits a value down to half a bit
+CODES = 256
+SAMPLES = 1 << 14  # groups that a codebook is learned from
+LEAST = 1e-6  # of the root mean square of all components
+
+
+@dataclass(eq=False)
+class ByteGroups(Quantizer):
+    """Each head's components (last axis, the strongest first), over their root mean square, in neighbouring groups of
+    ``SIZES``, each of which is one of 256 vectors, one byte; the weakest components get none. Groups are those of least
+    squared error for ``bits`` a value (dynamic programming over components, with a Gaussian's error for each size), as
+    many bytes for each head. Groups of one size share a codebook, learned by k-means on the first batch. No entropy
+    code and no scale a token: every token takes the same bytes.
+
+    Side information: ``sizes``, uint8 (num_kv_heads, bytes), ``scale``, fp16 (num_kv_heads, components), and
+    ``codebooks``, fp16 (256, sum of the sizes in use).
+    """
+
+    bits: float = 2.0
+    seed: int = 0
+    limits = {"bits": (0.01, 8.0), "seed": (0, MAX_SEED)}
+    by_head = True
+    code_bits = 8
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` for fewer bits than a byte a row."""
+        super().build(shape)
+        self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
+        if not self.codes_per_row:
+            raise DataError(f"{self.bits:g} bits of {shape[-1]} components are no byte: use at least {8 / shape[-1]:g}")
+        for name in ("sizes", "scale", "codebooks"):
+            self.register_buffer(name, None)
+
+    def rates(self, y: Tensor) -> Tensor:
+        """A point for each number of bytes."""
+        variance = _variance(y)
+        heads, width = variance.shape
+        error = sum(_least_errors(each)[0][-1] for each in variance.numpy())[1:]
+        bits = torch.arange(1, width + 1, dtype=torch.float64) * 8 / width
+        return torch.stack([bits, torch.from_numpy(error) / (heads * width)], dim=1)
+
+    def with_bits(self, bits: float) -> "ByteGroups":
+        return dataclasses.replace(self, bits=bits)
+
+    def partial_fit(self, x: Tensor) -> None:
+        """The first batch decides."""
+        if self.sizes is not None:
+            return
+        variance = _variance(x)
+        least = LEAST * variance.mean().sqrt().clamp_min(LEAST)
+        self.scale = variance.sqrt().clamp(least, FP16_MAX).half().to(x.device)
+        sizes = [_sizes(each, self.codes_per_row) for each in variance.numpy()]
+        self.sizes = torch.tensor(sizes, dtype=torch.uint8, device=x.device)
+        learned = [self._learned(self._values(x, *where).flatten(0, 2)) for where in self._places().values()]
+        self.codebooks = torch.cat(learned, dim=1).half()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(batch, num_kv_heads, rows, components) -> int32 codes (batch, num_kv_heads, rows, bytes)."""
+        codes = torch.empty(*x.shape[:3], self.codes_per_row, dtype=torch.int32, device=x.device)
+        for codebook, (heads, places, components) in self._groups():
+            found = rvq_encode(self._values(x, heads, places, components), codebook).squeeze(-1).int()
+            codes[:, heads, :, places] = found.movedim(2, 0)
+        return codes, {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        out = torch.zeros(codes.shape[0], codes.shape[2], *self.scale.shape, device=codes.device)
+        for codebook, (heads, places, components) in self._groups():
+            values = rvq_decode(codes[:, heads, :, places].movedim(0, 2).unsqueeze(-1), codebook)
+            out[:, :, heads[:, None], components] = values * self.scale[heads[:, None], components].float()
+        return out.movedim(2, 1).contiguous()
+
+    def _groups(self) -> list[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Of each size in use: its codebook, fp32 (1, 256, size), and where it is used."""
+        where = self._places()
+        return list(zip((book.float().unsqueeze(0) for book in self.codebooks.split([*where], 1)), where.values()))
+
+    def _places(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Size in use -> heads (groups,), places of the byte (groups,), and components (groups, size)."""
+        first, found = self.sizes.long().cumsum(1) - self.sizes.long(), {}
+        for size in self.sizes.unique().tolist():
+            heads, places = (self.sizes == size).nonzero(as_tuple=True)
+            steps = torch.arange(size, device=self.sizes.device)
+            found[size] = heads, places, first[heads, places].unsqueeze(1) + steps
+        return found
+
+    def _values(self, x: Tensor, heads: Tensor, places: Tensor, components: Tensor) -> Tensor:
+        """Scaled groups (batch, rows, groups, size) of x (batch, num_kv_heads, rows, components)."""
+        values = x.movedim(1, 2)[:, :, heads[:, None], components]
+        return values / self.scale[heads[:, None], components].float()
+
+    def _learned(self, groups: Tensor) -> Tensor:
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
+        return KMeans(CODES, seed=self.seed).fit(groups[order.to(groups.device)])
+
+
+def _least_errors(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of one head: ``error[i, b]``, the least squared error of the first i components in b bytes (the last row: of all
+    components), and ``size[i, b]``, that of the last group, 0 where the last component gets none."""
+    width = len(variance)
+    before = np.concatenate([[0.0], variance.cumsum()])
+    error, size = np.full((width + 1, width + 1), np.inf), np.zeros((width + 1, width + 1), int)
+    error[0, 0] = 0.0
+    for i in range(1, width + 1):
+        error[i] = error[i - 1] + variance[i - 1]
+        for g in (g for g in SIZES if g <= i):
+            tried = np.concatenate([[np.inf], error[i - g, :-1] + (before[i] - before[i - g]) * gaussian_error(g)])
+            size[i] = np.where(tried < error[i], g, size[i])
+            error[i] = np.minimum(tried, error[i])
+    return error, size
+
+
+def _sizes(variance: np.ndarray, count: int) -> list[int]:
+    """The sizes of a head's groups in so many bytes."""
+    size, i, found = _least_errors(variance)[1], len(variance), []
+    while count:
+        if g := int(size[i, count]):
+            found.append(g)
+            count -= 1
+        i -= max(g, 1)
+    return found[::-1]
+
+
+@cache
+def gaussian_error(size: int) -> float:
+    """Mean squared error of a standard Gaussian in groups of so many components, 256 vectors learned by k-means."""
+    generator = torch.Generator().manual_seed(size)
+    learned, fresh = torch.randn(2, SAMPLES, size, generator=generator)
+    codebook = KMeans(CODES, iterations=20).fit(learned).unsqueeze(0)
+    return (rvq_decode(rvq_encode(fresh, codebook), codebook) - fresh).square().mean().item()
+
+
+def _variance(y: Tensor) -> Tensor:
+    """Mean square of each head's components, float64 (num_kv_heads, components)."""
+    return y.transpose(0, 1).flatten(1, 2).double().square().mean(1).cpu()
