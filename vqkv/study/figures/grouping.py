@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 
+from vqkv.study.figures.labels import plain_numbers
 from vqkv.study.figures.style import PALETTE, basename, by_model, interval, mark_floor
 
 GROUPING_COLOURS = {
@@ -42,10 +43,11 @@ def group_size_lines(table, num_quantizers: int):
         _line(ax, usual, "contiguous", f"{num_quantizers} codebooks (numbers: bits per value)")
         _line(ax, mine[mine["bits_per_value"] == bits], "bound", f"{bits:g} bits per value (codebooks in proportion)")
         for (size, rate), kl in usual.groupby(["group_size", "bits_per_value"])["kl_mean"].max().items():
-            ax.annotate(f"{rate:g}", (size, kl), (0, 7), textcoords="offset points", ha="center", fontsize=9)
+            ax.annotate(f"{rate:g}", (size, kl), (8, -11), textcoords="offset points", fontsize=9)
         ax.set(title=basename(model), xlabel="channels of a group", xscale="log", yscale="log")
         ax.set_xticks(sorted(set(mine["group_size"])), sorted(set(mine["group_size"])))
-        ax.minorticks_off()
+        ax.xaxis.minorticks_off()
+        plain_numbers(ax.yaxis)
         ax.margins(y=0.12)
         mark_floor(ax, mine)
     axes[0, 0].set_ylabel("KL (nats)")

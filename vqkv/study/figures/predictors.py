@@ -80,7 +80,7 @@ def choice_dots(ratios, default: str, without: str):
     ax.set_yticks(range(len(rows)), names)
     plain_numbers(ax.xaxis)
     ax.invert_yaxis()
-    ax.legend(loc="upper right")
+    ax.legend(loc="upper center")
     return fig
 
 
