@@ -21,10 +21,8 @@ from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style
 from vqkv.study.figures.tasks import told_lines, tuning_dots
 from vqkv.study.figures.thresholds import (
-    entropy_bars,
     eviction_curves,
     ladder_bars,
     ratios_by_threshold,
-    sequence_spread,
     threshold_curves,
 )

@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 
+from vqkv.study.figures.labels import plain_numbers
 from vqkv.study.figures.style import PALETTE, basename, by_model, mark_floor, short
 
 METHODS = {
@@ -20,7 +21,7 @@ def threshold_curves(table):
     fig, axes, panels = by_model(table, (10, 4))
     for ax, model, mine in panels:
         for method, (label, colour, marker) in METHODS.items():
-            rows = mine[(mine["method"] == method) & (mine["kl"] > 0)]
+            rows = mine[(mine["method"] == method) & (mine["threshold"] != 0)]  # 0: all of it in fp16
             points = rows.groupby(["threshold", "ratio"], dropna=False)["kl"].mean().reset_index().sort_values("ratio")
             line = f"{marker}-" if len(points) > 1 else marker
             ax.plot(points["ratio"], points["kl"], line, color=PALETTE[colour], label=label)
@@ -28,8 +29,8 @@ def threshold_curves(table):
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.set(title=basename(model), xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
         ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        mark_floor(ax, mine)
-    axes[0, 0].text(1.05, 0.115, '"defensible": KL 0.1', color=PALETTE["published"], fontsize=9)
+        plain_numbers(ax.yaxis)
+    axes[0, 0].text(1.05, 0.11, '"defensible": KL 0.1', color=PALETTE["published"], fontsize=9)
     axes[0, 0].set_ylabel("KL (nats), mean over sequences")
     axes[0, -1].legend(loc="lower right")
     return fig
@@ -63,32 +64,6 @@ def ratios_by_threshold(measured, claimed):
     return fig
 
 
-SEQUENCE_COLOURS = {"VQ of": "vq", "VQ of 8, threshold": "vqq", "product": "pq", "H2O": "fp16"}
-
-
-def sequence_spread(table):
-    """KL of every single sequence, a dot each, and their median, by codec; a panel per model."""
-    fig, axes, panels = by_model(table, (10, 4.2))
-    codecs = list(dict.fromkeys(table["codec"]))
-    for ax, model, mine in panels:
-        for x, codec in enumerate(codecs):
-            rows = mine[mine["codec"] == codec]
-            colour = PALETTE[[key for start, key in SEQUENCE_COLOURS.items() if codec.startswith(start)][-1]]
-            offsets = x + 0.6 * (rows["sequence"] / max(1, rows["sequence"].max()) - 0.5)
-            ax.plot(offsets, rows["kl"], "o", color=colour, alpha=0.5, markersize=3.5)
-            ax.plot([x - 0.35, x + 0.35], [rows["kl"].median()] * 2, color=PALETTE["bound"], linewidth=2)
-        for kl, line in ((0.1, "--"), (0.5, ":")):
-            ax.axhline(kl, color=PALETTE["published"], linestyle=line, linewidth=1)
-        ax.set_xticks(range(len(codecs)), [codec.replace(", ", ",\n") for codec in codecs], rotation=25, ha="right")
-        ax.tick_params(axis="x", labelsize=9)
-        ax.set(title=basename(model), yscale="log")
-        mark_floor(ax, mine)
-    for kl, words in ((0.1, '"defensible" 0.1'), (0.5, '"completely broken" 0.5')):
-        axes[0, 0].text(len(codecs) / 2, kl * 1.08, words, color=PALETTE["published"], fontsize=8, ha="center")
-    axes[0, 0].set_ylabel("KL of a sequence (nats)")
-    return fig
-
-
 def ladder_bars(table, claimed: dict[str, float]):
     """Each tier's file, a bar per model: ratio to every snapshot in fp32 (left, with the published claim as a mark) and
     to the live fp16 cache (right; left of 1: larger than the live cache)."""
@@ -102,7 +77,14 @@ def ladder_bars(table, claimed: dict[str, float]):
             places = [y + 0.38 * (i - (len(models) - 1) / 2) for y in range(len(tiers))]
             ax.barh(places, ratios - low, 0.36, left=low, color=PALETTE[short(model)], label=basename(model))
             for y, ratio in zip(places, ratios, strict=True):
-                ax.text(low * 1.1, y, f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", va="center", fontsize=9)
+                ax.text(
+                    low * 1.1,
+                    y,
+                    f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}",
+                    va="center",
+                    fontsize=9,
+                    color="white",
+                )
         ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
     marks = [claimed.get(tier, float("nan")) for tier in tiers]
     axes[0].plot(marks, range(len(tiers)), "D", color=PALETTE["bound"], label="claimed")
@@ -110,32 +92,6 @@ def ladder_bars(table, claimed: dict[str, float]):
     axes[0].set_yticks(range(len(tiers)), [tier.replace("deltas", "deltas (our reading)") for tier in tiers])
     axes[0].invert_yaxis()
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    return fig
-
-
-CODERS = {"by_stage": ("a table per stage", "zlib"), "by_place": ("a table per head and place in a token", "lossless")}
-
-
-def entropy_bars(table):
-    """Factors by which ANS makes the codes smaller, by codec and role, with two kinds of tables; a panel per
-    model."""
-    codecs = list(dict.fromkeys(table["codec"]))
-    fig, axes, panels = by_model(table, (10, 4.2))
-    for ax, model, mine in panels:
-        mine = mine.groupby(["codec", "role"], sort=False)[["packed", *CODERS]].mean()
-        places = [(codec, role) for codec in codecs for role in ("key", "value")]
-        for i, (coder, (label, colour)) in enumerate(CODERS.items()):
-            gains = [mine.loc[place, "packed"] / mine.loc[place, coder] for place in places]
-            heights = [gain - 1 for gain in gains]
-            spots = [x + 0.3 * (i - 0.5) for x in range(len(places))]
-            ax.bar(spots, heights, 0.28, 1, color=PALETTE[colour], label=label)
-        ax.axhline(1, color=PALETTE["bound"], linewidth=1)
-        ax.axhspan(1.2, 1.5, color=PALETTE["published"], alpha=0.25, label="guessed by the source", zorder=0)
-        labels = [f"{codec.replace(' of 8 values', '')}, {role}s" for codec, role in places]
-        ax.set_xticks(range(len(places)), labels, fontsize=9, rotation=25, ha="right")
-        ax.set(title=basename(model), ylim=(0.98, None))
-    axes[0, 0].set_ylabel("times smaller than packed codes")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
 
 
