@@ -50,7 +50,7 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
     """A cache without RoPE in between, so that keys go in as they are stored."""
     preset = presets.aqua(presets.higgs(2), sink_tokens=2, recent_window=0, pre_rope=False)
     compressor = calibrate(model, TOKENS, preset, progress=False)
-    keys, values = capture(model, TOKENS[:2], post_rope=True)
+    keys, values = capture(model, TOKENS[:2], pre_rope=False)
     read = feed(compressor.new_cache(model), keys, values, (30, 1, 1, 48))
     expected = by_hand(compressor, [k[:, :, 2:] for k in keys], [v[:, :, 2:] for v in values])
     for layer, (k_rec, v_rec) in enumerate(expected):

@@ -57,12 +57,12 @@ def places(model):
     return [(role, layer) for layer in range(describe(model)["num_layers"]) for role in ("key", "value")]
 
 
-@pytest.mark.parametrize("post_rope", [False, True])
-def test_a_model_in_16_bits_has_about_the_same_information(tmp_path, post_rope):
+@pytest.mark.parametrize("pre_rope", [True, False])
+def test_a_model_in_16_bits_has_about_the_same_information(tmp_path, pre_rope):
     """Angles are fp32, and what attention reads of keys is the model's type all the same."""
     exact = small_models.load("llama", tmp_path)
-    expected = fisher_metrics(exact, TOKENS, post_rope)
-    found = fisher_metrics(exact.bfloat16(), TOKENS, post_rope)
+    expected = fisher_metrics(exact, TOKENS, pre_rope)
+    found = fisher_metrics(exact.bfloat16(), TOKENS, pre_rope)
     for place, metric in expected.items():
         assert torch.cosine_similarity(found[place].flatten(), metric.flatten(), 0) > 0.8
 
@@ -124,7 +124,7 @@ def test_nothing_is_left_behind_when_a_model_fails(llama):
 
 
 def test_errors_of_turned_keys_cost_as_much_in_other_directions(llama):
-    before, after = (fisher_metrics(llama, TOKENS, post_rope=post_rope) for post_rope in (False, True))
+    before, after = (fisher_metrics(llama, TOKENS, pre_rope=pre_rope) for pre_rope in (True, False))
     for place, metric in before.items():
         sums = [x.diagonal(dim1=1, dim2=2).sum() for x in (metric, after[place])]
         torch.testing.assert_close(*sums, rtol=1e-4, atol=0)

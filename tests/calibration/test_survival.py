@@ -17,7 +17,7 @@ def calibrated(model, tokens, preset):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compressor = vqkv.calibrate(model, tokens, preset, progress=False)
-    stored = vqkv.capture(model, tokens[:1], post_rope=not compressor.settings.pre_rope)
+    stored = vqkv.capture(model, tokens[:1], pre_rope=compressor.settings.pre_rope)
     pairs = [pair for layer in zip(compressor.codecs, zip(*stored)) for pair in zip(*layer)]
     bits = [8 * codec.encode(x.float()).nbytes / x.numel() for codec, x in pairs]
     return sum(bits) / len(bits), [str(w.message) for w in said if "of the variance" in str(w.message)]

@@ -71,20 +71,20 @@ def test_what_the_model_itself_says_is_computed_once(mini, tokens, one_bit, prot
 
 
 def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
-    calls, post_rope = [], False
+    calls, pre_rope = [], True
     monkeypatch.setattr(
         "vqkv.evaluation.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw)
     )
     exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], most_bytes=0)
-    expected = vqkv.capture(mini[0], tokens, post_rope=post_rope)
+    expected = vqkv.capture(mini[0], tokens, pre_rope=pre_rope)
     for _ in range(2):
-        for role, wanted in zip(exact.keys_and_values(tokens, post_rope), expected, strict=True):
+        for role, wanted in zip(exact.keys_and_values(tokens, pre_rope), expected, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(role, wanted, strict=True))
     assert len(calls) == 1
-    other = exact.keys_and_values(tokens, not post_rope)[0]
+    other = exact.keys_and_values(tokens, not pre_rope)[0]
     assert len(calls) == 2 and not torch.equal(other[0], expected[0][0])
     for _ in range(2):
-        forgetful.keys_and_values(tokens, post_rope)
+        forgetful.keys_and_values(tokens, pre_rope)
     assert len(calls) == 4
 
 
@@ -162,7 +162,7 @@ def test_metrics_against_numbers_worked_out_by_hand():
 def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
     """The exact cache restores to the exact model; a coarse one scores as the snapshot protocol does."""
     model = mini[0]
-    keys, values = capture(model, tokens[:, :48], post_rope=True)
+    keys, values = capture(model, tokens[:, :48], pre_rope=False)
     exact = ExactPass(model)
     assert evaluate_restored(exact, tokens, keys, values)["kl_mean"] < 1e-6
     cache = one_bit.new_cache(model)

@@ -39,7 +39,7 @@ def tokens(models):
 @pytest.fixture(scope="module")
 def captured(models, tokens):
     """Per model: what transformers' caches are given, keys after RoPE and values, of every layer."""
-    return {name: capture(model, tokens[:, :128], post_rope=True) for name, (model, _) in models.items()}
+    return {name: capture(model, tokens[:, :128], pre_rope=False) for name, (model, _) in models.items()}
 
 
 def states(*shape, dtype=torch.float32, seed=0):
@@ -120,7 +120,7 @@ def test_a_row_has_the_columns_of_our_presets(llama, tokens, protocol):
     packed = {"chunked": 160, "snapshot": 150}[protocol]  # in fp32, 3 bits packed and 32 in the window
     assert theirs["ratio"] == pytest.approx(16 * 160 / (3 * packed + 32 * (160 - packed)))
     assert theirs["side_bytes"] == 0
-    keys = capture(llama, tokens, post_rope=True)[0]  # what the cache is given
+    keys = capture(llama, tokens, pre_rope=False)[0]  # what the cache is given
     errors = [relative_mse(x, TransformersQuantized("quanto", 2).reconstruct(0, x, x)[0]) for x in keys]
     assert theirs["key_mse"] == pytest.approx(sum(errors) / len(errors))
 

@@ -35,7 +35,7 @@ def projected(model, tokens):
 def test_keys_turned_back_are_those_that_the_projections_made(model):
     tokens = torch.randint(0, 4096, (3, 37), generator=torch.Generator().manual_seed(1))
     before, values = capture(model, tokens, batch_size=2)
-    after, cached_values = capture(model, tokens, batch_size=2, post_rope=True)
+    after, cached_values = capture(model, tokens, batch_size=2, pre_rope=False)
     keys, made_values = projected(model, tokens)
     assert len(before) == model.config.num_hidden_layers
     layers = zip(before, after, keys, values, cached_values, made_values, rotations(model), strict=True)

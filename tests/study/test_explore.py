@@ -43,7 +43,7 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(preset, w
     table = explore.stages(preset=preset, bits=2, who=who, prompt=[0, 140], **place).set_index("stage")
     (compressor, _), found = views.fitted(preset=preset, bits=2, who=who), subject(**who)
     known = compressor.new_pass()
-    pairs = zip(*found.exact.keys_and_values(found.test[:1, :140], post_rope=not compressor.settings.pre_rope))
+    pairs = zip(*found.exact.keys_and_values(found.test[:1, :140], pre_rope=compressor.settings.pre_rope))
     keys = [(pair[0], compressor.reconstruct(layer, *pair, known)[0]) for layer, pair in enumerate(pairs)]
     key, read_back = (x[0, 1, 70] for x in keys[2])
     for name, column, expected in (("as it comes", "value", key), ("read back", "value", read_back),

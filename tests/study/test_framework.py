@@ -61,7 +61,7 @@ def test_a_llama_in_other_units_is_the_same_llama():
     torch.manual_seed(0)
     model, tokens = normalised._llama().eval(), torch.randint(1, 4000, (2, 24))
     smaller = normalised.scaled_down(model, tokens)
-    roles = capture(smaller, tokens, post_rope=True)
+    roles = capture(smaller, tokens, pre_rope=False)
     assert all(x.abs().max().item() == pytest.approx(normalised.LARGEST, rel=1e-4) for role in roles for x in role)
     torch.testing.assert_close(smaller(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
     assert capture(model, tokens)[1][0].abs().max() > 0.5

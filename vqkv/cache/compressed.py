@@ -88,7 +88,7 @@ class CompressedCache(Cache):
         own = {number: layer for number, layer in enumerate(kv_layers(model)) if layer.cross == cross}
         settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
         self.settings = dataclasses.replace(settings, shapes=tuple(settings.shapes[number] for number in own))
-        turns = rotations(model) if settings.pre_rope else [None] * len(settings.shapes)
+        turns = rotations(model, settings.pre_rope) if settings.pre_rope else [None] * len(settings.shapes)
         layers = DynamicCache(config=model.config).layers
         windows = [None if cross else getattr(layers[x.layer_idx], "sliding_window", None) for x in own.values()]
         self.reaches = [window and window - 1 for window in windows]

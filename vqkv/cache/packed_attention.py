@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv.cache.batch import Batch, Group, Pair
+from vqkv.cache.store import TokenStore
 from vqkv.errors import DataError
 from vqkv.kernels import Rope, decode_attention
 from vqkv.kernels.naive import merge
@@ -75,7 +76,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
         return None
     exact = [store.exact(x).float() for store, x in zip(stores, pair, strict=True)]
     keys = stores[0]
-    rope = Rope(keys.rotation.angle.float().to(pair[0].device), keys.parts[0]) if keys.rotation else None
+    rope = _rope(keys, pair[0].device) if keys.rotation else None
 
     def attend(query: Tensor, scaling: float) -> Tensor:
         """float32 of the query's shape: new tokens see those before them, and all that is stored."""
@@ -86,6 +87,10 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
             return merge(parts)[0] if len(parts) > 1 else parts[0][0]
 
     return attend
+
+
+def _rope(keys: TokenStore, device) -> Rope:
+    return Rope(keys.rotation.angle.float().to(device), keys.parts[0], keys.rotation.block)
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):

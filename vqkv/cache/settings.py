@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vqkv.errors import DataError
 from vqkv.runtime.checks import check_whole
 
 MOST = 1 << 62  # tokens or bytes
@@ -14,17 +13,18 @@ MOST = 1 << 62  # tokens or bytes
 @dataclass(frozen=True)
 class CacheSettings:
     """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
-    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE. Raises ``DataError`` for anything but whole
-    numbers that a cache can keep, and a boolean."""
+    ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE; a number of tokens: turned back by the
+    position of the first of their block of so many, so that attention can turn queries instead, one for each block.
+    Raises ``DataError`` for anything but whole numbers that a cache can keep."""
 
     sink_tokens: int = 0
     recent_window: int = 0
     flush_block: int = 1
-    pre_rope: bool = True
+    pre_rope: int = True
 
     def __post_init__(self):
         if type(self.pre_rope) is not bool:
-            raise DataError(f"pre_rope {self.pre_rope!r} must be True or False")
+            check_whole("pre_rope", self.pre_rope, 1, MOST)
         for name, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
             check_whole(name, getattr(self, name), least, MOST)
 

@@ -17,7 +17,7 @@ FISHER_SEQS, FISHER_TOKENS = 8, 512  # of a sequence: a backward pass keeps all 
 COST_TOKENS = 1024  # of a sequence that errors are measured on
 
 
-def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place, Tensor]:
+def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
     """For each place, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's predictions about
     a head's key (before RoPE, or after) or value. An error e costs about e' F e / 2 nats of KL.
 
@@ -25,7 +25,7 @@ def fisher_metrics(model, tokens: Tensor, post_rope: bool = False) -> dict[Place
     ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences of ``tokens`` (num_seqs, seq_len), one sequence at a time. Raises
     ``DataError`` for a model that makes NaN or infinity.
     """
-    turns = [None] * len(kv_layers(model)) if post_rope else rotations(model)
+    turns = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
     tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]
     sums: dict[Place, Tensor] = {}
     generator = torch.Generator(model.device).manual_seed(0)
@@ -80,7 +80,7 @@ def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
     """For each place: its codec, what that was given, and the error of what is read back of the tokens after the
     sinks."""
     known, sinks = compressor.new_pass(), compressor.settings.sink_tokens
-    keys, values = capture(model, tokens, post_rope=not compressor.settings.pre_rope)
+    keys, values = capture(model, tokens, pre_rope=compressor.settings.pre_rope)
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         for coder, x in zip(compressor.coders[layer], pair, strict=True):
             x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)

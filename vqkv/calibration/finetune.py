@@ -78,7 +78,7 @@ def finetune(
     make = {"key": lambda i: preset.key_codec(about["shapes"][i][1])}
     make["value"] = lambda i: preset.value_codec(about["shapes"][i][2])
     codecs = {(role, layer): make[role](layer) for role, layer in places}
-    turns = rotations(model) if preset and preset.pre_rope else [None] * about["num_layers"]
+    turns = rotations(model, preset.pre_rope) if preset and preset.pre_rope else [None] * about["num_layers"]
     reading = StraightThrough(codecs, turns, preset.sink_tokens if preset else 0)
     with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
         run = _Run(model, weights, reading, lr, micro_batch)
@@ -116,8 +116,8 @@ class _Run:
     def start(self, batch: Tensor) -> None:
         """Initialise the codebooks on the first batch."""
         with self._autocast():
-            post_rope = not any(self.reading.turns)
-            captured = capture(self.model, current().share(batch), self.micro_batch, post_rope)
+            pre_rope = next((turn.block for turn in self.reading.turns if turn), False)
+            captured = capture(self.model, current().share(batch), self.micro_batch, pre_rope)
             found = dict(zip(ROLES, captured, strict=True))
         codecs = [*self.reading.codecs.values()]
         together.learn(codecs, [found[role][layer] for role, layer in self.reading.codecs])

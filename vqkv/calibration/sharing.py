@@ -76,6 +76,6 @@ class ModelTrial:
             for role, planned in roles.items()
             if planned.predictor is not None
         }
-        settings = CacheSettings(pre_rope=not self.captured.post_rope)
+        settings = CacheSettings(pre_rope=self.captured.pre_rope)
         compressor = Compressor("trial", codecs, settings, about, predictions=predictions)
         return compressor.new_cache(self.model, in_place=True)

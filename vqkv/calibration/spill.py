@@ -59,16 +59,16 @@ class CapturedTokens(Spill):
     sequences at a time, into a temporary folder within ``folder``, for any number of presets. Where processes share the
     job, each holds its share of every batch. Raises ``DataError`` if the disk is full."""
 
-    def __init__(self, model, tokens: Tensor, batch_size=8, post_rope=False, folder=None, progress: bool = True):
+    def __init__(self, model, tokens: Tensor, batch_size=8, pre_rope=True, folder=None, progress: bool = True):
         super().__init__(folder)
-        self.tokens, self.batch_size, self.post_rope = tokens.clone(), batch_size, post_rope
+        self.tokens, self.batch_size, self.pre_rope = tokens.clone(), batch_size, pre_rope
         self.about, self.weights = describe(model), identity(model)
         self._metrics: dict[Place, Tensor] | None = None
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         try:
             for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-                for role, layers in zip(ROLES, capture(model, current().share(batch), None, post_rope), strict=True):
+                for role, layers in zip(ROLES, capture(model, current().share(batch), None, pre_rope), strict=True):
                     for layer, x in enumerate(layers):
                         self.put((role, layer), number, x)
         except BaseException:  # also when interrupted: a traceback would keep the folder
@@ -88,5 +88,5 @@ class CapturedTokens(Spill):
     def metrics(self, model) -> dict[Place, Tensor]:
         """``fisher_metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
         if self._metrics is None:
-            self._metrics = fisher_metrics(model, self.tokens, self.post_rope)
+            self._metrics = fisher_metrics(model, self.tokens, self.pre_rope)
         return self._metrics

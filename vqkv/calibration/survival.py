@@ -24,9 +24,9 @@ def warn_if_destroyed(compressor: Compressor, model, tokens: torch.Tensor) -> No
     if compressor.joint:
         return
     known, tokens, pre_rope = compressor.new_pass(), tokens[:1, :TOKENS], compressor.settings.pre_rope
-    stored = capture(model, tokens, post_rope=not pre_rope)
+    stored = capture(model, tokens, pre_rope=pre_rope)
     try:  # a bias that turns with the position is no variance of what is said
-        still = stored if pre_rope else capture(model, tokens)
+        still = stored if pre_rope == 1 else capture(model, tokens)
     except DataError:
         still = stored
     for layer, (*pair, keys, values) in enumerate(zip(*stored, *still, strict=True)):

@@ -1,6 +1,7 @@
 """Components in groups of one byte, small groups for the strong ones: what attention can read in place."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import rvq_decode, rvq_encode
+from vqkv.kernels import Grouped, KernelView, decode, rvq_decode, rvq_encode
+from vqkv.kernels.derived import remembered
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  # components of a group: 8 bits a value down to half a bit
@@ -79,11 +82,13 @@ class ByteGroups(Quantizer):
         return codes, {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        out = torch.zeros(codes.shape[0], codes.shape[2], *self.scale.shape, device=codes.device)
-        for codebook, (heads, places, components) in self._groups():
-            values = rvq_decode(codes[:, heads, :, places].movedim(0, 2).unsqueeze(-1), codebook)
-            out[:, :, heads[:, None], components] = values * self.scale[heads[:, None], components].float()
-        return out.movedim(2, 1).contiguous()
+        return decode(self._view(codes.byte()))
+
+    def kernel_view(self, payload: Payload) -> KernelView | None:
+        return self._view(payload.fields["codes"])
+
+    def _view(self, codes: Tensor) -> Grouped:
+        return Grouped(codes, *_tables(self.codebooks, self.sizes), self.scale)
 
     def _groups(self) -> list[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
         """Of each size in use: its codebook, fp32 (1, 256, size), and where it is used."""
@@ -107,6 +112,21 @@ class ByteGroups(Quantizer):
     def _learned(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
         return KMeans(CODES, seed=self.seed).fit(groups[order.to(groups.device)])
+
+
+def _tables(codebooks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """``Grouped.table`` and its ``places``."""
+    return _laid_out(codebooks, tuple(map(tuple, sizes.tolist())))
+
+
+@remembered
+def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+    used = sorted({size for head in sizes for size in head})
+    begins = dict(zip(used, [0, *itertools.accumulate(CODES * size for size in used)]))
+    firsts = [[0, *itertools.accumulate(head[:-1])] for head in sizes]
+    starts = [[begins[size] for size in head] for head in sizes]
+    table = torch.cat([book.float().flatten() for book in codebooks.split(used, 1)])
+    return table, torch.tensor([sizes, starts, firsts], device=codebooks.device)
 
 
 def _least_errors(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

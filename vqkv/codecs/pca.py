@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
+from vqkv.kernels import Grouped, KernelView, Mapped
 from vqkv.kernels.precision import by_rows
 
 ROWS = 4096  # tokens whose products are summed in fp32
@@ -81,11 +82,18 @@ class PCA(Stage):
 
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
         """y @ the inverse of the matrix as stored, or some channels of it."""
+        inverse = self._inverse()
+        return self._times(y[..., : inverse.shape[-2]], inverse[..., channels])
+
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
+        return Mapped(inner, self._inverse()) if isinstance(inner, Grouped) else None
+
+    def _inverse(self) -> Tensor:
         if self.inverse is None:
             single = not self.weighted and self.matrix.shape[-1] > MANY  # orthonormal: fp32 is enough
             matrix = self.matrix.float() if single else self.matrix.double()
             self.inverse = torch.linalg.solve(matrix.mT @ matrix, matrix.mT).float()
-        return self._times(y[..., : self.inverse.shape[-2]], self.inverse[..., channels])
+        return self.inverse
 
     def _scale(self, device) -> Tensor:
         """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity without costs."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, KernelView
+from vqkv.kernels import Coded, KernelView, Mapped
 from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
@@ -164,6 +164,9 @@ class MeanRemoval(Stage):
         """y + mean."""
         return y.add_(self.mean.float().unsqueeze(1))
 
+    def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
+        return dataclasses.replace(inner, offset=self.mean) if isinstance(inner, Mapped) else None
+
     def _update(self, x: Tensor, mean: Tensor) -> Tensor:
         """Take ``mean``, that of batch x, into the running one; return how far it is from that."""
         count, before = x.shape[0] * x.shape[2], self.mean.to(x.device)
@@ -176,6 +179,8 @@ class MeanRemoval(Stage):
 class ChannelScale(MeanRemoval):
     """Subtract the mean and divide by the standard deviation of every channel of every head, both learned over tokens
     and stored once, in fp16: per-channel quantization that costs nothing per token (KVQuant, section 3.1)."""
+
+    kernel_view_before = Stage.kernel_view_before
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self._square = torch.zeros(shape, dtype=torch.float32)

@@ -165,7 +165,7 @@ def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_siz
 
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
-    keys, values = exact.keys_and_values(batch, post_rope=not compressor.settings.pre_rope)
+    keys, values = exact.keys_and_values(batch, pre_rope=compressor.settings.pre_rope)
     known, sums = compressor.new_pass(), {name: [] for name in ROLES_MSE}
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         stored = compressor.reconstruct(layer, *pair, known)

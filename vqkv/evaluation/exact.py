@@ -42,10 +42,10 @@ class ExactPass:
 
         return self.remembered("logits", tokens, compute)
 
-    def keys_and_values(self, tokens: Tensor, post_rope: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def keys_and_values(self, tokens: Tensor, pre_rope: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
-        kind = "keys after RoPE" if post_rope else "keys before RoPE"
-        return self.remembered(kind, tokens, lambda: capture(self.model, tokens, post_rope=post_rope))
+        kind = f"pre_rope {int(pre_rope)}"
+        return self.remembered(kind, tokens, lambda: capture(self.model, tokens, pre_rope=pre_rope))
 
     def floor(self, tokens: Tensor, pieces: list[int]) -> Tensor:
         """KL (batch, seq_len) between the model and itself with an fp16 cache that is read in these pieces."""

@@ -18,10 +18,10 @@ from vqkv.kernels.dispatch import (
     using,
     which,
 )
-from vqkv.kernels.view import Affine, Coded, KernelView, Rope
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped, Rope
 
 __all__ = [
-    "Affine", "Coded", "KernelView", "Rope", "affine_encode", "decode", "decode_attention", "pack_codes",
-    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics",
+    "Affine", "Coded", "Grouped", "KernelView", "Mapped", "Rope", "affine_encode", "decode", "decode_attention",
+    "pack_codes",    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics",
     "trellis_decode", "trellis_encode", "unpack_codes", "using", "which",
 ]  # fmt: skip

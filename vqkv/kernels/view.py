@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.kernels.rope import rotate
+from vqkv.kernels.rope import rotate, unrotate
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,74 @@ class Coded:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Components in groups, a byte each: component firsts[h, j] + i of head h, over its scale, is
+    table[starts[h, j] + codes[..., j] * sizes[h, j] + i], where j is its group. Those of no group are 0."""
+
+    codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, groups)
+    table: Tensor  # fp32, the codebooks of all sizes, one behind the other
+    places: Tensor  # int64 (3, num_kv_heads, groups): sizes, starts and firsts
+    scale: Tensor  # fp16 (num_kv_heads, components)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what it decodes to: (batch, num_kv_heads, seq_len, components)."""
+        return torch.Size((*self.codes.shape[:3], self.scale.shape[1]))
+
+    def tokens(self, start: int, stop: int) -> "Grouped":
+        """The tokens start, ..., stop - 1; no copy."""
+        return dataclasses.replace(self, codes=self.codes[:, :, start:stop])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """value = components @ matrix + offset, so that attention turns its queries and what it sums up instead."""
+
+    inner: Grouped
+    matrix: Tensor  # fp32 (num_kv_heads, components, head_dim)
+    offset: Tensor | None = None  # fp16 (num_kv_heads, head_dim)
+
+    @property
+    def codes(self) -> Tensor:
+        """Of the inner one."""
+        return self.inner.codes
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
+        return torch.Size((*self.codes.shape[:3], self.matrix.shape[2]))
+
+    def tokens(self, start: int, stop: int) -> "Mapped":
+        """The tokens start, ..., stop - 1; no copy."""
+        return dataclasses.replace(self, inner=self.inner.tokens(start, stop))
+
+
+@dataclass(frozen=True)
 class Rope:
-    """RoPE for keys that attention reads packed, from position ``start`` on: angle = position * inv_freq, fp32."""
+    """RoPE for keys that attention reads packed, from position ``start`` on: angle = position * inv_freq, fp32; the
+    position is that of the first of its block of ``block``."""
 
     inv_freq: Tensor
     start: int = 0
+    block: int = 1
 
     def turned(self, keys: Tensor, first: int = 0) -> Tensor:
         """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated by float64 angles."""
         start = self.start + first
         positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
+        return rotate(keys, *self._table(positions - positions % self.block))
+
+    def by_block(self, rows: Tensor, seq_len: int) -> Tensor:
+        """Queries (batch, rows, head_dim) turned back as the keys of each block are forward, of ``seq_len`` keys:
+        (batch, rows, blocks, head_dim)."""
+        first, last = self.start // self.block, (self.start + seq_len - 1) // self.block
+        cos, sin = self._table(torch.arange(first, last + 1, device=self.inv_freq.device) * self.block)
+        return unrotate(rows.unsqueeze(2).expand(-1, -1, cos.shape[1], -1), cos, sin)
+
+    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
-        return rotate(keys, angles.cos().float(), angles.sin().float())
+        return angles.cos().float(), angles.sin().float()
 
 
-KernelView = Affine | Coded
+KernelView = Affine | Coded | Mapped | Grouped

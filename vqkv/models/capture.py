@@ -11,9 +11,10 @@ PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a s
 
 
 @torch.no_grad()
-def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rope: bool = False):
-    """Keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back unless
-    ``post_rope``: two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the model's dtype.
+def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope: int = True):
+    """Keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back as
+    ``pre_rope`` says (``CacheSettings``): two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the
+    model's dtype.
     ``batch_size``: how many sequences go through the model at a time, by default as many as make ``PASS_TOKENS``
     tokens. Raises ``DataError`` for an empty input, for keys that cannot be rotated back, and if the model made NaN or
     infinity."""
@@ -21,7 +22,7 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, post_rop
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)
-    turns = [None] * len(kv_layers(model)) if post_rope else rotations(model)
+    turns = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
     passes = [_pass(model, batch, turns) for batch in tokens.split(batch_size)]
     keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
     for index, layer in enumerate(zip(keys, values, strict=True)):

@@ -18,17 +18,23 @@ LONGEST = 1 << 17  # position that is asked for
 NOT = "so they cannot be stored before RoPE: use pre_rope=False"
 OTHERS = (3, 77, 1001)  # positions at which what was found is checked
 
-_rotations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> by dtype theirs, if they were asked for
+_rotations: weakref.WeakKeyDictionary = (
+    weakref.WeakKeyDictionary()
+)  # model -> by dtype and block theirs, if they were asked for
 
 
-def rotations(model) -> list[Rotation | None]:
+def rotations(model, block: int = 1) -> list[Rotation | None]:
     """How each layer turns its keys by their position, None where it does not, from keys of the same tokens at several
-    positions. Raises ``DataError``, with the remedy, for angles that are not multiples of the position."""
+    positions. ``block``: by the position of the first of their block of so many tokens. Raises ``DataError``, with the
+    remedy, for angles that are not multiples of the position."""
     model = plain(model)
     known = _rotations.setdefault(model, {})  # a cast may round the model's angles
-    if model.dtype not in known:
-        known[model.dtype] = _seen_rotations(evaluating(model))
-    return known[model.dtype]
+    if (model.dtype, 1) not in known:
+        known[model.dtype, 1] = _seen_rotations(evaluating(model))
+    if (model.dtype, block) not in known:
+        in_blocks = {turn: turn and turn.by_block(block) for turn in known[model.dtype, 1]}  # layers share them
+        known[model.dtype, block] = [in_blocks[turn] for turn in known[model.dtype, 1]]
+    return known[model.dtype, block]
 
 
 def rotates(model) -> bool:

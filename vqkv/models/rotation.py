@@ -14,20 +14,26 @@ NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of its p
 class Rotation(nn.Module):
     """Channels ``first[i]`` and ``second[i]`` of each head turn by ``position * angle[i]`` (radians, float64); the
     others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i
-    turns with channel i + rotary_dim / 2, as kernels that rotate expect."""
+    turns with channel i + rotary_dim / 2, as kernels that rotate expect. ``block``: positions count as that of the
+    first of their block of so many."""
 
-    def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int):
+    def __init__(self, first: Tensor, second: Tensor, angle: Tensor, head_dim: int, block: int = 1):
         super().__init__()
-        self.first, self.second, self.angle = first, second, angle
+        self.first, self.second, self.angle, self.block = first, second, angle, block
         turned = torch.cat([first, second])
         rest = torch.ones(head_dim, dtype=torch.bool)
         rest[turned] = False
         self.order = torch.cat([turned, rest.nonzero()[:, 0]])
         self.half_split = torch.equal(turned, torch.arange(len(turned)))
 
+    def by_block(self, block: int) -> "Rotation":
+        """The same in blocks."""
+        return Rotation(self.first, self.second, self.angle, len(self.order), block)
+
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 (rows, seq_len, turned channels), of integer positions (rows, seq_len). Angles are float64
         up to whole turns, as positions beyond 2^16 leave fp32 too few bits."""
+        positions = positions - positions % self.block
         angles = positions.double().unsqueeze(-1) * self.angle.to(positions.device)
         angles = angles.remainder(2 * math.pi).float()
         angles = torch.cat([angles, angles], dim=-1)

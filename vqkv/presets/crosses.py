@@ -179,7 +179,12 @@ def best(
 
 
 def live(
-    bits: float = 2.25, sink_tokens: int = 4, recent_window: int = 0, pre_rope: bool | None = None, seed: int = 0
+    bits: float = 2.25,
+    block: int = 16,
+    sink_tokens: int = 4,
+    recent_window: int = 0,
+    pre_rope: int | None = 16,
+    seed: int = 0,
 ) -> Preset:
     """Fixed-rate transform coding, for a cache in use: each head's channels, less their mean, turned to components in
     which errors count as much as they cost the model, and these in groups of one byte, the smaller the more they vary
@@ -191,7 +196,7 @@ def live(
         return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)
 
     plan = Budgeted(Unpredicted(), bits)
-    return Preset("live", codec, codec, sink_tokens, recent_window, 1, pre_rope, arguments=arguments, plan=plan)
+    return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, arguments=arguments, plan=plan)
 
 
 def long_pays(bits: float) -> float:

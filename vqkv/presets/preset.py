@@ -25,7 +25,7 @@ class Preset:
     sink_tokens: int = 0
     recent_window: int = 0
     flush_block: int = 1
-    pre_rope: bool | None = None
+    pre_rope: int | None = None
     arguments: dict = field(default_factory=dict)
     plan: FromPrevious | Budgeted | Graded | Shared | Together | Unpredicted | None = None
     fallback: "Preset | None" = None
@@ -46,10 +46,10 @@ class Preset:
         try:
             rotations(model)
         except DataError:
-            if self.pre_rope:
+            if self.pre_rope is True:
                 raise
             return dataclasses.replace(self, pre_rope=False)
-        return dataclasses.replace(self, pre_rope=True)
+        return dataclasses.replace(self, pre_rope=self.pre_rope or True)
 
     def key_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""

@@ -2,8 +2,10 @@
 
 from torch import Tensor
 
+from vqkv.kernels.attention import grouped
 from vqkv.kernels.attention.naive import merge
 from vqkv.kernels.decoding.cpu import decode
+from vqkv.kernels.machine import serves
 from vqkv.kernels.view import Coded, KernelView, Rope
 
 PIECE = 1 << 18  # values of keys decoded at a time: 1 MB
@@ -13,7 +15,9 @@ def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
-    grouped = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
+    if serves(query) and grouped.serves(keys, values, rope):
+        return grouped.decode_attention(query, keys, values, scaling, rope)
+    rows = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
     whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
     batch, num_kv_heads, seq_len, head_dim = keys.shape
@@ -22,7 +26,7 @@ def decode_attention(
         stop = min(start + step, seq_len)
         k, v = decode(keys.tokens(start, stop)), decode(values.tokens(start, stop))
         k = k if rope is None else rope.turned(k, start)
-        scores = grouped @ k.mT
+        scores = rows @ k.mT
         parts.append((scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)))
     out, total = merge(parts)
     return out.view(query.shape), total.view(query.shape[:3])

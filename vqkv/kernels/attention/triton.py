@@ -52,6 +52,8 @@ def decode_attention(
 def serves(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
     """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
+    if not all(isinstance(packed, Affine | Coded) for packed in (keys, values)) or (rope and rope.block > 1):
+        return False
     if rows > MOST_ROWS or not keys.shape[2] or keys.shape[3] != values.shape[3]:
         return False
     turned = rope is None or 2 * len(rope.inv_freq) == keys.shape[3]

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.kernels.decoding.naive import decode_affine
+from vqkv.kernels.decoding.naive import decode as naive_decode
+from vqkv.kernels.decoding.naive import decode_affine, mapped
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import compiled, index, serves, spread
 from vqkv.kernels.packing.cpu import unpack_codes
-from vqkv.kernels.view import Affine, Coded, KernelView
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped
 
 AFFINE_COST = 8  # additions that an affine value is worth
 WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32 values -> a type of their size
@@ -19,6 +20,10 @@ WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32
 
 def decode(packed: KernelView) -> Tensor:
     """``naive.decode``."""
+    if isinstance(packed, Mapped):
+        return mapped(packed, decode(packed.inner))
+    if isinstance(packed, Grouped):
+        return _grouped(packed)
     return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
 
 
@@ -108,3 +113,26 @@ def _by_group(packed: Coded) -> Tensor:
     if scale.shape[-1] > 1:
         scale = scale.repeat_interleave(packed.groups // scale.shape[-1], dim=-1)
     return scale.unsqueeze(-1)
+
+
+def _grouped(packed: Grouped) -> Tensor:
+    if not serves(packed.codes):
+        return naive_decode(packed)
+    out = torch.zeros(packed.shape)
+    fixed = [array.numpy() for array in (packed.codes.contiguous(), packed.table, *packed.places, out)]
+    rows = out.shape[2]
+    spread(lambda i, j: _gather(i, j, *fixed), rows, out.numel() // max(1, rows))
+    return out.mul_(packed.scale.float().unsqueeze(1))
+
+
+@compiled()
+def _gather(first, stop, codes, table, sizes, starts, firsts, out):
+    batch, heads, _, groups = codes.shape
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(index(first), index(stop)):
+                for j in range(groups):
+                    size = index(sizes[h, j])
+                    at, to = index(starts[h, j]) + index(codes[b, h, n, j]) * size, index(firsts[h, j])
+                    for i in range(size):
+                        out[b, h, n, to + index(i)] = table[at + index(i)]

@@ -4,12 +4,31 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.packing.naive import unpack_codes
-from vqkv.kernels.view import Affine, Coded, KernelView
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped
 
 
 def decode(packed: KernelView) -> Tensor:
     """Values (batch, num_kv_heads, seq_len, head_dim), float32."""
+    if isinstance(packed, Mapped):
+        return mapped(packed, decode(packed.inner))
+    if isinstance(packed, Grouped):
+        return _grouped(packed)
     return decode_affine(packed) if isinstance(packed, Affine) else _coded(packed)
+
+
+def mapped(packed: Mapped, components: Tensor) -> Tensor:
+    """Values (batch, num_kv_heads, seq_len, head_dim) of components."""
+    values = components @ packed.matrix
+    return values if packed.offset is None else values + packed.offset.float().unsqueeze(1)
+
+
+def _grouped(packed: Grouped) -> Tensor:
+    out = torch.zeros(packed.shape, device=packed.codes.device)
+    for h in range(out.shape[1]):
+        for j, (size, start, first) in enumerate(packed.places[:, h].T.tolist()):
+            book = packed.table[start : start + 256 * size].view(256, size)
+            out[:, h, :, first : first + size] = book[packed.codes[:, h, :, j].long()]
+    return out * packed.scale.float().unsqueeze(1)
 
 
 def decode_affine(packed: Affine, unpack=unpack_codes) -> Tensor:

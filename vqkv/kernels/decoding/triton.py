@@ -30,7 +30,9 @@ def decode(packed: KernelView) -> Tensor:
 
 def serves(packed: KernelView) -> bool:
     """Tell whether the kernels can decode these: all that ``packed`` describes, with codes of up to 16 bits."""
-    return packed.bits in (2, 4, 8) if isinstance(packed, Affine) else packed.bits <= 16
+    if isinstance(packed, Affine):
+        return packed.bits in (2, 4, 8)
+    return isinstance(packed, Coded) and packed.bits <= 16
 
 
 def _decode_coded(packed: Coded, out: Tensor) -> None:

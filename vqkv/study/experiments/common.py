@@ -91,15 +91,15 @@ def calibrated(preset: Preset, who: dict, batch_size: int = 8) -> Compressor:
     all presets."""
     found = subject(**who)
     preset = preset.fitting(found.model)
-    held = _captured(who=who, batch_size=batch_size, post_rope=not preset.pre_rope)
+    held = _captured(who=who, batch_size=batch_size, pre_rope=preset.pre_rope)
     return calibrate(found.model, found.train, preset, batch_size, progress=False, captured=held)
 
 
 @per_process(maxsize=2)
-def _captured(who: dict, batch_size: int, post_rope: bool) -> CapturedTokens:
+def _captured(who: dict, batch_size: int, pre_rope: int) -> CapturedTokens:
     """Once for each side of RoPE; the files go when it is forgotten."""
     found = subject(**who)
-    return CapturedTokens(found.model, found.train, batch_size, post_rope, progress=False)
+    return CapturedTokens(found.model, found.train, batch_size, pre_rope, progress=False)
 
 
 def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
@@ -199,8 +199,8 @@ def copied(found: Subject, compressor, chunk_size: int) -> dict:
 
 def explained_by_layer(found: Subject, compressor, tokens: torch.Tensor) -> dict[Place, float]:
     """EVR of the keys and the values that are read back of ``tokens`` (num_seqs, seq_len), by role and layer."""
-    known, ratios, post_rope = compressor.new_pass(), {}, not compressor.settings.pre_rope
-    for layer, pair in enumerate(zip(*found.exact.keys_and_values(tokens, post_rope), strict=True)):
+    known, ratios, pre_rope = compressor.new_pass(), {}, compressor.settings.pre_rope
+    for layer, pair in enumerate(zip(*found.exact.keys_and_values(tokens, pre_rope), strict=True)):
         for role, x, x_hat in zip(ROLES, pair, compressor.reconstruct(layer, *pair, known), strict=True):
             x = x[:, :, : x_hat.shape[2]]
             ratios[role, layer] = explained_variance_ratio(side_by_side(x.float()), side_by_side(x_hat))

@@ -35,7 +35,7 @@ def _rows(model: str, codec: str, who: dict, quantizer: dict):
     found, preset, rows = subject(**who), _codecs(**quantizer)[codec], []
     fitted = [calibrated(presets.entropy_coded(preset, context=context), who) for context in ("stage", "position")]
     preset = preset.fitting(found.model)
-    roles = capture(found.model, found.test, post_rope=not preset.pre_rope)
+    roles = capture(found.model, found.test, pre_rope=preset.pre_rope)
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted]
         layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]

@@ -165,9 +165,9 @@ def _injected(who: dict, phenomenon: str, size: float) -> Subject:
 
 
 @per_process(maxsize=2)
-def _captured(who: dict, phenomenon: str, size: float, post_rope: bool) -> CapturedTokens:
+def _captured(who: dict, phenomenon: str, size: float, pre_rope: int) -> CapturedTokens:
     found = _injected(who=who, phenomenon=phenomenon, size=size)
-    return CapturedTokens(found.model, found.train, len(found.train), post_rope, progress=False)
+    return CapturedTokens(found.model, found.train, len(found.train), pre_rope, progress=False)
 
 
 def _fitted(preset, who: dict, phenomenon: str, size: float):
@@ -176,7 +176,7 @@ def _fitted(preset, who: dict, phenomenon: str, size: float):
         return preset
     found = _injected(who=who, phenomenon=phenomenon, size=size)
     preset = dataclasses.replace(bare(preset), sink_tokens=4).fitting(found.model)
-    held = _captured(who=who, phenomenon=phenomenon, size=size, post_rope=not preset.pre_rope)
+    held = _captured(who=who, phenomenon=phenomenon, size=size, pre_rope=preset.pre_rope)
     return calibrate(found.model, found.train, preset, len(found.train), progress=False, captured=held)
 
 
@@ -185,7 +185,7 @@ def by_head(found: Subject, compressor) -> dict[str, float]:
     codes that they use at all, in effect (2 to the entropy), and the fewest that make up ``COVERED`` of their blocks
     (means over heads, NaN where blocks may stay exact), and the largest error of a value in shares of its head's
     maximum in the keyframe."""
-    keys, values = found.exact.keys_and_values(found.test, post_rope=not compressor.settings.pre_rope)
+    keys, values = found.exact.keys_and_values(found.test, pre_rope=compressor.settings.pre_rope)
     loud, rows = _loud(found.model), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         read = compressor.reconstruct(layer, *pair)

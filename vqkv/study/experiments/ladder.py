@@ -67,7 +67,7 @@ def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int
 @per_process(maxsize=1)
 def _live(who: dict, steps: int):
     found = subject(**who)
-    return capture(found.model, found.test[:, :steps], batch_size=len(found.test), post_rope=True)
+    return capture(found.model, found.test[:, :steps], batch_size=len(found.test), pre_rope=False)
 
 
 def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Preset]:

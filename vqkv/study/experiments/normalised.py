@@ -88,7 +88,7 @@ def _as_trained(model, tokens):
 def scaled_down(model, tokens: torch.Tensor):
     """The same Llama in other units: every layer's keys and values times what makes the largest of ``tokens``
     ``LARGEST``. It predicts what it did before, up to rounding."""
-    roles = capture(model, tokens, post_rope=True)
+    roles = capture(model, tokens, pre_rope=False)
     return inject(model, *(torch.stack([LARGEST / x.abs().max() for x in role])[:, None, None] for role in roles))
 
 
@@ -220,7 +220,7 @@ def _trained(architecture: str, corpus: str, text_seqs: int, batch_size: int, se
 def _magnitudes(model, tokens: torch.Tensor) -> dict:
     """Of keys as attention reads them and of values."""
     largest = [
-        torch.cat([x.abs().amax(dim=(0, 2, 3)) for x in role]) for role in capture(model, tokens, post_rope=True)
+        torch.cat([x.abs().amax(dim=(0, 2, 3)) for x in role]) for role in capture(model, tokens, pre_rope=False)
     ]
     medians = {f"{role}_max": x.median().item() for role, x in zip(("key", "value"), largest, strict=True)}
     return medians | {"largest": torch.cat(largest).max().item()}

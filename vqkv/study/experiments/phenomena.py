@@ -25,7 +25,7 @@ def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed
         keys, values = capture(model, tokens)
         roles = {"key": keys, "value": values}
         if rotates(model):
-            roles["key_post_rope"] = capture(model, tokens, post_rope=True)[0]
+            roles["key_post_rope"] = capture(model, tokens, pre_rope=False)[0]
         for role, layers in roles.items():
             for layer, x in enumerate(layers):
                 largest, ratio = x.float().abs().amax(dim=(0, 2, 3)), probes.channel_outlier_ratio(x)

@@ -41,7 +41,7 @@ def predictability(
         variants = [("trained", 0), *([("after RoPE", 0)] if rotates(trained) else [])]
         for variant, model_seed in tqdm([*variants, *(("untrained", s) for s in seeds)], desc=name, disable=None):
             model = untrained(trained, model_seed) if variant == "untrained" else trained
-            sums = [probe_sums(model, x, [*group_of], post_rope=variant == "after RoPE", **settings) for x in texts]
+            sums = [probe_sums(model, x, [*group_of], pre_rope=variant != "after RoPE", **settings) for x in texts]
             label = {"model": name, "variant": variant, "seed": model_seed} | _widths(model)
             for probe, group in group_of.items():
                 found = explained_variance(*sums, [probe], len(kv_layers(model)), strength)

@@ -107,7 +107,7 @@ def _strength_rows(model: str, who: dict, held_out: int, strengths: list[float],
     found, rows = subject(**who, name=model), []
     learned, held = found.train[:-held_out], found.train[-held_out:]
     for text, tried in ((learned, strengths), (found.train, [FIXED])):
-        with CapturedTokens(found.model, text, batch_size, post_rope=False, progress=False) as captured:
+        with CapturedTokens(found.model, text, batch_size, pre_rope=True, progress=False) as captured:
             for strength in tried:
                 preset = presets.aqua(presets.higgs(2), recent_window=0, strength=strength).fitting(found.model)
                 compressor = calibrate(found.model, text, preset, batch_size, progress=False, captured=captured)

@@ -86,7 +86,7 @@ class Probe:
 
 
 def probe_sums(
-    model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, post_rope: bool = False,
+    model, tokens: torch.Tensor, probes: list[Probe], skip: int = 4, batch_size: int = 4, pre_rope: int = True,
     forms: dict[str, Form] | None = None,
 ) -> Gram:  # fmt: skip
     """Sums that all ``probes`` need of ``tokens`` (num_seqs, seq_len), in memory that does not grow with them.
@@ -104,7 +104,7 @@ def probe_sums(
         raise DataError(f"{tokens.shape[1]} tokens leave none after the first {start}: use longer sequences")
     gram = Gram(regressions)
     for batch in tokens.tensor_split(math.ceil(len(tokens) / batch_size)):  # even shares, none of one sequence alone
-        gram.accumulate(_features(capture(model, batch, batch_size, post_rope), forms, start))
+        gram.accumulate(_features(capture(model, batch, batch_size, pre_rope), forms, start))
     return gram
 
 

@@ -60,7 +60,7 @@ def _blocks(model: str, role: str, counts: list[int], seq_len: int, **who):
     found = subject(name=model, seed=0, **sizes, **who)
     parts = []
     for tokens in (found.train, found.test):
-        layers = capture(found.model, tokens, post_rope=True)[ROLES.index(role)]
+        layers = capture(found.model, tokens, pre_rope=False)[ROLES.index(role)]
         x = layers[len(layers) // 2].float()
         parts.append((x / x.abs().amax(dim=(2, 3), keepdim=True)).reshape(-1, BLOCK))
     return parts, found.sources

@@ -78,7 +78,7 @@ def _rows(model: str, method: str, threshold: float | None, who: dict, shared: d
 @per_process(maxsize=1)
 def _prompts(who: dict, prompt_len: int):
     found = subject(**who)
-    return capture(found.model, found.test[:, :prompt_len], post_rope=True)
+    return capture(found.model, found.test[:, :prompt_len], pre_rope=False)
 
 
 @per_process(maxsize=1)

@@ -142,7 +142,7 @@ def stages(preset: str, bits: int, who: dict, prompt: str | list, layer: int, he
     """
     found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
     tokens = _readable(found, compressor, prompt)
-    keys, values = found.exact.keys_and_values(tokens, post_rope=not compressor.settings.pre_rope)
+    keys, values = found.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope)
     check_whole("layer", layer, 0, len(keys) - 1)
     x, known = whole_blocks(keys[layer].float(), compressor.tokens_per_row), compressor.new_pass()
     for name, index, count in (("head", head, x.shape[1]), ("token", token, x.shape[2])):

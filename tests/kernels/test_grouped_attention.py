@@ -1,0 +1,56 @@
+"""Attention to components in groups of a byte: compiled loops against everything decoded."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv.kernels import Grouped, Mapped, Rope, cpu, naive
+from vqkv.kernels.attention import grouped
+
+
+def view(batch, heads, seq_len, sizes, head_dim, offset=True):
+    components = max(sum(sizes), head_dim // 2)
+    table = torch.randn(256 * sum({*sizes}))
+    used = sorted({*sizes})
+    starts = [256 * sum(used[: used.index(size)]) for size in sizes]
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    places = torch.tensor([sizes, starts, firsts]).unsqueeze(1).expand(-1, heads, -1).contiguous()
+    codes = torch.randint(0, 256, (batch, heads, seq_len, len(sizes)), dtype=torch.uint8)
+    inner = Grouped(codes, table, places, torch.rand(heads, components).half())
+    mean = torch.randn(heads, head_dim).half() if offset else None
+    return Mapped(inner, torch.randn(heads, components, head_dim) / head_dim**0.5, mean)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    shared=st.integers(1, 5),
+    new_tokens=st.integers(1, 2),
+    seq_len=st.integers(1, 70),
+    head_dim=st.sampled_from([4, 6, 16]),
+    rope=st.sampled_from([None, (0, 16), (4, 16), (37, 8)]),
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5),
+    offset=st.booleans(),
+)
+def test_queries_turned_by_block_see_what_decoded_keys_show(
+    batch, heads, shared, new_tokens, seq_len, head_dim, rope, sizes, offset
+):
+    torch.manual_seed(0)
+    keys, values = (view(batch, heads, seq_len, sizes, head_dim, offset) for _ in range(2))
+    query = torch.randn(batch, heads * shared, new_tokens, head_dim)
+    rope = rope and Rope(1 / 7 ** torch.arange(head_dim // 2), *rope)
+    assert grouped.serves(keys, values, rope)
+    expected = naive.decode_attention(query, keys, values, 0.3, rope)
+    found = cpu.decode_attention(query, keys, values, 0.3, rope)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_piece_at_a_time_rotates_as_all_at_once(block):
+    rope = Rope(torch.tensor([1.0, 0.01]), 5, block)
+    x = torch.randn(1, 2, 40, 4)
+    parts = [rope.turned(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
+    torch.testing.assert_close(torch.cat(parts, dim=2), rope.turned(x))
