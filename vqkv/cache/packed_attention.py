@@ -90,7 +90,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
 
 
 def _rope(keys: TokenStore, device) -> Rope:
-    return Rope(keys.rotation.angle.float().to(device), keys.parts[0], keys.rotation.block)
+    return Rope(keys.rotation.angle.to(device), keys.parts[0], keys.rotation.block)
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):

@@ -7,13 +7,14 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
-from vqkv.kernels import Grouped, KernelView, decode, rvq_decode, rvq_encode
+from vqkv.kernels import Grouped, KernelView, decode, grouped_encode, rvq_decode, rvq_encode
 from vqkv.kernels.derived import remembered
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
@@ -47,6 +48,7 @@ class ByteGroups(Quantizer):
         self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
         if not self.codes_per_row:
             raise DataError(f"{self.bits:g} bits of {shape[-1]} components are no byte: use at least {8 / shape[-1]:g}")
+        self._known = None, None, ()
         for name in ("sizes", "scale", "codebooks"):
             self.register_buffer(name, None)
 
@@ -74,26 +76,26 @@ class ByteGroups(Quantizer):
         self.codebooks = torch.cat(learned, dim=1).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(batch, num_kv_heads, rows, components) -> int32 codes (batch, num_kv_heads, rows, bytes)."""
-        codes = torch.empty(*x.shape[:3], self.codes_per_row, dtype=torch.int32, device=x.device)
-        for codebook, (heads, places, components) in self._groups():
-            found = rvq_encode(self._values(x, heads, places, components), codebook).squeeze(-1).int()
-            codes[:, heads, :, places] = found.movedim(2, 0)
-        return codes, {}
+        """(batch, num_kv_heads, rows, components) -> uint8 codes (batch, num_kv_heads, rows, bytes)."""
+        return grouped_encode(x, self._view(torch.empty(0, dtype=torch.uint8, device=x.device))), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return decode(self._view(codes.byte()))
+        values = decode(self._view(codes.byte()))
+        return F.pad(values, (0, self.scale.shape[1] - values.shape[-1]))
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
         return self._view(payload.fields["codes"])
 
-    def _view(self, codes: Tensor) -> Grouped:
-        return Grouped(codes, *_tables(self.codebooks, self.sizes), self.scale)
+    def load(self, payload: Payload) -> Tensor:
+        return self.decode(payload.fields["codes"], {})
 
-    def _groups(self) -> list[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Of each size in use: its codebook, fp32 (1, 256, size), and where it is used."""
-        where = self._places()
-        return list(zip((book.float().unsqueeze(0) for book in self.codebooks.split([*where], 1)), where.values()))
+    def _view(self, codes: Tensor) -> Grouped:
+        """Of the components that some head has a byte for."""
+        if self._known[0] is not self.sizes or self._known[1] is not self.codebooks:
+            sizes = tuple(map(tuple, self.sizes.tolist()))
+            layout = *_laid_out(self.codebooks, sizes), self.scale[:, : max(map(sum, sizes))]
+            self._known = self.sizes, self.codebooks, layout
+        return Grouped(codes, *self._known[2])
 
     def _places(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
         """Size in use -> heads (groups,), places of the byte (groups,), and components (groups, size)."""
@@ -114,18 +116,14 @@ class ByteGroups(Quantizer):
         return KMeans(CODES, seed=self.seed).fit(groups[order.to(groups.device)])
 
 
-def _tables(codebooks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """``Grouped.table`` and its ``places``."""
-    return _laid_out(codebooks, tuple(map(tuple, sizes.tolist())))
-
-
 @remembered
 def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+    """``Grouped.table`` and its ``places``."""
     used = sorted({size for head in sizes for size in head})
     begins = dict(zip(used, [0, *itertools.accumulate(CODES * size for size in used)]))
     firsts = [[0, *itertools.accumulate(head[:-1])] for head in sizes]
     starts = [[begins[size] for size in head] for head in sizes]
-    table = torch.cat([book.float().flatten() for book in codebooks.split(used, 1)])
+    table = torch.cat([book.T.float().flatten() for book in codebooks.split(used, 1)])
     return table, torch.tensor([sizes, starts, firsts], device=codebooks.device)
 
 

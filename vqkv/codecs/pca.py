@@ -86,7 +86,7 @@ class PCA(Stage):
         return self._times(y[..., : inverse.shape[-2]], inverse[..., channels])
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        return Mapped(inner, self._inverse()) if isinstance(inner, Grouped) else None
+        return Mapped(inner, self._inverse()[:, : inner.shape[3]]) if isinstance(inner, Grouped) else None
 
     def _inverse(self) -> Tensor:
         if self.inverse is None:

@@ -5,6 +5,7 @@ from vqkv.kernels.dispatch import (
     affine_encode,
     decode,
     decode_attention,
+    grouped_encode,
     pack_codes,
     rans_decode,
     rans_encode,
@@ -22,6 +23,7 @@ from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped, Rope
 
 __all__ = [
     "Affine", "Coded", "Grouped", "KernelView", "Mapped", "Rope", "affine_encode", "decode", "decode_attention",
-    "pack_codes",    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics",
+    "grouped_encode", "pack_codes",
+    "rans_decode", "rans_encode", "rvq_decode", "rvq_encode", "rvq_encode_packed", "rvq_statistics",
     "trellis_decode", "trellis_encode", "unpack_codes", "using", "which",
 ]  # fmt: skip

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.kernels.entropy.code import Code
-from vqkv.kernels.view import Affine, KernelView, Rope
+from vqkv.kernels.view import Affine, Grouped, KernelView, Rope
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
     "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
+    "grouped_encode": "decoding",
     "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
     "trellis_encode": "trellis", "trellis_decode": "trellis",
 }  # fmt: skip
-WITHOUT_TRITON = ("rvq_decode", "rvq_statistics")
+WITHOUT_TRITON = ("rvq_decode", "rvq_statistics", "grouped_encode")
 
 _wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
 # torch.compile cannot trace
@@ -104,6 +105,12 @@ def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor,
 def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
     """x (batch, num_kv_heads, seq_len, head_dim) -> codes of 2, 4 or 8 bits between the ends of every group."""
     return _find("affine_encode", x, x, bits, group_size)(x, bits, group_size)
+
+
+def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
+    """Components (batch, num_kv_heads, rows, components) -> uint8 codes (batch, num_kv_heads, rows, groups): of each
+    group the nearest vector in fp32, of all those that ``like`` has apart from its codes."""
+    return _find("grouped_encode", x)(x, like)
 
 
 def decode(packed: KernelView) -> Tensor:

@@ -5,11 +5,12 @@ Shapes: batch, num_kv_heads, seq_len, ... A code is ``bits`` bits of its token's
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from vqkv.kernels.rope import rotate, unrotate
+from vqkv.kernels.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Coded:
 @dataclass(frozen=True)
 class Grouped:
     """Components in groups, a byte each: component firsts[h, j] + i of head h, over its scale, is
-    table[starts[h, j] + codes[..., j] * sizes[h, j] + i], where j is its group. Those of no group are 0."""
+    table[starts[h, j] + 256 * i + codes[..., j]], where j is its group. Those of no group are 0."""
 
     codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, groups)
     table: Tensor  # fp32, the codebooks of all sizes, one behind the other
@@ -107,7 +108,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE for keys that attention reads packed, from position ``start`` on: angle = position * inv_freq, fp32; the
+    """RoPE for keys that attention reads packed, from position ``start`` on: angle = position * inv_freq; the
     position is that of the first of its block of ``block``."""
 
     inv_freq: Tensor
@@ -118,19 +119,24 @@ class Rope:
         """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated by float64 angles."""
         start = self.start + first
         positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
-        return rotate(keys, *self._table(positions - positions % self.block))
+        return rotate(keys, *_table(self.inv_freq, positions - positions % self.block))
 
-    def by_block(self, rows: Tensor, seq_len: int) -> Tensor:
-        """Queries (batch, rows, head_dim) turned back as the keys of each block are forward, of ``seq_len`` keys:
-        (batch, rows, blocks, head_dim)."""
+    def by_block(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (blocks, head_dim) of the blocks that ``seq_len`` keys are in."""
         first, last = self.start // self.block, (self.start + seq_len - 1) // self.block
-        cos, sin = self._table(torch.arange(first, last + 1, device=self.inv_freq.device) * self.block)
-        return unrotate(rows.unsqueeze(2).expand(-1, -1, cos.shape[1], -1), cos, sin)
+        return _by_block(self.inv_freq, self.block, first, last)
 
-    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.double().unsqueeze(-1) * self.inv_freq.double()
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
-        return angles.cos().float(), angles.sin().float()
+
+@lru_cache(maxsize=4)  # layers share them
+def _by_block(inv_freq: Tensor, block: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    cos, sin = _table(inv_freq, torch.arange(first, last + 1, device=inv_freq.device) * block)
+    return cos[0], sin[0]
+
+
+def _table(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions.double().unsqueeze(-1) * inv_freq.double()
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(0)
+    return angles.cos().float(), angles.sin().float()
 
 
 KernelView = Affine | Coded | Mapped | Grouped

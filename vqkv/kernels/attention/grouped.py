@@ -1,25 +1,25 @@
-"""Attention to components in groups of a byte on a CPU: no token is decoded.
+"""Attention to components in groups of a byte on a CPU, which maps queries and the sum of values, not keys and values.
 
-A logit is the sum over a token's bytes of products of query and codebook vector; the sum of the values is made of how
-much weight each byte's 256 vectors got. Queries and sums are mapped, not keys and values.
+A block's keys are read through codebooks while they are in the L1 cache; the sum of values is made of how much weight
+each byte's 256 vectors got.
 """
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.kernels.machine import compiled, spread
+from vqkv.kernels.machine import compiled, index, spread
 from vqkv.kernels.view import Grouped, Mapped, Rope
 
-LANES = 4  # queries at a time
+TILE = 16  # tokens at a time
 LEAST_BLOCK = 8  # tokens for which a query is mapped anew; for fewer it is cheaper to decode keys
 COST = 16  # additions that a byte is worth
 
 
 def serves(keys, values, rope: Rope | None) -> bool:
     """Tell whether these are such components, of keys that turn in blocks or not at all."""
-    return (rope is None or rope.block >= LEAST_BLOCK) and isinstance(keys, Mapped) and isinstance(values, Mapped)
+    whole = rope is None or (rope.block >= LEAST_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
+    return whole and isinstance(keys, Mapped) and isinstance(values, Mapped)
 
 
 def decode_attention(
@@ -27,33 +27,33 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
-    rows = query.float().reshape(batch, -1, head_dim) * scaling
-    turned = rows.unsqueeze(2) if rope is None else rope.by_block(rows, seq_len)
-    turned = turned.view(batch, heads, -1, head_dim)  # queries of a KV head, and of each the blocks
-    count, blocks = rows.shape[1] // heads, turned.shape[2] * heads // rows.shape[1]
+    rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
     matrix = keys.matrix * keys.inner.scale.float().unsqueeze(2)
-    mapped = _lanes((turned @ matrix.mT).view(batch, heads, count, blocks, -1))
-    fixed = _lanes((turned @ _offset(keys).mT).view(batch, heads, count, blocks, 1))
-    logits = torch.empty(batch, heads, seq_len, mapped.shape[-1])
+    if keys.offset is not None:  # as one more component, which is 1 of every token
+        matrix = torch.cat([matrix, keys.offset.float().unsqueeze(1)], dim=1)
+    mapped = (rows @ matrix.mT).unsqueeze(2) if rope is None else _by_block(rows, matrix, *rope.by_block(seq_len))
     shift, block = (0, seq_len) if rope is None else (rope.start % rope.block, rope.block)
-    _run(_logits, keys.inner, mapped, fixed, logits, shift, block)
-    weights, total = logits.softmax(dim=2), logits.logsumexp(dim=2)[..., :count]
-    sums = torch.zeros(batch, heads, values.inner.shape[3], weights.shape[-1])
+    logits = torch.empty(*rows.shape[:3], seq_len)
+    _run(_logits, keys.inner, mapped.contiguous(), logits, shift, block, keys.inner.shape[3])
+    largest = logits.amax(dim=-1, keepdim=True)
+    weights = logits.sub_(largest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    sums = torch.zeros(*rows.shape[:3], values.inner.shape[3])
     _run(_summed, values.inner, weights, sums)
-    sums = (sums * values.inner.scale.float().unsqueeze(2))[..., :count]
-    out = sums.mT @ values.matrix + _offset(values)
-    return out.reshape(query.shape), total.reshape(query.shape[:3])
+    out = (sums / total * values.inner.scale.float().unsqueeze(1)) @ values.matrix
+    out = out if values.offset is None else out + values.offset.float().unsqueeze(1)
+    return out.reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
 
 
-def _offset(packed: Mapped) -> Tensor:
-    """(num_kv_heads, 1, head_dim)."""
-    heads, _, head_dim = packed.matrix.shape
-    return torch.zeros(heads, 1, head_dim) if packed.offset is None else packed.offset.float().unsqueeze(1)
-
-
-def _lanes(x: Tensor) -> Tensor:
-    """(batch, heads, queries, ...) -> (batch, heads, ..., queries), filled up to whole ``LANES``."""
-    return F.pad(x.movedim(2, -1), (0, -x.shape[2] % LANES)).contiguous()
+def _by_block(rows: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries (batch, num_kv_heads, queries, head_dim), turned back by each block's angles, times matrix (num_kv_heads,
+    components, head_dim): (batch, num_kv_heads, blocks, queries, components). Turned are products of query and matrix,
+    which are as few as there are angles, and not a query for each block."""
+    half = rows.shape[-1] // 2
+    (a, b), (x, y) = ((z[..., :half], z[..., half:]) for z in (rows.unsqueeze(3), matrix.unsqueeze(1).unsqueeze(0)))
+    parts = torch.cat([a * x + b * y, b * x - a * y], dim=-1)  # (batch, num_kv_heads, queries, components, head_dim)
+    table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1)
+    return (table @ parts.flatten(2, 3).mT).unflatten(-1, parts.shape[2:4])
 
 
 def _run(loop, packed: Grouped, *about) -> None:
@@ -64,49 +64,48 @@ def _run(loop, packed: Grouped, *about) -> None:
 
 
 @compiled(fast=True)
-def _logits(first, stop, codes, table, sizes, starts, firsts, mapped, fixed, logits, shift, block):
+def _logits(first, stop, codes, table, sizes, starts, firsts, mapped, logits, shift, block, components):
     heads, seq_len, groups = codes.shape[1:]
+    queries, width = mapped.shape[3], mapped.shape[4]
+    tile = np.zeros((TILE, width), np.float32)
     for one in range(first, stop):
-        b, h = one // heads, one % heads
-        for lane in range(0, logits.shape[3], LANES):
-            for n in range(seq_len):
-                place = (n + shift) // block
-                query, start = mapped[b, h, place], fixed[b, h, place, 0]
-                s0, s1, s2, s3 = start[lane], start[lane + 1], start[lane + 2], start[lane + 3]
-                for j in range(groups):
-                    size, to = sizes[h, j], firsts[h, j]
-                    at = starts[h, j] + np.int64(codes[b, h, n, j]) * size
-                    for i in range(size):
-                        value, row = table[at + i], query[to + i]
-                        s0 += value * row[lane]
-                        s1 += value * row[lane + 1]
-                        s2 += value * row[lane + 2]
-                        s3 += value * row[lane + 3]
-                out = logits[b, h, n]
-                out[lane], out[lane + 1], out[lane + 2], out[lane + 3] = s0, s1, s2, s3
+        b, h, done = one // heads, one % heads, 0
+        tile[:] = 0
+        tile[:, components:] = 1  # of the offset
+        while done < seq_len:
+            place = (done + shift) // block
+            end = min(seq_len, (place + 1) * block - shift, done + TILE)
+            here, count = index(done), index(end - done)
+            for j in range(index(groups)):
+                start, to = index(starts[h, j]), index(firsts[h, j])
+                for i in range(index(sizes[h, j])):
+                    row = table[start + i * index(256) :]
+                    for n in range(count):
+                        tile[n, to + i] = row[index(codes[b, h, here + n, j])]
+            for n in range(count):
+                for q in range(index(queries)):
+                    query, total = mapped[b, h, place, q], np.float32(0)
+                    for i in range(width):
+                        total += tile[n, i] * query[i]
+                    logits[b, h, q, here + n] = total
+            done = end
 
 
 @compiled(fast=True)
 def _summed(first, stop, codes, table, sizes, starts, firsts, weights, sums):
     heads, seq_len, groups = codes.shape[1:]
-    seen = np.empty((groups, 256, LANES), np.float32)
+    seen = np.empty((groups, 256), np.float32)
     for one in range(first, stop):
         b, h = one // heads, one % heads
-        for lane in range(0, weights.shape[3], LANES):
+        for q in range(weights.shape[2]):
             seen[:] = 0
-            for n in range(seq_len):
-                row = weights[b, h, n]
-                w0, w1, w2, w3 = row[lane], row[lane + 1], row[lane + 2], row[lane + 3]
-                for j in range(groups):
-                    into = seen[j, codes[b, h, n, j]]
-                    into[0] += w0
-                    into[1] += w1
-                    into[2] += w2
-                    into[3] += w3
-            for j in range(groups):
-                size, to, at = sizes[h, j], firsts[h, j], starts[h, j]
-                for code in range(256):
-                    weight = seen[j, code]
-                    for i in range(size):
-                        for k in range(LANES):
-                            sums[b, h, to + i, lane + k] += table[at + code * size + i] * weight[k]
+            for n in range(index(seq_len)):
+                weight = weights[b, h, q, n]
+                for j in range(index(groups)):
+                    seen[j, index(codes[b, h, n, j])] += weight
+            for j in range(index(groups)):
+                for i in range(index(sizes[h, j])):
+                    row, total = table[index(starts[h, j]) + i * index(256) :], np.float32(0)
+                    for k in range(256):
+                        total += row[k] * seen[j, k]
+                    sums[b, h, q, index(firsts[h, j]) + i] = total

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vqkv.kernels.decoding.naive import decode as naive_decode
 from vqkv.kernels.decoding.naive import decode_affine, mapped
+from vqkv.kernels.decoding.naive import grouped_encode as naive_encode
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import compiled, index, serves, spread
 from vqkv.kernels.packing.cpu import unpack_codes
@@ -131,8 +132,51 @@ def _gather(first, stop, codes, table, sizes, starts, firsts, out):
     for b in range(batch):
         for h in range(heads):
             for n in range(index(first), index(stop)):
-                for j in range(groups):
-                    size = index(sizes[h, j])
-                    at, to = index(starts[h, j]) + index(codes[b, h, n, j]) * size, index(firsts[h, j])
-                    for i in range(size):
-                        out[b, h, n, to + index(i)] = table[at + index(i)]
+                for j in range(index(groups)):
+                    at, to = index(starts[h, j]) + index(codes[b, h, n, j]), index(firsts[h, j])
+                    for i in range(index(sizes[h, j])):
+                        out[b, h, n, to + i] = table[at + i * index(256)]
+
+
+def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
+    """``naive.grouped_encode``."""
+    if not serves(x):
+        return naive_encode(x, like)
+    y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
+    codes = torch.empty(*x.shape[:3], like.places.shape[2], dtype=torch.uint8)
+    fixed = [
+        array.numpy() for array in (y.contiguous(), like.table, _norms(like.table, like.places), *like.places, codes)
+    ]
+    rows = x.shape[2]
+    spread(lambda i, j: _nearest(i, j, *fixed), rows, 256 * y.numel() // max(1, rows))
+    return codes
+
+
+def _norms(table: Tensor, places: Tensor) -> Tensor:
+    """Squared lengths of each group's vectors, fp32 (num_kv_heads, groups, 256)."""
+    sizes, starts, _ = places
+    found = {
+        (size, start): table[start : start + 256 * size].view(size, 256).square().sum(0)
+        for size, start in zip(sizes.flatten().tolist(), starts.flatten().tolist())
+    }
+    return torch.stack([found[key] for key in zip(sizes.flatten().tolist(), starts.flatten().tolist())]).view(
+        *sizes.shape, 256
+    )
+
+
+@compiled(fast=True)
+def _nearest(first, stop, y, table, norms, sizes, starts, firsts, codes):
+    batch, heads, _, groups = codes.shape
+    scores = np.empty(256, np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(index(first), index(stop)):
+                for j in range(index(groups)):
+                    start, at = index(starts[h, j]), index(firsts[h, j])
+                    for k in range(256):
+                        scores[k] = norms[h, j, k]
+                    for i in range(index(sizes[h, j])):
+                        twice, row = 2 * y[b, h, n, at + i], table[start + i * index(256) :]
+                        for k in range(256):
+                            scores[k] -= twice * row[k]
+                    codes[b, h, n, j] = scores.argmin()

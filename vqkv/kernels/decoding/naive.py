@@ -26,8 +26,8 @@ def _grouped(packed: Grouped) -> Tensor:
     out = torch.zeros(packed.shape, device=packed.codes.device)
     for h in range(out.shape[1]):
         for j, (size, start, first) in enumerate(packed.places[:, h].T.tolist()):
-            book = packed.table[start : start + 256 * size].view(256, size)
-            out[:, h, :, first : first + size] = book[packed.codes[:, h, :, j].long()]
+            book = packed.table[start : start + 256 * size].view(size, 256)
+            out[:, h, :, first : first + size] = book.T[packed.codes[:, h, :, j].long()]
     return out * packed.scale.float().unsqueeze(1)
 
 
@@ -50,3 +50,15 @@ def _coded(packed: Coded) -> Tensor:
         scale = packed.scale.float().repeat_interleave(packed.tokens_per_scale, dim=2)[:, :, : packed.shape[2]]
         values *= scale.repeat_interleave(packed.groups // scale.shape[-1], dim=-1).unsqueeze(-1)
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
+
+
+def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
+    """See ``dispatch``."""
+    y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
+    codes = torch.empty(*x.shape[:3], like.places.shape[2], dtype=torch.uint8, device=x.device)
+    for h in range(x.shape[1]):
+        for j, (size, start, first) in enumerate(like.places[:, h].T.tolist()):
+            book = like.table[start : start + 256 * size].view(size, 256)
+            scores = book.square().sum(0) - 2 * y[:, h, :, first : first + size] @ book
+            codes[:, h, :, j] = scores.argmin(-1)
+    return codes
