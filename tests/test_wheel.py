@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
 SOURCE = ("pyproject.toml", "README.md", "LICENSE")
 ERRORS = {  # what extras bring
-    "from vqkv.evaluation.peers import TransformersQuantized as peer; peer('hqq')": "peers",
-    "from vqkv.evaluation.peers import TransformersQuantized as peer; peer('quanto')": "peers",
+    "from vqkv.study.peers import TransformersQuantized as peer; peer('hqq')": "peers",
+    "from vqkv.study.peers import TransformersQuantized as peer; peer('quanto')": "peers",
     "import vqkv.evaluation.harness": "peers",
     "import vqkv; vqkv.load_corpus('wikitext', vqkv.load_model('vqkv/llama-mini')[1])": "study",
     "import vqkv.data.splitting": "dev",

@@ -21,9 +21,9 @@ BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all proces
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
 PRESETS = (  # of vqkv.presets, whose import takes seconds
     "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
-    "best, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache"
+    "best, live, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache"
 )
-SUITES = "a suite (local, retrieval, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
+SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = "vqkv inspect reads a compressor's folder or a saved cache (cache.save)"
 
 
@@ -159,7 +159,7 @@ def tasks_command(
 )
 def lm_eval_command(context: typer.Context) -> None:
     """lm_eval's own command line, all options as there, with `--model vqkv --model_args pretrained=MODEL,
-    compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_code_cloze, ...)."""
+    compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_recall_16, ...)."""
     with _plain_errors():
         from vqkv.evaluation.harness.__main__ import main
 

@@ -14,13 +14,15 @@ from vqkv.cache.eviction import H2O
 from vqkv.cache.packed_attention import NAME
 from vqkv.codecs.base import Codec
 
-TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
+TRAIN = torch.randint(1, 4096, (8, 48), generator=torch.Generator().manual_seed(0))
+TOKENS = TRAIN[:4]
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 READ = {
     "vqllm": presets.vqllm(num_quantizers=3, codebook_size=16, group_size=16),
     "quanto": presets.quanto(4, 16),
     "hqq": presets.hqq(2, 32),
     "rvq2": presets.rvq2(codebook_size=16, keyframe=8),
+    "live": presets.live(3.0),
 }
 DECODED = {"kivi": presets.kivi(4, 8, 4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
 
@@ -30,7 +32,7 @@ model = small_models.fixture("gemma", "gpt2", "llama-yarn", "qwen2")
 
 def fitted(model, preset, **settings):
     defaults = {"flush_block": 8, "sink_tokens": 2, "recent_window": 4}
-    return calibrate(model, TOKENS, dataclasses.replace(preset, **defaults | settings), progress=False)
+    return calibrate(model, TRAIN, dataclasses.replace(preset, **defaults | settings), progress=False)
 
 
 @pytest.fixture(scope="module", params=sorted(READ))

@@ -9,7 +9,7 @@ import torch
 import vqkv
 from vqkv import presets
 from vqkv.calibration.calibrate import _hardly_pays
-from vqkv.models import inject
+from vqkv.study.injection import inject
 
 
 def calibrated(model, tokens, preset):

@@ -17,8 +17,8 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.evaluation.harness import VqkvLM, entries, run_tasks
 from vqkv.evaluation.harness.reader import PROTOCOLS, Tally
 from vqkv.evaluation.harness.tasks import manager
-from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import load_model, values_per_token
+from vqkv.study.peers import TransformersQuantized
 
 ROUNDED = {"atol": 1e-9, "rtol": 1e-6}  # fp32, which some processors sum differently in larger batches
 PRESETS = {

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vqkv import presets
 from vqkv.calibration.calibrate import calibrate
 from vqkv.cli import app
-from vqkv.data.corpus import documents, load_corpus
+from vqkv.data.corpus import load_corpus
 from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.harness import SUITES, Entry, entries, local_data, run_tasks
@@ -84,34 +84,6 @@ def test_local_tasks_are_quiet_and_the_same_each_time(small, capfd):
     assert run_tasks(*small, limit=2) == first
     assert {row["task"] for row in first} == {entry.task for entry in SUITES["local"]}
     assert all(row["n"] == 2 and 0 <= row["value"] <= 1 and row["num_fewshot"] == 0 for row in first)
-
-
-@pytest.fixture(scope="module")
-def texts():
-    return list(documents(local_data.CORPUS, "test"))
-
-
-@pytest.mark.parametrize(("num_docs", "context_chars"), [(25, 240), (12, 1000)])
-def test_cloze_documents(num_docs, context_chars, texts):
-    rows = local_data.code_cloze(num_docs, context_chars)["test"].to_list()
-    assert len(rows) == num_docs and rows == local_data.code_cloze(num_docs, context_chars)["test"].to_list()
-    assert {row["answer"] for row in rows} == {0, 1, 2, 3}
-    for row in rows:
-        line = row["choices"][row["answer"]]
-        others = set(row["choices"]) - {line}
-        assert len(row["context"]) <= context_chars and len(others) == 3
-        sources = [text for text in texts if row["context"] + line in text]
-        assert any(others <= set(text.splitlines()) for text in sources)
-        assert not any(other in row["context"] for other in others)
-        assert all(abs(len(other) - len(line)) <= 6 for other in others)
-
-
-def test_line_documents():
-    for row in local_data.code_line(num_docs=100, context_chars=320)["test"]:
-        assert row["context"] == row["context"].rstrip() and 2 <= len(row["target"].strip()) <= 10
-    doc = {"target": " == 0:"}
-    assert local_data.line_scores(doc, [" == 0:\nmore"]) == {"edit_similarity": 1, "exact_match": 1}
-    assert local_data.line_scores(doc, ["=="]) == {"edit_similarity": pytest.approx(4 / 7), "exact_match": 0}
 
 
 @pytest.mark.parametrize("distance", [16, 64, 256])

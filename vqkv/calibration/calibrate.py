@@ -76,7 +76,7 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
     if preset.plan is None:
         codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured), {}
     else:
-        made = captured or CapturedTokens(model, tokens, batch_size, preset.pre_rope, progress=progress)
+        made = captured or CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress=progress)
         with nullcontext(made) if made is captured else made:
             trial = ModelTrial(model, made)
             plan = preset.plan.arrange(preset, trial)
@@ -129,10 +129,10 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     codecs = [*chain(*pairs)]
     passes = max(codec.passes for codec in codecs)
     if passes > 1 and captured is None:  # the model is to run once
-        with CapturedTokens(model, tokens, batch_size, preset.pre_rope, progress=progress) as captured:
+        with CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress=progress) as captured:
             return _fit_codecs(model, tokens, preset, batch_size, progress, captured)
     if any(codec.weighted for codec in codecs):
-        found = captured.metrics(model) if captured else fisher_metrics(model, tokens, preset.pre_rope)
+        found = captured.metrics(model) if captured else fisher_metrics(model, tokens, preset.settings.pre_rope)
         for layer, pair in enumerate(pairs):
             for role, codec in zip(ROLES, pair, strict=True):
                 codec.weigh(found[role, layer])
@@ -143,7 +143,7 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
-            keys, values = capture(model, current().share(batch), pre_rope=preset.pre_rope)
+            keys, values = capture(model, current().share(batch), pre_rope=preset.settings.pre_rope)
         learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer], number_of_pass)
         if number == len(batches) - 1:
             end_pass(codecs, number_of_pass)

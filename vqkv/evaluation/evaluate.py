@@ -44,7 +44,7 @@ def evaluate(
 ) -> dict:
     """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
 
-    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.evaluation.peers``. ``tokens``
+    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.study.peers``. ``tokens``
     (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored as recall.
     ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of ``chunk_size`` tokens,
     each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack them, then decode and

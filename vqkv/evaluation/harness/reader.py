@@ -40,7 +40,7 @@ class Tally:
 
 @dataclass
 class Reader:
-    """``compressor``: a fitted ``Compressor``, a peer of ``vqkv.evaluation.peers``, or None for the uncompressed cache.
+    """``compressor``: a fitted ``Compressor``, a peer of ``vqkv.study.peers``, or None for the uncompressed cache.
     ``protocol``: ``in_place`` (one pass) or ``chunked`` (``chunk_size`` tokens at a time, each reading packed history).
     Raises ``UnknownNameError`` for another protocol, ``DataError`` for a chunk size that is none or a peer that cannot
     do the protocol, ``FormatError`` for a compressor of another model."""

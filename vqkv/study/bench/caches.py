@@ -16,8 +16,8 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
-from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.study.bench.roofline import DTYPES
+from vqkv.study.peers import TransformersQuantized
 
 GEOMETRIES = {
     "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4,

@@ -22,13 +22,13 @@ from vqkv import presets
 from vqkv.calibration.calibrate import calibrate
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
-from vqkv.models import inject
 from vqkv.models.capture import capture
 from vqkv.models.load import fingerprint
 from vqkv.reference.data import TOKENIZER_DIR, VOCAB_SIZE
 from vqkv.reference.train import DECAY_SHARE, adamw, next_token_loss, update
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.common import RECALL_PAIRS, draw, frame, subject
+from vqkv.study.injection import inject
 from vqkv.study.sweep import per_process, sweep
 
 LAYERS, HEAD_DIM = 4, 64

@@ -9,13 +9,13 @@ import torch
 from vqkv import presets
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import RoundedCache
-from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import describe
 from vqkv.study.bench.caches import chosen
 from vqkv.study.bench.peak import peak_memory
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.generation import fitted_contender
 from vqkv.study.experiments.systems import in_bfloat16
+from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import sweep
 
 THEIRS = "transformers "

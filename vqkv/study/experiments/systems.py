@@ -6,10 +6,10 @@ import itertools
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.evaluation.peers import TransformersQuantized
 from vqkv.models.load import describe, load_model
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.depth import shallower
+from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import per_process, sweep
 
 BY_BITS = (presets.quanto, presets.hqq, presets.kivi, presets.kvquant, presets.higgs)

@@ -15,7 +15,7 @@ from vqkv import DataError, UnknownNameError, capture, evaluate, presets
 from vqkv.cache import meter
 from vqkv.cache.meter import tensor_bytes
 from vqkv.evaluation.metrics import relative_mse
-from vqkv.evaluation.peers import TransformersQuantized
+from vqkv.study.peers import TransformersQuantized
 
 ALL = [("quanto", 2), ("quanto", 4), ("hqq", 1), ("hqq", 2), ("hqq", 3), ("hqq", 4), ("hqq", 8)]
 ONE_LAYER = SimpleNamespace(config=LlamaConfig(num_hidden_layers=1))  # all of a model that a cache asks for

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from vqkv import DataError, capture, load_model, models
+from vqkv import DataError, capture, load_model
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
+from vqkv.study.injection import inject
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -45,7 +46,7 @@ def logits(model):
 def test_outputs_stay_and_caches_are_scaled_as_asked(model, seed, most, roles):
     given_to = {"keys": factors(model, seed, most)} if "k" in roles else {}
     given_to |= {"values": factors(model, seed + 1, most)} if "v" in roles else {}
-    other = models.inject(model, **given_to)
+    other = inject(model, **given_to)
     expected = logits(model)
     torch.testing.assert_close(logits(other), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
     for x, y, name in zip(capture(model, TOKENS), capture(other, TOKENS), ("keys", "values"), strict=True):
@@ -58,7 +59,7 @@ def test_outputs_stay_and_caches_are_scaled_as_asked(model, seed, most, roles):
 def test_one_head_or_channel_of_all_layers_broadcasts(model):
     layers = kv_layers(model)
     loud = torch.tensor([30.0] + [1.0] * (layers[0].num_kv_heads - 1))[:, None]  # (num_kv_heads, 1)
-    other = models.inject(model, values=loud)
+    other = inject(model, values=loud)
     for before, after in zip(capture(model, TOKENS)[1], capture(other, TOKENS)[1], strict=True):
         ratio = after.std(dim=(0, 2, 3)) / before.std(dim=(0, 2, 3))
         torch.testing.assert_close(ratio, loud[:, 0], rtol=1e-3, atol=1e-3)
@@ -69,7 +70,7 @@ def test_a_bias_that_attention_does_not_see(model):
     """None without RoPE; with it that of a single position, as only turning lets a bias differ among keys."""
     bias = torch.zeros(kv_layers(model)[0].shape[1])
     bias[-1] = 50.0
-    other, turns = models.inject(model, key_bias=bias), rotations(model)[0] is not None
+    other, turns = inject(model, key_bias=bias), rotations(model)[0] is not None
     before, after = (capture(m, TOKENS)[0][0] for m in (model, other))  # a later layer's inputs differ with RoPE
     torch.testing.assert_close((after - before).mean(dim=(0, 1, 2)), bias, rtol=1e-3, atol=2e-3)
     expected = logits(model)
@@ -83,14 +84,14 @@ def test_a_bias_that_attention_does_not_see(model):
 
 def test_a_bias_comes_behind_the_multiplier_and_one_that_is_there_is_multiplied(model):
     keys, bias = factors(model, 3, 10.0), torch.randn(kv_layers(model)[0].shape[1])
-    other = models.inject(model, keys=keys, key_bias=bias)
+    other = inject(model, keys=keys, key_bias=bias)
     before, after = (capture(m, TOKENS)[0][0] for m in (model, other))
     torch.testing.assert_close(after, before * keys[0][:, None] + bias, rtol=1e-3, atol=2e-3)
 
 
 def test_the_model_stays_as_it_is_and_copies_have_names(model):
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    loud, louder = (models.inject(model, values=torch.tensor(size)) for size in (2.0, 3.0))
+    loud, louder = (inject(model, values=torch.tensor(size)) for size in (2.0, 3.0))
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert loud.vqkv_name.startswith(f"{model.vqkv_name} injected ") and loud.vqkv_name != louder.vqkv_name
     assert [name for name, _ in loud.named_parameters()] == [name for name, _ in model.named_parameters()]
@@ -99,14 +100,14 @@ def test_the_model_stays_as_it_is_and_copies_have_names(model):
 def test_channels_that_turn_together_need_one_multiplier(tmp_path):
     model = small_models.load("qwen2", tmp_path)
     with pytest.raises(DataError, match="RoPE turns channels 5 and 21 of layer 0 together: give them the same"):
-        models.inject(model, keys=torch.ones(32).index_fill(0, torch.tensor(21), 3.0))
+        inject(model, keys=torch.ones(32).index_fill(0, torch.tensor(21), 3.0))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # norms of queries and keys undo what is multiplied
 def test_attention_that_it_does_not_know(name):
     config = small_models.CONFIGS.get(name, small_models.SLIDING.get(name))()
     with pytest.raises(DataError, match=f"inject knows no {name.capitalize()}Attention, with k_norm, k_proj"):
-        models.inject(AutoModelForCausalLM.from_config(config).eval(), keys=torch.tensor(2.0))
+        inject(AutoModelForCausalLM.from_config(config).eval(), keys=torch.tensor(2.0))
 
 
 def test_attention_that_clips_its_projections():
@@ -114,7 +115,7 @@ def test_attention_that_clips_its_projections():
 
     config = OlmoConfig(**small_models.COMMON | {"head_dim": 12, "clip_qkv": 1.0})
     with pytest.raises(DataError, match="inject knows no OlmoAttention"):
-        models.inject(AutoModelForCausalLM.from_config(config).eval(), values=torch.tensor(2.0))
+        inject(AutoModelForCausalLM.from_config(config).eval(), values=torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,9 @@ def test_attention_that_clips_its_projections():
 )  # fmt: skip
 def test_numbers_that_do_not_fit(llama, given_to):
     with pytest.raises(DataError, match=r"give finite numbers .*here \(3, 2, 32\)"):
-        models.inject(llama, **given_to)
+        inject(llama, **given_to)
 
 
 def test_weights_that_are_elsewhere(llama):
     with pytest.raises(DataError, match="some weights are not in memory"):
-        models.inject(copy.deepcopy(llama).to("meta"), keys=torch.tensor(2.0))
+        inject(copy.deepcopy(llama).to("meta"), keys=torch.tensor(2.0))
