@@ -87,7 +87,7 @@ def test_the_first_page_of_a_profile_runs_with_other_models_and_data(tmp_path, m
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
     model = str(small_models.make("gpt2", tmp_path / "model"))
     corpus = f"wikitext@{folders.wikitext(tmp_path / 'wiki', articles=200)}"
-    small = {"model": model, "corpus": corpus, "device": "cpu", "seq_len": 64, "num_seqs": 2, "recall_seqs": 2}
+    small = {"model": model, "corpus": corpus, "device": "cpu", "seq_len": 64, "num_seqs": 2}
     small |= {"chunk_size": 16}
     study = Study(only=["01"], profile="gpt2", parameters=small, out=tmp_path / "out")
     assert study.run() == {}
