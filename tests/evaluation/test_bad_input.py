@@ -134,5 +134,5 @@ def test_arguments_of_presets_are_checked():
         presets.make("vqllm", codebooksize=3)
     with pytest.raises(DataError, match="flush_block 0"):
         presets.Preset("x", Fp16, Fp16, flush_block=0)
-    with pytest.raises(DataError, match="pre_rope 1"):
-        presets.Preset("x", Fp16, Fp16, pre_rope=1)
+    with pytest.raises(DataError, match="pre_rope 0"):
+        presets.Preset("x", Fp16, Fp16, pre_rope=0)
