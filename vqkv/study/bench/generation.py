@@ -29,10 +29,10 @@ PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
 
 def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
-    threads: int, dtype: str, device: str, weights: list[str] | None = None,
+    threads: int, dtype: str, device: str, weights: list[str] | None = None, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
     """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]; transformers'
-    caches once more with each of ``weights``, as ``caches.quantized_weights`` knows them.
+    caches once more with each of ``weights``, as ``caches.quantized_weights`` knows them. ``attention``: the model's.
 
     One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
     bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
@@ -49,6 +49,7 @@ def latency(
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
+        model.set_attn_implementation(attention)
         seconds: dict[str, float] = {}
         compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed, seconds)
         shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}

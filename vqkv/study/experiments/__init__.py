@@ -25,14 +25,7 @@ from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back
 from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking, with_plain_steps
 from vqkv.study.experiments.further import further_down
-from vqkv.study.experiments.generation import (
-    choices,
-    generation_latency,
-    generation_peak,
-    loss_by_position,
-    memory_growth,
-    with_side,
-)
+from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
 from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder

@@ -48,6 +48,7 @@ def since(
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
     found |= {f"kvtc {bits}": presets.kvtc(bits, **own["kvtc"]) for bits in (0.5, 0.75, 1, 1.5, 2, 3)}
     found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False, **own["kvtc"]) for bits in (0.9, 1.8)}
+    found |= {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
     few = min(vqllm.values(), key=lambda settings: settings[0])[:2]
     residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
     found |= {"aqua higgs 2, as published": presets.aqua(presets.higgs(2))}

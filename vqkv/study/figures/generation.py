@@ -2,8 +2,8 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.labels import in_axes, name_beside, name_ends, plain_numbers, spread
-from vqkv.study.figures.style import PALETTE, mark_floor
+from vqkv.study.figures.labels import plain_numbers
+from vqkv.study.figures.style import PALETTE
 
 STYLES = {  # start of a label -> palette key, marker; the first that fits
     "DynamicCache": ("fp16", "o"),
@@ -20,6 +20,7 @@ STYLES = {  # start of a label -> palette key, marker; the first that fits
     "aqua": ("aqua", "D"),
     "best 1.8 short": ("crossed", "*"),
     "best 1.8 long": ("crossed 2", "*"),
+    "live": ("live", "d"),
     "lossless": ("lossless", "h"),
     "fp16": ("fp16", "o"),
     "zlib": ("zlib", "h"),
@@ -65,82 +66,35 @@ def _dumbbell(ax, place: int, rows, ends) -> None:
         ax.errorbar(row["decode_ms"], place, xerr=whiskers, fmt=marker, color=colour, mfc=face, ms=7, elinewidth=1)
 
 
-def memory_lines(table, systems: list[str]):
-    """Storage of ``systems`` for one sequence, side information counted, against generated tokens: megabytes, and how
-    many times less than ``DynamicCache``. ``table``: from ``with_side``."""
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.4))
-    rows = table[(table["batch"] == 1) & table["system"].isin(systems)]
-    rows = rows.assign(megabytes=rows["all_told_bytes"] / 1e6)
-    for ax, column in zip(axes, ("megabytes", "ratio_all_told"), strict=True):
-        for system, line in rows.groupby("system", sort=False):
-            colour, marker = style_of(system)
-            ax.plot(line["generated"], line[column], marker + "-", color=colour, mfc=_face(system), ms=5, label=system)
-        ax.set(xlabel="generated tokens, after a prompt of 128", ylim=(0, None))
-        name_ends(ax, 0.05)
-    axes[0].set(ylabel="stored for one sequence, all told (MB)")
-    axes[1].set(ylabel="times smaller than DynamicCache")
-    return fig
-
-
-def _face(system: str) -> str:
-    """Transformers' own caches are hollow."""
-    return "white" if system.startswith("transformers") else style_of(system)[0]
-
-
-def _dashes(system: str) -> str:
-    """Affine codes of 2 bits are dashed, beside those of 4."""
-    return "--" if system.endswith(("quanto 2", "hqq 2")) else "-"
-
-
-def loss_by_position(table, systems: list[str]):
-    """Above: the model's loss by position, exact (black) and reading each cache. Below: KL from the exact model, with
-    its standard error over sequences. A column per model; dotted: where the positions that it was trained on end."""
-    models = list(dict.fromkeys(table["model"]))
-    shape = {"sharex": "col", "sharey": "row", "squeeze": False, "height_ratios": (1, 2)}
-    fig, axes = plt.subplots(2, len(models), figsize=(11, 6.4), **shape)
-    for column, model in zip(axes.T, models, strict=True):
-        mine = table[table["model"] == model]
-        mine = mine.assign(middle=(mine["start"] + mine["end"]) / 2)
-        shown = [system for system in systems if system in set(mine["system"])]
-        for system in [*shown, REFERENCE]:
-            rows, (colour, marker) = mine[mine["system"] == system], style_of(system)
-            look = {"color": colour, "mfc": _face(system), "ms": 5, "elinewidth": 1, "ls": _dashes(system)}
-            column[0].plot(rows["middle"], rows["nll"], color=colour, ls=_dashes(system))
-            if system != REFERENCE:
-                column[1].errorbar(rows["middle"], rows["kl"], rows["kl_se"], fmt=marker, label=system, **look)
-        if mine["end"].max() > mine["trained"].max():
-            for ax in column:
-                ax.axvline(mine["trained"].max(), color=PALETTE["bound"], linestyle=":", linewidth=1)
-        column[0].set(title=model)
-        column[1].set(xlabel="position in the text (tokens)", yscale="log", ylim=(mine["kl_floor"].max() / 2, None))
-        mark_floor(column[1], mine)
-        name_ends(column[1], 0.05)
-    axes[0, 0].set_ylabel("loss (nats)")
-    axes[1, 0].set_ylabel("KL from the exact model (nats)")
-    return fig
-
-
-def choose(table, systems: list[str]):
-    """KL against bits per value all told, both best at the lower left, of ``systems``: a line from what a sequence
-    takes that shares side information with others (filled) to what it takes alone (hollow), and at its name the
-    milliseconds that the system adds to a token. ``table``: from ``choices``."""
-    fig, ax = plt.subplots(figsize=(10, 5))
-    rows = table[table.index.isin(systems)].sort_values("kl", kind="stable")
-    for system, row in rows.iterrows():
+def in_place(times, losses):
+    """Transformers' int4 and what attention reads where it lies: bits a value of 8,192 tokens with side information,
+    what a token takes longer than with ``DynamicCache`` after few (hollow) and many tokens (filled), and KL with its
+    95% interval. ``times``: of one shape; ``losses``: of ``frontier``."""
+    fig, axes = plt.subplots(1, 3, figsize=(11, 2.6), sharey=True)
+    systems = [system for system in IN_PLACE if system in set(times["system"])]
+    lost = losses.set_index("system").loc[[system.removeprefix("transformers ") for system in systems]]
+    ends = sorted({times["context"].min(), times["context"].max()})
+    for place, (system, (_, row)) in enumerate(zip(systems, lost.iterrows(), strict=True)):
         colour, marker = style_of(system)
-        ax.plot(row[["bits_shared", "bits_all_told"]], [row["kl"]] * 2, color=colour)
-        ax.plot(row["bits_all_told"], row["kl"], marker, color=colour, mfc="white", ms=8)
-        ax.plot(row["bits_shared"], row["kl"], marker, color=colour, ms=8)
-    ax.set(xscale="log", yscale="log", xlabel="bits per value, all told", ylabel="KL from the exact model (nats)")
-    ax.margins(x=0.08, y=0.08)
-    for set_ticks in (ax.set_xticks, ax.xaxis.set_ticklabels):
-        set_ticks(TICKS)
-    ax.minorticks_off()
-    points = in_axes(ax, rows[["bits_all_told", "kl"]])
-    for (system, row), point, place in zip(rows.iterrows(), points, spread(points[:, 1], 0.055), strict=True):
-        name = f"{system} (+{row['added_ms']:.0f} ms)"
-        name_beside(ax, name, style_of(system)[0], tuple(point), (point[0] + 0.03, place))
+        axes[0].barh(place, row["bits_8k_x1"], 0.6, color=colour)
+        added = times[times["system"] == system].set_index("context")["added_mean_ms"]
+        axes[1].plot(added[ends], [place] * len(ends), color=colour, alpha=0.5)
+        for end, face in zip(ends, ("white", colour), strict=False):
+            axes[1].plot(added[end], place, marker, color=colour, mfc=face, ms=9)
+        error = [[row["kl_mean"] - row["kl_low"]], [row["kl_high"] - row["kl_mean"]]]
+        axes[2].errorbar(row["kl_mean"], place, xerr=error, fmt=marker, color=colour, ms=9, capsize=3)
+    axes[1].axvline(0, color=PALETTE["fp16"], linestyle=":", linewidth=1)
+    axes[0].set(xlabel="bits a value at 8,192 tokens")
+    axes[1].set(xlabel=f"ms added, {ends[0]:,} (hollow) or {ends[-1]:,} tokens")
+    axes[2].set(xlabel="KL (nats)", xlim=(0, None))
+    axes[0].set_yticks(range(len(systems)), [IN_PLACE[system] for system in systems])
+    axes[0].invert_yaxis()
     return fig
 
 
-TICKS = (2, 3, 4, 5, 6, 8, 10)
+IN_PLACE = {
+    "transformers quanto 4": "transformers' int4",
+    "quanto 4": "our int4",
+    "live 3.25": "live 3.25",
+    "live 2.25": "live 2.25",
+}

@@ -33,6 +33,7 @@ PALETTE = {
     "crossed": "#d6007f",  # crosses of page 11, the best first
     "crossed 2": "#7a0f5c",
     "crossed 3": "#f28fc4",
+    "live": "#0077b6",  # what attention reads where it lies
     "own": "#000000",  # what a reader adds
     # implementations that are timed
     "vqkv": "#3f90da",
