@@ -26,6 +26,16 @@ def test_kmeans_reaches_the_optimum_of_two_known_clusters(seed):
     assert mse(x, KMeans(2, seed=seed).fit(x)) <= mse(x, centres)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_spread_start_finds_every_far_cluster(seed):
+    centres = 100 * torch.arange(20.0).unsqueeze(1)
+    x = (centres + gaussian(20 * 50, 1, seed).view(20, 50)).reshape(-1, 1)
+    learned = KMeans(20, seed=seed, spread=True).fit(x)
+    torch.testing.assert_close(learned.sort(dim=0).values, centres, atol=0.8, rtol=0)
+    with pytest.raises(DataError, match="leaves only 3"):
+        KMeans(4, spread=True).fit(gaussian(3))
+
+
 def test_every_iteration_improves_on_its_start():
     x = gaussian(3000)
     errors = [mse(x, KMeans(64, iterations=n).fit(x)) for n in (0, 1, 3, 10)]

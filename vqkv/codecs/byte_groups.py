@@ -20,7 +20,7 @@ from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  # components of a group: 8 bits a value down to half a bit
 CODES = 256
-SAMPLES = 1 << 14  # groups that a codebook is learned from
+SAMPLES = 1 << 16  # groups that a codebook is learned from
 LEAST = 1e-6  # of the root mean square of all components
 
 
@@ -113,7 +113,7 @@ class ByteGroups(Quantizer):
 
     def _learned(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
-        return KMeans(CODES, seed=self.seed).fit(groups[order.to(groups.device)])
+        return KMeans(CODES, seed=self.seed, spread=True).fit(groups[order.to(groups.device)])
 
 
 @remembered

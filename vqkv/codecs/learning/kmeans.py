@@ -11,16 +11,19 @@ from vqkv.kernels.rvq.tables import sums_by_code
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
+SPREAD_OVER = 64  # rows a code that k-means++ draws from
 
 
 @dataclass
 class KMeans:
     """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. A cluster that loses all its
-    vectors is moved onto one of the vectors that fit worst, the worst first."""
+    vectors is moved onto one of the vectors that fit worst, the worst first. ``spread`` begins as k-means++ does
+    (Arthur and Vassilvitskii, 2007): heavy tails then cost about half the error."""
 
     codebook_size: int
     iterations: int = 10
     seed: int = 0
+    spread: bool = False
     codebook: Tensor | None = None
 
     def fit(self, x: Tensor) -> Tensor:
@@ -33,7 +36,8 @@ class KMeans:
 
     def start(self, x: Tensor) -> Tensor:
         """Begin from ``codebook_size`` distinct vectors of x, drawn from ``seed``."""
-        self.codebook = x[distinct_rows(x, self.codebook_size, self.seed)].clone()
+        begin = spread_rows if self.spread else distinct_rows
+        self.codebook = x[begin(x, self.codebook_size, self.seed)].clone()
         return self.codebook
 
     def assign(self, x: Tensor) -> Tensor:
@@ -73,6 +77,20 @@ def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:
             f"calibrate on more tokens (at least {16 * count} vectors serve well) or choose a smaller codebook_size"
         )
     return order[chosen]
+
+
+def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
+    """Positions among the first ``SPREAD_OVER * count`` rows, each drawn with a chance that grows with its squared
+    distance from those before."""
+    x = x[: SPREAD_OVER * count]
+    chosen = distinct_rows(x, count, seed)[:1]
+    away = torch.full((len(x),), torch.inf, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count - 1):
+        away = torch.minimum(away, (x - x[chosen[-1]]).square().sum(1).double().cpu())
+        drawn = torch.multinomial(away, 1, generator=generator)
+        chosen = torch.cat([chosen, drawn.to(chosen.device)])
+    return chosen
 
 
 class Ema:
