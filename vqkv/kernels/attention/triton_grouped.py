@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqkv.kernels.attention.triton_shares import LN2, LOG2E, MOST_ROWS, empty, join, shares
 from vqkv.kernels.derived import remembered
-from vqkv.kernels.view import Grouped, Mapped, Rope
+from vqkv.kernels.view import Mapped, Rope
 
 BLOCK = 16  # tokens that are rotated as one, as ``presets.live`` asks for and ``tl.dot`` wants at least
 BLOCKS = 2  # read at a time: with 4 of them registers do not last for 128 channels
@@ -37,23 +37,20 @@ def decode_attention(
     cos, sin = _angles(rope, seq_len, head_dim, query.device)
     splits, per_split = shares(query.device, batch * kv_heads, seq_len + shift, BLOCKS * BLOCK)
     out, lse = empty(query, splits, batch * kv_heads * rows, width)
-    sums = [_tensors(each.inner) for each in (keys, values)]
+    wide = [max(BLOCK, triton.next_power_of_2(x.inner.shape[3])) for x in (keys, values)]
+    packed = [(x.codes.contiguous(), *_rows(x.inner.table, x.inner.places, x.inner.shape[3])) for x in (keys, values)]
     with torch.cuda.device_of(query):
         _attend_grouped[(batch * kv_heads, splits)](
-            query.contiguous(), out, lse, *sums[0], *_folded(keys.matrix, keys.inner.scale, keys.offset), *sums[1],
+            query.contiguous(), out, lse, *packed[0], *_folded(keys.matrix, keys.inner.scale, keys.offset), *packed[1],
             cos, sin, seq_len, per_split, shift, len(cos) - 1, kv_heads, scaling * LOG2E.value, rows,
             K_GROUPS=keys.codes.shape[3], K_WIDTH=keys.inner.shape[3], V_GROUPS=values.codes.shape[3], V_WIDTH=width,
-            BLOCK_K=_padded(keys.inner.shape[3]), BLOCK_V=_padded(width), HEAD_DIM=head_dim, BLOCK=BLOCK,
+            BLOCK_K=wide[0], BLOCK_V=wide[1], HEAD_DIM=head_dim, BLOCK=BLOCK,
             BLOCKS=BLOCKS, BLOCK_M=max(8, triton.next_power_of_2(rows)), OFFSET=keys.offset is not None, num_stages=2,
         )  # fmt: skip
     out, lse = join(out, lse)
     out = out.view(batch, kv_heads, rows, width) * values.inner.scale.float().unsqueeze(1) @ values.matrix
     out = out if values.offset is None else out + values.offset.float().unsqueeze(1)
     return out.view(query.shape), lse.view(query.shape[:3])
-
-
-def _padded(width: int) -> int:
-    return max(BLOCK, triton.next_power_of_2(width))
 
 
 def _angles(rope: Rope | None, seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,13 +60,9 @@ def _angles(rope: Rope | None, seq_len: int, head_dim: int, device: torch.device
     return tuple(table[:, : head_dim // 2].contiguous() for table in rope.by_block(seq_len))
 
 
-def _tensors(packed: Grouped) -> tuple[Tensor, ...]:
-    """codes; codebooks in fp16; of each head's component its row of these and its byte, -1 where it has none."""
-    return packed.codes.contiguous(), *_rows(packed.table, packed.places, packed.shape[3])
-
-
 @remembered
 def _rows(table: Tensor, places: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codebooks in fp16; of each head's component its row of these and its byte, -1 where it has none."""
     sizes, starts, firsts = places.cpu()
     rows = torch.full((2, len(sizes), width), -1, dtype=torch.int32)
     for head, of_head in enumerate(zip(sizes.tolist(), starts.tolist(), firsts.tolist(), strict=True)):

@@ -15,12 +15,13 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.exact import Fp16
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.metrics import code_perplexity, relative_mse, token_kl
+from vqkv.evaluation.metrics import token_kl
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
 from vqkv.study.experiments.common import Subject, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.injection import inject
+from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import per_process, sweep
 
