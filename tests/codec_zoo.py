@@ -48,7 +48,7 @@ SMALL = {
     "vqq_product": presets.vqq_product(0.2, keyframe=5, codebook_size=20),
     "vq": presets.vq(2, keyframe=6, codebook_size=20),
     "rvq2": presets.rvq2(keyframe=3, codebook_size=20),
-    "turboquant": presets.turboquant(3, sketch=True),
+    "turboquant": presets.turboquant(3),
     "kvarn": presets.kvarn(tile=4),
     "cachegen": presets.cachegen(group=5, block=10),
     "nsnquant": presets.nsnquant(tile=6),

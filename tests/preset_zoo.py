@@ -20,7 +20,6 @@ SMALL = {
     "vq": presets.vq(codebook_size=16, keyframe=16),
     "rvq2": presets.rvq2(codebook_size=16, keyframe=16),
     "turboquant": presets.turboquant(2),
-    "turboquant sketched": presets.turboquant(3, sketch=True),
     "kvarn": presets.kvarn(tile=16),
     "cachegen": presets.cachegen(group=4, block=16),
     "nsnquant": presets.nsnquant(tile=16),

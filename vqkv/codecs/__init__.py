@@ -18,7 +18,6 @@ from vqkv.codecs import (  # noqa: F401
     product,
     residual,
     scaling,
-    sketch,
     tiles,
     transform,
     trellis_coded_scalar,
