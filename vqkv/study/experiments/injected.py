@@ -125,7 +125,7 @@ def _biased(codebook_size: int, seed: int) -> dict[str, presets.Preset | Transfo
         "higgs 4": presets.higgs(4),
         "higgs 4, mean kept": presets.crossed("grid", 4, rotation="hadamard", mean=False),
         "turboquant 4": presets.turboquant(4),
-        "kvarn 4+2": presets.kvarn(),
+        "kvarn 4+2": presets.kvarn(4),
         "vqllm": presets.vqllm(4, codebook_size, 16, kmeans_iterations=4, seed=seed),
         "steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False),
     }
