@@ -49,6 +49,8 @@ SMALL = {
     "vq": presets.vq(2, keyframe=6, codebook_size=20),
     "rvq2": presets.rvq2(keyframe=3, codebook_size=20),
     "turboquant": presets.turboquant(3),
+    "fp8": presets.fp8(),
+    "nvfp4": presets.nvfp4(),
     "kvarn": presets.kvarn(tile=4),
     "cachegen": presets.cachegen(group=5, block=10),
     "nsnquant": presets.nsnquant(tile=6),

@@ -20,6 +20,8 @@ SMALL = {
     "vq": presets.vq(codebook_size=16, keyframe=16),
     "rvq2": presets.rvq2(codebook_size=16, keyframe=16),
     "turboquant": presets.turboquant(2),
+    "fp8": presets.fp8(),
+    "nvfp4": presets.nvfp4(),
     "kvarn": presets.kvarn(tile=16),
     "cachegen": presets.cachegen(group=4, block=16),
     "nsnquant": presets.nsnquant(tile=16),

@@ -65,3 +65,15 @@ def test_early_layers_get_finer_steps(llama):
     bits = [pair[0].quantizer.bits for pair in compressor.codecs]
     assert sum(bits) / len(bits) == pytest.approx(3.0)
     assert [a - b for a, b in itertools.pairwise(bits)] == pytest.approx([1, math.log2(1.5)])
+
+
+def test_fp8_and_nvfp4_are_the_numbers_that_their_formats_name():
+    x = torch.tensor([0.3, -0.3, 17.0, 500.0, -500.0, 0.0, 2.0**-9, 1e-4]).view(1, 1, 1, 8)
+    read = presets.fp8().key_codec(8).fit(x).quantize_dequantize(x)
+    assert read.flatten().tolist() == [0.3125, -0.3125, 16.0, 448.0, -448.0, 0.0, 2.0**-9, 0.0]
+    x = torch.tensor([6.0, -3.2, 0.2, 0.3, 1.3, 2.4, 2.6, 5.1, *[0.0] * 8, *[0.0] * 16, *[600.0] * 16]).view(
+        1, 1, 1, 48
+    )
+    read = presets.nvfp4().key_codec(48).fit(x).quantize_dequantize(x).flatten()
+    assert read[:8].tolist() == [6.0, -3.0, 0.0, 0.5, 1.5, 2.0, 3.0, 6.0] and (read[8:32] == 0).all()
+    assert (read[32:] == 6 * 96.0).all()  # 100 lies between 96 and 104, which is odd

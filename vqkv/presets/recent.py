@@ -14,6 +14,7 @@ from vqkv.codecs.nonuniform import GaussianLevels
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import MeanRemoval, VectorScale
+from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
@@ -82,6 +83,27 @@ def kvarn(
 
     keys, values = partial(codec, key_bits, True), partial(codec, value_bits, False)
     return Preset("kvarn", keys, values, pre_rope=pre_rope, arguments=arguments)
+
+
+def fp8(pre_rope: bool | None = False) -> Preset:
+    """What vLLM and SGLang ship as an fp8 cache: E4M3, by default with no scale. 8 bits a value."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([], Fp8(), head_dim)
+
+    return Preset("fp8", codec, codec, pre_rope=pre_rope, arguments=arguments)
+
+
+def nvfp4(pre_rope: bool | None = False) -> Preset:
+    """NVFP4, as TensorRT-LLM and vLLM ship it: E2M1 with a scale in E4M3 for each 16 channels; their second scale, one
+    a layer, only shifts the first into range and is 1 here. 4.5 bits a value."""
+    arguments = dict(locals())
+
+    def codec(head_dim: int | None) -> Codec:
+        return Chain([Grouping(group_size=16)], Fp4(), head_dim)
+
+    return Preset("nvfp4", codec, codec, pre_rope=pre_rope, arguments=arguments)
 
 
 def cachegen(bits: float = 3.0, group: int = 10, block: int = 160, pre_rope: bool | None = False) -> Preset:
