@@ -16,7 +16,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():  # kernels then run on CPU tensors; real compiles happen in processes of their own
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-from vqkv.runtime.machine import keep_freed_memory  # noqa: E402
+from vqkv.study.allocator import keep_freed_memory  # noqa: E402
 
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there

@@ -35,7 +35,7 @@ def run(model, cache, tokens=TOKENS, pieces=PIECES, **kwargs):
         return torch.cat([model(part, past_key_values=cache, use_cache=True, **kwargs).logits for part in parts], 1)
 
 
-def masked_run(model, retain, recent, streaming, tokens=TOKENS, pieces=PIECES):
+def masked_run(model, retain, recent, tokens=TOKENS, pieces=PIECES):
     """A full cache, and for each layer and head a mask over the tokens that H2O drops, found by sorting."""
     sources, cache, seen, logits = kv_sources(model), DynamicCache(), 0, []
     batch, kv_heads, masks = len(tokens), sources[0].num_kv_heads, {}
@@ -61,7 +61,7 @@ def masked_run(model, retain, recent, streaming, tokens=TOKENS, pieces=PIECES):
         logits.append(out.logits)
         for layer, weights in enumerate(out.attentions):
             totals[layer] += weights.sum(2).unflatten(1, (kv_heads, -1)).sum(2)
-        for index in torch.cartesian_prod(*map(torch.arange, alive.shape[:3])).tolist() if first or streaming else []:
+        for index in torch.cartesian_prod(*map(torch.arange, alive.shape[:3])).tolist() if first else []:
             row, score = alive[tuple(index)], totals[tuple(index)].tolist()
             newest = set(range(seen - round(recent * seen), seen))
             order = sorted(row.nonzero().flatten().tolist(), key=lambda t: (t in newest, score[t], t), reverse=True)
@@ -72,15 +72,14 @@ def masked_run(model, retain, recent, streaming, tokens=TOKENS, pieces=PIECES):
     return torch.cat(logits, 1), alive
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_evicting_equals_masking_the_evicted(model, streaming):
+def test_evicting_equals_masking_the_evicted(model):
     """Pre-RoPE keys, so that each head's kept tokens must be rotated back at their own positions."""
-    policy = H2O(exact(model), retain=0.5, recent=0.2, streaming=streaming)
+    policy = H2O(exact(model), retain=0.5, recent=0.2)
     cache = policy.new_cache(model)
-    expected, alive = masked_run(model, 0.5, 0.2, streaming)
+    expected, alive = masked_run(model, 0.5, 0.2)
     torch.testing.assert_close(run(model, cache), expected, rtol=1e-3, atol=2e-4)
     assert not torch.allclose(expected, run(model, exact(model).new_cache(model)), atol=1e-2)  # it matters
-    kept = 10 + 20 if not streaming else 20
+    kept = 10 + 20
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (kept + 1, 40 - kept)
     for layer, expected_tokens in zip(cache.layers, alive, strict=True):
         assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
@@ -90,14 +89,13 @@ def test_evicting_equals_masking_the_evicted(model, streaming):
     torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_sinks_window_and_rope_as_stored(llama, streaming):
+def test_sinks_window_and_rope_as_stored(llama):
     """Where the window and sinks are exact in 16 bits, they are never evicted; post-RoPE keys need no positions."""
     before, after = (exact(llama, sink_tokens=3, recent_window=5, pre_rope=pre_rope) for pre_rope in (True, False))
-    caches = [H2O(c, 0.5, 0.1, streaming).new_cache(llama) for c in (before, after)]
+    caches = [H2O(c, 0.5, 0.1).new_cache(llama) for c in (before, after)]
     outputs = [run(llama, cache) for cache in caches]
     torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02 * outputs[0].std().item())
-    for cache, stored_bits in zip(caches, (3 * 2 * 2 * (5 if streaming else 3), 0), strict=True):
+    for cache, stored_bits in zip(caches, (3 * 2 * 2 * 3, 0), strict=True):
         assert [store.parts[::2] for store in cache.layers[1].stores] == [(3, 5), (3, 5)]
         assert cache.report().kinds["positions"] == stored_bits  # layers x batch x heads x a bit for each token seen
 
@@ -133,16 +131,14 @@ def test_watching_changes_no_output_and_ends_with_the_context(model):
 
 
 @pytest.mark.parametrize("preset", [presets.fp16(), presets.vqllm(2, 8, 16)], ids=lambda preset: preset.name)
-@pytest.mark.parametrize("streaming", [False, True])
-def test_retaining_everything_changes_nothing(llama, preset, streaming):
+def test_retaining_everything_changes_nothing(llama, preset):
     compressor = calibrate(llama, TOKENS, preset, progress=False)
-    cache, plain = H2O(compressor, 1.0, 0.1, streaming).new_cache(llama), compressor.new_cache(llama)
+    cache, plain = H2O(compressor, 1.0, 0.1).new_cache(llama), compressor.new_cache(llama)
     ours = run(llama, cache)
     llama.set_attn_implementation("eager")
     torch.testing.assert_close(ours, run(llama, plain), rtol=1e-4, atol=1e-4)
     llama.set_attn_implementation("sdpa")
     ours, theirs = cache.report(), plain.report()
-    assert ours.kinds.pop("scores") == streaming * 3 * 2 * 2 * 40 * 4
     assert ours.kinds == theirs.kinds and ours.values == theirs.values
 
 
@@ -176,20 +172,19 @@ def test_only_what_is_kept_is_stored_and_counted(llama):
     compressor = calibrate(llama, TOKENS, presets.vqllm(2, 8, 16), progress=False)
     full = compressor.new_cache(llama)
     run(llama, full)
-    for streaming, kept in ((False, 15 + 20), (True, 30)):
-        cache = H2O(compressor, 0.75, 0.1, streaming).new_cache(llama)
-        run(llama, cache)
-        report = cache.report()
-        assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
-        assert report.values == full.report().values and report.seq_len == 40
-        assert report.packed_values == report.values * kept // 40
-        assert report.packed_bytes == full.report().packed_bytes * kept // 40
-        assert report.bits_per_value == full.report().bits_per_value
-        assert report.ratio == report.values * 2 / report.cache_bytes
+    cache, kept = H2O(compressor, 0.75, 0.1).new_cache(llama), 15 + 20
+    run(llama, cache)
+    report = cache.report()
+    assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
+    assert report.values == full.report().values and report.seq_len == 40
+    assert report.packed_values == report.values * kept // 40
+    assert report.packed_bytes == full.report().packed_bytes * kept // 40
+    assert report.bits_per_value == full.report().bits_per_value
+    assert report.ratio == report.values * 2 / report.cache_bytes
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why_not(llama, name):
+def test_every_preset_evicts_once_before_packing(llama, name):
     tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
     compressor = calibrate(llama, tokens, SMALL[name], progress=False)
     cache, full = H2O(compressor, 0.75, 0.1).new_cache(llama), compressor.new_cache(llama)
@@ -199,17 +194,10 @@ def test_every_preset_evicts_once_before_packing_and_streaming_works_or_says_why
     assert report.packed_values > 0 and report.cache_bytes < full.report().cache_bytes
     assert tensor_bytes(cache) - tensor_bytes(compressor) == report.cache_bytes
     assert (logits - exact_logits)[:, 200:].abs().max() < 10 * exact_logits.std()
-    try:
-        stream = H2O(compressor, 0.75, 0.1, streaming=True).new_cache(llama)
-        run(llama, stream, tokens, (200, 1, 1, 18))
-    except DataError as error:
-        assert "streaming=False" in str(error) and name not in ("fp16", "vqllm", "beam", "quanto", "hqq")
-    else:
-        assert sum(stream.layers[2].stores[1].parts) == 165
 
 
 def test_generate_beams_copies_and_reset(llama):
-    policy = H2O(exact(llama), 0.5, 0.1, streaming=True)
+    policy = H2O(exact(llama), 0.5, 0.1)
     kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     cache = policy.new_cache(llama)
     out = llama.generate(TOKENS[:, :20], past_key_values=cache, do_sample=False, num_beams=2, **kwargs)
@@ -235,8 +223,6 @@ def test_what_cannot_be_right_is_refused(llama):
         llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
     with pytest.raises(DataError, match="snapshot or chunked"):
         policy.new_cache(llama, in_place=True)
-    with pytest.raises(DataError, match="packs blocks of 16 tokens"):
-        H2O(calibrate(llama, TOKENS, SMALL["kivi"], progress=False), streaming=True).new_cache(llama)
     for name in ("aqua-higgs", "kvsharer"):  # each layer of which would evict tokens of its own
         with pytest.raises(DataError, match="use a compressor without predictors"):
             H2O(calibrate(llama, TOKENS, PREDICTED[name], progress=False))
@@ -249,10 +235,9 @@ def test_what_cannot_be_right_is_refused(llama):
     del llama.config.sliding_window
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_refused_batches_and_failed_passes(llama, streaming):
+def test_refused_batches_and_failed_passes(llama):
     """The model is left as it was."""
-    policy = H2O(exact(llama), 0.5, 0.2, streaming=streaming)
+    policy = H2O(exact(llama), 0.5, 0.2)
     cache, undisturbed = policy.new_cache(llama), policy.new_cache(llama)
     expected, first = run(llama, undisturbed), run(llama, cache, TOKENS[:, :27], (20, 7))
     with pytest.raises(DataError, match="holds 2 sequences, but 1 came"):
@@ -281,14 +266,12 @@ def test_the_more_tokens_stay_the_less_is_lost(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=128, num_seqs=2)
     base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
 
-    def row(*shares, **kwargs):
-        return evaluate(mini[0], H2O(base, *shares, **kwargs), tokens, "snapshot", prompt_len=112, reconstruction=False)
+    def row(*shares):
+        return evaluate(mini[0], H2O(base, *shares), tokens, "snapshot", prompt_len=112, reconstruction=False)
 
     whole, most, half = row(1.0), row(0.75), row(0.5)
     assert whole["kl_mean"] < 1e-5 < most["kl_mean"] < half["kl_mean"]
     assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
-    chunked = evaluate(mini[0], H2O(base, 0.5, streaming=True), tokens, "chunked")
-    assert chunked["ratio"] == pytest.approx(2 / (1 + 4 / 256), rel=1e-3) and chunked["kl_mean"] > 1e-3
 
 
 def test_scores_from_packed_keys_against_exact_ones(mini):

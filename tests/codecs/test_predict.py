@@ -13,7 +13,7 @@ from vqkv.codecs.learning.gptq import gptq
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.codecs.predictor_kinds import KINDS, MLP, Linear, ReducedRank, make_predictor
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import explained_variance_ratio, relative_mse
+from vqkv.study.metrics import explained_variance_ratio, relative_mse
 
 
 @pytest.mark.parametrize("mean", [0.0, 3.0, 1000.0])

@@ -19,7 +19,7 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import explained_variance_ratio
+from vqkv.study.metrics import explained_variance_ratio
 
 
 def bits(codec, length=None, head_dim=64, heads=2):

@@ -11,7 +11,6 @@ from vqkv.codecs.transform import Hadamard
 
 SCALED = {
     "turboquant": presets.turboquant(3),
-    "sketch": presets.turboquant(3, sketch=True),
     "nsnquant": presets.nsnquant(tile=4),
     "grid": presets.crossed("grid", 2, mean=False, rotation="hadamard"),
     "quanto": presets.quanto(4),
@@ -38,11 +37,10 @@ def test_outliers_do_not_widen_the_range_of_offset_values(offset):
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("sketch", [False, True])
-def test_turboquant_stores_one_norm_a_head(head_dim, sketch):
+def test_turboquant_stores_one_norm_a_head(head_dim):
     x = gaussian(1, 2, 40, head_dim)
-    payload = presets.turboquant(3, sketch=sketch).key_codec(head_dim).fit(x).encode(x)
-    assert 8 * payload.nbytes / x.numel() == 3 + 16 * (1 + sketch) / head_dim
+    payload = presets.turboquant(3).key_codec(head_dim).fit(x).encode(x)
+    assert 8 * payload.nbytes / x.numel() == 3 + 16 / head_dim
 
 
 @pytest.mark.parametrize("size", [64, 96, 100, 1024])

@@ -14,10 +14,12 @@ from vqkv import DataError, UnknownNameError, evaluate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.cache.store import ForwardPass
 from vqkv.codecs.predictive import Known
-from vqkv.evaluation import metrics
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
-from vqkv.evaluation.exact import ExactPass, noise_floor
+from vqkv.evaluation.exact import ExactPass
+from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
+from vqkv.study import metrics
+from vqkv.study.experiments.phenomena import noise_floor
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def test_unknown_protocol_and_tokens_too_few_or_too_many(mini, one_bit, tokens):
 
 def test_metrics_against_numbers_worked_out_by_hand():
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
-    kl = metrics.token_kl(p.log().view(1, 1, 2), q.log().view(1, 1, 2))
+    kl = token_kl(p.log().view(1, 1, 2), q.log().view(1, 1, 2))
     assert kl.item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5)
     x = torch.tensor([3.0, 4.0])
     assert metrics.relative_mse(x, torch.tensor([3.0, 0.0])) == pytest.approx(16 / 25)

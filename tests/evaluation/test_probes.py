@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from vqkv import capture, presets
 from vqkv.codecs.learning.gram import Gram
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import bits_saved, explained_variance_ratio, participation_ratio
 from vqkv.models.load import untrained
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.predictability import condition_number, projection_weight
 from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.metrics import bits_saved, explained_variance_ratio, participation_ratio
 
 REACHING = ["K-1", "V-1+K", "K-1+V-1", "K@T-1", "V-1+K@T-2", "K-2+V-1@T-1"]
 TINY = 1e-12  # a ridge that does nothing

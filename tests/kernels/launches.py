@@ -11,12 +11,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import triton
+from grouped_view import view
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention import triton as attention
+from vqkv.kernels.attention import triton_shares
 from vqkv.kernels.decoding.triton import decode
 from vqkv.kernels.entropy.code import TOTAL, make_code
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode
@@ -69,7 +71,8 @@ def trellis(states: int) -> None:
     trellis_encode(zeros(64, HEADS * HEAD_DIM, dtype=torch.float32), costs, about, about, 0.05, states)
 
 
-attention.PROGRAMS_EACH = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
+triton_shares.PROGRAMS_EACH = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
+ROPE16 = Rope(torch.ones(HEAD_DIM // 2), 5, 16)
 CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
 PRODUCT = coded(4, 1, 256, 2, 64)
 CASES: dict[str, Callable[[], object]] = {
@@ -94,6 +97,9 @@ CASES: dict[str, Callable[[], object]] = {
     "attention rvq 3x256": lambda: attend(coded(8, 3, 256, every=64), coded(8, 3, 256, every=64)),
     "attention rvq 8x2048": lambda: attend(coded(32, 8, 2048, strided=True), coded(32, 8, 2048), ROPE),
 }
+GROUPS = [[1] * 10 + [2] * 12 + [4] * 9 + [8] * 3 + [16] * 2] * HEADS  # 2.25 bits a value
+CASES["attention grouped"] = lambda: attend(*(view(1, TOKENS, GROUPS, HEAD_DIM) for _ in range(2)), ROPE16)
+CASES["attention grouped no rope"] = lambda: attend(*(view(1, TOKENS, GROUPS, HEAD_DIM) for _ in range(2)))
 for _bits in (2, 4, 8):
     CASES[f"affine_encode {_bits}"] = lambda n=_bits: affine_encode(zeros(1, HEADS, TOKENS, HEAD_DIM), n, 64)
     CASES[f"decode affine {_bits}"] = lambda n=_bits: decode(affine(n))

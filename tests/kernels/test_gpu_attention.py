@@ -9,6 +9,7 @@ from gpu_guard import gaussian as random
 
 from vqkv.kernels import Affine, Coded, Rope, cpu, naive
 from vqkv.kernels.attention import triton as gpu
+from vqkv.kernels.attention import triton_shares
 
 SCALING = 0.09
 HEADS = 3
@@ -111,10 +112,10 @@ def test_keys_and_values_may_differ():
 
 @pytest.mark.parametrize("seq_len", [128, 255, 700])
 def test_shares_of_the_tokens_are_joined(seq_len, monkeypatch):
-    monkeypatch.setattr(gpu, "LEAST_TILES", 1)
-    monkeypatch.setattr(gpu, "PROGRAMS_EACH", 16)
+    monkeypatch.setattr(triton_shares, "LEAST_TILES", 1)
+    monkeypatch.setattr(triton_shares, "PROGRAMS_EACH", 16)
     keys, values = (affine(seq_len, 32, 4, 32, seed, batch=1) for seed in (1, 2))
-    assert gpu._splits(keys.codes.device, HEADS, seq_len, 128)[0] == -(-seq_len // 128)
+    assert triton_shares.shares(keys.codes.device, HEADS, seq_len, 128)[0] == -(-seq_len // 128)
     assert_same(random(1, 3, 1, 32), keys, values)
 
 

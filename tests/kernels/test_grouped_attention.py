@@ -2,24 +2,12 @@
 
 import pytest
 import torch
+from grouped_view import view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.kernels import Grouped, Mapped, Rope, cpu, naive
+from vqkv.kernels import Rope, cpu, naive
 from vqkv.kernels.attention import grouped
-
-
-def view(batch, heads, seq_len, sizes, head_dim, offset=True):
-    components = max(sum(sizes), head_dim // 2)
-    table = torch.randn(256 * sum({*sizes}))
-    used = sorted({*sizes})
-    starts = [256 * sum(used[: used.index(size)]) for size in sizes]
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    places = torch.tensor([sizes, starts, firsts]).unsqueeze(1).expand(-1, heads, -1).contiguous()
-    codes = torch.randint(0, 256, (batch, heads, seq_len, len(sizes)), dtype=torch.uint8)
-    inner = Grouped(codes, table, places, torch.rand(heads, components).half())
-    mean = torch.randn(heads, head_dim).half() if offset else None
-    return Mapped(inner, torch.randn(heads, components, head_dim) / head_dim**0.5, mean)
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,7 +26,7 @@ def test_queries_turned_by_block_see_what_decoded_keys_show(
     batch, heads, shared, new_tokens, seq_len, head_dim, rope, sizes, offset
 ):
     torch.manual_seed(0)
-    keys, values = (view(batch, heads, seq_len, sizes, head_dim, offset) for _ in range(2))
+    keys, values = (view(batch, seq_len, [sizes] * heads, head_dim, offset) for _ in range(2))
     query = torch.randn(batch, heads * shared, new_tokens, head_dim)
     rope = rope and Rope(1 / 7 ** torch.arange(head_dim // 2), *rope)
     assert grouped.serves(keys, values, rope)

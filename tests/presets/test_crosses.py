@@ -92,8 +92,6 @@ def test_a_budget_below_what_residual_vq_can_take_is_named(llama):
 def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
     cache = H2O(made(llama, rotation="weighted"), retain=0.5).new_cache(llama)
     assert generated(llama, cache).shape[1] == 32
-    with pytest.raises(DataError, match="streaming=False"):
-        H2O(made(llama), streaming=True).new_cache(llama)
     with pytest.raises(DataError, match="without predictors"):
         H2O(made(llama, predicted=True))
 

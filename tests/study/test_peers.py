@@ -14,7 +14,7 @@ import vqkv
 from vqkv import DataError, UnknownNameError, capture, evaluate, presets
 from vqkv.cache import meter
 from vqkv.cache.meter import tensor_bytes
-from vqkv.evaluation.metrics import relative_mse
+from vqkv.study.metrics import relative_mse
 from vqkv.study.peers import TransformersQuantized
 
 ALL = [("quanto", 2), ("quanto", 4), ("hqq", 1), ("hqq", 2), ("hqq", 3), ("hqq", 4), ("hqq", 8)]

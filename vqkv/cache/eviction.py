@@ -28,25 +28,21 @@ class H2O:
     """A fitted compressor whose caches evict: ``evaluate`` and ``generate`` take it as they take the compressor.
 
     ``retain`` and ``recent`` are shares of the tokens seen; see ``heavy_hitters``, which ``choose`` may replace. The
-    compressor's own sinks and recent window are never evicted. By default a cache evicts once, after its first forward
-    pass (the prompt, or its first chunk) and before anything is packed, which suits every codec; later tokens are all
-    kept. A codec that merges heads or blocks of tokens then merges tokens of different positions. ``streaming`` evicts
-    after every forward pass, by dropping rows of what is packed without packing it anew: this takes a codec that packs
-    token by token and head by head. Kept tokens keep their positions. Raises ``DataError`` for impossible shares.
+    compressor's own sinks and recent window are never evicted. A cache evicts once, after its first forward pass (the
+    prompt, or its first chunk) and before anything is packed, which suits every codec; later tokens are all kept. A
+    codec that merges heads or blocks of tokens then merges tokens of different positions. Kept tokens keep their
+    positions. Raises ``DataError`` for impossible shares.
     """
 
     compressor: object
     retain: float = 0.75
     recent: float = 0.1
-    streaming: bool = False
     choose: Callable[..., Tensor] = heavy_hitters
 
     def __post_init__(self):
         numbers = all(isinstance(share, int | float) for share in (self.retain, self.recent))
         if not (numbers and 0 <= self.recent <= self.retain <= 1 and self.retain > 0):
-            raise DataError(
-                f"retain {self.retain!r} and recent {self.recent!r} must be shares with 0 <= recent <= retain <= 1"
-            )
+            raise DataError(f"retain {self.retain!r} and recent {self.recent!r}: shares, 0 <= recent <= retain <= 1")
         if self.compressor.predictions:
             raise DataError(
                 f"{self.compressor.name!r} predicts a layer's tokens from those of other layers, each of which would "
@@ -72,16 +68,9 @@ class H2O:
         return self.compressor.new_pass()
 
     def new_cache(self, model, in_place: bool = False) -> "EvictingCache":
-        """An empty cache. Raises ``DataError`` for ``in_place``, for streaming with a codec of token blocks, for
-        encoders and for layers that have other states too."""
+        """An empty cache. Raises ``DataError`` for ``in_place``, encoders and layers that have other states too."""
         if in_place:
             raise DataError("one pass in place reads nothing that was evicted: use the snapshot or chunked protocol")
-        blocks = max(codec.tokens_per_row for pair in self.compressor.codecs for codec in pair)
-        if self.streaming and blocks > 1:
-            raise DataError(
-                f"{self.compressor.name!r} packs blocks of {blocks} tokens, from which none can be dropped alone: "
-                "use H2O(..., streaming=False) or a codec that packs token by token"
-            )
         check_decoder(model, "H2O")
         cache = EvictingCache(self, model)
         if any(isinstance(layer, LinearAttentionLayer) for layer in cache.compressed):
@@ -91,13 +80,12 @@ class H2O:
 
 @dataclass(eq=False)
 class EvictingLayer(CompressedLayer):
-    """One layer of an ``EvictingCache``, which keeps tokens of its own. ``scores``: the attention received by each
-    stored token, while needed; ``new``: what is stored once attention has told which tokens matter."""
+    """One layer of an ``EvictingCache``, which keeps tokens of its own. ``new``: what is stored once attention has told
+    which tokens matter."""
 
     is_croppable = False
 
     policy: object = None
-    scores: Tensor | None = field(default=None, init=False)
     new: Pair | None = field(default=None, init=False)
 
     @property
@@ -108,7 +96,7 @@ class EvictingLayer(CompressedLayer):
     @property
     def evicts_next(self) -> bool:
         """True if the next forward pass ends in an eviction and so must be watched."""
-        return self.policy.streaming or self.stored == 0
+        return self.stored == 0
 
     def _pass(self, group: Group, pair: Pair) -> Pair:
         if not self.evicts_next:
@@ -122,31 +110,14 @@ class EvictingLayer(CompressedLayer):
 
     def attended(self, scores: Tensor) -> None:
         """Store the new tokens and evict, given what each key (batch, num_kv_heads, kv_len) got in this pass."""
-        settings, new, self.new = self.batch.settings, self.new, None
-        if self.policy.streaming:
-            if self.scores is not None:
-                scores[..., : self.scores.shape[-1]] += self.scores
-            self._store(new)
-            sinks, _, window = self.stores[0].parts
-            chosen = self._choose(scores, sinks, window)
-            for store in self.stores:
-                store.evict(chosen)
-            self.scores = scores.gather(-1, chosen)
-        else:
-            chosen = self._choose(scores, settings.sink_tokens, settings.recent_window)
-            self._store(tuple(pick_rows(x.detach(), chosen) for x in new))
-        self._end()
-
-    def _choose(self, scores: Tensor, sinks: int, window: int) -> Tensor:
-        seen, policy = self.batch.slots, self.policy
-        chosen = policy.choose(scores, policy.retain, policy.recent, seen, sinks, window)
+        settings, policy, new, self.new = self.batch.settings, self.policy, self.new, None
+        kept = settings.sink_tokens, settings.recent_window
+        chosen = policy.choose(scores, policy.retain, policy.recent, self.batch.slots, *kept)
         if chosen.shape[-1] < scores.shape[-1]:
             self.stores[0].number(chosen)
-        return chosen
-
-    def _store(self, pair: Pair) -> None:
-        for store, x in zip(self.stores, pair, strict=True):
-            store.write(x, self.batch.groups[0].step)
+        for store, x in zip(self.stores, new, strict=True):
+            store.write(pick_rows(x.detach(), chosen), self.batch.groups[0].step)
+        self._end()
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         """Kept tokens count as the newest of those seen, so that a causal mask hides none of them."""
@@ -156,7 +127,7 @@ class EvictingLayer(CompressedLayer):
     def reset(self) -> None:
         """Forget every token."""
         super().reset()
-        self.scores = self.new = None
+        self.new = None
 
 
 class EvictingCache(CompressedCache):
@@ -214,21 +185,12 @@ class EvictingCache(CompressedCache):
         """Not possible: what made room for the last tokens is gone."""
         raise DataError("a cache that evicts cannot take tokens back: reset() it, or use the compressor without H2O")
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """As ``CompressedCache.batch_select_indices``, scores included."""
-        super().batch_select_indices(indices)
-        for layer in self.compressed:
-            if layer.scores is not None:
-                layer.scores = layer.scores[indices.to(layer.scores.device)]
-
     def report(self) -> Report:
         """Bytes of what is kept. ``values``, and so ``ratio`` and ``bits_per_value_total``, count all tokens seen;
         ``packed_values`` and ``bits_per_value`` those kept and packed. ``positions`` has one bit for each token seen
-        and KV head where keys are stored before RoPE; ``scores`` is what streaming must remember."""
+        and KV head where keys are stored before RoPE."""
         report, stored = super().report(), self.compressed[0].stored
-        kinds = report.kinds | {"scores": tensor_bytes([layer.scores for layer in self.compressed])}
-        kinds["positions"] += tensor_bytes(
-            [layer.stores[0].kept for layer in self.compressed] if self.batch.groups else []
-        )
+        numbers = tensor_bytes([layer.stores[0].kept for layer in self.compressed] if self.batch.groups else [])
+        kinds = report.kinds | {"positions": report.kinds["positions"] + numbers}
         values = report.values * report.seq_len // stored if stored else 0
         return dataclasses.replace(report, kinds=kinds, values=values, dynamic_values=values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.cache.positions import Kept, Positions, pick_rows
+from vqkv.cache.positions import Kept, Positions
 from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known, PredictiveCodec
@@ -219,24 +219,7 @@ class TokenStore:
     def number(self, chosen: Tensor) -> None:
         """Note whose keys are left, if of the stored tokens only ``chosen`` (batch, num_kv_heads, kept) will be."""
         if self.positions is not None:
-            seq_len = self.positions.seq_len
-            chosen = chosen if self.kept is None else self.kept.tokens(seq_len).gather(-1, chosen)
-            self.kept = Kept.of(chosen, seq_len)
-
-    def evict(self, chosen: Tensor) -> None:
-        """Drop all quantized tokens but ``chosen`` (batch, num_kv_heads, kept), numbers of stored tokens among which
-        are all sinks and the window. Raises ``DataError`` where heads cannot drop rows of their own."""
-        sinks, quantized, window = self.parts
-        rows = chosen[..., sinks : chosen.shape[-1] - window] - sinks
-        if rows.shape[-1] == quantized:
-            return
-        if self.payload.ragged or self.payload.shape != (*rows.shape[:2], quantized):
-            raise DataError(
-                f"this codec's payload of shape {self.payload.shape} mixes heads or has rows of "
-                "unequal size, from which one head's tokens cannot be dropped: use H2O(..., streaming=False)"
-            )
-        fields = {name: pick_rows(x, rows) for name, x in self.payload.fields.items()}
-        self.payload = dataclasses.replace(self.payload, fields=fields) if rows.shape[-1] else None
+            self.kept = Kept.of(chosen, self.positions.seq_len)
 
     def _decode(self, out: Tensor, start: int, known: Known) -> None:
         """Fill ``out`` with the quantized tokens from ``upto`` on, of which the first is the ``start``-th of all."""

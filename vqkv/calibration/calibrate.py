@@ -25,6 +25,7 @@ from vqkv.models.layers import encoder_reads
 from vqkv.models.load import describe, layer_devices
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
+from vqkv.presets.plans import Budgeted
 from vqkv.runtime.processes import current
 
 FEWEST = 8  # tokens for each channel of all KV heads: with half as many, other text takes a third more bits than said
@@ -104,7 +105,8 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
                 f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens",
                 stacklevel=3,
             )
-        warn_if_destroyed(compressor, model, tokens)
+        if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
+            warn_if_destroyed(compressor, model, tokens)
     return compressor
 
 

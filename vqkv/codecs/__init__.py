@@ -18,7 +18,7 @@ from vqkv.codecs import (  # noqa: F401
     product,
     residual,
     scaling,
-    sketch,
+    small_floats,
     tiles,
     transform,
     trellis_coded_scalar,

@@ -49,13 +49,13 @@ class Rescale(VectorScale):
 
 @dataclass(eq=False)
 class DualScale(Stage):
-    """Divide tiles, the last two axes of a row, by a scale for each vector along the last axis and one for each along
-    the other, found in turns until the standard deviation of both is about 1 (KVarN's variance normalization, a
-    Sinkhorn iteration in the log domain). Stores both as fp16 ``outer`` and ``inner``; ``inner`` of geometric mean
-    1."""
+    """Divide tiles, the last two axes of a row, by a scale for each vector along the other axis, found in turns with
+    one for each vector along the last until the standard deviation of both is about 1 (KVarN's variance normalization,
+    a Sinkhorn iteration in the log domain). The latter scales fold into the ends of ``AffineQuantizer``, which moves
+    with them, and so are not applied. Stores the former, of geometric mean 1, as fp16 ``inner``."""
 
-    iterations: int = 8
-    side_fields = ("outer", "inner")
+    iterations: int = 16
+    side_fields = ("inner",)
     limits = {"iterations": (1, 1000)}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,22 +65,18 @@ class DualScale(Stage):
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x / (outer x inner), and both."""
+        """x / inner, and that."""
         outer, inner = x.new_zeros(x.shape[:-1]), x.new_zeros(*x.shape[:-2], x.shape[-1])
         for _ in range(self.iterations):
             outer = outer + _log_deviation(x / _both(outer.exp(), inner.exp()), -1)
             inner = inner + _log_deviation(x / _both(outer.exp(), inner.exp()), -2)
-            middle = inner.mean(dim=-1, keepdim=True)
-            outer, inner = outer + middle, inner - middle
-        scales = {
-            name: log.exp().clamp(FP16_MIN_NORMAL, FP16_MAX).half()
-            for name, log in (("outer", outer), ("inner", inner))
-        }
-        return x / _both(scales["outer"].float(), scales["inner"].float()), scales
+        log = inner - inner.mean(dim=-1, keepdim=True)
+        stored = log.exp().clamp(FP16_MIN_NORMAL, FP16_MAX).half()
+        return x / stored.float().unsqueeze(-2), {"inner": stored}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * outer * inner."""
-        return y.mul_(_both(side["outer"].float(), side["inner"].float()))
+        """y * inner."""
+        return y.mul_(side["inner"].float().unsqueeze(-2))
 
 
 def _both(outer: Tensor, inner: Tensor) -> Tensor:

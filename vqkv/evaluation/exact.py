@@ -106,14 +106,3 @@ def floor_kl(model, exact: Tensor, tokens: Tensor, pieces: list[int], dtype: tor
     cache = RoundedCache(model, dtype)
     read = [model(piece, past_key_values=cache, use_cache=True).logits for piece in tokens.split(pieces, dim=1)]
     return token_kl(exact, torch.cat(read, dim=1))
-
-
-def noise_floor(exact, tokens: Tensor, chunk_size: int = 32) -> dict[str, float]:
-    """Mean KL in nats of caches in fp16, in bf16, and in the model's own type but read in pieces of ``chunk_size``;
-    ``exact``: an ``ExactPass`` of the model. Raises ``DataError`` where no token is left behind the first piece."""
-    if not 0 < chunk_size < tokens.shape[1] - 1:
-        raise DataError(f"chunk_size {chunk_size} leaves nothing of {tokens.shape[1]} tokens to compare: use less")
-    pieces = [len(piece) for piece in torch.arange(tokens.shape[1]).split(chunk_size)]
-    logits, _ = exact(tokens)
-    found = {name: floor_kl(exact.model, logits, tokens, pieces, dtype) for name, dtype in DTYPES.items()}
-    return {name: kl[:, chunk_size:-1].mean().item() for name, kl in found.items()}

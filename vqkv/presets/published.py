@@ -23,7 +23,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.crosses import best, crossed, live
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset
-from vqkv.presets.recent import aatc, cachegen, kvarn, kvtc, minicache, nsnquant, turboquant
+from vqkv.presets.recent import aatc, cachegen, fp8, kvarn, kvtc, minicache, nsnquant, nvfp4, turboquant
 from vqkv.runtime.registry import call, call_described
 
 
@@ -270,7 +270,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (
         fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, live, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
+        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
     )
 }  # fmt: skip
 

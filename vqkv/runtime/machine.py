@@ -1,12 +1,7 @@
-"""The machine that a result was measured on: its name, and glibc's allocator."""
+"""The machine that a result was measured on."""
 
-import ctypes
 import platform
-from contextlib import suppress
 from pathlib import Path
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-MOST = 2**31 - 1  # bytes that stay: what an int holds
 
 
 def processor() -> str:
@@ -17,21 +12,3 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees; ``give_back`` returns what is free at that moment.
-
-    Told nothing, glibc returns large tensors to the system at once, and gets the next ones page by page, which takes
-    longer than many an operation on them (a softmax of 9M values: 22 ms, of which 15). Elsewhere nothing happens.
-    """
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, MOST)
-
-
-def give_back() -> None:
-    """Return freed memory to the system now."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

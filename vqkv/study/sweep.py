@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from vqkv.errors import DataError
-from vqkv.runtime.machine import give_back, keep_freed_memory
+from vqkv.study.allocator import give_back, keep_freed_memory
 from vqkv.study.tables import plain, unfinished, write_atomically
 from vqkv.study.workers import in_processes, on_cluster
 

@@ -1,6 +1,6 @@
 """Attention of a few new tokens to packed keys and values, which are decoded in registers and nowhere else.
 
-A program takes all query heads of one KV head and a share of the tokens (split-KV); ``_combine`` joins the shares. A
+A program takes all query heads of one KV head and a share of the tokens (split-KV); ``join`` joins the shares. A
 head is decoded as two half tiles: so a channel and its RoPE partner meet in one thread, and so the ends or the scale of
 a token multiply a score rather than every channel. Keys at position n = n0 + j, n0 the first of a tile, are turned by j
 only, with a table that stays in registers; the query is turned back by n0, once a tile.
@@ -11,26 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vqkv.kernels.attention import triton_grouped
 from vqkv.kernels.attention.triton_halves import channels_of, columns, half_tile
-from vqkv.kernels.view import Affine, Coded, KernelView, Rope
+from vqkv.kernels.attention.triton_shares import LN2, LOG2E, MOST_ROWS, empty, join, shares
+from vqkv.kernels.view import Affine, Coded, KernelView, Mapped, Rope
 
 LONG_HEAD = 128  # channels: of longer heads, half as many tokens a tile
-MOST_ROWS = 32  # query heads of a KV head times new tokens: sums for 64 leave the tile no registers
-PROGRAMS_EACH = 4  # programs for each multiprocessor, if there are tokens enough
-LEAST_TILES = 2  # tiles of a share, at least
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
+    if isinstance(keys, Mapped):
+        return triton_grouped.decode_attention(query, keys, values, scaling, rope)
     batch, num_heads, new_tokens, head_dim = query.shape
     num_kv_heads, seq_len = keys.shape[1:3]
     rows = num_heads // num_kv_heads * new_tokens
     tile = _tile({_kind(keys), _kind(values)}, rope is not None, rows, head_dim)
-    splits, per_split = _splits(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
-    out, lse = _empty(query, splits, batch * num_kv_heads * rows, head_dim)
+    splits, per_split = shares(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
+    out, lse = empty(query, splits, batch * num_kv_heads * rows, head_dim)
     turns = _turns(rope, seq_len, keys, tile["BLOCK_N"])
     with torch.cuda.device_of(query):
         _attend[(batch * num_kv_heads, splits)](
@@ -38,20 +38,15 @@ def decode_attention(
             scaling * LOG2E.value, rows, *_constants(keys), *_constants(values),
             HEAD_DIM=head_dim, ROPE=rope is not None, **tile,
         )  # fmt: skip
-    if splits > 1:
-        parts, sums = out, lse
-        out, lse = _empty(query, 1, batch * num_kv_heads * rows, head_dim)
-        with torch.cuda.device_of(query):
-            _combine[(batch * num_kv_heads * rows,)](
-                parts, sums, out, lse, splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-                BLOCK_S=triton.next_power_of_2(splits),
-            )  # fmt: skip
+    out, lse = join(out, lse)
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
 def serves(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
     """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
+    if isinstance(keys, Mapped) and isinstance(values, Mapped):
+        return triton_grouped.serves(query, keys, values, rope)
     if not all(isinstance(packed, Affine | Coded) for packed in (keys, values)) or (rope and rope.block > 1):
         return False
     if rows > MOST_ROWS or not keys.shape[2] or keys.shape[3] != values.shape[3]:
@@ -79,11 +74,6 @@ def _inner(packed: Coded) -> int:
     return dim // 2 if packed.strided or packed.groups == 1 else dim
 
 
-def _empty(query: Tensor, splits: int, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    out = torch.empty(splits, rows, head_dim, dtype=torch.float32, device=query.device)
-    return out, out.new_empty(splits, rows)
-
-
 def _kind(packed: KernelView) -> str:
     if isinstance(packed, Affine):
         return "affine"
@@ -96,15 +86,6 @@ def _tile(kinds: set[str], rope: bool, rows: int, head_dim: int) -> dict[str, in
     block_m = max(8, triton.next_power_of_2(rows))
     block_n = 128 if len(kinds) == 1 and "coded" not in kinds and not rope and block_m < 32 else 64
     return {"BLOCK_M": block_m, "BLOCK_N": block_n // 2 if head_dim > LONG_HEAD else block_n, "num_stages": 2}
-
-
-def _splits(device: torch.device, heads: int, seq_len: int, tile: int) -> tuple[int, int]:
-    """Into how many shares tokens are parted, so that programs fill the GPU, and the tokens of each."""
-    tiles = -(-seq_len // tile)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    wanted = max(1, processors * PROGRAMS_EACH // heads)
-    per_split = max(LEAST_TILES, -(-tiles // wanted))
-    return -(-tiles // per_split), per_split * tile
 
 
 def _turns(rope: Rope | None, seq_len: int, keys: KernelView, tile: int) -> tuple[Tensor, ...]:
@@ -225,18 +206,3 @@ def _gather(acc, add, shrink, weights, tile, factor, offset):
     product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))
     acc = acc * shrink[None, :] + product * largest
     return acc, add * shrink + tl.sum(weights * offset[:, None], 0)
-
-
-@triton.jit
-def _combine(parts, sums, out, lse, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Join the shares of one query row: their outputs, weighted by their part in the sum of all exponentials."""
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    split, channel = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    part = tl.load(sums + split * rows + row, split < splits, float("-inf"))
-    best = tl.max(part, 0)
-    weight = tl.exp2((part - best) * LOG2E)
-    total = tl.sum(weight, 0)
-    there = (split < splits)[:, None] & (channel < HEAD_DIM)[None, :]
-    values = tl.load(parts + (split * rows + row)[:, None] * HEAD_DIM + channel[None, :], there, 0)
-    tl.store(out + row * HEAD_DIM + channel, tl.sum(values * weight[:, None], 0) / total, channel < HEAD_DIM)
-    tl.store(lse + row, best + tl.log2(total) * LN2)

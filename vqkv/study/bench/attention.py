@@ -49,7 +49,9 @@ def _exact(query: Tensor, shape: tuple, where: str) -> Iterator[BenchCase]:
 
 def _packed(name: str, query: Tensor, shape: tuple, where: str) -> BenchCase:
     keys, values, rope = keys_and_values(name, shape, str(query.device))
-    case = BenchCase(OPERATION, name, where, roofline.attention(query, keys, values, rope is not None), "float16")
+    case = BenchCase(
+        OPERATION, name, where, roofline.attention(query, keys, values, rope is not None and rope.block == 1), "float16"
+    )
     scaling = query.shape[-1] ** -0.5
     expected, _ = reference.decode_attention(query, keys, values, scaling, rope)
     run = partial(kernels.decode_attention, query, keys, values, scaling, rope)

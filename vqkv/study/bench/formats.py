@@ -9,8 +9,10 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
+from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.grid import gaussian_grids
-from vqkv.kernels.view import Affine, Coded, KernelView, Rope
+from vqkv.codecs.payload import Payload
+from vqkv.kernels.view import Affine, Coded, KernelView, Mapped, Rope
 from vqkv.study.bench.case import gaussian
 
 GROUP = 64  # channels that share an affine range, as in transformers' quantized cache
@@ -37,6 +39,19 @@ def coded(
     return Coded(*made, scale.to(device), tokens_per_scale, strided)
 
 
+def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> Mapped:
+    """Random bytes of components that vary less and less, in the groups that ``live`` finds for them, and a rotation
+    to channels."""
+    heads, head_dim = shape[1], shape[3]
+    quantizer = ByteGroups(bits, seed)
+    quantizer.build((heads, head_dim))
+    quantizer.partial_fit(gaussian(1, heads, 512, head_dim, seed=seed) * torch.logspace(0.5, -1, head_dim))
+    codes = torch.randint(256, (*shape[:3], quantizer.codes_per_row), generator=torch.Generator().manual_seed(seed))
+    view = quantizer.to(device).kernel_view(Payload({"codes": codes.byte().to(device)}))
+    matrix = torch.linalg.qr(gaussian(heads, head_dim, head_dim, seed=seed + 1))[0][:, : view.shape[3]]
+    return Mapped(view, matrix.to(device), gaussian(heads, head_dim, seed=seed + 2, device=device).half())
+
+
 FORMATS: dict[str, Callable[..., KernelView]] = {
     "int2": partial(affine, 2),
     "int4": partial(affine, 4),
@@ -46,20 +61,23 @@ FORMATS: dict[str, Callable[..., KernelView]] = {
     "product 256x4": partial(coded, 2, 1, 256, 4, tokens_per_scale=KEYFRAME),
     "residual 3x256 d=8": partial(coded, 1, 3, 256, 8),
     "residual 8x2048 d=32": partial(coded, 1, 8, 2048, 32),
+    "live 2.25": partial(grouped, 2.25),
 }
 TURNED = ("grid", "residual")  # formats whose keys are stored before RoPE, as their systems do
+BY_BLOCK = "live 2.25"  # whose keys are rotated back by the position of their block's first token
 STRIDED = "residual 8x2048 d=32"  # whose keys are grouped so
 
 
 def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[KernelView, KernelView, Rope | None]:
     """Both in this format, and the keys' RoPE where they are stored before it."""
     keys = FORMATS[name](shape, device, seed=1, **({"strided": True} if name == STRIDED else {}))
-    return keys, FORMATS[name](shape, device, seed=2), rope(shape[-1], device) if name.startswith(TURNED) else None
+    turned = {BY_BLOCK: 16}.get(name, 1 if name.startswith(TURNED) else None)
+    return keys, FORMATS[name](shape, device, seed=2), turned and rope(shape[-1], device, turned)
 
 
-def rope(head_dim: int, device: str) -> Rope:
+def rope(head_dim: int, device: str, block: int = 1) -> Rope:
     """Llama 3's frequencies."""
-    return Rope(500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim).float())
+    return Rope(500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim).float(), block=block)
 
 
 def grid(size: int, device: str) -> Tensor:
@@ -71,4 +89,5 @@ def bits_per_value(name: str, head_dim: int = 128) -> float:
     """Bits stored for each value, scales and ranges included, codebooks not."""
     packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
     codebooks = packed.codebooks if isinstance(packed, Coded) else []
-    return 8 * (tensor_bytes(packed) - tensor_bytes(codebooks)) / packed.shape.numel()
+    stored = packed.codes.nbytes if isinstance(packed, Mapped) else tensor_bytes(packed) - tensor_bytes(codebooks)
+    return 8 * stored / packed.shape.numel()

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
-from vqkv.runtime.machine import give_back
+from vqkv.study.allocator import give_back
 from vqkv.study.bench.caches import THEIRS, KeepingDecoded, prepared, random_llama, random_tokens
 from vqkv.study.bench.generation import PACKAGES, Generation
 from vqkv.study.bench.timing import num_threads

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
-from vqkv.kernels.view import Affine, KernelView
+from vqkv.kernels.view import Affine, KernelView, Mapped
 from vqkv.study.bench.timing import measure
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -127,5 +127,7 @@ def attention(query: Tensor, keys, values, turned: bool = False) -> Demand:
 
 
 def _flops(packed: KernelView) -> int:
-    """To decode one value: offset and span, or an addition a stage and the scale."""
+    """To decode one value: offset and span, or an addition a stage and the scale; what is only looked up takes none."""
+    if isinstance(packed, Mapped):
+        return 0
     return 2 if isinstance(packed, Affine) else packed.codebooks.shape[1] + (packed.scale is not None)

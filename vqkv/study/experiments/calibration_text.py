@@ -75,7 +75,7 @@ def _rows(
     found = subject(**who)
     compressor, refused, rows, sources = None, "", [], found.sources
     try:
-        compressor, _ = fitted_system(found, system, bits, who, vqllm, learning, tuned)
+        compressor = fitted_system(found, system, bits, who, vqllm, learning, tuned)
     except DataError as error:
         refused = str(error).partition(":")[0]
     for read, text_seed, parts in texts:

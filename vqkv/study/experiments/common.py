@@ -16,13 +16,13 @@ from vqkv.data.corpus import load_corpus
 from vqkv.data.facts import FactsTask
 from vqkv.data.recall import RecallBatch, RecallTask
 from vqkv.errors import DataError
-from vqkv.evaluation.answers import answered
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.load import fingerprint as model_fingerprint
 from vqkv.models.load import load_model, values_per_token
 from vqkv.presets import Preset
+from vqkv.study.answers import answered
+from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.sweep import per_process
 
 RECALL_PAIRS = 16

@@ -11,8 +11,8 @@ from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.evaluation.evaluate import evaluate, reconstruction_error
-from vqkv.evaluation.metrics import relative_mse
 from vqkv.study.experiments.common import calibrated, frame, recalled, subject
+from vqkv.study.metrics import relative_mse
 from vqkv.study.sweep import per_process, sweep
 
 

@@ -9,6 +9,7 @@ from vqkv.presets import Preset
 from vqkv.study.experiments.systems import bare
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
+AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
 GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
 
 
@@ -28,7 +29,7 @@ def published(
         label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
         for label, (depth, size, *_) in vqllm.items()
     }
-    found |= {f"aqua higgs {bits}": presets.aqua(presets.higgs(bits), **own["aqua higgs"]) for bits in (2, 3, 4)}
+    found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
     return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
 
 
@@ -41,8 +42,7 @@ def since(
     own = defaultdict(dict, tuned or {})
     cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
     found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 3, 4)}
-    found |= {"turboquant 3, sketch": presets.turboquant(3, sketch=True, **turboquant)}
-    found |= {"kvarn 4+2": presets.kvarn(**own["kvarn"])}
+    found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}

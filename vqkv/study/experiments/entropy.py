@@ -5,9 +5,9 @@ import statistics
 import torch
 
 from vqkv import presets
-from vqkv.evaluation.metrics import code_perplexity
 from vqkv.models.capture import capture
 from vqkv.study.experiments.common import calibrated, frame, subject
+from vqkv.study.metrics import code_perplexity
 from vqkv.study.sweep import sweep
 
 

@@ -63,7 +63,7 @@ def _rows(
     if system == EXACT:
         compressor = exact_compressor(found)
     else:
-        compressor, _ = fitted_system(found, system, bits, who, vqllm, learning)
+        compressor = fitted_system(found, system, bits, who, vqllm, learning)
     rows = [_copy(found, compressor, again)]
     for count, text_len, texts in episodes:
         told = facts_told(found, compressor, who["corpus"], count, text_len, texts, who["seed"])

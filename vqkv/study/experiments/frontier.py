@@ -9,7 +9,6 @@ import pandas as pd
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.eviction import H2O
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.evaluate import evaluate
@@ -184,7 +183,7 @@ def _row(
     found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict,
     facts: dict[str, int], chunk_size: int,
 ) -> dict:  # fmt: skip
-    compressor, _ = fitted_system(found, system, bits, who, vqllm, learning, tuned)
+    compressor = fitted_system(found, system, bits, who, vqllm, learning, tuned)
     return {"system": system, "nominal_bits": bits} | measured(found, compressor, who, facts, chunk_size)
 
 
@@ -199,17 +198,12 @@ def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk
 def fitted_system(
     found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict | None = None
 ):
-    """The maker of caches of a published system, of a design or of one of these with eviction, and the share of tokens
-    that it keeps."""
-    system, _, retain = system.partition(" + h2o ")
+    """A published system or a design, fitted."""
     if system in vqllm:
-        compressor = _residual(system, who, vqllm, learning, tuned or {})
-    elif system in (known := _known(vqllm, learning["sink_tokens"], who["seed"], tuned)):
-        compressor = fitted(known[system], who)
-    else:
-        preset = presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning)
-        compressor = fitted(preset, who)
-    return (H2O(compressor, float(retain), recent=0.1, streaming=True), float(retain)) if retain else (compressor, 1.0)
+        return _residual(system, who, vqllm, learning, tuned or {})
+    if system in (known := _known(vqllm, learning["sink_tokens"], who["seed"], tuned)):
+        return fitted(known[system], who)
+    return fitted(presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning), who)
 
 
 def _known(vqllm: dict, sink_tokens: int, *more) -> dict[str, presets.Preset]:

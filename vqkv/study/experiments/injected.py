@@ -15,12 +15,13 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.exact import Fp16
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.metrics import code_perplexity, relative_mse, token_kl
+from vqkv.evaluation.metrics import token_kl
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
 from vqkv.study.experiments.common import Subject, frame, subject
 from vqkv.study.experiments.systems import bare
 from vqkv.study.injection import inject
+from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import per_process, sweep
 
@@ -124,7 +125,7 @@ def _biased(codebook_size: int, seed: int) -> dict[str, presets.Preset | Transfo
         "higgs 4": presets.higgs(4),
         "higgs 4, mean kept": presets.crossed("grid", 4, rotation="hadamard", mean=False),
         "turboquant 4": presets.turboquant(4),
-        "kvarn 4+2": presets.kvarn(),
+        "kvarn 4+2": presets.kvarn(4),
         "vqllm": presets.vqllm(4, codebook_size, 16, kmeans_iterations=4, seed=seed),
         "steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False),
     }

@@ -3,10 +3,10 @@
 import torch
 
 from vqkv import presets
-from vqkv.evaluation.metrics import code_perplexity
 from vqkv.models.capture import capture
 from vqkv.models.load import describe
 from vqkv.study.experiments.common import draw, frame, loaded
+from vqkv.study.metrics import code_perplexity
 from vqkv.study.sweep import per_process, sweep
 
 

@@ -4,7 +4,8 @@ import statistics
 
 import torch
 
-from vqkv.evaluation.exact import ExactPass, noise_floor
+from vqkv.errors import DataError
+from vqkv.evaluation.exact import DTYPES, ExactPass, floor_kl
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, kv_width
 from vqkv.models.rope import rotates
@@ -88,3 +89,14 @@ def _evr_rows(model, train, test) -> dict:
         "EVR of K from K of the layer before": statistics.mean(evr["key"]),
         "EVR of V from V of the layer before and its own K": statistics.mean(evr["value"]),
     }
+
+
+def noise_floor(exact, tokens: torch.Tensor, chunk_size: int = 32) -> dict[str, float]:
+    """Mean KL in nats of caches in fp16, in bf16, and in the model's own type but read in pieces of ``chunk_size``;
+    ``exact``: an ``ExactPass`` of the model. Raises ``DataError`` where no token is left behind the first piece."""
+    if not 0 < chunk_size < tokens.shape[1] - 1:
+        raise DataError(f"chunk_size {chunk_size} leaves nothing of {tokens.shape[1]} tokens to compare: use less")
+    pieces = [len(piece) for piece in torch.arange(tokens.shape[1]).split(chunk_size)]
+    logits, _ = exact(tokens)
+    found = {name: floor_kl(exact.model, logits, tokens, pieces, dtype) for name, dtype in DTYPES.items()}
+    return {name: kl[:, chunk_size:-1].mean().item() for name, kl in found.items()}

@@ -8,12 +8,12 @@ from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.codecs.learning.gram import Gram
-from vqkv.evaluation.metrics import bits_saved, participation_ratio
 from vqkv.models.layers import KVLayer, kv_layers
 from vqkv.models.load import describe, kv_width, untrained
 from vqkv.models.rope import rotates
 from vqkv.study.experiments.common import draw, frame, load, subject
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.metrics import bits_saved, participation_ratio
 from vqkv.study.sweep import sweep
 
 # What a predictor could use at inference: V from its layer's K, AQUA-KV's predictors, and V without waiting for K.

@@ -9,12 +9,12 @@ import numpy as np
 from vqkv import presets
 from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluation.evaluate import reconstruction_error
-from vqkv.evaluation.metrics import explained_variance_ratio
 from vqkv.models.capture import capture
 from vqkv.models.load import describe, kv_width
 from vqkv.models.rope import rotates
 from vqkv.study.experiments.common import all_told, by_window, calibrated, frame, subject
 from vqkv.study.experiments.comparisons import paired_ratio
+from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.sweep import per_process, sweep
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}

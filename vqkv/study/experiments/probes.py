@@ -12,10 +12,10 @@ from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.predictive import side_by_side
 from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import bits_saved
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
+from vqkv.study.metrics import bits_saved
 
 AQUA_STRENGTH = 1e-3  # of its ridge
 PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")

@@ -13,6 +13,13 @@ from vqkv.study.experiments.designs import published, since
 from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits, without
 from vqkv.study.sweep import sweep
 
+AQUA = [
+    {"predictor": "linear", "first_layer_bits": 4},
+    {"predictor": "linear", "first_layer_bits": 2},
+    {"predictor": "gptq", "first_layer_bits": 4},
+    {"predictor": "gptq", "first_layer_bits": 2},
+    {"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 4},
+]
 TRIALS = {
     "quanto": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
     "kivi": [{"group_size": 128}, {"group_size": 64}, {"group_size": 32}],
@@ -29,21 +36,18 @@ TRIALS = {
         {"key_grouping": "contiguous", "value_grouping": "contiguous"},
         {"key_grouping": "strided", "value_grouping": "strided"},
     ],
-    "aqua higgs": [
-        {"predictor": "linear", "first_layer_bits": 4},
-        {"predictor": "linear", "first_layer_bits": 2},
-        {"predictor": "gptq", "first_layer_bits": 2},
-        {"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 2},
-    ],
+    "aqua higgs 2": AQUA,
+    "aqua higgs 3": AQUA,
     "turboquant": [{"pre_rope": False}, {"pre_rope": None}],
-    "kvarn": [{"tile": 128, "iterations": 8}, {"tile": 64, "iterations": 8}, {"tile": 128, "iterations": 16}],
+    "kvarn": [{"tile": 128}, {"tile": 64}],
     "cachegen": [{"group": group, "block": 128} for group in (16, 8, 32, 64)],
     "nsnquant": [{"tile": 64}, {"tile": 32}, {"tile": 128}],
     "aatc": [{"block": 32}, {"block": 128}],
-    "kvtc": [{"block": 128}, {"block": 32}],
+    "kvtc": [{"block": 128}, {"block": 32}, {"rank": 1024}, {"rank": 512}],
 }
 WORTH = 0.05  # equivalent bits by which a setting must beat the default to replace it: less is noise
-RATES = {"vqq product": "vqq product", "kvarn": "kvarn 4+2", "aatc": "aatc 0.9", "kvtc": "kvtc 1"}  # else 2 bits
+RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9", "kvtc": "kvtc 1"}
+RATES |= {name: name for name in ("aqua higgs 2", "aqua higgs 3")}  # others at 2 bits
 
 
 def tuning(

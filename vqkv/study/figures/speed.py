@@ -29,6 +29,7 @@ FORMATS = {  # start of a format -> palette key of the system that has it, marke
     "product": ("pq", "p"),
     "residual 3": ("vq", "s"),
     "residual 8": ("vqllm", "o"),
+    "live": ("live", "*"),
 }
 WRITING = {  # operation, start of its format -> how a row of the figure names it
     ("rvq_encode", "residual"): "residual VQ",

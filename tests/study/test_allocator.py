@@ -8,7 +8,7 @@ import pytest
 
 ASK = """
 import resource, torch
-from vqkv.runtime.machine import give_back, keep_freed_memory
+from vqkv.study.allocator import give_back, keep_freed_memory
 
 def fetched(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,0 +1,34 @@
+"""Distances of a reconstruction from the original, and of data from what is easy to store."""
+
+import math
+
+import torch
+
+
+def relative_mse(x: torch.Tensor, x_hat: torch.Tensor) -> float:
+    """Squared error over squared size, sum((x - x_hat)^2) / sum(x^2), in float64; any equal shapes."""
+    x, x_hat = x.double(), x_hat.double()
+    return ((x - x_hat).square().sum() / x.square().sum()).item()
+
+
+def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
+    """EVR = 1 - Var(y - y_hat) / Var(y) over all but the last dimension, variances summed over the last."""
+    y, error = y.double().flatten(0, -2), (y - y_hat).double().flatten(0, -2)
+    return 1 - (error.var(0, correction=0).sum() / y.var(0, correction=0).sum()).item()
+
+
+def participation_ratio(covariance: torch.Tensor) -> float:
+    """Directions in which data of this covariance vary: (sum of eigenvalues)^2 / sum of their squares."""
+    return (covariance.trace().square() / covariance.square().sum()).item()
+
+
+def bits_saved(evr: float) -> float:
+    """Bits per value that a prediction of this EVR saves a quantizer at equal error, asymptotically: 1/2 log2 of Var(y)
+    / Var(error). At most 24, the precision of a float32."""
+    return -math.log2(max(1 - evr, 2**-48)) / 2
+
+
+def code_perplexity(counts: torch.Tensor) -> torch.Tensor:
+    """2^entropy of each row of code counts (..., codebook_size): how many codes are in effective use."""
+    p = counts.double() / counts.sum(-1, keepdim=True).clamp_min(1)
+    return torch.special.entr(p).sum(-1).exp()
