@@ -60,8 +60,8 @@ def test_sizes_are_the_model_s(name, pages):
         if page.startswith("05"):
             longest = max(found["prompt_len"], found["steps"]) + found["new_tokens"]
         if page.startswith("08"):
-            longest = max(longest, 128 + max(found["generated"]))
-            assert all(count % 128 == 0 for count in found["generated"])
+            longest = max(longest, found["loss"]["seq_len"])
+            assert found["loss"]["chunk_size"] < found["loss"]["seq_len"]
         if "model" in defaults:
             assert longest <= text.max_position_embeddings
             assert longest <= (getattr(text, "sliding_window", None) or longest)
