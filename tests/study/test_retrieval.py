@@ -8,9 +8,9 @@ import torch
 
 from vqkv import DataError
 from vqkv.data.recall import RecallTask
-from vqkv.evaluation.exact import noise_floor
 from vqkv.study import figures
 from vqkv.study.experiments import retrieval
+from vqkv.study.experiments.phenomena import noise_floor
 from vqkv.study.tables import with_floor
 
 SETTINGS = dict(

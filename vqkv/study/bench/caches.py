@@ -23,7 +23,7 @@ GEOMETRIES = {
     "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 4096},
     "tiny": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64},
+             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024},
     "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                      "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152},
     "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
