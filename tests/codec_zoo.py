@@ -54,6 +54,7 @@ SMALL = {
     "kvarn": presets.kvarn(tile=4),
     "cachegen": presets.cachegen(group=5, block=10),
     "nsnquant": presets.nsnquant(tile=6),
+    "block_gtq": presets.block_gtq(2.5),
 }
 
 

@@ -25,6 +25,8 @@ SMALL = {
     "kvarn": presets.kvarn(tile=16),
     "cachegen": presets.cachegen(group=4, block=16),
     "nsnquant": presets.nsnquant(tile=16),
+    "block_gtq": presets.block_gtq(2.5),
+    "turboquant outliers": presets.turboquant(2.25),
 }
 
 
@@ -49,4 +51,5 @@ PREDICTED = {
     "kvsharer": presets.kvsharer(threshold=-1),
     "minicache": presets.minicache(retained=0.25),
     "kvtc": presets.kvtc(2.0, block=16, recent_window=8),
+    "oscar": presets.oscar(sink_tokens=4, recent_window=8),
 }

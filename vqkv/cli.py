@@ -1,4 +1,4 @@
-"""``vqkv calibrate | finetune | evaluate | tasks | lm-eval | recommend | inspect``."""
+"""``vqkv calibrate | evaluate | tasks | recommend | inspect``."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all proces
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
 PRESETS = (  # of vqkv.presets, whose import takes seconds
     "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
-    "best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache"
+    "best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache, oscar, nova, block_gtq"
 )
 SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = "vqkv inspect reads a compressor's folder or a saved cache (cache.save)"
@@ -50,48 +50,6 @@ def calibrate_command(
         if processes.first:
             compressor.save_pretrained(out)
             typer.echo(f"{compressor} -> {out}")
-
-
-@app.command("finetune")
-def finetune_command(
-    model: Model,
-    out: Annotated[Path, typer.Argument(help="folder for OUT/model, fine-tuned, and OUT/compressor", file_okay=False)],
-    preset: Annotated[
-        str, typer.Option(help="vqllm, higgs, or none: the control, the same steps without quantization")
-    ] = "vqllm",
-    parameter: Parameter = [],  # noqa: B006
-    lr: Annotated[float, typer.Option(help="constant learning rate")] = 1e-5,
-    corpus: Corpus = "python",
-    num_seqs: int = 408,
-    seq_len: int = 512,
-    seed: int = 0,
-    device: Device = "cpu",
-    dtype: Dtype = "",
-    batch_size: Annotated[int, typer.Option(help="sequences of a step; the first batch initialises the codebooks")] = 8,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="sequences that go through the model at a time; default: a whole batch")
-    ] = None,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="less memory, more time")] = False,
-) -> None:
-    """Train a model's attention blocks to read a quantized cache; save both. Under `accelerate launch` or `torchrun`
-    its processes share the work."""
-    from vqkv.cache.compressor import FILE
-    from vqkv.calibration.finetune import finetune
-
-    with _job() as processes:
-        wanted = None if preset == "none" else vqkv.presets.make(preset, **_assignments(parameter))
-        out = out.resolve()
-        loaded, tokenizer, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
-        made = finetune(loaded, tokens, wanted, lr, batch_size, micro_batch, gradient_checkpointing)
-        if processes.first:
-            loaded.save_pretrained(out / "model")
-            tokenizer.save_pretrained(out / "model")
-            if made.compressor is not None:
-                made.compressor.save_pretrained(out / "compressor")
-            else:  # one of another run into this folder is not this model's
-                (out / "compressor" / FILE).unlink(missing_ok=True)
-            losses = f"loss of the first batch {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}"
-            typer.echo(f"{len(made.losses)} steps, {losses}, mean {sum(made.losses) / len(made.losses):.4f}: {out}")
 
 
 @app.command("evaluate")
@@ -141,8 +99,8 @@ def tasks_command(
     dtype: Dtype = "",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. `vqkv lm-eval` has all options. Under
-    `accelerate launch` or `torchrun` the processes share the documents."""
+    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. Under `accelerate launch` or
+    `torchrun` the processes share the documents."""
     with _plain_errors():
         from vqkv.evaluation.harness import run_tasks
         from vqkv.runtime.processes import own_device
@@ -154,18 +112,6 @@ def tasks_command(
             typer.echo(json.dumps(rows, indent=1))
 
 
-@app.command(
-    "lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
-)
-def lm_eval_command(context: typer.Context) -> None:
-    """lm_eval's own command line, all options as there, with `--model vqkv --model_args pretrained=MODEL,
-    compressor=FOLDER,protocol=chunked`, and with this package's tasks (vqkv_recall_16, ...)."""
-    with _plain_errors():
-        from vqkv.evaluation.harness.__main__ import main
-
-        main(context.args)
-
-
 @app.command("recommend")
 def recommend_command(
     model: Model,
@@ -175,14 +121,14 @@ def recommend_command(
     ms_per_token: Annotated[float | None, typer.Option(help="that a step may take longer, on a CPU thread")] = None,
     everything: Annotated[bool, typer.Option("--all", help="also what does not fit, or is beaten")] = False,
 ) -> None:
-    """Ways to store this model's cache, the fewest bytes first, with what each lost on the bundled models. Of the model
-    only its config is read."""
+    """Ways to store this model's cache, the fewest bytes first, with what each lost on SmolLM2-135M. Of the model only
+    its config is read."""
     with _plain_errors():
         table = vqkv.recommend(model, context, batch_size, memory_gb, ms_per_token)
         shown = table if everything else table[table["recommended"]].drop(columns="recommended")
         shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
         typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
-        typer.echo("Losses are those of two small models: evaluate yours. --all shows every row.")
+        typer.echo("Losses are those of SmolLM2-135M: evaluate yours. --all shows every row.")
 
 
 @app.command("inspect")

@@ -199,21 +199,6 @@ def test_files_are_listed_again_but_not_read_again(llama, quanto, tmp_path, monk
     assert known.find(TOKENS[3])[1] == 40 and known.find(TOKENS[4][:20])[1] == 19 and not opened
 
 
-def test_the_least_recently_used_go_first_and_never_before_what_goes_on_from_them(llama, quanto, tmp_path):
-    known = PromptCache(tmp_path, quanto, llama)
-    for row in TOKENS[:3]:
-        known.save(row[:40], read(llama, quanto, row[:40]))
-    cache, _ = known.find(torch.cat([TOKENS[0][:40], TOKENS[5]]))
-    feed(llama, cache, TOKENS[5][:40])
-    chat = torch.cat([TOKENS[0][:40], TOKENS[5][:40]])
-    size = sum(x.stat().st_size for x in known.folder.iterdir())
-    small = PromptCache(tmp_path, quanto, llama, max_bytes=size)
-    small.save(chat, cache)
-    assert small.find(TOKENS[1])[1] == 0 and small.find(torch.cat([chat, chat]))[1] == 80
-    PromptCache(tmp_path, quanto, llama, max_bytes=0).save(chat, cache)
-    assert not list(known.folder.iterdir())
-
-
 def test_a_full_disk_loses_nothing(llama, quanto, tmp_path, monkeypatch):
     known = PromptCache(tmp_path, quanto, llama)
     known.save(TOKENS[0], read(llama, quanto, TOKENS[0]))

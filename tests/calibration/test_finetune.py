@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 from functools import partial
 
 import pytest
@@ -10,13 +9,11 @@ import small_models
 import torch
 from projections import kv_sources
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 from vqkv import Compressor, DataError, FormatError, calibrate, evaluate, load_model, presets
 from vqkv.calibration.finetune import finetune
 from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import attention_weights
-from vqkv.cli import app
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES
 from vqkv.models.layers import kv_layers
@@ -282,27 +279,3 @@ def test_a_fine_tuned_model_and_its_compressor_are_saved_and_belong_together(mod
     }
     codec = compressor.codecs[0][0]
     assert codec_from_config(codec.config(), codec.state_dict()).ready
-
-
-def test_the_command_writes_a_model_and_a_compressor_that_the_others_read(tmp_path):
-    folder, text = small_models.make("llama", tmp_path / "plain"), tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {i} of {i * i} words to read" for i in range(9000)))
-    sizes = ["--corpus", text, "--seq-len", "64", "--num-seqs", "6"]
-    small = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "-p", "group_size=8"]
-
-    def run(*arguments, code=0):
-        found = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        assert found.exit_code == code, found.output
-        return found.output
-
-    out = tmp_path / "tuned"
-    settings = ["--lr", "0.01", "--batch-size", "2", "--micro-batch", "1", "--gradient-checkpointing"]
-    assert "2 steps" in run("finetune", folder, out, *sizes, *small, *settings)
-    row = json.loads(run("evaluate", out / "model", out / "compressor", *sizes[:4], "--num-seqs", "2"))
-    assert row["num_seqs"] == 2 and row["ppl"] > 1
-    assert Compressor.from_pretrained(out / "compressor").notes["finetune"] == {"lr": 0.01, "steps": 2}
-    assert "fitted to" in run("evaluate", folder, out / "compressor", *sizes[:4], "--num-seqs", "2", code=2)
-    control = tmp_path / "control"
-    run("finetune", folder, control, "--preset", "none", *sizes, *settings)
-    assert (control / "model").is_dir() and not (control / "compressor").exists()
-    assert "cannot fine-tune" in run("finetune", folder, out, "--preset", "kivi", *sizes, *settings, code=2)

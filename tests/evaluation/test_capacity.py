@@ -32,7 +32,8 @@ RAGGED = {name: SMALL[name] for name in ("lossless", "cachegen", "vqq", "vqq_pro
     f"{name}+ans": CODED[name] for name in CODED
 }
 RAGGED |= {name: PREDICTED[name] for name in ("kvtc", "minicache")}
-FIXED = {name: preset for name, preset in (SMALL | PREDICTED).items() if name not in RAGGED}
+LEARNED_SIZE = ("block_gtq",)  # how many norms a token takes is learned
+FIXED = {name: preset for name, preset in (SMALL | PREDICTED).items() if name not in (*RAGGED, *LEARNED_SIZE)}
 FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, flush_block=24)
 
 

@@ -1,8 +1,6 @@
 """Suites, this package's own tasks, and lm_eval's real task definitions on data of the real layout."""
 
-import io
 import json
-import sys
 
 import datasets
 import forked
@@ -114,20 +112,6 @@ def test_tasks_command(small, tmp_path):
     assert row["task"] == "vqkv_recall_16" and row["n"] == 2 and row["bits_per_value"] == pytest.approx(1)
     found = CliRunner().invoke(app, [*arguments, "--protocol", "snapshot"])
     assert found.exit_code == 2 and "in_place" in found.stderr and "Traceback" not in found.stderr
-
-
-def test_lm_eval_command(small, tmp_path, monkeypatch):
-    model, _, fitted = small
-    fitted.save_pretrained(tmp_path / "compressor")
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    about = f"pretrained={model.vqkv_name},compressor={tmp_path / 'compressor'},protocol=in_place,chunk_size=16"
-    run = ["--model", "vqkv", "--model_args", about, "--tasks", "vqkv_recall_16", "--limit", "2"]
-    found = CliRunner().invoke(app, ["lm-eval", *run, "--output_path", str(tmp_path / "out.json")])
-    assert found.exit_code == 0 and "|vqkv_recall_16|" in found.stdout
-    (written,) = tmp_path.glob("out*.json")
-    about = json.loads(written.read_text())["config"]
-    assert about["compressor"] == "vqllm" and about["bits_per_value"] == pytest.approx(1)
-    assert CliRunner().invoke(app, ["lm-eval", "--tasks", "x", "--no-such-option"]).exit_code == 2
 
 
 def run_recall(model: str) -> list:

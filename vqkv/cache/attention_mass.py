@@ -13,23 +13,32 @@ from vqkv.models.plain import evaluating
 
 
 @contextmanager
+def attending(model, implementation: str):
+    """Within the context, ``model`` attends by ``implementation``; on leaving, as before."""
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
+    try:
+        model.set_attn_implementation(implementation)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
 def watching_attention(model, see: Callable[[int, Tensor], None]):
     """Within the context, ``model`` attends eagerly and tells ``see(layer_idx, scores)`` of every attention block as it
     ends; on leaving, it attends as before. ``scores`` (batch, num_kv_heads, kv_len), fp32, is the attention that each
     key got, summed over this pass's queries and over the query heads of its KV head: the model's own probabilities."""
-    config = model.config
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
     handles = []
     try:
         for layer in kv_layers(model):
             handles.append(layer.attention.register_forward_hook(partial(_tell, layer, see)))
-        model.set_attn_implementation("eager")
-        yield
+        with attending(model, "eager"):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        model.set_attn_implementation(before)
 
 
 def _tell(layer: KVLayer, see, module, args, output) -> None:

@@ -3,8 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
-import time
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +16,9 @@ from vqkv.cache import saving
 from vqkv.cache.compressed import CompressedCache
 from vqkv.errors import DamageError, DataError
 from vqkv.models.plain import plain
-from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 
 FORMAT, VERSION, SUFFIX = "vqkv-prompt", 2, ".prompt"
-MOST = 1 << 62
-TICK = 1_000_000  # nanoseconds: a file that others go on from is newer than they, and goes after them
 
 
 Stored = namedtuple("Stored", "state prompt about")  # what is known of a file while its time and size are ``state``
@@ -34,15 +29,13 @@ class PromptCache:
     each ``find`` and ``save``, dtype, RoPE), compressor and token ids.
 
     A prompt that goes on where a stored one ended (a chat's next turn) is stored as what is new, beside the name of the
-    file before. ``max_bytes``: what this model's and compressor's files may take; the least recently used go first. A
-    file that cannot be read, goes on from one that is gone, or is of another version is a miss; one that is torn or
-    altered is removed, too. Several processes may use one folder. Caches that come back keep ``decoded_cache_bytes`` of
-    what they decode.
+    file before. A file that cannot be read, goes on from one that is gone, or is of another version is a miss; one that
+    is torn or altered is removed, too. Several processes may use one folder. Caches that come back keep
+    ``decoded_cache_bytes`` of what they decode.
     """
 
-    def __init__(self, folder, compressor, model, max_bytes: int = MOST, decoded_cache_bytes: int = 0):
-        check_whole("max_bytes", max_bytes, 0, MOST)
-        self.compressor, self.model, self.max_bytes = compressor, plain(model), max_bytes
+    def __init__(self, folder, compressor, model, decoded_cache_bytes: int = 0):
+        self.compressor, self.model = compressor, plain(model)
         self.decoded_cache_bytes = decoded_cache_bytes
         self._root, self._known = Path(folder), dict[Path, Stored]()
         self._compressor = compressor.fingerprint
@@ -78,8 +71,6 @@ class PromptCache:
         path = folder / f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]}{SUFFIX}"
         if before != path:
             save_checked(path, header, tensors)
-        self._used([path, *self._chain(before)])
-        self._evict(folder)
 
     def find(self, tokens: Tensor) -> tuple[CompressedCache | None, int]:
         """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
@@ -88,10 +79,9 @@ class PromptCache:
         known = [(_common(stored.prompt, wanted), path) for path, stored in self._listed(self.folder).items()]
         for count, path in sorted((each for each in known if each[0]), reverse=True):
             with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
-                if chain := self._chain(path):
+                if self._chain(path):
                     cache = self._load(path)
                     cache.crop(count - cache.get_seq_length())
-                    self._used(chain)
                     return cache, count
         return None, 0
 
@@ -145,27 +135,6 @@ class PromptCache:
         if _stored(cache, None) != chain[0][0]["stored"]:
             raise DataError(f"{path} goes on from other tokens than those of {chain[0][0]['before']}")
         return cache
-
-    def _used(self, chain: list[Path]) -> None:
-        """Note that a file and those that it goes on from were used now."""
-        now = time.time_ns()
-        for depth, path in enumerate(chain):
-            with suppress(OSError):  # removed meanwhile
-                os.utime(path, ns=(now + depth * TICK,) * 2)
-                if known := self._known.get(path):
-                    self._known[path] = known._replace(state=_state(path))
-
-    def _evict(self, folder: Path) -> None:
-        files = []
-        for path in folder.glob(f"*{SUFFIX}"):
-            with suppress(FileNotFoundError):
-                files.append((*_state(path), path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.max_bytes:
-                break
-            path.unlink(missing_ok=True)
-            total -= size
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration.costs import fisher_metrics
+from vqkv.calibration.costs import metrics
 from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
@@ -133,11 +133,12 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     if passes > 1 and captured is None:  # the model is to run once
         with CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress=progress) as captured:
             return _fit_codecs(model, tokens, preset, batch_size, progress, captured)
-    if any(codec.weighted for codec in codecs):
-        found = captured.metrics(model) if captured else fisher_metrics(model, tokens, preset.settings.pre_rope)
-        for layer, pair in enumerate(pairs):
-            for role, codec in zip(ROLES, pair, strict=True):
-                codec.weigh(found[role, layer])
+    for costs in {codec.costs for codec in codecs if codec.weighted}:
+        how = preset.settings.pre_rope
+        found = captured.metrics(model, costs) if captured else metrics(costs, model, tokens, how)
+        for place, codec in zip(product(range(len(pairs)), ROLES), codecs, strict=True):
+            if codec.weighted and codec.costs == costs:
+                codec.weigh(found[place[::-1]])
     batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
     steps = [*product(range(passes), enumerate(batches))]
     bar = tqdm(steps, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)

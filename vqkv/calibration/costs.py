@@ -1,10 +1,14 @@
-"""Costs that errors in each layer's keys and values have for a model."""
+"""Costs that errors in each layer's keys and values have, for a model's predictions or within its attention."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from vqkv.cache.attention_mass import attending
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
@@ -15,6 +19,12 @@ from vqkv.runtime.checks import whole_blocks
 
 FISHER_SEQS, FISHER_TOKENS = 8, 512  # of a sequence: a backward pass keeps all activations, and takes two forward ones
 COST_TOKENS = 1024  # of a sequence that errors are measured on
+WATCHED = "vqkv_watched"
+
+
+def metrics(costs: str, model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
+    """What errors cost to the model's ``loss`` (``fisher_metrics``) or in ``attention`` (``attention_metrics``)."""
+    return attention_metrics(model, tokens) if costs == "attention" else fisher_metrics(model, tokens, pre_rope)
 
 
 def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
@@ -55,6 +65,33 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
                 rows = gradient[0].float()
                 sums[place] = sums.get(place, 0) + rows.mT @ rows
     return {place: total / tokens.numel() for place, total in sums.items()}
+
+
+@torch.no_grad()
+def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
+    """For each place, fp32 (num_kv_heads, head_dim, head_dim): of a head's keys, after RoPE, the second moments M of
+    the queries that read them; of its values theirs, each weighted by k' M k of its own key k, over the mean of that
+    (OSCAR, arXiv 2605.17757). On the tokens that ``fisher_metrics`` reads."""
+    found: dict[Place, Tensor] = {}
+
+    def watched(module, query, key, value, *arguments, **more):
+        grouped = query.float().unflatten(1, (key.shape[1], -1))
+        moment = torch.einsum("bhgtc,bhgtd->hcd", grouped, grouped) / grouped[:, 0, ..., 0].numel()
+        scores = torch.einsum("bhtc,hcd,bhtd->bht", key.float(), moment, key.float())
+        weights = (scores / scores.mean((0, 2)).view(1, -1, 1).clamp_min(1e-12)).sqrt().unsqueeze(-1) * value.float()
+        found["key", module.layer_idx] = moment
+        found["value", module.layer_idx] = torch.einsum("bhtc,bhtd->hcd", weights, weights) / scores[:, 0].numel()
+        return sdpa_attention_forward(module, query, key, value, *arguments, **more)
+
+    AttentionInterface.register(WATCHED, watched)
+    AttentionMaskInterface.register(WATCHED, sdpa_mask)
+    with attending(model, WATCHED):
+        model(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
+    if len(found) < 2 * len(kv_layers(model)):
+        raise DataError(
+            f"{type(model).__name__} shows its queries in {len(found) // 2} layers only: use another preset"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -29,8 +29,9 @@ def fit_layers(
     plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in roles}
     dims = {(role, i): shape[1 + j] for i, shape in enumerate(captured.about["shapes"]) for j, role in enumerate(ROLES)}
     codecs = {place: each.make_codec(dims[place]) for place, each in plans.items()}
-    for place in (place for place, codec in codecs.items() if codec.weighted):
-        codecs[place].weigh(trial.metrics[place])
+    for place, codec in codecs.items():
+        if codec.weighted:
+            codec.weigh(trial.metrics(codec.costs)[place])
     block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
     readers = last_readers({place: each for place, each in plans.items() if each.predictor and each.predictor.learns})
     with Spill(captured.folder) as restored, full_precision(torch.device(device)):

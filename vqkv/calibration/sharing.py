@@ -35,17 +35,16 @@ class ModelTrial:
             means.append(torch.cat([current().total(total).flatten() for total in totals]) / len(self.captured.tokens))
         return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
 
-    @property
-    def metrics(self) -> dict[Place, Tensor]:
+    def metrics(self, costs: str = "loss") -> dict[Place, Tensor]:
         """``CapturedTokens.metrics``."""
-        return self.captured.metrics(self.model)
+        return self.captured.metrics(self.model, costs)
 
     def cost_curves(self, preset, plan: list[dict[str, RolePlan]]) -> dict[Place, Tensor]:
         """``costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
         codecs, predictions = fit_layers(preset, plan, self.captured, self, self.model.device, progress=False)
         settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
         compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
-        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], self.metrics)
+        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], self.metrics())
         mine = save({f"{layer}.{role}": curve.cpu() for (role, layer), curve in found.items()})
         first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
         return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vqkv.calibration.costs import fisher_metrics
+from vqkv.calibration.costs import metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
@@ -63,7 +63,7 @@ class CapturedTokens(Spill):
         super().__init__(folder)
         self.tokens, self.batch_size, self.pre_rope = tokens.clone(), batch_size, pre_rope
         self.about, self.weights = describe(model), identity(model)
-        self._metrics: dict[Place, Tensor] | None = None
+        self._metrics: dict[str, dict[Place, Tensor]] = {}
         batches = tokens.split(batch_size)
         self.num_batches = len(batches)
         try:
@@ -85,8 +85,8 @@ class CapturedTokens(Spill):
         keys, values = ([self.get((role, layer), number, device) for layer in count] for role in ROLES)
         return keys, values
 
-    def metrics(self, model) -> dict[Place, Tensor]:
-        """``fisher_metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
-        if self._metrics is None:
-            self._metrics = fisher_metrics(model, self.tokens, self.pre_rope)
-        return self._metrics
+    def metrics(self, model, costs: str = "loss") -> dict[Place, Tensor]:
+        """``costs.metrics`` of these tokens, found once; ``model`` is the one that they were captured from."""
+        if costs not in self._metrics:
+            self._metrics[costs] = metrics(costs, model, self.tokens, self.pre_rope)
+        return self._metrics[costs]

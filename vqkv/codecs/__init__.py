@@ -3,6 +3,7 @@
 from vqkv.codecs import (  # noqa: F401
     affine,
     byte_groups,
+    channel_bits,
     component_groups,
     entropy,
     entropy_coded_scalar,

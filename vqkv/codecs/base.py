@@ -27,6 +27,7 @@ class Codec(Part):
     learns: bool = False  # whether more than the first batch has anything to teach it
     passes: int = 1  # how often it is to see all batches
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``, before it learns
+    costs: str = "loss"  # and which costs, see ``Stage.costs``
 
     def weigh(self, metric: Tensor) -> None:
         """``metric`` (num_kv_heads, head_dim, head_dim): an error e of a head's vector costs e' metric e."""

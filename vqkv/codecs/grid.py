@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed
 
 DIM = 2
+SIGNED_DIM, SIGNED_CODES, SAMPLES = 8, 256, 1 << 16
 
 
 @cache
@@ -57,6 +59,43 @@ class Grid(Quantizer):
 
     def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.grid.view(1, 1, -1, DIM), self.code_bits, self.codes_per_row)
+
+
+@cache
+def gaussian_magnitudes() -> Tensor:
+    """Magnitudes of 8 values of a standard Gaussian, 256 vectors learned by k-means: fp16 (256, 8)."""
+    drawn = torch.randn(SAMPLES, SIGNED_DIM, generator=torch.Generator().manual_seed(0)).abs()
+    return KMeans(SIGNED_CODES, iterations=20).fit(drawn).half()
+
+
+@dataclass(eq=False)
+class SignedGrid(Quantizer):
+    """Each 8 neighbouring values -> their signs and the nearest of 256 vectors of magnitudes, one codebook for all
+    models (NSNQuant, arXiv 2505.18231): 2 bits a value. ``grid``: fp16 (256, 8)."""
+
+    code_bits = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.register_buffer("grid", gaussian_magnitudes())
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        """Raises ``DataError`` for a last axis that 8 does not divide."""
+        if shape[-1] % SIGNED_DIM:
+            raise DataError(f"head_dim {shape[-1]} is not divisible by the 8 values that share a code: use turboquant")
+        self.row_shape = shape[1:]
+        self.codes_per_row = math.prod(self.row_shape) // SIGNED_DIM * 2
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(..., *row_shape) -> int64 (..., signs of each 8 values, then codes of their magnitudes)."""
+        y = x.flatten(3).unflatten(-1, (-1, SIGNED_DIM))
+        signs = ((y < 0).long() << torch.arange(SIGNED_DIM, device=x.device)).sum(-1)
+        return torch.cat([signs, rvq_encode(y.abs(), self.grid.unsqueeze(0)).squeeze(-1)], dim=-1), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        signs, found = codes.long().chunk(2, dim=-1)
+        negative = signs.unsqueeze(-1) >> torch.arange(SIGNED_DIM, device=codes.device) & 1
+        return (self.grid.float()[found] * (1 - 2 * negative)).flatten(-2).unflatten(-1, self.row_shape)
 
 
 def _pairs(x: Tensor) -> Tensor:

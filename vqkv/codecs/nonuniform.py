@@ -25,6 +25,10 @@ class Levels(Quantizer):
     bits: int
     levels: Tensor
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.register_buffer("read", None)  # in place of ``levels``
+
     @property
     def code_bits(self) -> int:
         """Bits of a code."""
@@ -35,12 +39,15 @@ class Levels(Quantizer):
         return self._nearest(x).to(torch.int32).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return self.levels.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
+        return self._read().float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
         if 8 % self.bits:
             return None
-        return Coded(payload.fields["codes"], self.levels.view(1, 1, -1, 1), self.bits, self.codes_per_row)
+        return Coded(payload.fields["codes"], self._read().view(1, 1, -1, 1), self.bits, self.codes_per_row)
+
+    def _read(self) -> Tensor:
+        return self.levels if self.read is None else self.read
 
     def _nearest(self, x: Tensor) -> Tensor:
         levels = self.levels.float()
@@ -57,11 +64,11 @@ class GaussianLevels(Levels):
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("levels", _lloyd_max(self.bits).half())
+        self.register_buffer("levels", lloyd_max(self.bits).half())
 
 
 @cache
-def _lloyd_max(bits: int) -> Tensor:
+def lloyd_max(bits: int) -> Tensor:
     """Centroids of the Gaussian's density between the midpoints, in turns until they stay."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
@@ -77,10 +84,13 @@ def _lloyd_max(bits: int) -> Tensor:
 @dataclass(eq=False)
 class NonUniform(Levels):
     """Levels learned by k-means in one dimension on the first batch, a moving average over later ones, all values alike
-    or as a ``WeightedChain`` says. Side information: ``levels``, fp16 (2^bits,), ascending."""
+    or as a ``WeightedChain`` says. With ``norm`` what is read back has mean and deviation of the first batch (KVQuant,
+    section 3.6, Q-Norm). Side information: ``levels``, fp16 (2^bits,), ascending, and with ``norm`` ``read``, those
+    that are read."""
 
     bits: int = 4
     seed: int = 0
+    norm: bool = False
     limits = {"bits": (1, 8), "seed": (0, MAX_SEED)}
 
     def __post_init__(self):
@@ -105,8 +115,15 @@ class NonUniform(Levels):
     def finalize(self) -> None:
         """Round to fp16."""
         self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
+        if self.norm:
+            levels = self.levels.float()
+            restored = levels[self._nearest(self._first)]
+            spread = self._first.std() / restored.std().clamp_min(1e-9)
+            self.read = ((levels - restored.mean()) * spread + self._first.mean()).half()
+            self._first = None
 
     def _start(self, values: Tensor, weights: Tensor) -> None:
+        self._first = values[:, 0]
         self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
         for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
             totals, sums = self._statistics(values, weights)

@@ -22,15 +22,17 @@ class PCA(Stage):
     (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
 
     ``weighted``: where ``weigh`` was told what an error costs, channels are scaled first so that equal errors cost
-    equally. ``rank``: how many components are kept, the strongest; 0: all. One matrix per head, or one for all after
-    ``MergeHeads``; fp16, side information.
+    equally; ``costs``: to the model's ``loss`` or in ``attention``. ``rank``: how many components are kept, the
+    strongest; 0: all. One matrix per head, or one for all after ``MergeHeads``; fp16, side information.
     """
 
     weighted: bool = False
     rank: int = 0
+    costs: str = "loss"
     by_head = True
     learns_first = True
     limits = {"rank": (0, 1 << 24)}
+    choices = {"costs": ("loss", "attention")}
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,3 +116,31 @@ class PCA(Stage):
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
         return by_rows(lambda rows: rows @ matrix, x.flatten(2, -2)).reshape(*x.shape[:-1], matrix.shape[-1])
+
+
+@dataclass(eq=False)
+class CostBasis(Stage):
+    """Turn the last axis to the eigenvectors of what ``weigh`` is told of, each head to its own (OSCAR, arXiv
+    2605.17757). Side information: ``matrix``, fp16 (num_kv_heads, head_dim, head_dim)."""
+
+    by_head = True
+    weighted = True
+    costs = "attention"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.register_buffer("matrix", None)
+
+    def weigh(self, metric: Tensor) -> None:
+        self.matrix = torch.linalg.eigh(metric.double())[1].half()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        if self.matrix is None:
+            raise DataError("CostBasis was not told what errors cost: fit it with vqkv.calibrate")
+        return self._times(x, self.matrix.float()), {}
+
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        return self._times(y, self.matrix.float().mT)
+
+    def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return by_rows(lambda rows: rows @ matrix, x)

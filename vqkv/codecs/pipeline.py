@@ -54,16 +54,20 @@ class Chain(Codec):
 
     @property
     def weighted(self) -> bool:
-        return any(stage.weighted for stage in self._stages)
+        return any(part.weighted for part in self._parts)
+
+    @property
+    def costs(self) -> str:
+        return next((part.costs for part in self._parts if part.weighted), "loss")
 
     @property
     def by_head(self) -> bool:
         return any(part.by_head for part in self._parts)
 
     def weigh(self, metric: Tensor) -> None:
-        for stage in self._stages:
-            if stage.weighted:
-                stage.weigh(metric)
+        for part in self._parts:
+            if part.weighted:
+                part.weigh(metric)
 
     def vectors(self, x: Tensor) -> Tensor:
         """The quantizer's input for ``x``: scaled and transformed rows, float32 (for losses and plots)."""

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.stage import Quantizer, Side
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode
 from vqkv.runtime.checks import MAX_SEED
+
+CODES = 256
+E5M2, MOST_E5M2 = torch.float8_e5m2, 1.75  # its largest mantissa
 
 
 @dataclass(eq=False)
@@ -78,3 +82,48 @@ class ProductVQ(Quantizer):
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.split(self.sub_dim, dim=-1)
+
+
+@dataclass(eq=False)
+class HeadCodebooks(Quantizer):
+    """Rows (groups, size): each group of each head -> one of 256 codes of its own, learned by k-means on the first
+    batch (NOVA-KV, arXiv 2608.04074). Side information: ``codebooks``, the bytes of E5M2, uint8 (num_kv_heads, groups,
+    256, size), over ``scale``, fp16 (num_kv_heads, groups)."""
+
+    iterations: int = 25
+    seed: int = 0
+    by_head = True
+    code_bits = 8
+    limits = {"iterations": (0, 10_000), "seed": (0, MAX_SEED)}
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.register_buffer("codebooks", None)
+        self.register_buffer("scale", None)
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        super().build(shape)
+        self.codes_per_row = shape[1]
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` for fewer distinct vectors than codes."""
+        if self.codebooks is None:
+            groups = x.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+            learned = [KMeans(CODES, self.iterations, self.seed).fit(rows) for rows in groups]
+            books = torch.stack(learned).unflatten(0, (x.shape[1], -1))
+            self.scale = (books.abs().amax((2, 3)) / MOST_E5M2).half()
+            self.codebooks = (books / self.scale.float()[..., None, None]).to(E5M2).view(torch.uint8)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(batch, heads, rows, groups, size) -> (batch, heads, rows, groups)."""
+        books = self._books().flatten(0, 1).split(1)
+        groups = x.transpose(2, 3).flatten(1, 2).unbind(1)
+        codes = [rvq_encode(rows, book).squeeze(-1) for rows, book in zip(groups, books, strict=True)]
+        return torch.stack(codes, dim=1).unflatten(1, (x.shape[1], -1)).transpose(2, 3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        heads, groups = (torch.arange(n, device=codes.device) for n in self.scale.shape)
+        return self._books()[heads[:, None, None], groups, codes.long()]
+
+    def _books(self) -> Tensor:
+        return self.codebooks.view(E5M2).float() * self.scale.float()[..., None, None]

@@ -95,6 +95,21 @@ class MinMax(Stage):
 
 
 @dataclass(eq=False)
+class Clipped(MinMax):
+    """``MinMax`` of vectors clamped to the magnitude that a ``share`` of their values do not exceed (OSCAR)."""
+
+    share: float = 0.96
+    widest = False
+    limits = {"share": (0.01, 1.0)}
+
+    def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        last = min(int(self.share * x.shape[-1]), x.shape[-1] - 1)
+        most = x.abs().sort(dim=-1).values[..., last]
+        low, high = super()._ends(x)
+        return torch.maximum(low, -most), torch.minimum(high, most)
+
+
+@dataclass(eq=False)
 class HalfQuadratic(MinMax):
     """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
     half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``). Each

@@ -20,6 +20,7 @@ class Stage(Part):
     side_fields: tuple[str, ...] = ()
     tokens_per_row: int = 1
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``
+    costs: str = "loss"  # and where: to the model's ``loss`` or in ``attention`` (``calibration.costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
     learns_first: bool = False  # whether it learns from all batches before what comes after it begins
 

@@ -87,7 +87,7 @@ class Hadamard(Stage):
         size = shape[-1] & -shape[-1]
         matrix = _hadamard(min(size, BLOCK))
         if size < shape[-1] and (self.whole or size < LEAST):
-            matrix, size = _orthogonal(shape[-1]), shape[-1]
+            matrix, size = orthogonal(shape[-1]), shape[-1]
         self.register_buffer("matrix", matrix, persistent=False)
         self.register_buffer("outer", _hadamard(max(1, size // len(matrix))), persistent=False)
         return shape
@@ -134,7 +134,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 @cache
-def _orthogonal(size: int) -> Tensor:
+def orthogonal(size: int) -> Tensor:
     """Q of a Gaussian matrix, the same on every machine up to rounding."""
     drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, r = torch.linalg.qr(drawn)

@@ -20,10 +20,23 @@ from vqkv.presets.published import (
     vqq,
     vqq_product,
 )
-from vqkv.presets.recent import aatc, cachegen, fp8, kvarn, kvtc, minicache, nsnquant, nvfp4, turboquant
+from vqkv.presets.recent import (
+    aatc,
+    block_gtq,
+    cachegen,
+    fp8,
+    kvarn,
+    kvtc,
+    minicache,
+    nova,
+    nsnquant,
+    nvfp4,
+    oscar,
+    turboquant,
+)
 
 __all__ = [
-    "PRESETS", "Preset", "aatc", "aqua", "best", "cachegen", "crossed", "entropy_coded", "fp8", "fp16", "higgs", "hqq",
-    "kivi", "kvarn", "kvquant", "kvsharer", "kvtc", "live", "lossless", "make", "minicache", "nsnquant", "nvfp4",
-    "quanto", "rvq2", "turboquant", "vq", "vqllm", "vqq", "vqq_product",
+    "PRESETS", "Preset", "aatc", "aqua", "best", "block_gtq", "cachegen", "crossed", "entropy_coded", "fp8", "fp16",
+    "higgs", "hqq", "kivi", "kvarn", "kvquant", "kvsharer", "kvtc", "live", "lossless", "make", "minicache", "nova",
+    "nsnquant", "nvfp4", "oscar", "quanto", "rvq2", "turboquant", "vq", "vqllm", "vqq", "vqq_product",
 ]  # fmt: skip

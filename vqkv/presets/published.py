@@ -23,7 +23,20 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.crosses import best, crossed, live
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset
-from vqkv.presets.recent import aatc, cachegen, fp8, kvarn, kvtc, minicache, nsnquant, nvfp4, turboquant
+from vqkv.presets.recent import (
+    aatc,
+    block_gtq,
+    cachegen,
+    fp8,
+    kvarn,
+    kvtc,
+    minicache,
+    nova,
+    nsnquant,
+    nvfp4,
+    oscar,
+    turboquant,
+)
 from vqkv.runtime.registry import call, call_described
 
 
@@ -127,20 +140,22 @@ def kvquant(
     seed: int = 0,
     pre_rope: bool | None = None,
     fisher: bool = False,
+    norm: bool = False,
 ) -> Preset:
     """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
-    ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here."""
+    ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here;
+    ``norm``: Q-Norm, which there is for 2 bits."""
     arguments = dict(locals())
     chain = WeightedChain if fisher else Chain
 
     def keys(head_dim: int | None) -> Codec:
         stages = [ChannelScale(), TokenBlock(block), SparseOutliers(outliers)]
-        return chain(stages, NonUniform(bits, seed=seed), head_dim)
+        return chain(stages, NonUniform(bits, seed=seed, norm=norm), head_dim)
 
     def values(head_dim: int | None) -> Codec:
         stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
-        return chain(stages, NonUniform(bits, seed=seed), head_dim)
+        return chain(stages, NonUniform(bits, seed=seed, norm=norm), head_dim)
 
     return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope, arguments=arguments)
 
@@ -270,7 +285,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (
         fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache,
+        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache, oscar, nova, block_gtq,
     )
 }  # fmt: skip
 

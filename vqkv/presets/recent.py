@@ -5,15 +5,17 @@ from functools import partial
 
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.base import Codec
+from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
-from vqkv.codecs.grid import Grid
+from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.merged_layers import MergedLayers
 from vqkv.codecs.nonuniform import GaussianLevels
-from vqkv.codecs.pca import PCA
+from vqkv.codecs.pca import PCA, CostBasis
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.scaling import MeanRemoval, VectorScale
+from vqkv.codecs.product import HeadCodebooks
+from vqkv.codecs.scaling import Clipped, MeanRemoval, VectorScale
 from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
@@ -53,18 +55,21 @@ def kvtc(
     )
 
 
-def turboquant(bits: int = 3, recent_window: int = 0, seed: int = 0, pre_rope: bool | None = False) -> Preset:
+def turboquant(bits: float = 3, recent_window: int = 0, seed: int = 0, pre_rope: bool | None = False) -> Preset:
     """TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): each head's vector divided by its norm, rotated at random,
     and every coordinate rounded to the Gaussian's best 2^``bits`` levels (Algorithm 1; with the sketch of Algorithm 2
     KL was 1.9 to 3.7 times as large on two small models). The rotation is a Hadamard matrix with random signs, or a
     random orthogonal matrix where head_dim is no power of two, norms are fp16, keys are stored after RoPE. ``bits`` +
-    16 / head_dim bits a value."""
+    16 / head_dim bits a value. Half bits: outlier channels have one more, and both sets a norm (``ChannelBits``); the
+    paper's "2.5" is 2.25, 32 of 128 channels with 3 bits."""
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
+        if bits != int(bits):
+            return Chain([], ChannelBits(bits), head_dim)
         whole = Grouping(group_size=LARGEST, shrink="divisor")
         stages = [whole, VectorScale("rms"), RandomSigns(seed), Hadamard(whole=True)]
-        return Chain(stages, GaussianLevels(bits), head_dim)
+        return Chain(stages, GaussianLevels(int(bits)), head_dim)
 
     return Preset("turboquant", codec, codec, 0, recent_window, pre_rope=pre_rope, arguments=arguments)
 
@@ -134,18 +139,69 @@ def minicache(pairs: int = 1, position: float = 0.6, retained: float = 0.05, pre
     return Preset("minicache", codec, codec, pre_rope=pre_rope, arguments=arguments, plan=Merged())
 
 
-def nsnquant(tile: int = 64, size: int = 16, pre_rope: bool | None = False) -> Preset:
+def nsnquant(tile: int = 64, pre_rope: bool | None = False) -> Preset:
     """NSNQuant (arXiv 2505.18231): tokens divided by their norm, the mean of a tile's tokens subtracted, divided by
-    their norm again, rotated by Hadamard, then one codebook for all models. Here that is HIGGS's grid of ``size``
-    points for pairs (16: 2 bits), where the paper trains one for 8 values; all scales and means are fp16."""
+    their norm again, rotated by Hadamard, then signs and one codebook of 8 magnitudes for all models (``SignedGrid``),
+    learned here by k-means alone. All scales and means are fp16, of which the paper quantizes some to 4 bits."""
     arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         grouping = Grouping(group_size=LARGEST, shrink="power of two")
         stages = [TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), grouping, Hadamard()]
-        return Chain(stages, Grid(size), head_dim)
+        return Chain(stages, SignedGrid(), head_dim)
 
     return Preset("nsnquant", codec, codec, pre_rope=pre_rope, arguments=arguments)
+
+
+def oscar(
+    key_clip: float = 0.96,
+    value_clip: float = 0.92,
+    group_size: int = 128,
+    sink_tokens: int = 64,
+    recent_window: int = 256,
+    pre_rope: bool | None = False,
+) -> Preset:
+    """OSCAR (arXiv 2605.17757): each head rotated to the eigenvectors of its queries' second moments (keys, after RoPE)
+    or of its values' weighted by what attention gives them, then by Hadamard; clipped, and 2 bits between the ends of
+    ``group_size`` channels, at most a head. Ends are fp16. Its last step permutes channels, which changes nothing where
+    a group is a head. 2.5 bits a value at head_dim 64."""
+    arguments = dict(locals())
+
+    def codec(clip: float, head_dim: int | None) -> Codec:
+        stages = [CostBasis(), Hadamard(), Grouping(group_size=group_size, shrink="divisor")]
+        return Chain(stages, AffineQuantizer(2, Clipped(clip)), head_dim)
+
+    keys, values = partial(codec, key_clip), partial(codec, value_clip)
+    return Preset("oscar", keys, values, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
+
+
+def nova(
+    clip: float = 0.92, sink_tokens: int = 64, recent_window: int = 256, seed: int = 0, pre_rope: bool | None = False
+) -> Preset:
+    """NOVA-KV (arXiv 2608.04074): keys, after RoPE and less their mean, turned to components of equal cost to the
+    queries, divided by their rms, in groups of 4 from all strengths, each with 256 codes of its own; values as in
+    ``oscar``. Scales are fp16; costs below a thousandth of their mean count as that. 2.375 bits at head_dim 64."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        basis = PCA(weighted=True, costs="attention")
+        stages = [MeanRemoval(), basis, VectorScale("rms"), Grouping("strided", 4)]
+        return Chain(stages, HeadCodebooks(seed=seed), head_dim)
+
+    values = oscar(value_clip=clip).make_value_codec
+    return Preset("nova", keys, values, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
+
+
+def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0, pre_rope: bool | None = False) -> Preset:
+    """Block-GTQ (arXiv 2606.24033): keys' bits by RoPE frequency, more where queries and keys are large
+    (``ChannelBits``); values as in ``turboquant``. A norm for every set of channels with as many bits."""
+    arguments = dict(locals())
+
+    def keys(head_dim: int | None) -> Codec:
+        return Chain([], ChannelBits(key_bits, pairs=True), head_dim)
+
+    values = turboquant(value_bits, seed=seed).make_value_codec
+    return Preset("block_gtq", keys, values, pre_rope=pre_rope, arguments=arguments)
 
 
 def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: bool | None = None) -> Preset:

@@ -11,14 +11,14 @@ from vqkv.kernels.rvq.tables import sums_by_code
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
-SPREAD_OVER = 64  # rows a code that k-means++ draws from
+SPREAD_OVER, ROUNDS = 64, 16  # rows a code that k-means|| draws from, and how often it draws, about
 
 
 @dataclass
 class KMeans:
     """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. A cluster that loses all its
-    vectors is moved onto one of the vectors that fit worst, the worst first. ``spread`` begins as k-means++ does
-    (Arthur and Vassilvitskii, 2007): heavy tails then cost about half the error."""
+    vectors is moved onto one of the vectors that fit worst, the worst first. ``spread`` begins as k-means|| does
+    (Bahmani et al. 2012): heavy tails then cost about half the error."""
 
     codebook_size: int
     iterations: int = 10
@@ -57,6 +57,8 @@ class KMeans:
 
     def _worst(self, x: Tensor, codes: Tensor) -> Tensor:
         empty = self.codebook_size - len(codes.unique())
+        if not empty:
+            return x[:0]
         errors = (x - self.codebook[codes]).square().sum(dim=-1)
         return x[errors.argsort(descending=True, stable=True)[:empty]]
 
@@ -80,16 +82,19 @@ def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:
 
 
 def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
-    """Positions among the first ``SPREAD_OVER * count`` rows, each drawn with a chance that grows with its squared
-    distance from those before."""
+    """Positions among the first ``SPREAD_OVER * count`` rows, drawn in ``ROUNDS`` with a chance that grows with their
+    squared distance from those before (k-means||, Bahmani et al. 2012)."""
     x = x[: SPREAD_OVER * count]
-    chosen = distinct_rows(x, count, seed)[:1]
-    away = torch.full((len(x),), torch.inf, dtype=torch.float64)
+    chosen = new = distinct_rows(x, count, seed)[:1]
+    away = torch.full((len(x),), torch.inf)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(count - 1):
-        away = torch.minimum(away, (x - x[chosen[-1]]).square().sum(1).double().cpu())
-        drawn = torch.multinomial(away, 1, generator=generator)
-        chosen = torch.cat([chosen, drawn.to(chosen.device)])
+    while len(chosen) < count:
+        away = torch.minimum(away, torch.cdist(x, x[new]).square().amin(1).cpu())
+        away[chosen.cpu()] = 0
+        new = torch.multinomial(away, min(max(1, count // ROUNDS), count - len(chosen)), generator=generator).to(
+            x.device
+        )
+        chosen = torch.cat([chosen, new])
     return chosen
 
 

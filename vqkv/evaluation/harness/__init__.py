@@ -1,7 +1,6 @@
 """Leaderboard tasks through lm-evaluation-harness: the only room that imports ``lm_eval``.
 
-``run_tasks`` from Python; ``vqkv tasks`` and ``vqkv lm-eval`` on the command line. Importing this registers the model
-``vqkv`` with lm_eval.
+``run_tasks`` from Python, ``vqkv tasks`` on the command line. Importing this registers the model ``vqkv`` with lm_eval.
 """
 
 try:

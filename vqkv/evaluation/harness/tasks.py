@@ -57,7 +57,7 @@ def entries(tasks) -> list[Entry]:
     for entry in found:
         if entry.task not in _local_names() and entry.task not in known_names():
             close = difflib.get_close_matches(entry.task, known_names(), n=5)
-            raise UnknownNameError("task", entry.task, [*SUITES, *close], "`vqkv lm-eval ls tasks` lists all.")
+            raise UnknownNameError("task", entry.task, [*SUITES, *close])
     return found
 
 

@@ -41,7 +41,11 @@ def since(
     leave as few behind as those of 32. Variants of a family are tuned like it, but for AQUA-KV's."""
     own = defaultdict(dict, tuned or {})
     cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
-    found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 3, 4)}
+    found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
+    found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
+    found |= {"oscar 2": presets.oscar(), "nova 2": presets.nova(seed=seed)}
+    found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
+    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, norm=True, **own["kvquant"])}
     found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
