@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
+from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 from vqkv.study.experiments.ladder import compare_scores
@@ -286,3 +286,22 @@ def test_scores_from_packed_keys_against_exact_ones(mini):
     torch.testing.assert_close(
         scores[3].sum(dim=(1, 2)), torch.full((2,), 96.0 * 6)
     )  # every query head gives 1 a token
+
+
+def test_snapkv_keeps_what_the_last_queries_see_and_these(model):
+    """Sums of the last 6 queries' probabilities, the best of 3 neighbours, and the 6 tokens themselves."""
+    cache = snapkv(exact(model), 0.5, observed=6, pool=3).new_cache(model)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.inference_mode():
+        model(TOKENS, past_key_values=cache, use_cache=True)
+        attentions = eager(TOKENS, output_attentions=True).attentions
+    for layer, weights in zip(cache.layers, attentions, strict=True):
+        assert sum(layer.stores[0].parts) == 20
+        if (held := layer.stores[0].kept) is not None:
+            scores = weights[:, :, -6:].sum(2).unflatten(1, (held.bits.shape[1], -1)).sum(2)
+            around = torch.nn.functional.pad(scores, (1, 1)).unfold(-1, 3, 1).amax(-1)
+            around[..., -6:] = torch.inf
+            mask, expected = (token_mask(x, 40) for x in (held.tokens(40), around.topk(20).indices))
+            assert (mask == expected).float().mean() > 0.95  # neighbours that share a maximum are a tie
+    assert cache.report().seq_len == 40

@@ -26,14 +26,15 @@ def attending(model, implementation: str):
 
 
 @contextmanager
-def watching_attention(model, see: Callable[[int, Tensor], None]):
+def watching_attention(model, see: Callable[[int, Tensor], None], last: int = 0):
     """Within the context, ``model`` attends eagerly and tells ``see(layer_idx, scores)`` of every attention block as it
     ends; on leaving, it attends as before. ``scores`` (batch, num_kv_heads, kv_len), fp32, is the attention that each
-    key got, summed over this pass's queries and over the query heads of its KV head: the model's own probabilities."""
+    key got, summed over this pass's ``last`` queries (0: all) and over the query heads of its KV head: the model's own
+    probabilities."""
     handles = []
     try:
         for layer in kv_layers(model):
-            handles.append(layer.attention.register_forward_hook(partial(_tell, layer, see)))
+            handles.append(layer.attention.register_forward_hook(partial(_tell, layer, see, last)))
         with attending(model, "eager"):
             yield
     finally:
@@ -41,11 +42,11 @@ def watching_attention(model, see: Callable[[int, Tensor], None]):
             handle.remove()
 
 
-def _tell(layer: KVLayer, see, module, args, output) -> None:
+def _tell(layer: KVLayer, see, last: int, module, args, output) -> None:
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(weights, Tensor) or weights.ndim != 4:
         raise DataError(f"{type(module).__name__} returns no attention probabilities, so nothing can be read off them")
-    sums = weights.detach().sum(dim=2, dtype=torch.float32)
+    sums = weights.detach()[:, :, -last:].sum(dim=2, dtype=torch.float32)
     see(layer.layer_idx, sums.unflatten(1, (layer.num_kv_heads, -1)).sum(dim=2))
 
 

@@ -1,6 +1,7 @@
 """Heavy-hitter eviction: drop the tokens that attention passes over, and pack the kept ones with any codec.
 
-Source: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for efficient generative inference of large language models".
+Sources: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for efficient generative inference of large language models"; Li
+et al. 2024, "SnapKV: LLM knows what you are looking for before generation".
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 from transformers.cache_utils import LinearAttentionLayer
 
 from vqkv.cache.attention_mass import attention_scores, heavy_hitters, watching_attention
@@ -20,7 +22,7 @@ from vqkv.cache.positions import pick_rows
 from vqkv.errors import DataError
 from vqkv.models.layers import check_decoder
 
-__all__ = ["H2O", "EvictingCache", "attention_scores", "heavy_hitters"]
+__all__ = ["H2O", "EvictingCache", "attention_scores", "heavy_hitters", "snapkv"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,16 @@ class H2O:
     compressor's own sinks and recent window are never evicted. A cache evicts once, after its first forward pass (the
     prompt, or its first chunk) and before anything is packed, which suits every codec; later tokens are all kept. A
     codec that merges heads or blocks of tokens then merges tokens of different positions. Kept tokens keep their
-    positions. Raises ``DataError`` for impossible shares.
+    positions. With ``observed`` only the prompt's last so many queries tell what matters, and stay; ``pool``: a token
+    counts as much as the best of so many around it (SnapKV). Raises ``DataError`` for impossible shares.
     """
 
     compressor: object
     retain: float = 0.75
     recent: float = 0.1
     choose: Callable[..., Tensor] = heavy_hitters
+    observed: int = 0
+    pool: int = 1
 
     def __post_init__(self):
         numbers = all(isinstance(share, int | float) for share in (self.retain, self.recent))
@@ -52,7 +57,7 @@ class H2O:
     @property
     def name(self) -> str:
         """The compressor's name and the share retained."""
-        return f"{self.compressor.name}+h2o{self.retain:g}"
+        return f"{self.compressor.name}+{'snapkv' if self.observed else 'h2o'}{self.retain:g}"
 
     @property
     def settings(self):
@@ -76,6 +81,11 @@ class H2O:
         if any(isinstance(layer, LinearAttentionLayer) for layer in cache.compressed):
             raise DataError(f"{type(model).__name__} has states beside keys and values, which forget nothing: no H2O")
         return cache
+
+
+def snapkv(compressor, retain: float = 0.25, observed: int = 32, pool: int = 7) -> H2O:
+    """SnapKV: of a prompt, the share that its last ``observed`` queries attend to most, and these tokens themselves."""
+    return H2O(compressor, retain, 0.0, observed=observed, pool=pool)
 
 
 @dataclass(eq=False)
@@ -111,7 +121,8 @@ class EvictingLayer(CompressedLayer):
     def attended(self, scores: Tensor) -> None:
         """Store the new tokens and evict, given what each key (batch, num_kv_heads, kv_len) got in this pass."""
         settings, policy, new, self.new = self.batch.settings, self.policy, self.new, None
-        kept = settings.sink_tokens, settings.recent_window
+        kept = settings.sink_tokens, max(settings.recent_window, policy.observed)
+        scores = max_pool1d(scores, policy.pool, 1, policy.pool // 2)
         chosen = policy.choose(scores, policy.retain, policy.recent, self.batch.slots, *kept)
         if chosen.shape[-1] < scores.shape[-1]:
             self.stores[0].number(chosen)
@@ -156,8 +167,11 @@ class EvictingCache(CompressedCache):
         if self.compressed[0].evicts_next:
             self._watching = ExitStack()
             self._watching.enter_context(
-                watching_attention(self.model(), lambda layer, scores: self.layers[layer].attended(scores))
+                watching_attention(self.model(), self._attended, self.compressed[0].policy.observed)
             )
+
+    def _attended(self, layer: int, scores: Tensor) -> None:
+        self.layers[layer].attended(scores)
 
     def stop(self, *_) -> None:
         """The forward pass has ended, or failed."""

@@ -11,7 +11,7 @@ import torch
 from vqkv import presets
 from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters
+from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
 from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
@@ -143,7 +143,8 @@ def eviction(
     retains: list[float], recent: float, sink_tokens: int, codebook_size: int, num_quantizers: int, seed: int,
     dtype: str, device: str,
 ):  # fmt: skip
-    """Eviction alone and on top of codecs: KL against the share of tokens retained, heavy hitters against random ones.
+    """Eviction alone and on top of codecs: KL against the share of tokens retained, heavy hitters and
+    SnapKV against random ones.
 
     ``snapshot`` protocol, evicted once after the prompt; the first ``sink_tokens`` always stay, also for the random
     rule, which would else show no more than what losing a sink costs. ``overlap``: the share of the tokens kept by
@@ -168,9 +169,12 @@ def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: 
     settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(found.test), "reconstruction": False}
     compared = compare_scores(found.model, compressor, found.test[:, :prompt_len], retain, recent)
     overlap = sum(compared) / len(compared)
-    rows = []
-    for rule, choose in (("heavy hitters", heavy_hitters), ("random", random_tokens(who["seed"]))):
-        policy = H2O(compressor, retain, recent, choose=choose)
+    rows, rules = [], {
+        "heavy hitters": H2O(compressor, retain, recent),
+        "SnapKV": snapkv(compressor, retain),
+        "random": H2O(compressor, retain, recent, choose=random_tokens(who["seed"])),
+    }  # fmt: skip
+    for rule, policy in rules.items():
         row = evaluate(found.model, policy, found.test, "snapshot", **settings, exact=found.exact)
         label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
         rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})

@@ -103,7 +103,7 @@ def eviction_curves(table):
     fig, axes, panels = by_model(table, (10, 3.8))
     for ax, model, mine in panels:
         for (codec, rule), rows in mine.groupby(["codec", "rule"], sort=False):
-            style = "o-" if rule == "heavy hitters" else "x:"
+            style = {"heavy hitters": "o-", "SnapKV": "s--"}.get(rule, "x:")
             ax.plot(100 * rows["retain"], rows["kl_mean"], style, color=PALETTE[codec], label=f"{NAMES[codec]}, {rule}")
         ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
         ax.set(title=basename(model), xlabel="tokens retained (%)")
