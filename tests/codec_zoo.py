@@ -14,7 +14,6 @@ from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.merged_layers import MergedLayers
 from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
@@ -80,7 +79,6 @@ EXTRA |= {
     "component groups": Chain([MeanRemoval(), MergeHeads(), PCA(), TokenBlock(6)], ComponentGroups(3.0)),
     "few components": Chain([MergeHeads(), PCA(rank=20), TokenBlock(4)], ComponentGroups(2.0)),
     "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
-    "merged layers": Chain([MergeHeads()], MergedLayers(3, retained=0.2)),
     "fp16": Fp16(),
     "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
 }

@@ -49,7 +49,6 @@ PREDICTED = {
     "aqua-quanto-gptq": presets.aqua(presets.quanto(), "gptq", key_from="K-1+K-2", value_from="V-1", pre_rope=False),
     "aqua-means": presets.aqua(presets.higgs(), "reduced_rank", key_from="none", value_from="mean", recent_window=0),
     "kvsharer": presets.kvsharer(threshold=-1),
-    "minicache": presets.minicache(retained=0.25),
     "kvtc": presets.kvtc(2.0, block=16, recent_window=8),
     "oscar": presets.oscar(sink_tokens=4, recent_window=8),
 }

@@ -21,7 +21,7 @@ BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all proces
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
 PRESETS = (  # of vqkv.presets, whose import takes seconds
     "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
-    "best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache, oscar, nova, block_gtq"
+    "best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq"
 )
 SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 READABLE = "vqkv inspect reads a compressor's folder or a saved cache (cache.save)"

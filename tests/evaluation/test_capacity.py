@@ -31,7 +31,7 @@ PIECES = (1, 1, 4, 17, 18, 1, 128, 5, 88, 1)  # sinks half full, blocks of 16 an
 RAGGED = {name: SMALL[name] for name in ("lossless", "cachegen", "vqq", "vqq_product")} | {
     f"{name}+ans": CODED[name] for name in CODED
 }
-RAGGED |= {name: PREDICTED[name] for name in ("kvtc", "minicache")}
+RAGGED |= {name: PREDICTED[name] for name in ("kvtc",)}
 LEARNED_SIZE = ("block_gtq",)  # how many norms a token takes is learned
 FIXED = {name: preset for name, preset in (SMALL | PREDICTED).items() if name not in (*RAGGED, *LEARNED_SIZE)}
 FIXED["kivi held"] = replace(SMALL["kivi"], sink_tokens=3, flush_block=24)

@@ -6,12 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.study.experiments import ridge_strengths
 from vqkv.study.experiments.predictor_choices import BESIDE, _ratio, _systems
 from vqkv.study.tables import with_interval
-
-DATA = {"models": ["vqkv/llama-mini"], "corpus": "python", "train_seqs": 4, "seq_len": 40, "num_seqs": 2}
-DATA |= {"batch_size": 4, "seed": 0, "dtype": "", "device": "cpu"}
 
 
 def ratio(ours, theirs):
@@ -40,10 +36,3 @@ def test_intervals_in_words():
     ends = {"low": [0.01, math.nan, math.nan], "high": [0.02, math.nan, math.nan]}
     table = pd.DataFrame({"x": [0.01234, 1.0, math.nan]} | ends)
     assert with_interval(table, "x", "low", "high")["x"].tolist() == ["0.0123 (0.01 to 0.02)", "1", ""]
-
-
-def test_the_strength_is_chosen_where_nothing_was_learned():
-    table = ridge_strengths(**DATA, held_out=2, strengths=[1e-3, 100.0], chunk_size=16)
-    assert table["train_seqs"].tolist() == [2, 2, 4] and table["kl_held_out"].isna().tolist() == [False, False, True]
-    assert table["chosen"].sum() == 1 and table.loc[table["chosen"], "kl_held_out"].item() == table["kl_held_out"].min()
-    assert table["kl_ratio"].iloc[-1] == 1

@@ -12,7 +12,6 @@ from vqkv.codecs import (  # noqa: F401
     float_bits,
     grid,
     layout,
-    merged_layers,
     nonuniform,
     pca,
     pipeline,

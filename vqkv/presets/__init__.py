@@ -27,7 +27,6 @@ from vqkv.presets.recent import (
     fp8,
     kvarn,
     kvtc,
-    minicache,
     nova,
     nsnquant,
     nvfp4,
@@ -37,6 +36,6 @@ from vqkv.presets.recent import (
 
 __all__ = [
     "PRESETS", "Preset", "aatc", "aqua", "best", "block_gtq", "cachegen", "crossed", "entropy_coded", "fp8", "fp16",
-    "higgs", "hqq", "kivi", "kvarn", "kvquant", "kvsharer", "kvtc", "live", "lossless", "make", "minicache", "nova",
+    "higgs", "hqq", "kivi", "kvarn", "kvquant", "kvsharer", "kvtc", "live", "lossless", "make", "nova",
     "nsnquant", "nvfp4", "oscar", "quanto", "rvq2", "turboquant", "vq", "vqllm", "vqq", "vqq_product",
 ]  # fmt: skip

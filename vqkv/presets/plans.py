@@ -126,17 +126,6 @@ class Together:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Merged(Together):
-    """``Together``, with codecs that are told how many layers they store."""
-
-    def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:
-        """For each layer, the plan of its keys and values. Raises what ``Together`` does."""
-        first, *others = super().arrange(preset, trial)
-        makers = {role: partial(getattr(preset, f"make_{role}_codec"), num_layers=trial.num_layers) for role in ROLES}
-        return [{role: dataclasses.replace(first[role], make_codec=makers[role]) for role in ROLES}, *others]
-
-
 STEPS = (0.5, 1.0, 1.5)  # of the first, second and last third of the layers, relative to each other
 
 

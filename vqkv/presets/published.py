@@ -30,7 +30,6 @@ from vqkv.presets.recent import (
     fp8,
     kvarn,
     kvtc,
-    minicache,
     nova,
     nsnquant,
     nvfp4,
@@ -285,7 +284,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (
         fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, minicache, oscar, nova, block_gtq,
+        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq,
     )
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.merged_layers import MergedLayers
 from vqkv.codecs.nonuniform import GaussianLevels
 from vqkv.codecs.pca import PCA, CostBasis
 from vqkv.codecs.pipeline import Chain
@@ -20,7 +19,7 @@ from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
-from vqkv.presets.plans import Graded, Merged, Together
+from vqkv.presets.plans import Graded, Together
 from vqkv.presets.preset import Preset
 
 LARGEST = 1024  # channels that a Hadamard rotation mixes
@@ -124,19 +123,6 @@ def cachegen(bits: float = 3.0, group: int = 10, block: int = 160, pre_rope: boo
     return Preset(
         "cachegen", codec, codec, flush_block=block, pre_rope=pre_rope, arguments=arguments, plan=Graded(bits)
     )
-
-
-def minicache(pairs: int = 1, position: float = 0.6, retained: float = 0.05, pre_rope: bool | None = False) -> Preset:
-    """MiniCache (Liu et al. 2024, arXiv 2405.14366) in 16 bits: the last ``pairs`` pairs of neighbouring layers store
-    one direction for each token, between theirs (SLERP), and both norms; a share ``retained`` of the tokens keep both
-    directions. There the deeper half of the layers is paired, and the share follows from each prompt's widest angle;
-    here it is that of the calibration text. Tokens are merged after the forward pass that brings them."""
-    arguments = dict(locals())
-
-    def codec(head_dim: int | None, num_layers: int = 2 * pairs) -> Codec:
-        return Chain([MergeHeads()], MergedLayers(num_layers, pairs, position, retained), head_dim)
-
-    return Preset("minicache", codec, codec, pre_rope=pre_rope, arguments=arguments, plan=Merged())
 
 
 def nsnquant(tile: int = 64, pre_rope: bool | None = False) -> Preset:

@@ -35,7 +35,7 @@ from vqkv.study.experiments.overview import contents, findings, frontier_rows
 from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
 from vqkv.study.experiments.predictability import algebra, predictability
-from vqkv.study.experiments.predictor_choices import predictor_choices, ridge_strengths
+from vqkv.study.experiments.predictor_choices import predictor_choices
 from vqkv.study.experiments.predictors import (
     beside_published,
     error_propagation,
