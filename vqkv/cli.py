@@ -97,19 +97,15 @@ def tasks_command(
     chunk_size: int = 32,
     device: Device = "cpu",
     dtype: Dtype = "",
-    batch_size: BatchSize = 8,
 ) -> None:
-    """Leaderboard tasks on a model reading its compressed cache; print JSON rows. Under `accelerate launch` or
-    `torchrun` the processes share the documents."""
+    """Leaderboard tasks on a model reading its compressed cache; print JSON rows."""
     with _plain_errors():
         from vqkv.evaluation.harness import run_tasks
-        from vqkv.runtime.processes import own_device
 
-        loaded, tokenizer = vqkv.load_model(model, dtype or None, own_device(device))
+        loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
         fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
-        rows = run_tasks(loaded, tokenizer, fitted, task, num_fewshot, limit, protocol, chunk_size, batch_size)
-        if rows:  # of several processes the first has them
-            typer.echo(json.dumps(rows, indent=1))
+        rows = run_tasks(loaded, tokenizer, fitted, task, num_fewshot, limit, protocol, chunk_size)
+        typer.echo(json.dumps(rows, indent=1))
 
 
 @app.command("recommend")

@@ -1,6 +1,5 @@
 """What fits a memory: every size against caches that were really filled, every search against counting by hand."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -159,23 +158,14 @@ def test_context_and_batch_are_found_as_by_counting(batch, context, spare, name)
     peaks = ((n, needed.peak(context, n)) for n in range(1, 100_000))
     assert found.batch_size == next(n for n, peak in peaks if peak > memory) - 1
     assert sum(found.kinds.values()) <= memory
-    assert found.ratio == found.context / found.fp16_context if found.fp16_context else math.isnan(found.ratio)
 
 
 MODEL = architecture(small_models.CONFIGS["llama"](), "float32")
 
 
 def test_the_models_own_limit_is_reported_beside_the_memorys():
-    short = capacity(GPT2Config(n_layer=2, n_positions=256), presets.fp16(), 1)
-    assert short.model_limit == 256 and "made for 256" in str(short)
-    within = capacity(GPT2Config(n_layer=2, n_positions=10**5), presets.fp16(), 0.5)
-    assert "made for" not in str(within) and 0 < within.context < 10**5
-
-
-def test_in_one_line():
-    found = capacity(small_models.CONFIGS["llama"](), presets.quanto(2), 0.01)
-    assert "\n" not in str(found) and f"{found.context:,} tokens" in str(found) and "2.5 bits" not in str(found)
-    assert found.dtype == "float16" and found.preset == "quanto"
+    found = capacity(GPT2Config(n_layer=2, n_positions=256), presets.quanto(2), 1)
+    assert found.model_limit == 256 and found.dtype == "float16" and found.preset == "quanto"
 
 
 def test_nothing_is_drawn_from_the_callers_random_numbers():

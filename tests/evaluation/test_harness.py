@@ -15,7 +15,7 @@ from vqkv.cache.meter import total
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.evaluation.harness import VqkvLM, entries, run_tasks
-from vqkv.evaluation.harness.reader import PROTOCOLS, Tally
+from vqkv.evaluation.harness.model import PROTOCOLS, Tally
 from vqkv.evaluation.harness.tasks import manager
 from vqkv.models.load import load_model, values_per_token
 from vqkv.study.peers import TransformersQuantized
@@ -96,7 +96,7 @@ def test_uncompressed_is_hflm_on_the_local_tasks(name):
     written = theirs.generate_until(continued, disable_tqdm=True)
     whole = theirs.loglikelihood_rolling(rolling, disable_tqdm=True)
     for protocol in PROTOCOLS:
-        ours = VqkvLM(model, None, protocol, tokenizer=tokenizer, batch_size=4)
+        ours = VqkvLM(model, None, protocol, tokenizer=tokenizer)
         found = ours.loglikelihood(scored, disable_tqdm=True)
         assert max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True)) < 1e-4
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
@@ -110,55 +110,29 @@ def test_uncompressed_is_hflm_on_the_local_tasks(name):
 def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     fitted, asked = compressor(model, name), requests()
     expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in asked], dtype=torch.float64)
-    packed = set()
-    for batch_size in (1, 7):
-        lm = VqkvLM(model, fitted, protocol, batch_size=batch_size, tokenizer=tokenizer)
-        torch.testing.assert_close(answers(lm, asked), expected, **ROUNDED)
-        whole = total(lm.tally.reports)
-        packed.add((whole.packed_bytes, whole.packed_values, whole.values))
-    exact = answers(VqkvLM(model, None, protocol, tokenizer=tokenizer, batch_size=4), asked)
+    lm = VqkvLM(model, fitted, protocol, tokenizer=tokenizer)
+    torch.testing.assert_close(answers(lm, asked), expected, **ROUNDED)
+    exact = answers(VqkvLM(model, None, protocol, tokenizer=tokenizer), asked)
     assert (exact - expected).abs().max() > 1e-4  # the cache was read
-    (counts,) = packed  # whatever the batch: padding is not stored
-    about, texts = fitted.model, {tuple(context + continuation[:-1]) for _, context, continuation in asked}
-    assert counts[2] == values_per_token(about) * sum(map(len, texts))
+    assert {each.batch_size for each in lm.tally.reports} == {1}
 
 
-def test_one_text_for_requests_that_differ_in_their_last_token(model, tokenizer):
-    lm, context = VqkvLM(model, tokenizer=tokenizer), tokens((20,)).tolist()
-    answers(lm, [(None, context, [word]) for word in (5, 6, 7)])
-    (read,) = lm.tally.reports
-    assert (read.batch_size, read.seq_len, lm.tally.scored) == (1, 20, 3)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_generation_does_not_depend_on_the_batch(model, tokenizer, protocol):
-    fitted = compressor(model, "vqllm")
-    texts = [tokenizer.decode(tokens((length,), length)) for length in (7, 40, 33, 90, 64)]
-    asked = [Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 6}), 0) for text in texts]
-    found = [
-        VqkvLM(model, fitted, protocol, tokenizer=tokenizer, batch_size=size).generate_until(asked, disable_tqdm=True)
-        for size in (1, 3)
-    ]
-    assert found[0] == found[1]
-
-
-def test_a_prompt_is_cut_from_its_end(model, tokenizer):
+def test_a_prompt_goes_in_by_pieces(model, tokenizer):
     fitted, prompt = compressor(model, "vqllm"), tokens((1, 70))
     cache = fitted.new_cache(model)
     with torch.no_grad():
-        for piece in prompt.split([6, 32, 32], dim=1):
+        for piece in prompt.split(32, dim=1):
             logits = model(piece, past_key_values=cache, use_cache=True).logits[:, -1]
-    padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt], dim=1)
     lm = VqkvLM(model, fitted, tokenizer=tokenizer)
-    out = lm._model_generate(padded, 80, [], attention_mask=(torch.arange(79) >= 9).long()[None])
-    assert out.shape == (1, 80) and out[0, 9:79].equal(prompt[0]) and out[0, -1] == logits.argmax()
+    out = lm._model_generate(prompt, 71, [], attention_mask=torch.ones_like(prompt))
+    assert out.shape == (1, 71) and out[0, :70].equal(prompt[0]) and out[0, -1] == logits.argmax()
     assert total(lm.tally.reports).values == 70 * values_per_token(fitted.model)
 
 
 def test_a_peer_reads_one_text_at_a_time(model, tokenizer):
     peer, asked = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1), requests()[:9]
     alone = torch.tensor([by_hand(model, peer, "chunked", *pair) for _, *pair in asked], dtype=torch.float64)
-    lm = VqkvLM(model, peer, tokenizer=tokenizer, batch_size=4)
+    lm = VqkvLM(model, peer, tokenizer=tokenizer)
     torch.testing.assert_close(answers(lm, asked), alone, **ROUNDED)
     assert {report.batch_size for report in lm.tally.reports} == {1}
     with pytest.raises(DataError, match="in-place"):
@@ -169,11 +143,7 @@ def test_records_say_what_was_compressed_and_how_far(model, tokenizer):
     lm = VqkvLM(model, compressor(model, "vqllm"), tokenizer=tokenizer, max_length=60)
     answers(lm, requests())
     about = lm.get_model_info()
-    assert (
-        about["compressor"] == "vqllm"
-        and about["protocol"] == "chunked"
-        and about["truncated"] == sum(len(a) + len(b) > 61 for _, a, b in requests())
-    )
+    assert about["compressor"] == "vqllm" and about["protocol"] == "chunked"
     assert about["bits_per_value"] == pytest.approx(2 * 4 / 16 + 16 / 32)
     assert 0 < about["packed_share"] < 1 and about["ratio"] > 10
     assert math.isnan(Tally().as_dict()["bits_per_value"])
@@ -186,7 +156,7 @@ def test_bytes_of_the_uncompressed_cache_are_those_it_has(model, tokenizer):
     assert (about["bits_per_value"], about["ratio"], about["packed_share"]) == (64, 0.25, 0)
     short = VqkvLM(model, compressor(model, "vqllm"), tokenizer=tokenizer)
     answers(short, [(None, [1, 2, 3], [4, 5])])
-    assert short.tally.scored == 2 and short.tally.scored_packed == 0
+    assert short.tally.read == 4 and short.tally.read_packed == 0
 
 
 def test_bad_arguments(model, tokenizer, tmp_path):
@@ -196,8 +166,6 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         ({"chunk_size": 0}, DataError, "chunk_size 0"),
         ({"max_lenght": 5}, UnknownNameError, "max_length"),
         ({"compresor": "folder"}, UnknownNameError, "Did you mean 'compressor'"),
-        ({"batch_size": 0}, DataError, "batch_size 0 must be"),
-        ({"batch_size": "many"}, DataError, "or 'auto'"),
         ({"tokenizer": None}, DataError, "tokenizer"),
         ({"compressor": str(tmp_path)}, FormatError, "no vqkv-compressor"),
     ):
@@ -207,8 +175,6 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         VqkvLM("vqkv/llama-mini", fitted)
     with pytest.raises(UnknownNameError, match="llama-mini"):
         VqkvLM("vqkv/lama-mini")
-    with pytest.raises(DataError, match="continuation of 0"):
-        answers(VqkvLM(model, tokenizer=tokenizer), [(None, [1], [])])
 
 
 @pytest.mark.parametrize("count", [{"limit": 0}, {"limit": -3}, {"limit": "x"}, {"num_fewshot": -2}])

@@ -165,13 +165,8 @@ class EvictingCache(CompressedCache):
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
             raise DataError("a share of a padded sequence is no share of its tokens: pass sequences unpadded")
         if self.compressed[0].evicts_next:
-            self._watching = ExitStack()
-            self._watching.enter_context(
-                watching_attention(self.model(), self._attended, self.compressed[0].policy.observed)
-            )
-
-    def _attended(self, layer: int, scores: Tensor) -> None:
-        self.layers[layer].attended(scores)
+            self._watching, see = ExitStack(), lambda layer, scores: self.layers[layer].attended(scores)
+            self._watching.enter_context(watching_attention(self.model(), see, self.compressed[0].policy.observed))
 
     def stop(self, *_) -> None:
         """The forward pass has ended, or failed."""

@@ -12,6 +12,7 @@ from vqkv.kernels import Coded, KernelView, Mapped
 from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
+HQQ_ITERATIONS, HQQ_NORM, HQQ_BETA = 20, 0.7, 10.0
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
 STATISTICS = {
     "std": lambda x: x.std(dim=-1, correction=0),
@@ -112,16 +113,13 @@ class Clipped(MinMax):
 @dataclass(eq=False)
 class HalfQuadratic(MinMax):
     """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
-    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``norm`` < 1, ``beta``). Each
-    vector keeps its best of ``iterations`` offsets by mean absolute error, where HQQ stops by the whole tensor's
+    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``HQQ_NORM`` < 1). Each
+    vector keeps its best of ``HQQ_ITERATIONS`` offsets by mean absolute error, where HQQ stops by the whole tensor's
     error."""
 
     bits: int = 4
-    iterations: int = 20
-    norm: float = 0.7
-    beta: float = 10.0
     widest = False
-    limits = {"bits": (1, 8), "iterations": (1, 1000), "norm": (1e-9, 1.0), "beta": (1e-9, 1e9)}
+    limits = {"bits": (1, 8)}
 
     def _ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, high = (end.unsqueeze(-1) for end in super()._ends(x))
@@ -129,7 +127,7 @@ class HalfQuadratic(MinMax):
         levels = 2**self.bits - 1
         step = ((high - low) / levels).clamp_min(FP16_MIN_NORMAL)
         best, best_error = low, torch.full_like(low, torch.inf)
-        for _ in range(self.iterations):
+        for _ in range(HQQ_ITERATIONS):
             codes = ((x - low) / step).round().clamp(0, levels)
             error = x - (low + codes * step)
             size = error.abs().mean(dim=-1, keepdim=True)
@@ -139,8 +137,8 @@ class HalfQuadratic(MinMax):
 
     def _shrink(self, error: Tensor) -> Tensor:
         size = error.abs()
-        power = size.double().clamp_min(1e-12).pow(self.norm - 1).float()  # fp32's last bit depends on the place
-        return error.sign() * (size - power / self.beta).clamp_min(0)
+        power = size.double().clamp_min(1e-12).pow(HQQ_NORM - 1).float()  # fp32's last bit depends on the place
+        return error.sign() * (size - power / HQQ_BETA).clamp_min(0)
 
 
 def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:

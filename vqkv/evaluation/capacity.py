@@ -56,21 +56,6 @@ class Capacity:
     fp16_batch_size: int
     model_limit: int | None
 
-    @property
-    def ratio(self) -> float:
-        """``context`` over ``fp16_context``; NaN if that is 0."""
-        return self.context / self.fp16_context if self.fp16_context else float("nan")
-
-    def __str__(self) -> str:
-        beyond = self.model_limit is not None and self.context > self.model_limit
-        limit = f"; the model was made for {self.model_limit:,}" if beyond else ""
-        return (
-            f"{self.model} in {self.dtype} with {self.preset} ({self.bits_per_value:.4g} bits per value) in "
-            f"{self.memory_bytes / GB:g} GB: {self.context:,} tokens at batch {self.at_batch_size:,} "
-            f"(fp16: {self.fp16_context:,}{limit}), batch {self.batch_size:,} at {self.at_context:,} tokens "
-            f"(fp16: {self.fp16_batch_size:,})"
-        )
-
 
 def capacity(
     model_or_config,

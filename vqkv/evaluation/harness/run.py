@@ -1,16 +1,12 @@
 """Model + compressor + tasks -> rows of a table."""
 
 import os
-import random
 
-import numpy as np
-import torch
-from lm_eval import evaluate
+from lm_eval import simple_evaluate
 
 from vqkv.errors import DataError
-from vqkv.evaluation.harness.model import VqkvLM
+from vqkv.evaluation.harness.model import Tally, VqkvLM
 from vqkv.evaluation.harness.quiet import quiet
-from vqkv.evaluation.harness.reader import Tally
 from vqkv.evaluation.harness.tasks import Entry, entries, manager
 from vqkv.models.load import load_model
 from vqkv.runtime.checks import check_whole
@@ -29,7 +25,6 @@ def run_tasks(
     limit: int | None = None,
     protocol: str = "chunked",
     chunk_size: int = 32,
-    batch_size: int | str = 8,
     seed: int = 1234,
     metadata: dict | None = None,
     **arguments,
@@ -41,8 +36,7 @@ def run_tasks(
     (``max_seq_lengths`` of RULER's). Nothing is printed; the same arguments give the same rows.
 
     One row a metric: task, metric, filter, value, stderr (NaN where there is no formula), n (documents), num_fewshot,
-    protocol, and the caches' bits_per_value, ratio, side_bytes, packed_share and truncated (see ``Tally``). In a run of
-    several processes only the first has rows, and its bytes are those of its own share of the documents. Raises
+    protocol, and the caches' bits_per_value, ratio, side_bytes and packed_share (see ``Tally``). Raises
     ``UnknownNameError`` for a task that does not exist and ``DataError`` for one whose data cannot be reached.
     """
     wanted = entries(tasks)
@@ -51,56 +45,38 @@ def run_tasks(
             check_whole(name, count, least, MOST)
     if isinstance(model, str):
         model, tokenizer = load_model(model)
-    lm = VqkvLM(model, compressor, protocol, chunk_size, batch_size, tokenizer=tokenizer, **arguments)
+    lm = VqkvLM(model, compressor, protocol, chunk_size, tokenizer=tokenizer, **arguments)
     metadata = {"tokenizer": lm.tokenizer.name_or_path} | (metadata or {})
     rows = []
     for entry in wanted:
-        lm.reader.tally = Tally()
+        lm.tally = Tally()
         found = _evaluate(lm, entry, num_fewshot, limit, seed, metadata)
-        shared = {"protocol": protocol, **lm.tally.as_dict()}
-        rows += [row | shared for row in _rows(found, entry)]
+        rows += [row | {"protocol": protocol, **lm.tally.as_dict()} for row in _rows(found, entry)]
     return rows
 
 
 def _evaluate(lm: VqkvLM, entry: Entry, num_fewshot: int | None, limit: int | None, seed: int, metadata: dict) -> dict:
-    """lm_eval's results of one entry, as of ``simple_evaluate``; empty in all processes but the first."""
-    for begin in (random.seed, np.random.seed, torch.manual_seed):
-        begin(seed)
-    with quiet():
-        found = _load(entry.task, metadata)
-        for task in found["tasks"].values():
-            shots, own = entry.num_fewshot if num_fewshot is None else num_fewshot, task.get_config("num_fewshot")
-            if own != 0:  # a task that says 0 means it: its examples, if any, are in its prompt
-                task.set_config("num_fewshot", (own or 0) if shots is None else shots)
-            task.set_fewshot_seed(seed)
-        results = evaluate(lm, found, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS, log_samples=False)
-    return results or {}
-
-
-def _load(name: str, metadata: dict) -> dict:
-    """A task, or a group's or tag's tasks, with their data. Raises ``DataError`` if these cannot be had."""
-    tasks = manager(name, metadata)
+    """lm_eval's results of one entry. Raises ``DataError`` if its data cannot be had."""
+    tasks, shots = manager(entry.task, metadata), entry.num_fewshot if num_fewshot is None else num_fewshot
+    names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False} | dict.fromkeys(names, seed)
     try:
-        return tasks.load([name])
+        with quiet():
+            return simple_evaluate(lm, tasks=[entry.task], num_fewshot=shots, task_manager=tasks, **how)
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError) or type(error).__name__ in UNREACHABLE:
-            raise DataError(_unreachable(name, tasks.task_index[name].cfg or {}, error)) from error
+            path = (tasks.task_index[entry.task].cfg or {}).get("dataset_path") or "its data set"
+            raise DataError(
+                f"task {entry.task!r}: {path} cannot be reached ({type(error).__name__}: {str(error)[:200]}). On a "
+                f"machine with network access: `hf download {path} --repo-type dataset --local-dir {path}`; then run "
+                f"in the folder that holds {path}{os.sep}, here {os.getcwd()!r}"
+            ) from error
         raise
-
-
-def _unreachable(task: str, config: dict, error: Exception) -> str:
-    """Remedy for a data set that cannot be had."""
-    path = config.get("dataset_path") or "its data set"
-    return (
-        f"task {task!r}: {path} cannot be reached ({type(error).__name__}: {str(error)[:200]}). On a machine with "
-        f"network access: `hf download {path} --repo-type dataset --local-dir {path}`; then run in the folder "
-        f"that holds {path}{os.sep}, here {os.getcwd()!r}"
-    )
 
 
 def _rows(found: dict, entry: Entry) -> list[dict]:
     """One row a metric: of the entry itself, or of each task of a tag, which has no result of its own."""
-    results = found.get("results", {})
+    results = found["results"]
     rows = []
     for task in [entry.task] if entry.task in results else results:
         leaves = _leaves(found, task)
