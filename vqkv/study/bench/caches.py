@@ -102,7 +102,10 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
         SHORT: presets.best(1.8, context=1),
         LONG: presets.best(1.8, context=2**30),
         "lossless": presets.lossless(),
-    } | {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
+        **{f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)},
+        "cachegen 2": presets.cachegen(2),
+        "kvtc 1": presets.kvtc(1),
+    }
 
 
 def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
@@ -111,7 +114,7 @@ def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
     for label in systems:
         if label not in known:
             raise UnknownNameError("system", label, known)
-    usual = [label for label in known if not label.startswith("live")]  # read in place, page 08's own comparison
+    usual = [label for label in known if not label.startswith(("live", "cachegen", "kvtc"))]  # pages 08 and 13 alone
     return [label for label in known if label in (systems or usual)]
 
 

@@ -8,16 +8,13 @@ import torch
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.prompts import PromptCache
-from vqkv.data.recall import RecallTask
 from vqkv.evaluation.evaluate import bootstrap_interval
 from vqkv.evaluation.metrics import token_kl
-from vqkv.models.layers import max_positions
-from vqkv.models.rope import rotates
-from vqkv.study.bench.caches import Uncompressed, chosen, prepared, random_llama, random_tokens
+from vqkv.study.bench.caches import Uncompressed, chosen
 from vqkv.study.bench.generation import Generation
 from vqkv.study.bench.restoring import EVERYTHING, FP16, timed_prompts
 from vqkv.study.bench.timing import num_threads
-from vqkv.study.experiments.common import FINDS, RECALL_PAIRS, Subject, check_enough, frame, subject
+from vqkv.study.experiments.common import FINDS, Subject, frame, subject
 from vqkv.study.experiments.generation import fitted_contender
 from vqkv.study.provenance import device_name
 from vqkv.study.sweep import per_process, sweep
@@ -26,43 +23,29 @@ GOES_ON = 64  # tokens read from a restored cache
 
 
 def restoring_times(
-    models: list[str], corpus: str, systems: list[str], lengths: list[int], geometry: str, long_lengths: list[int],
-    rounds: int, train_seqs: int, seq_len: int, codebook_sizes: list[int], kmeans_iterations: int, seed: int,
-    threads: int, dtype: str, device: str,
+    model: str, corpus: str, systems: list[str], lengths: list[int], rounds: int, train_seqs: int, seq_len: int,
+    seed: int, threads: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Times of ``bench.restoring.timed_prompts``, which no two runs have alike, for ``models`` and held-out prompts of
-    ``lengths`` tokens (fewer positions, fewer prompts), and a random Llama of ``geometry`` and ``long_lengths``."""
-    rows, sources = [], {}
-    fit = {"codebook_sizes": codebook_sizes, "kmeans_iterations": kmeans_iterations, "seed": seed}
+    """Times of ``bench.restoring.timed_prompts``, which no two runs have alike, of held-out prompts of ``lengths``
+    tokens."""
+    who = {"name": model, "corpus": corpus, "dtype": dtype, "device": device, "seed": seed,
+           "train": [train_seqs, seq_len], "test": [1, max(lengths) + 1]}  # fmt: skip
     with num_threads(threads):
-        for name in models:
-            who = {"name": name, "corpus": corpus, "dtype": dtype, "device": device, "seed": seed,
-                   "train": [train_seqs, seq_len], "test": [1, max(lengths) + 1]}  # fmt: skip
-            found = subject(**who)
-            fitted = _fitted(systems, who, fit)
-            fitting = [n for n in lengths if rotates(found.model) or n + 2 <= max_positions(found.model)]
-            timed = timed_prompts(found.model, fitted, found.test.to(device), fitting, rounds)
-            rows += [{"model": name} | row for row in timed]
-            sources |= found.sources
-        if long_lengths:
-            model = random_llama(geometry, dtype or "float32", device, seed)
-            fitted = prepared(model, systems, codebook_sizes, seed)
-            tokens = random_tokens(model, 1, max(long_lengths) + 1, seed)
-            timed = timed_prompts(model, fitted, tokens, long_lengths, rounds)
-            rows += [{"model": f"random Llama, {model.config.num_hidden_layers} layers"} | row for row in timed]
+        found = subject(**who)
+        timed = timed_prompts(found.model, _fitted(systems, who), found.test.to(device), lengths, rounds)
     machine = {"threads": threads, "device": device_name(torch.device(device))}
-    return frame([row | machine for row in rows], sources)
+    return frame([{"model": model} | row | machine for row in timed], found.sources)
 
 
-def _fitted(systems: list[str], who: dict, fit: dict) -> dict:
+def _fitted(systems: list[str], who: dict) -> dict:
     who = who | {"test": [1, 2]}  # which no fit depends on
-    return {label: _one_fitted(label=label, who=who, fit=fit) for label in chosen(systems, fit["codebook_sizes"])}
+    return {label: _one_fitted(label=label, who=who) for label in chosen(systems, [])}
 
 
 @per_process(maxsize=16)
-def _one_fitted(label: str, who: dict, fit: dict):
+def _one_fitted(label: str, who: dict):
     """Once for all tables of the page that are computed in one process."""
-    return fitted_contender(subject(**who), label, who, fit)[label]
+    return fitted_contender(subject(**who), label, who, {"codebook_sizes": [], "seed": who["seed"]})[label]
 
 
 def break_even(times: pd.DataFrame) -> pd.DataFrame:
@@ -82,61 +65,42 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def restored_quality(
-    models: list[str], corpus: str, systems: list[str], prompt_len: int, num_seqs: int, tell_apart: float,
-    train_seqs: int, seq_len: int, codebook_sizes: list[int], kmeans_iterations: int, seed: int, dtype: str,
-    device: str,
+    model: str, corpus: str, systems: list[str], prompt_len: int, num_seqs: int, train_seqs: int, seq_len: int,
+    seed: int, dtype: str, device: str,
 ):  # fmt: skip
-    """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per model and system.
+    """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
 
     ``kl_mean``: nats a token from the exact model over the next 63 tokens of held-out text, with its 95% bootstrap
-    interval over ``num_seqs`` prompts. ``recall``: answers to 16 pairs at the prompt's start. ``copied``: tokens told
-    right of a passage of the prompt that comes a second time. ``same``: every logit has the bits that a cache never
-    saved gives. Raises ``DataError`` where questions are too few to tell ``tell_apart`` points apart.
+    interval over ``num_seqs`` prompts. ``copied``: tokens told right of a passage of the prompt that comes a second
+    time. ``same``: every logit has the bits that a cache never saved gives.
     """
-    check_enough("recall", RECALL_PAIRS * num_seqs, tell_apart)
     texts = {"train": [train_seqs, seq_len], "test": [num_seqs, prompt_len + GOES_ON], "seed": seed}
     settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "fit": {"codebook_sizes": codebook_sizes, "kmeans_iterations": kmeans_iterations, "seed": seed},
+        "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},
         "prompt_len": prompt_len,
     }
-    cases = [{"model": name, "system": label} for name in models for label in chosen(systems, codebook_sizes)]
-    return frame(*sweep(_quality_rows, cases, settings, "restored"))
+    return frame(*sweep(_quality_rows, [{"system": label} for label in chosen(systems, [])], settings, "restored"))
 
 
-def _quality_rows(model: str, system: str, who: dict, fit: dict, prompt_len: int):
-    who = who | {"name": model}
+def _quality_rows(system: str, who: dict, prompt_len: int):
     found = subject(**who)
-    compressor = _fitted([system], who, fit)[system]
-    text, pairs, passage = (x.to(found.model.device) for x in _prompts(found, prompt_len, who["seed"]))
+    compressor, text = _fitted([system], who)[system], found.test.to(found.model.device)
+    middle = (prompt_len - GOES_ON) // 2
+    passage = torch.cat([text[:, :prompt_len], text[:, middle : middle + GOES_ON]], 1)
     exact, logits, same = _gone_on(found, compressor, text, prompt_len)
     kl = token_kl(exact, logits)[:, :-1].double().mean(1)
     low, high = bootstrap_interval(kl)
     floor = found.exact.floor(text, [prompt_len, GOES_ON])[:, prompt_len:-1].double().mean().item()
-    row = {"model": model, "system": system, "kl_mean": kl.mean().item(), "kl_low": low, "kl_high": high}
-    line, all_same = RecallTask(found.tokenizer).line, [same]
-    asked = {"recall": (pairs, line * RECALL_PAIRS, slice(None, None, line)),
-             "copied": (passage, GOES_ON, slice(FINDS, None))}  # fmt: skip
-    for name, (tokens, read, which) in asked.items():
-        exact, logits, same = _gone_on(found, compressor, tokens, tokens.shape[1] - read)
-        row |= {name: _told(logits, tokens, which), f"{name}_exact": _told(exact, tokens, which)}
-        all_same.append(same)
-    return [row | {"kl_floor": floor, "same": all(all_same)}], found.sources
+    row = {"model": who["name"], "system": system, "kl_mean": kl.mean().item(), "kl_low": low, "kl_high": high}
+    exact, logits, again = _gone_on(found, compressor, passage, prompt_len)
+    row |= {"copied": _told(logits, passage), "copied_exact": _told(exact, passage)}
+    return [row | {"kl_floor": floor, "same": same and again}], found.sources
 
 
-def _told(logits: torch.Tensor, tokens: torch.Tensor, which: slice) -> float:
-    """Share of ``which`` of the next tokens that the most likely one is."""
+def _told(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Share of the next tokens, once the passage is known, that the most likely one is."""
     right = logits.argmax(-1)[:, :-1] == tokens[:, 1 - logits.shape[1] :]
-    return right[:, which].double().mean().item()
-
-
-def _prompts(found: Subject, prompt_len: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Held-out text; pairs, text and the questions; text and a passage of it again."""
-    task, text = RecallTask(found.tokenizer), found.test
-    listed = len(task.bos) + task.line * RECALL_PAIRS
-    pairs = task.episodes(RECALL_PAIRS, len(text), seed, text[:, : max(0, prompt_len - listed)])
-    middle = (prompt_len - GOES_ON) // 2
-    return text, pairs.tokens, torch.cat([text[:, :prompt_len], text[:, middle : middle + GOES_ON]], 1)
+    return right[:, FINDS:].double().mean().item()
 
 
 @torch.inference_mode()
@@ -153,7 +117,7 @@ def _gone_on(found: Subject, compressor, tokens: torch.Tensor, start: int):
 
 def chat(
     model: str, corpus: str, systems: list[str], turns: int, said: int, answered: int, train_seqs: int, seq_len: int,
-    codebook_sizes: list[int], kmeans_iterations: int, seed: int, threads: int, dtype: str, device: str,
+    seed: int, threads: int, dtype: str, device: str,
 ):  # fmt: skip
     """A conversation of ``turns``, each of ``said`` tokens of held-out text and an answer of ``answered``; in between,
     nothing stays in memory and a ``PromptCache`` has the rest. A row per system and turn.
@@ -164,14 +128,12 @@ def chat(
     """
     who = {"name": model, "corpus": corpus, "dtype": dtype, "device": device, "seed": seed,
            "train": [train_seqs, seq_len], "test": [1, turns * said]}  # fmt: skip
-    fit = {"codebook_sizes": codebook_sizes, "kmeans_iterations": kmeans_iterations, "seed": seed}
     with num_threads(threads):
         found, rows = subject(**who), []
-        for label, compressor in _fitted(systems, who, fit).items():
+        for label, compressor in _fitted(systems, who).items():
             rows += [{"model": model, "system": label} | row for row in _talk(found, compressor, said, answered)]
-    return frame(
-        [row | {"threads": threads, "device": device_name(torch.device(device))} for row in rows], found.sources
-    )
+    machine = {"threads": threads, "device": device_name(torch.device(device))}
+    return frame([row | machine for row in rows], found.sources)
 
 
 def _talk(found: Subject, compressor, said: int, answered: int) -> list[dict]:
