@@ -6,30 +6,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.study.experiments.predictor_choices import BESIDE, _ratio, _systems
+from vqkv.study.experiments.comparisons import paired_ratio
+from vqkv.study.experiments.predictor_choices import BESIDE, SYSTEMS
 from vqkv.study.tables import with_interval
-
-
-def ratio(ours, theirs):
-    return _ratio(*(" ".join(map(str, each)) for each in (ours, theirs)))
 
 
 def test_sequences_are_drawn_in_pairs():
     theirs = np.random.default_rng(0).uniform(0.01, 1.0, 12)
-    found = ratio(2 * theirs, theirs)
-    assert [*found.values()] == pytest.approx([2.0] * 3)  # apart, their intervals would be wide
-    found = ratio(theirs + theirs[::-1], theirs)
-    assert found["kl_ratio_low"] < 1.95 and found["kl_ratio_high"] > 2.05
-
-
-def test_nothing_is_said_of_one_sequence_or_of_a_system_beside_itself():
-    assert np.isnan([ratio([1], [2])["kl_ratio_low"], ratio([1, 2], [1, 2])["kl_ratio_high"]]).all()
-    assert np.isnan([*_ratio("1 2", None).values()]).all()
+    assert paired_ratio(2 * theirs, theirs) == pytest.approx((2.0, 2.0, 2.0))  # apart, their intervals would be wide
+    _, low, high = paired_ratio(theirs + theirs[::-1], theirs)
+    assert low < 1.95 and high > 2.05
 
 
 def test_who_stands_beside_whom_is_in_the_table():
-    names = _systems(0.5)
-    assert {*BESIDE, *BESIDE.values()} <= {*names}
+    assert {*BESIDE, *BESIDE.values()} <= {*SYSTEMS}
 
 
 def test_intervals_in_words():
