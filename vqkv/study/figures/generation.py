@@ -21,6 +21,8 @@ STYLES = {  # start of a label -> palette key, marker; the first that fits
     "best 1.8 short": ("crossed", "*"),
     "best 1.8 long": ("crossed 2", "*"),
     "live": ("live", "d"),
+    "kvtc": ("kvtc", "o"),
+    "cachegen": ("cachegen", "s"),
     "lossless": ("lossless", "h"),
     "fp16": ("fp16", "o"),
     "zlib": ("zlib", "h"),

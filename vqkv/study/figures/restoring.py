@@ -5,48 +5,33 @@ import numpy as np
 
 from vqkv.study.figures.generation import style_of
 from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, by_model
+from vqkv.study.figures.style import PALETTE
 
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}
 
 
-def ready_lines(table):
-    """Milliseconds until the first token after a prompt against the prompt's length: restored by each system, and
-    computed again (black, dashed). A panel per model; ``table``: from ``restoring_times``."""
-    fig, axes, panels = by_model(table, (12, 4.2))
-    for ax, model, mine in panels:
-        again = mine.drop_duplicates("tokens")
-        ax.plot(again["tokens"], again["again_ms"], **AGAIN)
-        for system, rows in mine.groupby("system", sort=False):
-            ax.plot(rows["tokens"], rows["ready_ms"], **_look(system))
-        ax.set(title=basename(model), xscale="log", yscale="log", xlabel="tokens of the prompt")
-        ax.set_xticks(again["tokens"], [f"{n:,}" for n in again["tokens"]])
-        ax.minorticks_off()
-        ax.margins(x=0.15)
-        plain_numbers(ax.yaxis)
-    axes[0, 0].set_ylabel("until the next token (ms)")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    return fig
-
-
-def bandwidth_lines(table, slowest: float = 5, fastest: float = 2000):
-    """Milliseconds until the first token after each model's longest prompt against the bandwidth (MB/s) that its file
-    comes with: bytes over bandwidth, and the time measured with the file in memory. Dashed: computed again."""
+def waiting(table, slowest: float = 5, fastest: float = 2000):
+    """Milliseconds until the first token after a prompt, restored by each system and computed again (dashed): against
+    the prompt's length, files in memory; and for the longest prompt against the bandwidth (MB/s) that its file comes
+    with, bytes over bandwidth added. ``table``: from ``restoring_times``, of one model."""
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True)
+    again = table.drop_duplicates("tokens")
+    longest = table[table["tokens"] == table["tokens"].max()]
     speeds = np.geomspace(slowest, fastest, 60)
-    fig, axes, panels = by_model(table, (12, 4.4))
-    for ax, model, mine in panels:
-        mine = mine[mine["tokens"] == mine["tokens"].max()]
-        ax.plot(speeds, np.full_like(speeds, mine["again_ms"].iloc[0]), **AGAIN)
-        for row in mine.itertuples():
-            ax.plot(speeds, row.ready_ms + row.file_bytes / 1e3 / speeds, **_look(row.system) | {"marker": ""})
-        ax.set(title=f"{basename(model)}, {mine['tokens'].iloc[0]:,} tokens", xscale="log", yscale="log")
-        ax.set(xlabel="bandwidth (MB/s)")
-        ax.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
+    axes[0].plot(again["tokens"], again["again_ms"], **AGAIN)
+    axes[1].plot(speeds, np.full_like(speeds, longest["again_ms"].iloc[0]), **AGAIN)
+    for system, rows in table.groupby("system", sort=False):
+        axes[0].plot(rows["tokens"], rows["ready_ms"], **_look(system))
+    for row in longest.itertuples():
+        axes[1].plot(speeds, row.ready_ms + row.file_bytes / 1e3 / speeds, **_look(row.system) | {"marker": ""})
+    axes[0].set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="until the next token (ms)")
+    axes[1].set(xscale="log", xlabel=f"bandwidth (MB/s), {longest['tokens'].iloc[0]:,} tokens")
+    axes[0].set_xticks(again["tokens"], [f"{n:,}" for n in again["tokens"]])
+    axes[1].set_xticks([10, 100, 1000], ["10", "100", "1,000"])
+    for ax in axes:
         ax.minorticks_off()
-        plain_numbers(ax.yaxis)
-    for ax in axes[0]:
-        name_ends(ax)
-    axes[0, 0].set_ylabel("until the next token (ms)")
+    plain_numbers(axes[0].yaxis)
+    name_ends(axes[1])
     return fig
 
 
