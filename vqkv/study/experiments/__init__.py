@@ -5,7 +5,6 @@
 
 # ruff: noqa: F401
 from vqkv.study.experiments.audit import audited_tables, claims_audit
-from vqkv.study.experiments.by_task import depth_by_task
 from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
 from vqkv.study.experiments.comparisons import (
@@ -55,6 +54,5 @@ from vqkv.study.experiments.quantized_cache import (
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
-from vqkv.study.experiments.systems import systems
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
 from vqkv.study.experiments.tuning import chosen, tuning

@@ -1,5 +1,6 @@
 """Needs of every experiment: models and tokens whose fingerprints go into the provenance, rows as a DataFrame."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from vqkv.codecs.predictive import ROLES, Place, side_by_side
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
 from vqkv.data.facts import FactsTask
-from vqkv.data.recall import RecallBatch, RecallTask
+from vqkv.data.recall import RecallBatch
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.evaluation.exact import ExactPass
@@ -25,7 +26,6 @@ from vqkv.study.answers import answered
 from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.sweep import per_process
 
-RECALL_PAIRS = 16
 EXACT_BYTES = 6 << 30  # that a process remembers of a model's own logits
 FINDS = 16  # tokens of a passage after which a model can know which comes again
 
@@ -102,6 +102,11 @@ def _captured(who: dict, batch_size: int, pre_rope: int) -> CapturedTokens:
     return CapturedTokens(found.model, found.train, batch_size, pre_rope, progress=False)
 
 
+def bare(preset: Preset) -> Preset:
+    """The preset without sinks, recent window and a flush block beyond its codec's."""
+    return dataclasses.replace(preset, sink_tokens=0, recent_window=0, flush_block=1)
+
+
 def paired(key: Compressor, value: Compressor, like: Compressor) -> Compressor:
     """The key codecs of one calibrated compressor with the value codecs of another, named and set as ``like``."""
     pairs = [(ours, theirs) for (ours, _), (_, theirs) in zip(key.codecs, value.codecs, strict=True)]
@@ -139,17 +144,6 @@ def facts_told(
     told, told_exact = right.double().mean().item(), exact.double().mean().item()
     lost = {"facts_lost": 100 * (told_exact - told), "facts_lost_low": low, "facts_lost_high": high}
     return {"facts": told, "facts_exact": told_exact} | lost
-
-
-def recalled(found: Subject, compressor, num_seqs: int, seed: int, chunk_size: int) -> dict:
-    """``recall`` and ``recall_exact``: accuracy on ``num_seqs`` lists of ``RECALL_PAIRS`` pairs drawn by ``seed``, each
-    asked for behind two chunks of held-out text (or as much as a sequence has, from its BOS on), so that all of it is
-    read packed."""
-    text = found.test.repeat(-(-num_seqs // len(found.test)), 1)[:num_seqs, : 2 * chunk_size]
-    task = RecallTask(found.tokenizer).episodes(RECALL_PAIRS, num_seqs, seed, text)
-    settings = {"chunk_size": chunk_size, "reconstruction": False, "exact": found.exact}
-    row = evaluate(found.model, compressor, task.tokens, answers=task.answers, **settings)
-    return {name: row[name] for name in ("recall", "recall_exact")}
 
 
 def check_enough(task: str, items: int, points: float) -> None:

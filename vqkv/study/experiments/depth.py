@@ -1,4 +1,4 @@
-"""Notebook 06: residual depth, codebook size and beam; and every system at equal bits."""
+"""Notebook 06: residual depth, codebook size and beam."""
 
 import itertools
 
@@ -10,8 +10,8 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
-from vqkv.evaluation.evaluate import evaluate, reconstruction_error
-from vqkv.study.experiments.common import calibrated, frame, recalled, subject
+from vqkv.evaluation.evaluate import reconstruction_error
+from vqkv.study.experiments.common import by_window, calibrated, facts_told, frame, subject
 from vqkv.study.metrics import relative_mse
 from vqkv.study.sweep import per_process, sweep
 
@@ -44,40 +44,41 @@ def _gaussian_rows(seed: int, codebook_size: int, depths, beams, group_size: int
 
 
 def residual_depth(
-    model: str, corpus: str, codebook_sizes: list[int], depths: list[int], beams: list[int], group_size: int,
-    kmeans_iterations: int, train_seqs: int, seq_len: int, num_seqs: int, recall_seqs: int, chunk_size: int, seed: int,
+    models: list[str], corpus: str, codebook_sizes: list[int], depths: list[int], group_size: int,
+    kmeans_iterations: int, train_seqs: int, seq_len: int, num_seqs: int, facts: dict, chunk_size: int, seed: int,
     dtype: str, device: str,
 ):  # fmt: skip
-    """Table 2's question on both roles: MSE, chunked perplexity, KL and recall by codebook size, depth and beam.
+    """Table 2's question on both roles, a row per model, codebook size and depth: MSE, chunked perplexity and KL, facts
+    lost (``facts``: arguments of ``facts_told``; {} for none).
 
-    Codebooks are learned once per size, greedily; a shallower quantizer is the first stages of the deepest, which is
-    what learning fewer stages gives, and a beam is the encoder's alone.
+    Codebooks are learned once per size; a shallower quantizer is the first stages of the deepest, which is what
+    learning fewer stages gives.
     """
     texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
     settings = {
-        "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},
+        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
         "quantizer": {"group_size": group_size, "kmeans_iterations": kmeans_iterations, "deepest": max(depths)},
-        "recall_seqs": recall_seqs,
+        "facts": facts,
         "chunk_size": chunk_size,
     }
     cases = [
-        {"codebook_size": size, "beam": beam, "num_quantizers": depth}
-        for size, beam, depth in itertools.product(codebook_sizes, beams, depths)
+        {"model": name, "codebook_size": size, "num_quantizers": depth}
+        for name, size, depth in itertools.product(models, codebook_sizes, depths)
     ]
     return frame(*sweep(_depth_row, cases, settings, "depth"))
 
 
 def _depth_row(
-    codebook_size: int, beam: int, num_quantizers: int, who: dict, quantizer: dict, recall_seqs: int, chunk_size: int
+    model: str, codebook_size: int, num_quantizers: int, who: dict, quantizer: dict, facts: dict, chunk_size: int
 ):
-    found = subject(**who)
-    deepest = _deepest(codebook_size=codebook_size, who=who, **quantizer)
-    compressor = shallower(deepest, num_quantizers, beam)
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    row |= recalled(found, compressor, recall_seqs, 0, chunk_size)
+    who = who | {"name": model}
+    found, deepest = subject(**who), _deepest(codebook_size=codebook_size, who=who, **quantizer)
+    compressor = shallower(deepest, num_quantizers)
+    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
+    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
     row |= reconstruction_error(found.exact, compressor, found.test[:1])
-    label = {"model": who["name"], "codebook_size": codebook_size, "beam": beam, "num_quantizers": num_quantizers}
-    return [label | row | {"ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}], found.sources
+    label = {"model": model, "codebook_size": codebook_size, "num_quantizers": num_quantizers}
+    return [label | row], found.sources
 
 
 @per_process(maxsize=1)

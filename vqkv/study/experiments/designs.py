@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from vqkv import presets
 from vqkv.presets import Preset
-from vqkv.study.experiments.systems import bare
+from vqkv.study.experiments.common import bare
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate

@@ -18,8 +18,7 @@ from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
-from vqkv.study.experiments.common import Subject, frame, subject
-from vqkv.study.experiments.systems import bare
+from vqkv.study.experiments.common import Subject, bare, frame, subject
 from vqkv.study.injection import inject
 from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized

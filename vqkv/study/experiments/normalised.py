@@ -27,11 +27,11 @@ from vqkv.models.load import fingerprint
 from vqkv.reference.data import TOKENIZER_DIR, VOCAB_SIZE
 from vqkv.reference.train import DECAY_SHARE, adamw, next_token_loss, update
 from vqkv.study.experiments import probes
-from vqkv.study.experiments.common import RECALL_PAIRS, draw, frame, subject
+from vqkv.study.experiments.common import draw, frame, subject
 from vqkv.study.injection import inject
 from vqkv.study.sweep import per_process, sweep
 
-LAYERS, HEAD_DIM = 4, 64
+LAYERS, HEAD_DIM, RECALL_PAIRS = 4, 64, 16
 SHAPE = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 1024,

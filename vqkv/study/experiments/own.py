@@ -12,11 +12,10 @@ import pandas as pd
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.models.load import describe
-from vqkv.study.experiments.common import by_window, frame, kept_exact, subject
+from vqkv.study.experiments.common import bare, by_window, frame, kept_exact, subject
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
-from vqkv.study.experiments.systems import bare
 from vqkv.study.sweep import sweep
 
 

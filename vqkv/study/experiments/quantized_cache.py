@@ -9,14 +9,13 @@ import torch
 from vqkv import presets
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import RoundedCache
-from vqkv.models.load import describe
+from vqkv.models.load import describe, load_model
 from vqkv.study.bench.caches import chosen
 from vqkv.study.bench.peak import peak_memory
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.generation import fitted_contender
-from vqkv.study.experiments.systems import in_bfloat16
 from vqkv.study.peers import TransformersQuantized
-from vqkv.study.sweep import sweep
+from vqkv.study.sweep import per_process, sweep
 
 THEIRS = "transformers "
 MEASURED = ("num_seqs", "scored_tokens", "ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1",
@@ -54,7 +53,7 @@ def _residual_row(model: str, label: str, length: int, who: dict, prompt_len: in
     row = evaluate(found.model, system, found.test, exact=found.exact, batch_size=len(found.test), **how)
     row = {name: row[name] for name in MEASURED} | {"side_bytes": row["side_bytes"]}
     if label.startswith(THEIRS):
-        short, few = in_bfloat16(name=model, device=who["device"]), found.test[:1, : prompt_len + 2]
+        short, few = _in_bfloat16(name=model, device=who["device"]), found.test[:1, : prompt_len + 2]
         row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
     row["held"] = row.pop("exact_neighbours") - 1  # itself
     row |= {name: all_told(row, describe(found.model), n, 1, row["held"]) for name, n in BITS_AT.items()}
@@ -166,3 +165,9 @@ def peak_by_batch(batches: list[int], context: int, generated: int, **settings) 
     tokens: a row per batch and system."""
     rows = [row for batch in batches for row in peak_memory(sizes=[batch, context, generated], **settings)]
     return frame(rows, {})
+
+
+@per_process(maxsize=1)
+def _in_bfloat16(name: str, device: str):
+    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
+    return load_model(name, "bfloat16", device)[0]

@@ -26,8 +26,7 @@ from vqkv.evaluation.exact import RoundedCache
 from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import check_tokens
 from vqkv.runtime.checks import check_whole, whole_blocks
-from vqkv.study.experiments.common import Subject, calibrated, explained_by_layer, frame, subject
-from vqkv.study.experiments.systems import bare
+from vqkv.study.experiments.common import Subject, bare, calibrated, explained_by_layer, frame, subject
 from vqkv.study.sweep import per_process
 
 SYSTEMS: dict[str, Callable[[int], presets.Preset]] = {  # those that any number of BITS suits

@@ -97,8 +97,8 @@ def gemma_drops() -> dict:
 
 
 def larger_is_better(table: pd.DataFrame) -> dict:
-    """KL with the largest codebooks, found greedily, over that with the second largest, at every depth."""
-    kl = table[table["beam"] == 1].pivot_table(index="num_quantizers", columns="codebook_size", values="kl_mean")
+    """KL with the largest codebooks over that with the second largest, at every depth."""
+    kl = table.pivot_table(index="num_quantizers", columns="codebook_size", values="kl_mean")
     if len(kl.columns) < 2:
         return {"cases": []}
     small, large = kl.columns[-2:]
@@ -106,17 +106,18 @@ def larger_is_better(table: pd.DataFrame) -> dict:
 
 
 def codes_gain(table: pd.DataFrame) -> dict:
-    """Points that the larger codebooks lose less at the largest depth, by model and task."""
+    """Points of facts that the largest codebooks lose less than the second largest at the largest depth."""
     lost = table[table["num_quantizers"] == table["num_quantizers"].max()]
-    lost = lost.pivot(index=["model", "task"], columns="codebook_size", values="lost")
-    return {"cases": lost.iloc[:, 0] - lost.iloc[:, -1]}
+    lost = lost.pivot(index="model", columns="codebook_size", values="facts_lost")
+    return {"cases": lost.iloc[:, -2] - lost.iloc[:, -1]}
 
 
 def depth_matters(table: pd.DataFrame) -> dict:
-    """Points that the largest depth gains over the smallest, beyond what the larger codebooks gain at that, by model
-    and task."""
-    lost = table.pivot(index=["model", "task"], columns=["num_quantizers", "codebook_size"], values="lost")
-    (least, small), (most, large) = min(lost.columns), max(lost.columns)
+    """Points of facts that the largest depth gains over the smallest, beyond what the largest codebooks gain over the
+    second largest there."""
+    lost = table.pivot(index="model", columns=["num_quantizers", "codebook_size"], values="facts_lost")
+    depths, sizes = (sorted(set(table[name])) for name in ("num_quantizers", "codebook_size"))
+    least, most, (small, large) = depths[0], depths[-1], sizes[-2:]
     return {"cases": (lost[least, large] - lost[most, large]) - (lost[least, small] - lost[least, large])}
 
 
