@@ -14,9 +14,9 @@ FP16_BITS = 16
 class Report:
     """Bytes of one cache by kind. ``values`` counts the cached elements of K and V of all tokens, ``packed_values``
     those whose tokens are packed; ``kinds`` maps a kind of storage (codes, scale, sinks, window, ...) to bytes.
-    ``dynamic_values``: those that transformers' ``DynamicCache`` would hold, without what no sliding window sees (by
-    default all). ``derived_bytes``: of tables made from the side information, in memory once for all caches, and in no
-    number of bits."""
+    ``dynamic_values``: those that transformers' ``DynamicCache`` would hold, without what no sliding window sees.
+    ``derived_bytes``: of tables made from the side information, in memory once for all caches, and in no number of
+    bits."""
 
     kinds: dict[str, int]
     packed_bytes: int
@@ -25,17 +25,18 @@ class Report:
     seq_len: int
     batch_size: int
     side_bytes: int
-    dynamic_values: int = None  # type: ignore[assignment]  # __post_init__ puts values
+    dynamic_values: int
     derived_bytes: int = dataclasses.field(default=0, compare=False)
-
-    def __post_init__(self):
-        if self.dynamic_values is None:
-            object.__setattr__(self, "dynamic_values", self.values)
 
     @property
     def cache_bytes(self) -> int:
         """All that grows or shrinks with the cache: packed tokens, sinks and recent window; no side information."""
         return sum(self.kinds.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """All that must be in memory to read the cache: with side information and the tables made from it."""
+        return self.cache_bytes + self.side_bytes + self.derived_bytes
 
     @property
     def bits_per_value(self) -> float:
@@ -54,7 +55,7 @@ class Report:
 
     def as_dict(self) -> dict:
         """Everything as plain numbers, for a table or JSON."""
-        names = ("cache_bytes", "bits_per_value", "bits_per_value_total", "ratio")
+        names = ("cache_bytes", "resident_bytes", "bits_per_value", "bits_per_value_total", "ratio")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Report:
         return (
             f"{self.batch_size} x {self.seq_len} tokens in {self.cache_bytes:,} bytes ({kinds or 'empty'}); "
             f"side information {self.side_bytes:,} bytes, tables made from it {self.derived_bytes:,}; "
-            f"{self.bits_per_value:.4g} bits per packed value, "
+            f"{self.resident_bytes:,} bytes in memory; {self.bits_per_value:.4g} bits per packed value, "
             f"{self.ratio:.4g}x against fp16"
         )
 

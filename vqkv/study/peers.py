@@ -111,15 +111,9 @@ class MeteredQuantizedCache(QuantizedCache):
         for stored in packed:
             kinds.update({name: tensor_bytes(part) for name, part in _parts(stored).items()})
         packed_values = sum(_shape(stored).numel() for stored in packed)
-        return Report(
-            dict(kinds),
-            tensor_bytes(packed),
-            packed_values,
-            packed_values + sum(x.numel() for x in window),
-            self.get_seq_length(),
-            _shape(packed[0])[0] if packed else 0,
-            side_bytes=0,
-        )
+        values = packed_values + sum(x.numel() for x in window)
+        shape = self.get_seq_length(), _shape(packed[0])[0] if packed else 0
+        return Report(dict(kinds), tensor_bytes(packed), packed_values, values, *shape, 0, values)
 
 
 def _parts(stored) -> dict[str, torch.Tensor]:

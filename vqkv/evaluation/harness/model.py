@@ -130,4 +130,4 @@ def report(cache) -> Report:
         return cache.report()
     held = [x for layer in cache.layers if layer.is_initialized for x in (layer.keys, layer.values)]
     size, count = tensor_bytes(held), sum(x.numel() for x in held)
-    return Report({"exact": size}, size, count, count, cache.get_seq_length(), 1, side_bytes=0)
+    return Report({"exact": size}, size, count, count, cache.get_seq_length(), 1, 0, count)

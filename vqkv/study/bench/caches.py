@@ -51,7 +51,7 @@ class MeteredDynamicCache(DynamicCache):
         held = [x for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values)]
         values = sum(x.numel() for x in held)
         batch_size = len(held[0]) if held else 0
-        return Report({"window": tensor_bytes(held)}, 0, 0, values, self.get_seq_length(), batch_size, side_bytes=0)
+        return Report({"window": tensor_bytes(held)}, 0, 0, values, self.get_seq_length(), batch_size, 0, values)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def distance_to_bound(table):
 
 def depth_curves(table, metrics: dict[str, str]):
     """Each metric (column -> axis label) against stored bits, a line per codebook size over depths; KL and facts with
-    their 95% intervals."""
+    their 95% intervals; a metric that the table lacks is left out."""
+    metrics = {column: label for column, label in metrics.items() if column in table}
     fig, axes = plt.subplots(1, len(metrics), figsize=(11, 3.9), squeeze=False)
     colours = _size_colours(table)
     for ax, (column, axis_label) in zip(axes[0], metrics.items(), strict=True):
