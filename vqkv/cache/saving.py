@@ -23,7 +23,7 @@ from vqkv.models.identity import identity, stamp, switches
 from vqkv.models.load import outline
 from vqkv.runtime.files import load_checked, save_checked
 
-FORMAT, VERSION = "vqkv-cache", 5
+FORMAT, VERSION = "vqkv-cache", 6
 
 
 def save(cache, path) -> None:

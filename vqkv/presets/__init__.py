@@ -1,9 +1,8 @@
 """Each published system in a few lines, and ours; who predicts whom; who gets the bits."""
 
 from vqkv.presets.crosses import best, crossed, entropy_coded, live
-from vqkv.presets.preset import Preset
+from vqkv.presets.preset import PRESETS, Preset, make
 from vqkv.presets.published import (
-    PRESETS,
     aqua,
     fp16,
     higgs,
@@ -12,7 +11,6 @@ from vqkv.presets.published import (
     kvquant,
     kvsharer,
     lossless,
-    make,
     quanto,
     rvq2,
     vq,
@@ -20,19 +18,7 @@ from vqkv.presets.published import (
     vqq,
     vqq_product,
 )
-from vqkv.presets.recent import (
-    aatc,
-    block_gtq,
-    cachegen,
-    fp8,
-    kvarn,
-    kvtc,
-    nova,
-    nsnquant,
-    nvfp4,
-    oscar,
-    turboquant,
-)
+from vqkv.presets.recent import aatc, block_gtq, cachegen, fp8, kvarn, kvtc, nova, nsnquant, nvfp4, oscar, turboquant
 
 __all__ = [
     "PRESETS", "Preset", "aatc", "aqua", "best", "block_gtq", "cachegen", "crossed", "entropy_coded", "fp8", "fp16",

@@ -21,7 +21,7 @@ from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
-from vqkv.presets.preset import Preset
+from vqkv.presets.preset import Preset, register
 from vqkv.runtime.checks import check_whole
 
 ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
@@ -226,3 +226,6 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
         make_value_codec=partial(coded, preset.make_value_codec),
         arguments=preset.arguments | {"context": context, "block": block},
     )
+
+
+register(crossed, best, live)

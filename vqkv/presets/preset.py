@@ -9,6 +9,7 @@ from vqkv.codecs.base import Codec
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
 from vqkv.presets.plans import Budgeted, FromPrevious, Graded, Shared, Together, Unpredicted
+from vqkv.runtime.registry import call
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,16 @@ class Preset:
     def value_codec(self, head_dim: int | None = None) -> Codec:
         """An unfitted codec for one layer's values."""
         return self.make_value_codec(head_dim)
+
+
+PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
+
+
+def register(*functions: Callable[..., Preset]) -> None:
+    """Let ``make`` find the functions by their names."""
+    PRESETS.update({function.__name__: function for function in functions})
+
+
+def make(name: str, /, **arguments) -> Preset:
+    """The preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or type."""
+    return call("preset", PRESETS, name, arguments)

@@ -20,23 +20,9 @@ from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemo
 from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.crosses import best, crossed, live
 from vqkv.presets.plans import FromPrevious, Shared
-from vqkv.presets.preset import Preset
-from vqkv.presets.recent import (
-    aatc,
-    block_gtq,
-    cachegen,
-    fp8,
-    kvarn,
-    kvtc,
-    nova,
-    nsnquant,
-    nvfp4,
-    oscar,
-    turboquant,
-)
-from vqkv.runtime.registry import call, call_described
+from vqkv.presets.preset import PRESETS, Preset, register
+from vqkv.runtime.registry import call_described
 
 
 def fp16(pre_rope: bool | None = False) -> Preset:
@@ -280,15 +266,6 @@ def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = Fal
     return dataclasses.replace(fp16(pre_rope), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
 
 
-PRESETS = {
-    preset.__name__: preset
-    for preset in (
-        fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed,
-        best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq,
-    )
-}  # fmt: skip
-
-
-def make(name: str, /, **arguments) -> Preset:
-    """The preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or type."""
-    return call("preset", PRESETS, name, arguments)
+register(
+    fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer
+)  # fmt: skip

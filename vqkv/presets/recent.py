@@ -20,7 +20,7 @@ from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
 from vqkv.presets.plans import Graded, Together
-from vqkv.presets.preset import Preset
+from vqkv.presets.preset import Preset, register
 
 LARGEST = 1024  # channels that a Hadamard rotation mixes
 
@@ -198,3 +198,6 @@ def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: boo
     arguments = dict(locals())
     preset = crossed("steps", rotation="weighted", merged=False, mixed=True, **arguments)
     return dataclasses.replace(preset, name="aatc", arguments=arguments)
+
+
+register(fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq)

@@ -2,8 +2,9 @@
 
 A stream holds integers (channels, tokens). ``lanes`` states of 32 bits, each from 2^16 on, take turns along the tokens
 of a channel, and read 16-bit words from one stream: at every draw, the lanes that fall below 2^16 take the next words,
-in the order of the lanes. The stream begins with the states, two words each, low word first. Decoding ends with every
-state at 2^16 and no word left; anything else is not what was written.
+in the order of the lanes. The stream begins with the states, two words each, low word first. Decoding ends with no word
+left, the first state at 2^16 plus a checksum of the values, from which encoding began, and every other state at 2^16;
+anything else is not what was written. The checksum of 16 bits makes a stream half a bit longer.
 
 A *draw* is a look-up of 12 bits in a table, or so many bits as they are. A channel's tokens come in units of ``width``
 (1, 2, 4 or 8) neighbours, unit u in lane u mod ``lanes``. A unit is one draw where its values are frequent together;
@@ -55,6 +56,15 @@ class Code:
 
     def to(self, device) -> "Code":
         return Code(*(x.to(device) for x in (self.symbols, self.intervals, self.tables, self.channels)), self.lanes)
+
+
+def first_states(values: Tensor) -> Tensor:
+    """Of streams int32 (streams, tokens, channels): 2^16 and a checksum, int32 (streams,). Odd weights tell any single
+    value that differs; arithmetic is that of 32 bits, of whose product with 2^32 over the golden ratio the high half
+    depends on every bit."""
+    weights = torch.arange(1, 2 * values[0].numel(), 2, dtype=torch.int32, device=values.device) if len(values) else 1
+    total = (values.flatten(1) * weights).sum(1, dtype=torch.int32)
+    return (total * -1640531535 >> 16 & 0xFFFF) + LOW
 
 
 def most_words(channels: int, tokens: int, lanes: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.entropy.code import BITS, ESCAPE, ESCAPED, HALF, LOW, OFFSET, Code, most_words
+from vqkv.kernels.entropy.code import BITS, ESCAPE, ESCAPED, HALF, LOW, OFFSET, Code, first_states, most_words
 from vqkv.kernels.machine import compiled, index, serves, spread
 
 COST = 16  # additions that a value is worth
@@ -26,7 +26,8 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     streams, channels, tokens = values.shape
     most = most_words(channels, tokens, code.lanes)
     buffer, lengths = torch.empty(streams, most, dtype=torch.int16), torch.zeros(streams, dtype=torch.int64)
-    arrays = values.int().contiguous(), code.channels, code.tables, code.intervals, buffer, lengths
+    values = values.int().contiguous()
+    arrays = values, first_states(values.mT), code.channels, code.tables, code.intervals, buffer, lengths
     fixed = [array.numpy() for array in arrays]
     spread(lambda i, j: _encode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
     kept = [stream[most - length :] for stream, length in zip(buffer, lengths.tolist())]
@@ -41,12 +42,12 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     streams, channels = len(lengths), len(code.channels)
     ends = lengths.cumsum(0)
     out = torch.empty(streams, tokens, channels, dtype=torch.int32)
-    whole = torch.zeros(streams, dtype=torch.uint8)
+    final = torch.zeros(streams, dtype=torch.int32)
     words = torch.cat([words, words.new_zeros(8)])  # eight are looked at, whether they are needed or not
-    arrays = words.view(torch.uint16), ends, code.channels, _slots(code.symbols), out, whole
+    arrays = words.view(torch.uint16), ends, code.channels, _slots(code.symbols), out, final
     fixed = [array.numpy() for array in arrays]
     spread(lambda i, j: _decode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
-    return out, whole.bool()
+    return out, final == first_states(out)
 
 
 def _slots(symbols: Tensor) -> Tensor:
@@ -88,13 +89,14 @@ def _single(value, table, tables, intervals):
 
 
 @compiled()
-def _encode(start, stop, lanes, values, channels, tables, intervals, buffers, lengths):
+def _encode(start, stop, lanes, values, starts, channels, tables, intervals, buffers, lengths):
     states, parts = np.empty(lanes, np.uint32), np.empty((lanes, 8), np.int32)
     found = np.empty(lanes, np.uint32)
     low16 = np.uint32(0xFFFF)
     for stream in range(start, stop):
         buffer, place, tokens = buffers[stream], buffers.shape[1], values.shape[2]
         states[:] = LEAST
+        states[0] = starts[stream]
         for channel in range(channels.shape[0] - 1, -1, -1):
             row = values[stream, channel]
             table, unit, width, shift = channels[channel]
@@ -320,7 +322,7 @@ def _fast(row, width, shift, first, units, base, slots, states, places, words, t
 
 
 @compiled()
-def _decode(start, stop, lanes, words, ends, channels, slots, out, whole):
+def _decode(start, stop, lanes, words, ends, channels, slots, out, final):
     """Two streams at a time: what one waits for, the other has time for."""
     states, parts, flags = (
         np.empty(2 * lanes, np.uint32),
@@ -368,6 +370,6 @@ def _decode(start, stop, lanes, words, ends, channels, slots, out, whole):
                         line[i] = tiles[index(k * TILE * stride + token) + i * index(stride)]
         for k in range(2):
             good = places[k] == ends[pair[k]]
-            for lane in range(lanes):
+            for lane in range(1, lanes):
                 good &= states[k * lanes + lane] == LEAST
-            whole[pair[k]] = good
+            final[pair[k]] = np.int32(states[k * lanes]) if good else 0

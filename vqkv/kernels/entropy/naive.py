@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from vqkv.kernels.entropy.code import BITS, ESCAPE, HALF, LOW, OFFSET, TOTAL, Code
+from vqkv.kernels.entropy.code import BITS, ESCAPE, HALF, LOW, OFFSET, TOTAL, Code, first_states
 
 MASK = (1 << 16) - 1
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """See ``dispatch.rans_encode``."""
-    streams = [_written(list(_draws(each.tolist(), code)), code.lanes) for each in values]
+    starts = first_states(values.int().mT).tolist()
+    streams = [_written(list(_draws(x.tolist(), code)), start, code.lanes) for x, start in zip(values, starts)]
     words = [word - (word >> 15 << 16) for stream in streams for word in stream]
     return torch.tensor(words, dtype=torch.int16), torch.tensor([len(x) for x in streams], dtype=torch.int64)
 
@@ -18,13 +19,15 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
     """See ``dispatch.rans_decode``."""
     out = torch.zeros(len(lengths), tokens, len(code.channels), dtype=torch.int32)
-    whole = torch.zeros(len(lengths), dtype=torch.bool)
+    ends = torch.zeros(len(lengths), dtype=torch.int32)
     for i, stream in enumerate(words.split(lengths.tolist())):
         reader = _Reader([word & MASK for word in stream.tolist()], code.lanes)
         for channel, about in enumerate(code.channels.tolist()):
             out[i, :, channel] = torch.tensor(_read(reader, code, about, tokens), dtype=torch.int32)
-        whole[i] = reader.place == len(reader.words) and set(reader.states) == {LOW}
-    return out, whole
+        first, *others = reader.states
+        if reader.place == len(reader.words) and first < 2 * LOW and {*others} <= {LOW}:
+            ends[i] = first
+    return out, ends == first_states(out)
 
 
 def _draws(rows: list[list[int]], code: Code):
@@ -67,8 +70,8 @@ def _draws(rows: list[list[int]], code: Code):
                     yield lane, shift, 1, part[j] & ((1 << shift) - 1)
 
 
-def _written(draws: list, lanes: int) -> list[int]:
-    states, words = [LOW] * lanes, []
+def _written(draws: list, start: int, lanes: int) -> list[int]:
+    states, words = [start] + [LOW] * (lanes - 1), []
     for lane, bits, frequency, first in reversed(draws):
         x = states[lane]
         if x >= frequency << (32 - bits):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vqkv.kernels.entropy.code import Code, most_words
+from vqkv.kernels.entropy.code import Code, first_states, most_words
 
 MOST_LANES = 64
 
@@ -18,14 +18,15 @@ def serves(x: Tensor, code: Code) -> bool:
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """``naive.rans_encode``. Streams are written from their ends on, into rows that hold the longest."""
     streams, channels, tokens = values.shape
+    values = values.int().contiguous()
     most = most_words(channels, tokens, code.lanes)
     words = torch.empty(streams, most, dtype=torch.int16, device=values.device)
     lengths = torch.zeros(streams, dtype=torch.int64, device=values.device)
     if streams:
         with torch.cuda.device_of(values):
             _rans_encode[(streams,)](
-                values.int().contiguous(), words, lengths, code.channels, code.tables, code.intervals, channels, tokens,
-                most, code.lanes, triton.next_power_of_2(code.lanes), num_warps=1,
+                values, first_states(values.mT), words, lengths, code.channels, code.tables, code.intervals, channels,
+                tokens, most, code.lanes, triton.next_power_of_2(code.lanes), num_warps=1,
             )  # fmt: skip
     return words[torch.arange(most, device=words.device) >= most - lengths.unsqueeze(1)], lengths
 
@@ -34,14 +35,14 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     """``naive.rans_decode``."""
     streams, channels = len(lengths), len(code.channels)
     out = torch.empty(streams, tokens, channels, dtype=torch.int32, device=words.device)
-    whole = torch.zeros(streams, dtype=torch.int32, device=words.device)
+    final = torch.zeros(streams, dtype=torch.int32, device=words.device)
     if streams:
         with torch.cuda.device_of(words):
             _rans_decode[(streams,)](
-                words.contiguous(), lengths.cumsum(0), out, whole, code.channels, code.slots, channels, tokens,
+                words.contiguous(), lengths.cumsum(0), out, final, code.channels, code.slots, channels, tokens,
                 code.lanes, triton.next_power_of_2(code.lanes), num_warps=1,
             )  # fmt: skip
-    return out, whole.bool()
+    return out, final == first_states(out)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _raw(x, mask, bits, words, place, end):
 
 @triton.jit
 def _rans_decode(
-    words, ends, out, whole, channels, slots, num_channels, tokens, LANES: tl.constexpr, PADDED: tl.constexpr
+    words, ends, out, final, channels, slots, num_channels, tokens, LANES: tl.constexpr, PADDED: tl.constexpr
 ):
     """One stream, channel by channel."""
     stream = tl.program_id(0).to(tl.int64)
@@ -119,8 +120,9 @@ def _rans_decode(
                     lows, x, place = _raw(x, here, shift, words, place, end)
                     tl.store(out + token * num_channels + channel, (value << shift) | lows, mask=there)
             first += LANES
-    good = tl.sum(((lane < LANES) & (x != 65536)).to(tl.int32), 0) == 0
-    tl.store(whole + stream, (good & (place == end)).to(tl.int32))
+    good = tl.sum(((lane > 0) & (lane < LANES) & (x != 65536)).to(tl.int32), 0) == 0
+    first = tl.sum(tl.where(lane == 0, x.to(tl.int32), 0), 0)
+    tl.store(final + stream, tl.where(good & (place == end), first, 0))
 
 
 @triton.jit
@@ -145,7 +147,7 @@ def _put_interval(x, mask, interval, words, place):
 
 @triton.jit
 def _rans_encode(
-    values, words, lengths, channels, tables, intervals, num_channels, tokens, most, LANES: tl.constexpr,
+    values, starts, words, lengths, channels, tables, intervals, num_channels, tokens, most, LANES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """One stream, its last draw first."""
@@ -153,7 +155,8 @@ def _rans_encode(
     values += stream * num_channels * tokens
     words += stream * most
     lane = tl.arange(0, PADDED)
-    x, place = tl.full((PADDED,), 65536, tl.uint32), tl.full((), 0, tl.int64) + most
+    x = tl.where(lane == 0, tl.load(starts + stream), 65536).to(tl.uint32)
+    place = tl.full((), 0, tl.int64) + most
     half, one = tl.full((), 12, tl.int32), tl.full((PADDED,), 1, tl.uint32)
     for back in range(num_channels):
         channel = num_channels - 1 - back
