@@ -5,7 +5,7 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
@@ -40,6 +40,7 @@ def bits_of(x):
 def test_codes_are_naive_whichever_loop(rows, dim, codebook_size, quantizers, duplicates, scale, dtype, seed):
     """Vectors that are codes, codes that occur twice, rows of zeros; short vectors and long ones; squares that under-
     and overflow fp32."""
+    assume(dtype != torch.float16 or scale < 1e4)  # beyond, all codes are its largest numbers, and ties are rounding's
     x, codebooks = scale * gaussian(rows, dim, seed=seed), gaussian(quantizers, codebook_size, dim, seed=seed + 1)
     codebooks = (scale * codebooks).to(dtype).nan_to_num()
     if duplicates:
