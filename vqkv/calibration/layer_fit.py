@@ -31,7 +31,8 @@ def fit_layers(
     codecs = {place: each.make_codec(dims[place]) for place, each in plans.items()}
     for place, codec in codecs.items():
         if codec.weighted:
-            codec.weigh(trial.metrics(codec.costs)[place])
+            found, (role, first) = trial.metrics(codec.costs), place
+            codec.weigh(torch.cat([found[role, first + more] for more in range(plans[place].layers)]))
     block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
     readers = last_readers({place: each for place, each in plans.items() if each.predictor and each.predictor.learns})
     with Spill(captured.folder) as restored, full_precision(torch.device(device)):

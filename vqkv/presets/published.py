@@ -266,6 +266,4 @@ def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = Fal
     return dataclasses.replace(fp16(pre_rope), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
 
 
-register(
-    fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer
-)  # fmt: skip
+register(fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer)
