@@ -17,7 +17,6 @@ from vqkv.cache.batch import Batch, Group, Pair
 from vqkv.cache.store import TokenStore
 from vqkv.errors import DataError
 from vqkv.kernels import Rope, decode_attention
-from vqkv.kernels.naive import merge
 from vqkv.kernels.precision import full_precision
 
 NAME = "vqkv_packed"
@@ -81,10 +80,7 @@ def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, flo
     def attend(query: Tensor, scaling: float) -> Tensor:
         """float32 of the query's shape: new tokens see those before them, and all that is stored."""
         with full_precision(query.device):
-            parts = [decode_attention(query, *packed, scaling, rope)]
-            if exact[0].shape[2]:
-                parts.append(_causal(query.float(), *exact, scaling))
-            return merge(parts)[0] if len(parts) > 1 else parts[0][0]
+            return _joined(query.float(), *exact, scaling, *decode_attention(query, *packed, scaling, rope))
 
     return attend
 
@@ -111,18 +107,19 @@ def reads_packed(model, slots: int) -> bool:
     return config._attn_implementation == NAME and slots <= min(reach) and not model.training
 
 
-def _causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention to exact tokens, of which the last are the queries' own, and its log-sum-exp."""
+def _joined(query: Tensor, keys: Tensor, values: Tensor, scaling: float, packed: Tensor, total: Tensor) -> Tensor:
+    """Attention to exact tokens, the last of which are the queries' own, and to packed ones, which count as one token:
+    its value is what attention ``packed`` gave, its score the log-sum-exp ``total`` of theirs."""
     batch, num_kv_heads, stored, head_dim = keys.shape
     new = query.shape[2]
-    grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
+    grouped, packed = (x.reshape(batch, num_kv_heads, -1, head_dim) for x in (query, packed))
     scores = grouped @ keys.mT * scaling
     if new > 1:
         last = torch.arange(new, device=query.device).repeat(grouped.shape[2] // new) + stored - new
         hidden = torch.arange(stored, device=query.device) > last.unsqueeze(-1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    out, total = scores.softmax(dim=-1) @ values, scores.logsumexp(dim=-1)
-    return out.view(query.shape), total.view(query.shape[:3])
+    weights = torch.cat([scores, total.reshape(*grouped.shape[:3], 1)], dim=-1).softmax(dim=-1)
+    return (weights[..., :-1] @ values + weights[..., -1:] * packed).view(query.shape)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -56,6 +56,7 @@ class TokenStore:
     upto: int = 0
     reach: int | None = None
     first: int = 0
+    view: tuple[Payload | None, KernelView | None] = None, None  # of the payload it was made of, for kernels
 
     @property
     def quantized(self) -> int:
@@ -182,7 +183,9 @@ class TokenStore:
         uneven = self.kept is not None or turns
         if shared or uneven or self.holes or self.payload is None:
             return None
-        return self.coder.codec.kernel_view(self.payload)
+        if self.view[0] is not self.payload:
+            self.view = self.payload, self.coder.codec.kernel_view(self.payload)
+        return self.view[1]
 
     def exact(self, states: Tensor) -> Tensor:
         """Sinks, window and the new ``states``, side by side."""
