@@ -210,7 +210,7 @@ def test_other_files_are_refused(llama, kivi, tmp_path):
         (tmp_path, "missing"),
         (tmp_path / "text", "no vqkv-cache"),
         (tmp_path / "empty", "no vqkv-cache"),
-        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 5: save a cache"),
+        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 6: save a cache"),
     ):
         for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
             with pytest.raises(FormatError, match=message):
