@@ -229,6 +229,9 @@ def test_what_cannot_be_right_is_refused(llama):
     for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
         with pytest.raises(DataError, match="shares"):
             H2O(exact(llama), *shares)
+    for wrong in ({"pool": 4}, {"pool": 0}, {"observed": -1}, {"observed": 2.5}):
+        with pytest.raises(DataError, match="pool|observed"):
+            snapkv(exact(llama), **wrong)
     llama.config.sliding_window = 30
     with pytest.raises(DataError, match="sliding window of 30"):
         run(llama, policy.new_cache(llama))

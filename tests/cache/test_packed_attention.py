@@ -243,3 +243,13 @@ def test_loading_a_model_with_it(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME)
     cache = fitted(model, READ["quanto"]).new_cache(model)
     assert model.generate(TOKENS[:, :20], past_key_values=cache, **PLAIN).shape == (4, 28)
+
+
+def test_a_step_that_wants_gradients_reads_the_same(llama, compressor):
+    def run():
+        cache = compressor.new_cache(llama)
+        return torch.cat([llama(x, past_key_values=cache).logits for x in TOKENS.split([20, 1, 27], dim=1)[:2]], dim=1)
+
+    plain, packed = both(llama, run)
+    assert packed.requires_grad
+    torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-4)

@@ -68,3 +68,17 @@ def test_more_bytes_are_more_exact_and_less_than_one_is_refused():
     assert (curve[:, 1].diff() < 0).all() and curve[-1, 0] == 8
     with pytest.raises(DataError, match="0.5 bits of 12 components are no byte: use at least 0.666"):
         ByteGroups(0.5).build((HEADS, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["few tokens", "few vectors", "a dead head", "all zeros"])
+def test_text_that_says_little_still_makes_codes(kind):
+    x = torch.randn(1, HEADS, {"few tokens": 20}.get(kind, 600), WIDTH, generator=torch.Generator().manual_seed(0))
+    if kind == "few vectors":
+        x = x[:, :, torch.arange(600) % 7]
+    x[:, 0] *= kind != "a dead head"
+    x *= kind != "all zeros"
+    quantizer = ByteGroups(4.0)
+    quantizer.build((HEADS, WIDTH))
+    quantizer.partial_fit(x)
+    restored = quantizer.decode(*quantizer.encode(x))
+    assert (restored - x).square().mean() <= 0.05 * x.square().mean() + 1e-12

@@ -2,16 +2,17 @@
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import small_models
 import torch
 from codec_zoo import gaussian
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForSeq2SeqLM, T5Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vqkv import DataError, calibrate, presets
+from vqkv import DataError, calibrate, capacity, presets
 from vqkv.calibration.costs import attention_metrics
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import SignedGrid
@@ -181,3 +182,27 @@ def test_they_run_on_a_model_and_come_back_from_a_folder(preset, tmp_path):
     with torch.no_grad():
         logits = [llama(tokens[:1], past_key_values=c.new_cache(llama)).logits for c in (compressor, again)]
     assert torch.equal(*logits)
+
+
+def test_attention_is_watched_apart_from_other_threads(llama):
+    tokens = torch.randint(1, 200, (4, 48), generator=torch.Generator().manual_seed(0))
+    own = llama.config._attn_implementation
+    fit = lambda _: calibrate(llama, tokens, presets.oscar(), progress=False).fingerprint  # noqa: E731
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(fit, range(6)))) == 1
+    assert llama.config._attn_implementation == own
+
+
+def test_models_that_show_other_keys_than_they_cache_are_refused():
+    tokens = torch.randint(1, 200, (8, 48), generator=torch.Generator().manual_seed(0))
+    t5 = T5Config(vocab_size=512, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
+    with pytest.raises(DataError, match="attends to its encoder, too: use turboquant"):
+        calibrate(AutoModelForSeq2SeqLM.from_config(t5).eval(), tokens, presets.oscar(), progress=False)
+
+
+def test_capacity_weighs_the_norms_that_each_codec_learned(llama):
+    tokens = torch.randint(1, 200, (8, 48), generator=torch.Generator().manual_seed(0))
+    compressor = calibrate(llama, tokens, presets.block_gtq(2, 2), progress=False)
+    cache = compressor.new_cache(llama)
+    llama(tokens[:1], past_key_values=cache)
+    assert capacity(llama, compressor, memory_gb=1).bits_per_value == pytest.approx(cache.report().bits_per_value)

@@ -73,7 +73,7 @@ class Batch:
     new_slots: int = field(default=0, init=False)  # of the pass that is running
     place: int = field(default=-1, init=False)  # of the last layer that stored them
     direct: bool = field(default=False, init=False)
-    _seen: bool = field(default=False, init=False)  # the model that the cache was made for runs
+    seen_by: int | None = field(default=None, init=False)  # id of the module of the cache's own model that runs
     _position_ids: Tensor | None = field(default=None, init=False)
     _places: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
@@ -89,7 +89,7 @@ class Batch:
         ]
         return Group(rows, pairs, positions)
 
-    def see(self, attention_mask, position_ids) -> None:
+    def see(self, attention_mask, position_ids, module: int) -> None:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding. Raises
         ``DataError`` for positions that are not (batch, new_slots)."""
         if any(self.rotations) and position_ids is not None and position_ids.ndim != 2:
@@ -97,7 +97,7 @@ class Batch:
                 f"position_ids of shape {tuple(position_ids.shape)}: keys can be stored before RoPE for one position a "
                 "token; use pre_rope=False"
             )
-        self._seen, self._position_ids = True, position_ids
+        self.seen_by, self._position_ids = module, position_ids
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.mask = attention_mask.bool() if is_padding else None
         self.direct = is_padding or attention_mask is None
@@ -129,7 +129,7 @@ class Batch:
 
     def _positions(self, new_slots: int, device) -> Tensor | None:
         """Of the new slots (sequences or 1, new_slots); None where no key turns."""
-        told, self._position_ids, seen, self._seen = self._position_ids, None, self._seen, False
+        told, self._position_ids, seen, self.seen_by = self._position_ids, None, self.seen_by, None
         if not any(self.rotations):
             return None
         if not seen:

@@ -43,13 +43,13 @@ class PassHook:
         for given in (*args, *(kwargs or {}).values()):
             for cache in (given, *_both(given)):
                 own = isinstance(cache, CompressedCache) and cache.model()  # a copied model has copies of its hooks
-                if own and module in (own, _first_module(own)) and hasattr(cache, self.method):
+                if own and module in (own, *_first_modules(own)) and hasattr(cache, self.method):
                     getattr(cache, self.method)(module, args, kwargs)
 
 
-def _first_module(model):
-    """The module that gets a pass's mask and positions."""
-    return model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+def _first_modules(model) -> list:
+    """The modules that may get a pass's mask and positions first: some models call their decoder themselves (OPT)."""
+    return [model.base_model] * (not model.config.is_encoder_decoder) + [model.get_decoder()]
 
 
 def watch(method: str, hooks: dict, register: Callable, **options) -> None:
@@ -124,8 +124,8 @@ class CompressedCache(Cache):
 
     def _watch(self, model) -> None:
         """Have ``see`` called at the beginning of every forward pass, for its attention_mask and position_ids."""
-        module = _first_module(model)
-        watch("see", module._forward_pre_hooks, module.register_forward_pre_hook)
+        for module in _first_modules(model):
+            watch("see", module._forward_pre_hooks, module.register_forward_pre_hook)
 
     def _note_model(self) -> None:
         """Which model reads the first token, and that none of its adapters comes or goes before later ones."""
@@ -137,13 +137,15 @@ class CompressedCache(Cache):
 
     def see(self, module, args, kwargs) -> None:
         """A forward pass begins, perhaps with another cache. Raises ``DataError`` unless it begins where this ends."""
+        if self.batch.seen_by not in (None, id(module)):
+            return  # the outer module has told
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
         mask = "encoder_attention_mask" if self.cross else "attention_mask"
         begins, self._is_user_defined = self._is_user_defined is True, 1
         if not self.cross:
             _check_input(self.batch.slots, given, begins)
         self._note_model()
-        self.batch.see(given.get(mask), given.get("position_ids"))
+        self.batch.see(given.get(mask), given.get("position_ids"), id(module))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward

@@ -19,8 +19,10 @@ from vqkv.cache.compressed import CompressedCache, watch
 from vqkv.cache.layer import CompressedLayer
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.positions import pick_rows
+from vqkv.cache.settings import MOST
 from vqkv.errors import DataError
 from vqkv.models.layers import check_decoder
+from vqkv.runtime.checks import check_whole
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "heavy_hitters", "snapkv"]
 
@@ -48,6 +50,9 @@ class H2O:
         numbers = all(isinstance(share, int | float) for share in (self.retain, self.recent))
         if not (numbers and 0 <= self.recent <= self.retain <= 1 and self.retain > 0):
             raise DataError(f"retain {self.retain!r} and recent {self.recent!r}: shares, 0 <= recent <= retain <= 1")
+        check_whole("observed", self.observed, 0, MOST)
+        if type(self.pool) is not int or self.pool < 1 or self.pool % 2 == 0:
+            raise DataError(f"pool {self.pool!r} must be an odd number of tokens, such as 7")
         if self.compressor.predictions:
             raise DataError(
                 f"{self.compressor.name!r} predicts a layer's tokens from those of other layers, each of which would "

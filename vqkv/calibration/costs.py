@@ -1,5 +1,7 @@
 """Costs that errors in each layer's keys and values have, for a model's predictions or within its attention."""
 
+import itertools
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -8,12 +10,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vqkv.cache.attention_mass import attending
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.layers import door, inputs, kv_layers
+from vqkv.models.plain import copied
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import whole_blocks
 
@@ -83,15 +85,24 @@ def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
         found["value", module.layer_idx] = torch.einsum("bhtc,bhtd->hcd", weights, weights) / scores[:, 0].numel()
         return sdpa_attention_forward(module, query, key, value, *arguments, **more)
 
-    AttentionInterface.register(WATCHED, watched)
-    AttentionMaskInterface.register(WATCHED, sdpa_mask)
-    with attending(model, WATCHED):
-        model(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
-    if len(found) < 2 * len(kv_layers(model)):
-        raise DataError(
-            f"{type(model).__name__} shows its queries in {len(found) // 2} layers only: use another preset"
-        )
-    return found
+    layers = kv_layers(model)
+    if len({layer.layer_idx for layer in layers}) < len(layers):
+        raise DataError(f"{type(model).__name__} attends to its encoder, too: use turboquant, live or another preset")
+    name, apart = f"{WATCHED}_{threading.get_ident()}", copied(model)  # other threads may run the model
+    AttentionInterface.register(name, watched)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    apart.set_attn_implementation(name)
+    apart(**inputs(apart, tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device)), use_cache=False)
+    shown = {}
+    for (i, layer), role in itertools.product(enumerate(layers), ROLES):
+        moment = found.get((role, layer.layer_idx))
+        if moment is None or moment.shape[:2] != (layer.shape[0], layer.shape[1 + (role == "value")]):
+            raise DataError(
+                f"{type(model).__name__} does not show what reads the {role}s of layer {i} as they are cached: use a "
+                "preset that attention need not tell of, such as turboquant or live"
+            )
+        shown[role, i] = moment
+    return shown
 
 
 @torch.no_grad()

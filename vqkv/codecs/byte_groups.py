@@ -69,7 +69,7 @@ class ByteGroups(Quantizer):
             return
         variance = _variance(x)
         least = LEAST * variance.mean().sqrt().clamp_min(LEAST)
-        self.scale = variance.sqrt().clamp(least, FP16_MAX).half().to(x.device)
+        self.scale = variance.sqrt().clamp(least, FP16_MAX).half().clamp_min(2.0**-24).to(x.device)  # fp16's least
         sizes = [_sizes(each, self.codes_per_row) for each in variance.numpy()]
         self.sizes = torch.tensor(sizes, dtype=torch.uint8, device=x.device)
         learned = [self._learned(self._values(x, *where).flatten(0, 2)) for where in self._places().values()]
@@ -113,7 +113,12 @@ class ByteGroups(Quantizer):
 
     def _learned(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
-        return KMeans(CODES, seed=self.seed, spread=True).fit(groups[order.to(groups.device)])
+        groups = groups[order.to(groups.device)]
+        try:
+            return KMeans(CODES, seed=self.seed, spread=True).fit(groups)
+        except DataError:  # few tokens, or a head that hardly varies: each vector is a code
+            known = groups.unique(dim=0)
+            return known[torch.arange(CODES, device=known.device) % len(known)]
 
 
 @remembered

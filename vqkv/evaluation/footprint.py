@@ -242,9 +242,8 @@ def _random(num_kv_heads: int, tokens: int, head_dim: int) -> Tensor:
 
 def _block_bytes(codecs: list[Codec], block: int, shape: Shape) -> int:
     """Bytes of ``block`` packed tokens in all layers; a codec with the settings of another is weighed once."""
-    named = [json.dumps(codec.config()) for codec in codecs]
-    each = {name: _row_bytes(codec, shape) for name, codec in dict(zip(named, codecs, strict=True)).items()}
-    return sum(each[name] * block // codec.tokens_per_row for name, codec in zip(named, codecs, strict=True))
+    each = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
+    return sum(each[codec] * block // codec.tokens_per_row for codec in codecs)
 
 
 def _row_bytes(codec: Codec, shape: Shape) -> int:

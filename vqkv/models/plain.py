@@ -33,6 +33,11 @@ def evaluating(model):
     model = plain(model)
     if not any(module.training or module._compiled_call_impl for module in model.modules()):
         return model
+    return copied(model).eval()
+
+
+def copied(model):
+    """A copy with the same weights, whose config and hooks are its own."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())  # accelerate's may hold weights
     shared = chain(model.parameters(), model.buffers(), hooks)
-    return copy.deepcopy(model, {id(each): each for each in shared if each is not None}).eval()
+    return copy.deepcopy(model, {id(each): each for each in shared if each is not None})

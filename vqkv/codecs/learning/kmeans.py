@@ -91,9 +91,8 @@ def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
     while len(chosen) < count:
         away = torch.minimum(away, torch.cdist(x, x[new]).square().amin(1).cpu())
         away[chosen.cpu()] = 0
-        new = torch.multinomial(away, min(max(1, count // ROUNDS), count - len(chosen)), generator=generator).to(
-            x.device
-        )
+        more = min(max(1, count // ROUNDS), count - len(chosen))
+        new = torch.multinomial(away.clamp_min(1e-30), more, generator=generator).to(x.device)
         chosen = torch.cat([chosen, new])
     return chosen
 

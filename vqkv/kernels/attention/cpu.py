@@ -15,7 +15,7 @@ def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
-    if serves(query) and grouped.serves(keys, values, rope):
+    if serves(query) and not query.requires_grad and grouped.serves(keys, values, rope):
         return grouped.decode_attention(query, keys, values, scaling, rope)
     rows = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
