@@ -11,6 +11,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -43,6 +44,18 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**COMMON),
     "gpt2": lambda: GPT2Config(
         vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
+    ),
+    "opt": lambda: OPTConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        word_embed_proj_dim=128,
+        ffn_dim=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     ),
 }
 SLIDING = {
