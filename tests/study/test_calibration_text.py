@@ -3,12 +3,11 @@
 import sys
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 
 from vqkv.errors import DataError
 from vqkv.study import figures
-from vqkv.study.experiments import across_domains, calibration_text
+from vqkv.study.experiments import against_own, calibration_text
 
 MODULE = sys.modules[calibration_text.__module__]
 SETTINGS = {
@@ -77,20 +76,22 @@ def test_a_refusal_is_a_row(table):
     assert table.drop(refused.index)[list(MODULE.MEASURED)].notna().all(axis=None)
 
 
-def test_another_domain_is_paired_window_by_window(table):
-    found = across_domains(table)
-    assert list(zip(found["system"], found["test_corpus"])) == [(name, read) for read in "xy" for name in "abc"]
-    assert (found["kl_mean_own"] == 4).all() and (found["kl_mean_other"] == 8).all() and (found["more_bits"] == 1).all()
-    assert found[["ratio", "low", "high"]].to_numpy().tolist() == [[2, 2, 2]] * 6  # every window's is 2
+def test_other_calibrations_are_paired_window_by_window(table):
+    found = against_own(table, train_seqs=4)
+    domain, size = found[found["train_corpus"] != found["test_corpus"]], found[found["train_seqs"] != 4]
+    assert len(domain) == 3 * 2 and len(size) == 3 * 2 and len(found) == 12
+    assert (domain["kl_mean_own"] == 4).all() and (domain["kl_mean"] == 8).all() and (domain["more_bits"] == 1).all()
+    assert domain[["ratio", "low", "high"]].to_numpy().tolist() == [[2, 2, 2]] * 6  # every window's is 2
+    assert size.loc[size["ratio"].isna(), ["system", "train_seqs"]].to_numpy().tolist() == [["b", 1]]
     worse = table.assign(kl_each=table["kl_each"].where(table["train_corpus"] == table["test_corpus"], "6 20"))
-    low, high = across_domains(worse)[["low", "high"]].iloc[0]
+    low, high = against_own(worse, train_seqs=4)[["low", "high"]].iloc[0]
     assert (low, high) == (pytest.approx(2), pytest.approx(4))
 
 
-def test_figures_name_every_system_and_cross_a_refusal(table):
-    fig = figures.domains(across_domains(table), {"c": "ours"})
+def test_the_figure_names_every_system_and_says_who_refuses(table):
+    against = against_own(table[table["train_seqs"] < 8], train_seqs=4)
+    fig = figures.other_calibrations(against, {"c": "ours"})
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["a", "b", "ours"]
-    own = pd.DataFrame(table[(table["train_corpus"] == "x") & (table["test_corpus"] == "x")])
-    kl = figures.sizes(own, {"c": "ours"}).axes[0]
-    crosses = [line for line in kl.lines if line.get_marker() == "x"]
-    assert [list(line.get_xdata()) for line in crosses] == [[1]]
+    legend = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert legend == ["4 of x, reads y", "4 of y, reads x", "1 of x, reads x"]
+    assert [(text.get_text().strip(), text.get_position()[1]) for text in fig.axes[0].texts] == [("refuses", 1.25)]

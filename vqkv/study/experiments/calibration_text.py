@@ -65,16 +65,15 @@ def _rows(
     return rows, found.sources
 
 
-def across_domains(table: pd.DataFrame) -> pd.DataFrame:
-    """KL and stored bits with calibration on the corpus that is read (``_own``) and on the other (``_other``): a row
-    per system and corpus that is read. ``ratio``: the latter KL over the former, with its 95% interval over windows,
-    ``low`` to ``high``; ``more_bits``: what the other calibration takes more of stored bits."""
-    keys, numbers = ["model", "system", "nominal_bits", "train_seqs", "test_corpus"], ["kl_mean", "bits_per_value"]
-    known = table.loc[table["kl_mean"].notna(), [*keys, *numbers, "kl_each", "train_corpus"]]
-    own = known["train_corpus"] == known["test_corpus"]
-    both = known[own].merge(known[~own], on=keys, suffixes=("_own", "_other"))
-    pairs = zip(both["kl_each_other"], both["kl_each_own"], strict=True)
-    ratios = [paired_ratio(str(theirs).split(), str(ours).split()) for theirs, ours in pairs]
-    both[["ratio", "low", "high"]] = pd.DataFrame(ratios, columns=["ratio", "low", "high"])
-    both["more_bits"] = both["bits_per_value_other"] - both["bits_per_value_own"]
-    return both.drop(columns=both.filter(like="kl_each").columns)
+def against_own(table: pd.DataFrame, train_seqs: int) -> pd.DataFrame:
+    """Every other calibration beside that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
+    system. ``ratio``: its KL over the latter's, with the 95% interval over windows, ``low`` to ``high``; NaN where it
+    was refused. ``more_bits``: what it takes more of stored bits."""
+    keys, numbers = ["model", "system", "nominal_bits", "test_corpus"], ["kl_mean", "bits_per_value", "kl_each"]
+    own = (table["train_corpus"] == table["test_corpus"]) & (table["train_seqs"] == train_seqs)
+    both = table[~own].merge(table.loc[own, keys + numbers], on=keys, suffixes=("", "_own"))
+    known = both[both["kl_mean"].notna() & both["kl_mean_own"].notna()]
+    pairs = zip(known["kl_each"], known["kl_each_own"], strict=True)
+    ratios = [paired_ratio(str(other).split(), str(ours).split()) for other, ours in pairs]
+    both = both.join(pd.DataFrame(ratios, known.index, ["ratio", "low", "high"]))
+    return both.assign(more_bits=both["bits_per_value"] - both["bits_per_value_own"])
