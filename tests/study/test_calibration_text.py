@@ -1,30 +1,31 @@
 """Calibration on other text and on little of it: which rows there are, and what is made of them."""
 
-import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from vqkv.errors import DataError
-from vqkv.study.experiments import across_domains, calibration_text, seed_spread
+from vqkv.study import figures
+from vqkv.study.experiments import against_own, calibration_text
 
 MODULE = sys.modules[calibration_text.__module__]
 SETTINGS = {
-    "systems": [["a", 0], ["b", 0.9]], "train_seqs": 4, "sizes": [1, 4, 8], "fit_seeds": [0, 1, 2],
-    "text_seeds": [5, 6, 7], "seq_len": 16, "num_seqs": 2, "chunk_size": 4, "vqllm": {"vqllm 1x4": [1, 4]},
-    "codebook_size": 4, "kmeans_iterations": 1, "sink_tokens": 0, "tuned": {}, "larger": {"a": [16]},
+    "model": "m", "corpus": "x", "other_corpus": "y", "systems": ["a", "b"], "designs": ["c"], "bits": 0.9,
+    "train_seqs": 4, "sizes": [1, 4, 8], "seed": 5, "seq_len": 16, "num_seqs": 2, "chunk_size": 4,
+    "vqllm": {"vqllm 1x4": [1, 4]}, "codebook_size": 4, "kmeans_iterations": 1, "sink_tokens": 0, "tuned": {},
     "dtype": "", "device": "cpu",
 }  # fmt: skip
 
 
 class MadeUp:
-    """In place of models: KL is 8 on another domain, else 4, times 2^(calibration seed) and 4^(text seed - 5)."""
+    """In place of models: windows have a KL of 3 and 5, on another corpus twice as much, and one bit more."""
 
     def __init__(self):
-        self.fits, self.reads, self.sources, self.model = [], 0, {}, "model"
+        self.fits, self.reads = [], 0
 
     def subject(self, **who):
-        return self
+        return SimpleNamespace(tokenizer=None, sources={})
 
     def fitted_system(self, found, system, bits, who, vqllm, learning, tuned):
         self.fits.append((who["name"], system, bits, who["corpus"], *who["train"], who["seed"]))
@@ -32,68 +33,65 @@ class MadeUp:
             raise DataError("components of 8 channels from 4 tokens: calibrate on more")
         return who
 
-    def held_out(self, corpus, size, seed, **how):
-        return (corpus, seed), {f"{corpus} {seed}": "hash"}, self
+    def draw(self, corpus, tokenizer, split, seq_len, num_seqs, seed, sources):
+        sources[f"{corpus} {split} {num_seqs}x{seq_len} {seed}"] = "hash"
+        return corpus
 
-    def evaluate(self, model, who, tokens, **settings):
+    def by_window(self, found, who, tokens, **settings):
         self.reads += 1
-        corpus, seed = tokens
-        kl = (4.0 if corpus == who["corpus"] else 8.0) * 2.0 ** who["seed"] * 4.0 ** (seed - 5)
-        about = {"bits_per_value": 1.0 + (corpus != who["corpus"]), "side_bytes": 10, "kl_floor": 1e-7, "top1": 0.5}
-        return about | {"kl_mean": kl, "kl_low": kl, "kl_high": kl, "ppl": 3.0}
+        other = int(tokens != who["corpus"])
+        about = {"bits_per_value": 1.0 + other, "side_bytes": 10, "kl_floor": 1e-7, "top1": 0.5, "ppl": 3.0}
+        kl = {"kl_mean": 4.0 + 4 * other, "kl_low": 3.0 + 3 * other, "kl_high": 5.0 + 5 * other}
+        return about | kl | {"kl_each": "6 10" if other else "3 5"}
 
 
 @pytest.fixture
 def made_up(monkeypatch):
     found = MadeUp()
-    for name in ("subject", "fitted_system", "evaluate"):
+    for name in ("subject", "fitted_system", "draw", "by_window"):
         monkeypatch.setattr(MODULE, name, getattr(found, name))
-    monkeypatch.setattr(MODULE, "_held_out", found.held_out)
     return found
 
 
 @pytest.fixture
 def table(made_up):
-    return calibration_text(["m", "n"], ["x", "y"], **SETTINGS)
+    return calibration_text(**SETTINGS)
 
 
-def test_every_part_has_its_rows_and_a_calibration_serves_all(table, made_up):
-    for (_, _), mine in table.groupby(["model", "system"]):
-        larger = mine["system"].iloc[0] == "a"
-        assert mine["part"].value_counts().to_dict() == {"domain": 4, "size": 3 + larger, "seeds": 9}
-        domain, size, seeds = (mine[mine["part"] == part] for part in ("domain", "size", "seeds"))
-        assert set(zip(domain["train_corpus"], domain["test_corpus"])) == {(a, b) for a in "xy" for b in "xy"}
-        assert set(zip(seeds["fit_seed"], seeds["text_seed"])) == {(a, b) for a in (0, 1, 2) for b in (5, 6, 7)}
-        assert sorted(size["train_seqs"]) == [1, 4, 8, *[16] * larger]
-        assert (size[["train_corpus", "test_corpus"]] == "x").all(axis=None)
-        assert (
-            (domain["train_seqs"] == 4).all() and (domain["text_seed"] == 5).all() and (domain["fit_seed"] == 0).all()
-        )
-    assert len(made_up.fits) == len(set(made_up.fits)) == 2 * (7 + 6)  # x, y, 1, 8, two seeds, and 16 of "a"
-    assert made_up.reads == 2 * (15 + 13)  # a text is read once for all parts
-    assert table.attrs["sources"].keys() == {"x 5", "x 6", "x 7", "y 5"}
+def test_one_calibration_is_read_on_all_its_texts(table, made_up):
+    for _, mine in table.groupby("system"):
+        calibrated = list(zip(mine["train_corpus"], mine["train_seqs"], mine["test_corpus"]))
+        both = [("x", 4, "x"), ("x", 4, "y"), ("y", 4, "x"), ("y", 4, "y")]
+        assert calibrated == [*both, ("x", 1, "x"), ("x", 8, "x")]
+    assert table.groupby("system", sort=False)["nominal_bits"].first().to_dict() == {"a": 0, "b": 0, "c": 0.9}
+    assert len(made_up.fits) == len(set(made_up.fits)) == 3 * 4 and made_up.reads == 3 * 6 - 1
+    assert table.attrs["sources"].keys() == {"x test 2x16 5", "y test 2x16 5"}
 
 
 def test_a_refusal_is_a_row(table):
     refused = table[table["refused"] != ""]
-    assert (refused["system"] == "b").all() and (refused["train_seqs"] == 1).all() and len(refused) == 2
-    assert set(refused["refused"]) == {"components of 8 channels from 4 tokens"}
-    assert refused[list(MODULE.MEASURED)].isna().all(axis=None)
+    assert refused[["system", "train_seqs"]].to_numpy().tolist() == [["b", 1]]
+    assert refused["refused"].str.startswith("components of 8 channels").all()
+    assert refused[list(MODULE.MEASURED)].replace("", None).isna().all(axis=None)
     assert table.drop(refused.index)[list(MODULE.MEASURED)].notna().all(axis=None)
 
 
-def test_what_another_domain_costs(table):
-    found = across_domains(table)
-    assert len(found) == 2 * 2 * 2
-    assert (found["kl_own"] == 4).all() and (found["kl_other"] == 8).all() and (found["kl_ratio"] == 2).all()
-    assert (found["bits_ratio"] == 2).all() and (found["lost_bits"] == 1.5).all()  # a bit, and half of one by the KL
+def test_other_calibrations_are_paired_window_by_window(table):
+    found = against_own(table, train_seqs=4)
+    domain, size = found[found["train_corpus"] != found["test_corpus"]], found[found["train_seqs"] != 4]
+    assert len(domain) == 3 * 2 and len(size) == 3 * 2 and len(found) == 12
+    assert (domain["kl_mean_own"] == 4).all() and (domain["kl_mean"] == 8).all() and (domain["more_bits"] == 1).all()
+    assert domain[["ratio", "low", "high"]].to_numpy().tolist() == [[2, 2, 2]] * 6  # every window's is 2
+    assert size.loc[size["ratio"].isna(), ["system", "train_seqs"]].to_numpy().tolist() == [["b", 1]]
+    worse = table.assign(kl_each=table["kl_each"].where(table["train_corpus"] == table["test_corpus"], "6 20"))
+    low, high = against_own(worse, train_seqs=4)[["low", "high"]].iloc[0]
+    assert (low, high) == (pytest.approx(2), pytest.approx(4))
 
 
-def test_which_seeds_matter(table):
-    found = seed_spread(table)
-    assert list(found["system"]) == ["a", "b"] * 2
-    assert found["log2_kl_fit"].tolist() == pytest.approx([1.0] * 4)  # of 0, 1, 2
-    assert found["log2_kl_text"].tolist() == pytest.approx([2.0] * 4)
-    assert (found[["bits_fit", "bits_text"]] == 0).all(axis=None)
-    broken = table.assign(kl_mean=table["kl_mean"].where((table["fit_seed"] != 1) | (table["system"] != "a")))
-    assert math.isnan(seed_spread(broken)["log2_kl_fit"][0]) and seed_spread(broken)["log2_kl_fit"][1] == 1
+def test_the_figure_names_every_system_and_says_who_refuses(table):
+    against = against_own(table[table["train_seqs"] < 8], train_seqs=4)
+    fig = figures.other_calibrations(against, {"c": "ours"})
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["a", "b", "ours"]
+    legend = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert legend == ["4 of x, reads y", "4 of y, reads x", "1 of x, reads x"]
+    assert [(text.get_text().strip(), text.get_position()[1]) for text in fig.axes[0].texts] == [("refuses", 1.25)]

@@ -5,7 +5,7 @@
 
 # ruff: noqa: F401
 from vqkv.study.experiments.audit import audited_tables, claims_audit
-from vqkv.study.experiments.calibration_text import across_domains, calibration_text, seed_spread
+from vqkv.study.experiments.calibration_text import against_own, calibration_text
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
@@ -22,8 +22,7 @@ from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back
-from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking, with_plain_steps
-from vqkv.study.experiments.further import further_down
+from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking
 from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
 from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.injected import injected

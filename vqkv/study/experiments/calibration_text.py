@@ -1,130 +1,79 @@
-"""Notebook 14: calibration on text of another domain, on little text, and on text of several seeds: who breaks."""
+"""Notebook 14: calibration on text of another domain, and on little text."""
 
-import itertools
 import math
 
-import numpy as np
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.study.experiments.common import draw, frame, loaded, subject
+from vqkv.study.experiments.common import by_window, draw, frame, subject
+from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.experiments.frontier import fitted_system
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.sweep import sweep
 
-MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1")
+MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
 
 
 def calibration_text(
-    models: list[str], corpora: list[str], systems: list[list], train_seqs: int, sizes: list[int],
-    fit_seeds: list[int], text_seeds: list[int], seq_len: int, num_seqs: int, chunk_size: int,
-    vqllm: dict[str, list[int]], codebook_size: int, kmeans_iterations: int, sink_tokens: int, tuned: dict[str, dict],
-    larger: dict[str, list[int]], dtype: str, device: str,
+    model: str, corpus: str, other_corpus: str, systems: list[str], designs: list[str], bits: float, train_seqs: int,
+    sizes: list[int], seed: int, seq_len: int, num_seqs: int, chunk_size: int, vqllm: dict[str, list[int]],
+    codebook_size: int, kmeans_iterations: int, sink_tokens: int, tuned: dict[str, dict], dtype: str, device: str,
 ):  # fmt: skip
-    """Every one of ``systems``, [label, nominal bits] as ``frontier.fitted_system`` takes them, calibrated on text of
-    the ``train`` split and read on ``num_seqs`` sequences of the ``test`` split, ``chunked`` protocol. A row per part,
-    model, system, calibration and text:
+    """Published ``systems`` and ``designs`` at nominal ``bits`` (see ``frontier``), calibrated on text of the ``train``
+    split and read on ``num_seqs`` windows of the ``test`` split, ``chunked`` protocol. A row per system, calibration
+    and text:
 
-    - ``domain``: every one of ``corpora`` to calibrate on, and every one to read; ``train_seqs``, the first seeds.
-    - ``size``: ``sizes`` sequences to calibrate on, and those that ``larger`` names for a system; the fewer the first
-      of the more; the first corpus and seeds.
-    - ``seeds``: ``fit_seeds``, which draw the calibration text and start k-means and rotations, times ``text_seeds``,
-      which draw what is read; the first corpus, ``train_seqs``.
+    - ``train_seqs`` sequences of either corpus, read on both;
+    - each of ``sizes`` of ``corpus``, read on ``corpus``; the fewer sequences are the first of the more.
 
-    One calibration is read on all its texts, and a row that belongs to several parts is in each. ``refused``: the
-    beginning of the error where a system takes no calibration on so little text; its numbers are NaN. Designs that
-    predict refuse nothing and fall back to nothing (``presets.best`` does): too little text shows in
-    ``bits_per_value``, which is what the text that is read takes, and predictions that are left out, as they gain
-    nothing, in fewer ``side_bytes``.
+    ``kl_each``: the KL of each window. ``refused``: the error where a system takes no calibration on so little
+    text; its numbers are NaN. Designs that predict refuse nothing: too little text shows in
+    ``bits_per_value``, which is what the text that is read takes.
     """
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
-    settings = {
-        "who": {"test": [num_seqs, seq_len], "test_seed": text_seeds[0], "dtype": dtype, "device": device},
-        "chunk_size": chunk_size, "vqllm": vqllm, "learning": learning, "tuned": tuned,
-    }  # fmt: skip
+    text = {"test": [num_seqs, seq_len], "seed": seed, "dtype": dtype, "device": device}
+    settings = {"who": text | {"name": model}, "chunk_size": chunk_size, "vqllm": vqllm}
+    both = [corpus, other_corpus]
+    fits = [(source, train_seqs, both) for source in both]
+    fits += [(corpus, size, [corpus]) for size in sizes if size != train_seqs]
     cases = [
-        {"model": name, "system": label, "bits": bits, "fit": [*fit], "texts": [[*text, parts] for text, parts in read]}
-        for name, (label, bits) in itertools.product(models, systems)
-        for fit, read in _fits(corpora, train_seqs, [*sizes, *larger.get(label, [])], fit_seeds, text_seeds)
+        {"system": label, "bits": nominal, "corpus": source, "train_seqs": size, "texts": texts}
+        for source, size, texts in fits  # outermost: keys and values are captured once for all systems
+        for label, nominal in [*((label, 0) for label in systems), *((label, bits) for label in designs)]
     ]
-    cases.sort(
-        key=lambda case: (models.index(case["model"]), str(case["fit"]))
-    )  # text is captured once for all systems
-    return frame(*sweep(_rows, cases, settings, "calibration text"))
-
-
-def _fits(corpora: list[str], train_seqs: int, sizes: list[int], fit_seeds: list[int], text_seeds: list[int]):
-    """[(calibration: corpus, sequences, seed), [(text: corpus, seed), parts that want it]]."""
-    first, fit, text = corpora[0], fit_seeds[0], text_seeds[0]
-    wanted = [("domain", (ours, train_seqs, fit), (read, text)) for ours, read in itertools.product(corpora, corpora)]
-    wanted += [("size", (first, size, fit), (first, text)) for size in sizes]
-    wanted += [("seeds", (first, train_seqs, a), (first, b)) for a, b in itertools.product(fit_seeds, text_seeds)]
-    found: dict[tuple, dict[tuple, list[str]]] = {}
-    for part, calibrated_on, read in wanted:
-        found.setdefault(calibrated_on, {}).setdefault(read, []).append(part)
-    return [(calibrated_on, [*texts.items()]) for calibrated_on, texts in found.items()]
+    return frame(*sweep(_rows, cases, settings | {"learning": learning, "tuned": tuned}, "calibration text"))
 
 
 def _rows(
-    model: str, system: str, bits: float, fit: list, texts: list[list], who: dict, chunk_size: int,
+    system: str, bits: float, corpus: str, train_seqs: int, texts: list[str], who: dict, chunk_size: int,
     vqllm: dict, learning: dict, tuned: dict,
 ):  # fmt: skip
-    corpus, count, seed = fit
-    size, how = who["test"], {"name": model, "dtype": who["dtype"], "device": who["device"]}
-    who = who | {"name": model, "corpus": corpus, "train": [count, size[1]], "seed": seed}
-    found = subject(**who)
-    compressor, refused, rows, sources = None, "", [], found.sources
+    num_seqs, seq_len = who["test"]
+    who = who | {"corpus": corpus, "train": [train_seqs, seq_len]}
+    found, refused, compressor, rows = subject(**who), "", None, []
     try:
         compressor = fitted_system(found, system, bits, who, vqllm, learning, tuned)
     except DataError as error:
-        refused = str(error).partition(":")[0]
-    for read, text_seed, parts in texts:
-        row = dict.fromkeys(MEASURED, math.nan)
+        refused = str(error)
+    for read in texts:
+        row = dict.fromkeys(MEASURED, math.nan) | {"kl_each": ""}
         if compressor:
-            tokens, drawn, exact = _held_out(corpus=read, size=size, seed=text_seed, **how)
-            row = evaluate(exact.model, compressor, tokens, chunk_size=chunk_size, reconstruction=False, exact=exact)
-            sources = sources | drawn
-        label = {"model": model, "system": system, "nominal_bits": bits, "train_corpus": corpus, "test_corpus": read}
-        label |= {"train_seqs": count, "fit_seed": seed, "text_seed": text_seed}
-        label |= {name: row[name] for name in MEASURED} | {"refused": refused}
-        rows += [{"part": part} | label for part in parts]
-    return rows, sources
+            tokens = draw(read, found.tokenizer, "test", seq_len, num_seqs, who["seed"], found.sources)
+            row = by_window(found, compressor, tokens, chunk_size=chunk_size, reconstruction=False)
+        label = {"model": who["name"], "system": system, "nominal_bits": bits, "train_corpus": corpus}
+        label |= {"test_corpus": read, "train_seqs": train_seqs}
+        rows.append(label | {name: row[name] for name in MEASURED} | {"refused": refused})
+    return rows, found.sources
 
 
-@per_process(maxsize=8)
-def _held_out(name: str, dtype: str, device: str, corpus: str, size: list[int], seed: int):
-    """Tokens to read, their source, and the model's own pass over them, which all systems share."""
-    sources = {}
-    _, tokenizer, _, exact = loaded(name=name, dtype=dtype, device=device)
-    tokens = draw(corpus, tokenizer, "test", size[1], size[0], seed, sources)
-    return tokens, sources, exact
-
-
-def across_domains(table: pd.DataFrame) -> pd.DataFrame:
-    """For each model, system and corpus that is read: KL and stored bits with calibration on that corpus (``own``) and
-    on another (``other``, geometric mean if there are several), and the latter over the former (``ratio``).
-    ``lost_bits``: what the other text costs in all, in bits of a value, by the rule that four times the KL is a bit."""
-    rows, domain = [], table[table["part"] == "domain"]
-    for key, mine in domain.groupby(["model", "system", "nominal_bits", "test_corpus"], sort=False):
-        own, row = mine["train_corpus"] == mine["test_corpus"], {}
-        for name, column in (("kl", "kl_mean"), ("bits", "bits_per_value")):
-            ours, theirs = (2 ** np.log2(mine.loc[which, column]).mean() for which in (own, ~own))
-            row |= {f"{name}_own": ours, f"{name}_other": theirs, f"{name}_ratio": theirs / ours}
-        row["lost_bits"] = row["bits_other"] - row["bits_own"] + math.log2(row["kl_ratio"]) / 2
-        rows.append(dict(zip(("model", "system", "nominal_bits", "test_corpus"), key)) | row)
-    return pd.DataFrame(rows)
-
-
-def seed_spread(table: pd.DataFrame) -> pd.DataFrame:
-    """For each model and system, standard deviations over seeds of the calibration (``fit``: its text, k-means,
-    rotations) and over those of what is read (``text``), each of means over the other: of log2 KL and of stored bits.
-    NaN where a calibration was refused."""
-    rows, seeds = [], table[table["part"] == "seeds"].assign(log2_kl=lambda rows: np.log2(rows["kl_mean"]))
-    for key, mine in seeds.groupby(["model", "system", "nominal_bits"], sort=False):
-        row = dict(zip(("model", "system", "nominal_bits"), key))
-        for name, column in (("log2_kl", "log2_kl"), ("bits", "bits_per_value")):
-            grid = mine.pivot(index="fit_seed", columns="text_seed", values=column)
-            for axis, what in ((1, "fit"), (0, "text")):
-                row[f"{name}_{what}"] = grid.mean(axis=axis, skipna=False).std(skipna=False)
-        rows.append(row)
-    return pd.DataFrame(rows)
+def against_own(table: pd.DataFrame, train_seqs: int) -> pd.DataFrame:
+    """Every other calibration beside that on ``train_seqs`` sequences of the corpus that is read (``_own``), system by
+    system. ``ratio``: its KL over the latter's, with the 95% interval over windows, ``low`` to ``high``; NaN where it
+    was refused. ``more_bits``: what it takes more of stored bits."""
+    keys, numbers = ["model", "system", "nominal_bits", "test_corpus"], ["kl_mean", "bits_per_value", "kl_each"]
+    own = (table["train_corpus"] == table["test_corpus"]) & (table["train_seqs"] == train_seqs)
+    both = table[~own].merge(table.loc[own, keys + numbers], on=keys, suffixes=("", "_own"))
+    known = both[both["kl_mean"].notna() & both["kl_mean_own"].notna()]
+    pairs = zip(known["kl_each"], known["kl_each_own"], strict=True)
+    ratios = [paired_ratio(str(other).split(), str(ours).split()) for other, ours in pairs]
+    both = both.join(pd.DataFrame(ratios, known.index, ["ratio", "low", "high"]))
+    return both.assign(more_bits=both["bits_per_value"] - both["bits_per_value_own"])

@@ -259,8 +259,3 @@ def ranking(search: pd.DataFrame, context: str, most: int = 8) -> pd.DataFrame:
     numbers = [f"{place}_se", "bits_per_value", "kl_mean", *(name for name in search if name.startswith("equivalent"))]
     ranked = search.groupby(["rung", place, "design", "kept"])[numbers].mean().reset_index("kept")
     return ranked.groupby("rung").head(most)
-
-
-def with_plain_steps(designs: list[str]) -> list[str]:
-    """``designs``, and behind them the same with uniform steps in place of a trellis."""
-    return list(dict.fromkeys([*designs, *(name.replace("trellis", "steps") for name in designs)]))

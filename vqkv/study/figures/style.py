@@ -71,6 +71,7 @@ LOOKS = {  # part of a system's name -> palette key and marker; the first that f
     "kvtc": ("kvtc", "p"),
     "quanto": ("quanto", "o"),
     "kivi": ("kivi", "X"),
+    "live": ("live", "d"),
 }
 
 STYLE = {
