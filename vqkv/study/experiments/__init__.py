@@ -54,4 +54,4 @@ from vqkv.study.experiments.restoring import break_even, chat, restored_quality,
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
-from vqkv.study.experiments.tuning import chosen, tuning
+from vqkv.study.experiments.tuning import tuning

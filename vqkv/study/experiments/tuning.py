@@ -1,7 +1,5 @@
 """Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
 
-import ast
-
 import pandas as pd
 
 from vqkv.errors import DataError
@@ -112,9 +110,3 @@ def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens
     given = (vqllm, sink_tokens, seed, {family: arguments})
     label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
     return (published(*given) | since(*given))[label]
-
-
-def chosen(table: pd.DataFrame) -> dict[str, dict]:
-    """Family -> the arguments that ``tuning`` chose for it, as ``published`` and ``since`` take them."""
-    rows = table[table["chosen"]]
-    return {family: ast.literal_eval(arguments) for family, arguments in zip(rows["family"], rows["arguments"])}
