@@ -97,4 +97,5 @@ def test_damaged_streams_are_told_by_their_ends_and_never_crash(seed, kind):
         words = torch.from_numpy(rng.integers(-(2**15), 2**15, len(words)).astype(np.int16))
     values, whole = cpu.rans_decode(words, lengths, code, 33)
     assert values.shape == (3, 33, 12)
-    assert not whole.all() and torch.equal(values[whole].mT, x[whole])
+    assert torch.equal(values[whole].mT, x[whole])
+    assert not whole.all() or kind == "altered"  # a bit of the zeros that fill a unit is no value's

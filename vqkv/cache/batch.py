@@ -89,7 +89,7 @@ class Batch:
         ]
         return Group(rows, pairs, positions)
 
-    def see(self, attention_mask, position_ids, module: int) -> None:
+    def see(self, attention_mask, position_ids, module: int = -1) -> None:
         """A forward pass begins with this mask; only one of shape (batch, slots) says what is padding. Raises
         ``DataError`` for positions that are not (batch, new_slots)."""
         if any(self.rotations) and position_ids is not None and position_ids.ndim != 2:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 
 import pandas as pd
 
@@ -92,9 +93,10 @@ def capacity_of_best(table: pd.DataFrame, model: str, memory_gb: float, bits: fl
 
 
 def _row(label: str, found: Capacity) -> dict:
-    numbers = ("context", "batch_size", "ratio", "bits_per_value", "side_bytes")
-    about = {"label": label, "system": found.preset} | {name: getattr(found, name) for name in numbers}
-    return about | _bytes(found.kinds)
+    ratio = found.context / found.fp16_context if found.fp16_context else math.nan
+    sizes = {"context": found.context, "batch_size": found.batch_size, "ratio": ratio}
+    sizes |= {"bits_per_value": found.bits_per_value, "side_bytes": found.side_bytes}
+    return {"label": label, "system": found.preset} | sizes | _bytes(found.kinds)
 
 
 def _baseline(exact: Footprint, found: Capacity) -> dict:
