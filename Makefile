@@ -13,10 +13,11 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: study recompute smoke test lab bench report
 .DELETE_ON_ERROR:
 
-# Here and below one thread a process: two processes of two threads on two cores stall each other.
+# Here and below one thread a process: two processes of two threads on two cores stall each other. Cases on SmolLM2 take up to
+# 17 GB, so they are computed one at a time.
 study: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --jobs 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study.reproduce --jobs 2 --minutes 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study.reproduce --minutes 15
 
 recompute: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --recompute --jobs 2
