@@ -135,7 +135,7 @@ class TokenStore:
         old, left = states[:, :, :flush].float(), states[:, :, flush:]
         payload = self.coder.encode(self._turn(unrotate, old, sinks + quantized), step.fresh)
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
-        self.window = left.clone() if left.shape[2] else None
+        self.window, self.view = left.clone() if left.shape[2] else None, (None, None)  # nor keep the old payload
 
     @staticmethod
     def pack_together(stores: "list[TokenStore]") -> None:
