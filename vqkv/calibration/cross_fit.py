@@ -1,13 +1,13 @@
 """Predictors fitted without the tokens that they are judged on, so that later stages see what other text will leave."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.predictor_kinds import Linear
+from vqkv.codecs.predictor_kinds import Regression
 
 FOLDS = 4
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # of the ridge's penalty
@@ -18,13 +18,13 @@ WORTH = 0.9  # of the error of the mean: where a prediction leaves more of it, o
 class CrossFit:
     """One place's predictor: ``whole``, fitted to all samples, and for each fold one fitted to the others."""
 
-    whole: Linear
-    folds: list[Linear]
+    whole: Regression
+    folds: list[Regression]
 
 
-def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> CrossFit | None:
-    """Linear predictors for samples x (n, in_features), y (n, out_features) and their folds (n,), with the strength
-    whose error on held-out folds is least; None if it leaves more than ``WORTH`` of what the mean leaves."""
+def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Regression) -> CrossFit | None:
+    """Predictors ``like`` one for samples x (n, in_features), y (n, out_features) and their folds (n,), with the
+    strength whose error on held-out folds is least; None if it leaves more than ``WORTH`` of what the mean leaves."""
     ridges, squares = [Ridge() for _ in range(FOLDS)], [0.0] * FOLDS
     for x, y, fold in samples:
         for number in range(FOLDS):
@@ -48,9 +48,10 @@ def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> CrossFit | No
     best = min(STRENGTHS, key=errors.get)
     if errors[best] > WORTH * errors[None]:
         return None
-    made = {number: _linear(others[number], solved[number, best], best) for number in there}
+    made = {number: _made(like, others[number], solved[number, best], best) for number in there}
     every = _ridge(*totals)
-    return CrossFit(_linear(every, _solved(every, best), best), [made.get(i, made[there[0]]) for i in range(FOLDS)])
+    whole = _made(like, every, _solved(every, best), best)
+    return CrossFit(whole, [made.get(number, made[there[0]]) for number in range(FOLDS)])
 
 
 def folds_of(number: int, batch: int, tokens: int, total: int) -> Tensor:
@@ -77,7 +78,7 @@ def _solved(ridge: Ridge, strength: float | None) -> Tensor:
     return ridge.solve()
 
 
-def _linear(ridge: Ridge, weights: Tensor, strength: float) -> Linear:
-    made = Linear(strength)
+def _made(like: Regression, ridge: Ridge, weights: Tensor, strength: float) -> Regression:
+    made = replace(like, strength=strength)
     made.take(ridge, weights)
     return made

@@ -64,7 +64,7 @@ class LayerFit:
             return Prediction(plan.predictor, plan.sources)  # of a place that stores nothing
         prediction, by_fold = None, []
         if plan.cross_fitted:
-            if found := cross_fit(self._samples(place, plan.sources, folds=True)):
+            if found := cross_fit(self._samples(place, plan.sources, folds=True), plan.predictor):
                 agree([found.whole, *found.folds], [self.device] * (1 + len(found.folds)))
                 prediction = Prediction(found.whole, plan.sources)
                 by_fold = [Prediction(each, plan.sources) for each in found.folds]

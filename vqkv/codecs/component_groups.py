@@ -47,7 +47,7 @@ class ComponentGroups(Quantizer):
         if self.groups is None:
             rows = x.reshape(-1, x.shape[-1])
             rows = rows[:: -(-len(rows) // SAMPLED)]
-            self.groups = _cheapest(rows, int(self.bits * x.shape[-1])).to(x.device)
+            self.groups = _cheapest(rows, int(self.bits * x.shape[-1] / self.share)).to(x.device)
 
     def finalize(self) -> None:
         """Leave out the last groups, if they are not stored: nobody need know their components."""

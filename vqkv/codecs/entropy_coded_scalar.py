@@ -85,7 +85,7 @@ class EntropyCodedScalar(StreamQuantizer):
 
     def _start(self, sample: Tensor) -> Tensor:
         """Set the step for ``bits`` by a sample (heads, rows, channels), and return its codes."""
-        self.step = step_for(sample, self.bits)
+        self.step = step_for(sample, self.bits / self.share)
         return self._codes(sample)
 
     def _codes(self, channels: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ class PCA(Stage):
         self._count, self._moment = 0, torch.zeros((), dtype=torch.float64)  # of its size with the first batch
         self.register_buffer("matrix", None)
         self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
-        return *shape[:-1], min(self.rank or shape[-1], shape[-1])
+        rank = min(self.rank or shape[-1], shape[-1])
+        self.share = rank / shape[-1]
+        return *shape[:-1], rank
 
     def weigh(self, metric: Tensor) -> None:
         """``metric`` (num_kv_heads, head_dim, head_dim), symmetric: an error e of a head costs e' metric e. To be told
@@ -105,14 +107,12 @@ class PCA(Stage):
             return plain
         if self._metric is None:
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
-        metric = self._metric.to(device).double()
-        if metric.shape[1] != channels:  # heads were merged
-            metric = torch.block_diag(*metric)[None]
-        values, vectors = torch.linalg.eigh(metric)
+        values, vectors = torch.linalg.eigh(self._metric.to(device).double())
         if not values.mean() > 0:
             return plain
         values = values / values.mean()
-        return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+        scale = vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+        return scale if scale.shape == plain.shape else torch.block_diag(*scale)[None]  # heads were merged
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
         return by_rows(lambda rows: rows @ matrix, x.flatten(2, -2)).reshape(*x.shape[:-1], matrix.shape[-1])

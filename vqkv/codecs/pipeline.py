@@ -85,6 +85,7 @@ class Chain(Codec):
         shape = (self.num_kv_heads or 1, self.head_dim)
         for part in self._parts:
             shape = part.build(shape)
+        self.quantizer.share = math.prod(stage.share for stage in self._stages)
 
     def _partial_fit(self, x: Tensor) -> None:
         learning = self._learners()[self._pass]

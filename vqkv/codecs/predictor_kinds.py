@@ -65,7 +65,7 @@ def half(name: str, tensor: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Regression(Predictor):
+class Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
@@ -100,7 +100,7 @@ class _Regression(Predictor):
 
 
 @dataclass(eq=False)
-class Linear(_Regression):
+class Linear(Regression):
     """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
     times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
@@ -149,13 +149,13 @@ class ReducedRank(Linear):
 
 
 @dataclass(eq=False)
-class LinearGPTQ(_Regression):
+class LinearGPTQ(Regression):
     """Ridge regression whose weights GPTQ rounds to ``bits`` bits (Frantar et al. 2022), packed along the inputs of
     each output; every ``group_size`` of them share an fp16 scale and zero."""
 
     bits: int = 4
     group_size: int = 128
-    limits = _Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
+    limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         grid = ((-(-inputs // self.group_size), outputs), torch.float16)

@@ -19,6 +19,7 @@ class Stage(Part):
 
     side_fields: tuple[str, ...] = ()
     tokens_per_row: int = 1
+    share: float = 1.0  # of a row's values that go out; a quantizer's: of a cache's values that it is given
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``
     costs: str = "loss"  # and where: to the model's ``loss`` or in ``attention`` (``calibration.costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for

@@ -61,11 +61,11 @@ class TrellisCodedScalar(EntropyCodedScalar):
 
     def _start(self, sample: Tensor) -> Tensor:
         """By bisection."""
-        start, low, high = step_for(sample, self.bits).item() / FINER, -AROUND, AROUND
+        start, low, high = step_for(sample, self.bits / self.share).item() / FINER, -AROUND, AROUND
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             codes = self.set_step(start * 2**middle, sample)
-            low, high = (middle, high) if bits_of(codes) > self.bits else (low, middle)
+            low, high = (middle, high) if bits_of(codes) > self.bits / self.share else (low, middle)
         return codes
 
     def _codes(self, channels: Tensor) -> Tensor:

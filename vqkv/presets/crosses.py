@@ -20,16 +20,11 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.plans import Budgeted, FromPrevious, Unpredicted
+from vqkv.presets.plans import Budgeted, FromPrevious, Together, Unpredicted
 from vqkv.presets.preset import Preset, register
 from vqkv.runtime.checks import check_whole
 
-ROTATIONS: dict[str, Callable[[], list[Stage]]] = {
-    "none": list,
-    "hadamard": lambda: [Hadamard()],
-    "principal": lambda: [PCA()],
-    "weighted": lambda: [PCA(weighted=True)],
-}
+ROTATIONS = ("none", "hadamard", "principal", "weighted")
 PREDICTORS_PAY = 20  # tokens for each channel of all KV heads, from 1.5 bits on
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
@@ -44,6 +39,9 @@ def crossed(
     entropy: bool = False,
     predicted: bool = False,
     mixed: bool = False,
+    predictor_bits: int = 16,
+    joint: bool = False,
+    rank: int = 0,
     beam: int = 1,
     codebook_size: int = 256,
     group_size: int = 32,
@@ -60,8 +58,10 @@ def crossed(
     ``bits`` are those of the codes. ``mean`` is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal``
     components, or ``weighted`` ones, where an error counts as much as it costs the model; ``merged``: of transform
     coders, whether all heads' channels are rotated together. ``entropy`` codes the codes in blocks of ``block`` tokens;
-    ``predicted`` stores what AQUA-KV's linear predictors leave, in every layer but the first; ``mixed`` splits the bits
-    among layers, keys and values where they do most good (all but ``grid`` and ``affine``). ``grouping``, ``beam``,
+    ``predicted`` stores what AQUA-KV's linear predictors leave, in every layer but the first, with weights rounded to
+    ``predictor_bits`` below 16 (GPTQ); ``mixed`` splits the bits among layers, keys and values where they do most good
+    (all but ``grid`` and ``affine``). ``joint``: all layers' keys, and values, are rotated together (KVTC), without the
+    two. ``rank``: how many components are kept, 0: all. ``grouping``, ``beam``,
     ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or
     ``DataError`` for what does not exist together.
     """
@@ -75,6 +75,10 @@ def crossed(
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
     if entropy and quantizer in TRANSFORM_CODERS:
         raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
+    if rank and not joint:
+        raise DataError("rank: only of a joint rotation can components be left out")
+    if joint and (quantizer not in TRANSFORM_CODERS or predicted or mixed or not merged):
+        raise DataError("joint: all layers take one rotation, with steps or trellis, merged, not predicted or mixed")
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
     preset = Preset(
@@ -87,13 +91,14 @@ def crossed(
         arguments=arguments,
     )
     preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
-    arranged = FromPrevious(preset, cross_fitted=True) if predicted else Unpredicted()
-    plan = Budgeted(arranged, bits) if mixed else arranged
-    return dataclasses.replace(preset, name="crossed", plan=plan if mixed or predicted else None, arguments=arguments)
+    kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
+    arranged = FromPrevious(preset, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
+    plan = Together() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
+    return dataclasses.replace(preset, name="crossed", plan=plan, arguments=arguments)
 
 
 def _transform_coder(quantizer: type, arguments: dict, head_dim: int | None) -> Codec:
-    stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _turned(arguments)
+    stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _rotated(arguments, True)
     return Chain([*stages, TokenBlock(arguments["block"])], quantizer(arguments["bits"]), head_dim)
 
 
@@ -101,12 +106,12 @@ def _grid(arguments: dict, head_dim: int | None) -> Codec:
     bits = arguments["bits"]
     if bits not in (2, 3, 4):
         raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
-    stages = [*[MeanRemoval()] * arguments["mean"], MergeHeads(), *_turned(arguments), VectorScale("rms")]
+    stages = [*[MeanRemoval()] * arguments["mean"], MergeHeads(), *_rotated(arguments, merged=True), VectorScale("rms")]
     return Chain(stages, Grid(4 ** int(bits)), head_dim)
 
 
 def _affine(arguments: dict, head_dim: int | None) -> Codec:
-    stages = [*[MeanRemoval()] * arguments["mean"], *ROTATIONS[arguments["rotation"]]()]
+    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments)]
     bits = arguments["bits"]
     if bits != int(bits):
         raise DataError(f"affine codes of {bits!r} bits: use a whole number")
@@ -116,15 +121,16 @@ def _affine(arguments: dict, head_dim: int | None) -> Codec:
 def _rvq(arguments: dict, head_dim: int | None) -> Codec:
     names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
     quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
-    stages = [*[MeanRemoval()] * arguments["mean"], *ROTATIONS[arguments["rotation"]](), VectorScale("std")]
+    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments), VectorScale("std")]
     return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
 
 
-def _turned(arguments: dict) -> list[Stage]:
-    """The rotation of the last axis, all heads' channels together if they are merged."""
-    if arguments["rotation"] == "hadamard":
-        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
-    return ROTATIONS[arguments["rotation"]]()
+def _rotated(arguments: dict, merged: bool = False) -> list[Stage]:
+    """The rotation of the last axis, which may hold several heads where they are ``merged``."""
+    rotation = arguments["rotation"]
+    if rotation == "hadamard":
+        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * merged + [Hadamard()]
+    return [] if rotation == "none" else [PCA(rotation == "weighted", arguments["rank"])]
 
 
 TRANSFORM_CODERS = {

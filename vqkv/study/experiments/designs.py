@@ -10,6 +10,10 @@ from vqkv.study.experiments.common import bare
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
+RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many bytes as linear predictors do
+KVTC = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
+KVTC |= {f", rank {rank}": {"rank": rank} for rank in RANKS}
+KVTC |= {", rANS, rank 960": {"deflate": False, "rank": 960}}
 GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
 
 
@@ -43,15 +47,18 @@ def since(
     cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
     found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
-    found |= {"oscar 2": presets.oscar(), "nova 2": presets.nova(seed=seed)}
+    found |= {"oscar 2": presets.oscar(**own["oscar"]), "nova 2": presets.nova(seed=seed, **own["nova"])}
     found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
     found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, norm=True, **own["kvquant"])}
     found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
-    found |= {f"kvtc {bits}": presets.kvtc(bits, **own["kvtc"]) for bits in (0.5, 0.75, 1, 1.5, 2, 3)}
-    found |= {f"kvtc {bits}, rANS": presets.kvtc(bits, deflate=False, **own["kvtc"]) for bits in (0.9, 1.8)}
+    found |= {
+        f"kvtc {bits}{variant}": presets.kvtc(bits, **own["kvtc"] | arguments)
+        for variant, arguments in KVTC.items()
+        for bits in (0.5, 0.75, 1, 1.5, 2, 3)
+    }
     found |= {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
     few = min(vqllm.values(), key=lambda settings: settings[0])[:2]
     residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
@@ -100,9 +107,25 @@ def factorial() -> dict[str, dict]:
     return found
 
 
+def every() -> dict[str, dict]:
+    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of fewer bits."""
+    found = factorial()
+    for quantizer in ("steps", "trellis"):
+        shared = {"quantizer": quantizer, "rotation": "weighted"}
+        found |= {
+            f"{quantizer}, weighted, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
+        }
+        found |= {
+            f"{quantizer}, weighted, predicted in {bits} bits, mixed": shared
+            | {"predicted": True, "mixed": True, "predictor_bits": bits}
+            for bits in (4, 8)
+        }
+    return found
+
+
 def exists(design: str, bits: float) -> bool:
-    """True if a design of ``factorial`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
-    known = {"grid": (2, 3, 4), "affine": range(1, 9)}.get(factorial()[design]["quantizer"])
+    """True if a design of ``every`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
+    known = {"grid": (2, 3, 4), "affine": range(1, 9)}.get(every()[design]["quantizer"])
     return known is None or bits in known
 
 

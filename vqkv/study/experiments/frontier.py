@@ -26,10 +26,10 @@ from vqkv.study.experiments.common import (
     written,
 )
 from vqkv.study.experiments.depth import shallower
-from vqkv.study.experiments.designs import exists, factorial, first_layers, published, since
+from vqkv.study.experiments.designs import every, exists, factorial, first_layers, published, since
 from vqkv.study.sweep import per_process, sweep
 
-CONTEXTS = {"1k": 1024, "8k": 8192, "32k": 32768, "128k": 131072}
+CONTEXTS = {"1k": 1024, "2k": 2048, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCHES = (1, 16)
 DRAWS = 1000  # of a bootstrap
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
@@ -128,21 +128,21 @@ def frontier(
     models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
     seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
     codebook_size: int, kmeans_iterations: int, sink_tokens: int, systems: list[str], tuned: dict[str, dict],
-    dtype: str, device: str, test_len: int | None = None,
+    dtype: str, device: str, test_len: int | None = None, held_out: str = "test",
 ):  # fmt: skip
-    """Published ``systems`` (by default all) and the ``designs`` of ``designs.factorial`` at all nominal ``bits``: a
+    """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
     row per model, seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the
     text and starts k-means. ``tuned``: what ``tuning`` chose.
 
     ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
     number for each held-out window of ``test_len`` (by default ``seq_len``) tokens, the same windows for all systems.
-    ``facts``: see ``facts_told``, of as many facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained
-    variance of what is stored of one window.
+    ``held_out``: their split, ``validation`` for what chooses among systems. ``facts``: see ``facts_told``, of as many
+    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
     """
     text = {"train": [train_seqs, seq_len], "test": [num_seqs, test_len or seq_len], "corpus": corpus}
     learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
     settings = {
-        "who": text | {"dtype": dtype, "device": device}, "vqllm": vqllm, "learning": learning,
+        "who": text | {"dtype": dtype, "device": device, "held_out": held_out}, "vqllm": vqllm, "learning": learning,
         "facts": facts, "chunk_size": chunk_size, "tuned": tuned,
     }  # fmt: skip
     known = [label for make in (published, since) for label in make(vqllm, sink_tokens, 0)]
@@ -203,7 +203,7 @@ def fitted_system(
         return _residual(system, who, vqllm, learning, tuned or {})
     if system in (known := _known(vqllm, learning["sink_tokens"], who["seed"], tuned)):
         return fitted(known[system], who)
-    return fitted(presets.crossed(**factorial()[system], bits=bits, seed=who["seed"], **learning), who)
+    return fitted(presets.crossed(**every()[system], bits=bits, seed=who["seed"], **learning), who)
 
 
 def _known(vqllm: dict, sink_tokens: int, *more) -> dict[str, presets.Preset]:

@@ -26,6 +26,7 @@ TRIALS = {
         {"outliers": 0.01, "fisher": True},
         {"outliers": 0.005, "fisher": True},
         {"outliers": 0.0025, "fisher": True},
+        {"outliers": 0.01, "fisher": True, "norm": True},
     ],
     "higgs": [{"group_size": 1024}, {"group_size": 64}, {"group_size": 32}],
     "vqq product": [{"keyframe": 32}, {"keyframe": 64}, {"keyframe": 16}],
@@ -34,18 +35,18 @@ TRIALS = {
         {"key_grouping": "contiguous", "value_grouping": "contiguous"},
         {"key_grouping": "strided", "value_grouping": "strided"},
     ],
-    "aqua higgs 2": AQUA,
-    "aqua higgs 3": AQUA,
+    **{f"aqua higgs {bits}": AQUA for bits in (2, 3, 4)},
     "turboquant": [{"pre_rope": False}, {"pre_rope": None}],
     "kvarn": [{"tile": 128}, {"tile": 64}],
     "cachegen": [{"group": group, "block": 128} for group in (16, 8, 32, 64)],
     "nsnquant": [{"tile": 64}, {"tile": 32}, {"tile": 128}],
     "aatc": [{"block": 32}, {"block": 128}],
-    "kvtc": [{"block": 128}, {"block": 32}, {"rank": 1024}, {"rank": 512}],
+    "oscar": [{"key_clip": 0.96, "value_clip": 0.92}, {"key_clip": 0.92, "value_clip": 0.88}, {"group_size": 32}],
+    "nova": [{"clip": 0.92}, {"clip": 0.96}],
 }
 WORTH = 0.05  # equivalent bits by which a setting must beat the default to replace it: less is noise
-RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9", "kvtc": "kvtc 1"}
-RATES |= {name: name for name in ("aqua higgs 2", "aqua higgs 3")}  # others at 2 bits
+RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9"}
+RATES |= {name: name for name in ("aqua higgs 2", "aqua higgs 3", "aqua higgs 4")}  # others at 2 bits
 
 
 def tuning(
