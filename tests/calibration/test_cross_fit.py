@@ -24,7 +24,7 @@ def left(predictor, x, y):
 @pytest.mark.parametrize("count", [96, 256, 4096])
 def test_what_folds_leave_is_what_other_text_will_leave(count):
     x, y, fold = samples(count, 1.0)
-    found = cross_fit([(x, y, fold)])
+    found = cross_fit([(x, y, fold)], Linear())
     other = left(found.whole, *samples(4096, 1.0, seed=7)[:2])
     each = torch.stack([predictor(x) for predictor in found.folds])
     folds = float((y - each[fold, torch.arange(count)]).square().mean())
@@ -35,16 +35,16 @@ def test_what_folds_leave_is_what_other_text_will_leave(count):
 
 def test_a_prediction_that_gains_nothing_is_none():
     x, y, fold = samples(256, 1.0)
-    assert cross_fit([(gaussian(256, WIDTH, seed=9), y, fold)]) is None
-    assert cross_fit([(x, y, fold * 0)]) is None  # nothing to judge by
+    assert cross_fit([(gaussian(256, WIDTH, seed=9), y, fold)], Linear()) is None
+    assert cross_fit([(x, y, fold * 0)], Linear()) is None  # nothing to judge by
 
 
 def test_batches_add_up_and_few_samples_take_a_stronger_penalty():
     x, y, fold = samples(160, 1.0)
-    found = cross_fit([(x, y, fold)])
-    split = cross_fit([(x[:50], y[:50], fold[:50]), (x[50:], y[50:], fold[50:])])
+    found = cross_fit([(x, y, fold)], Linear())
+    split = cross_fit([(x[:50], y[:50], fold[:50]), (x[50:], y[50:], fold[50:])], Linear())
     torch.testing.assert_close(found.whole.weight, split.whole.weight)
-    assert found.whole.strength > cross_fit([samples(8192, 1.0)]).whole.strength
+    assert found.whole.strength > cross_fit([samples(8192, 1.0)], Linear()).whole.strength
 
 
 def test_folds_are_sequences_or_stretches_of_tokens():

@@ -48,6 +48,27 @@ def test_every_cross_that_exists_generates(llama, arguments):
     assert report.packed_bytes > 0 and report.bits_per_value < 16
 
 
+@pytest.mark.parametrize("quantizer", ["steps", "trellis"])
+def test_one_rotation_for_all_layers_keeps_its_bits_at_any_rank(llama, quantizer, tmp_path):
+    full, half = (
+        made(llama, quantizer=quantizer, rotation="weighted", bits=1.5, joint=True, rank=rank) for rank in (0, 96)
+    )
+    assert full.codecs[0][0].stages[2].matrix.shape == (1, 192, 192) and half.side_bytes < 0.7 * full.side_bytes
+    taken = []
+    for compressor in (full, half):
+        cache = compressor.new_cache(llama)
+        assert generated(llama, cache, TOKENS[:, :40]).shape[1] == 52
+        taken.append(cache.report().bits_per_value)
+    assert taken[1] == pytest.approx(taken[0], rel=0.2)  # of a value of the cache, whatever the rank
+    half.save_pretrained(tmp_path)
+    assert Compressor.from_pretrained(tmp_path).fingerprint == half.fingerprint
+
+
+def test_predictors_of_fewer_bits_take_fewer_bytes(llama):
+    sides = [made(llama, predicted=True, predictor_bits=bits).side_bytes for bits in (16, 8, 4)]
+    assert sides[0] > 1.1 * sides[1] > 1.1 * sides[2]
+
+
 @pytest.mark.parametrize("quantizer", ["steps", "rvq"])
 def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_path):
     for number, plan in enumerate(PLANS[1:]):
@@ -69,6 +90,8 @@ NOWHERE = [
     ({"quantizer": "affine", "mixed": True}, DataError, "use steps, or bare rvq"),
     ({"quantizer": "rvq", "mixed": True, "entropy": True}, DataError, "use steps, or bare rvq"),
     ({"entropy": True}, DataError, "leave entropy out"),
+    ({"joint": True, "mixed": True}, DataError, "not predicted or mixed"),
+    ({"rank": 64}, DataError, "only of a joint rotation"),
     ({"quantizer": "grid", "bits": 2.5}, DataError, "2, 3 and 4"),
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
     ({"bits": 11}, DataError, "from 0.01 to 10"),

@@ -49,7 +49,7 @@ def since(
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
     found |= {"oscar 2": presets.oscar(**own["oscar"]), "nova 2": presets.nova(seed=seed, **own["nova"])}
     found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
-    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, norm=True, **own["kvquant"])}
+    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, **own["kvquant"] | {"norm": True})}
     found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
