@@ -8,7 +8,7 @@ import pytest
 
 from vqkv import calibrate, load_corpus, load_model, presets, recommend
 from vqkv.errors import DataError
-from vqkv.evaluation.footprint import Footprint, footprint
+from vqkv.evaluation.footprint import Footprint
 from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
 from vqkv.study import measured, tables
 from vqkv.study.experiments.designs import published, since
@@ -74,13 +74,10 @@ def test_what_is_scaled_is_what_was_measured():
         assert found[label] == pytest.approx(means[words, nominal], rel=1e-3)
 
 
-def test_what_a_step_needs_is_what_a_fitted_compressor_needs():
-    model, tokenizer = load_model("vqkv/llama-mini")
-    text = load_corpus("python-stdlib", tokenizer, split="train", seq_len=300, num_seqs=4)
-    fitted = calibrate(model, text, presets.kvtc(2, recent_window=0), progress=False)
-    known = {each.system: each.needed for each in candidates(model, 1 << 20)}
-    assert known["kvtc 2"].working == footprint(model, fitted, text[:1]).working
-    assert known["long 1.8"].working == known["aqua higgs 2"].working > known["short 1.8"].working
+def test_a_step_needs_more_the_more_layers_are_read_for_one():
+    model, _ = load_model("vqkv/llama-mini")
+    known = {each.system: each.needed.working for each in candidates(model, 1 << 20)}
+    assert known["kvtc 2"] > known["long 1.8"] == known["aqua higgs 2"] > known["short 1.8"]
 
 
 def test_presets_that_cannot_store_a_shape_have_no_row():

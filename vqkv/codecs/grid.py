@@ -21,7 +21,7 @@ SIGNED_DIM, SIGNED_CODES, SAMPLES = 8, 256, 1 << 16
 
 @cache
 def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
-    """Number of points -> (grid (points, 2), its MSE per value on a standard Gaussian); see ``learning.gaussian``."""
+    """Number of points -> (grid (points, 2), its MSE per value on a standard Gaussian); see ``reference.gaussian``."""
     stored = json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
     grids = [(torch.tensor(grid["points"], dtype=torch.float32), grid["mse"]) for grid in stored.values()]
     return {len(points): (points, mse) for points, mse in grids}

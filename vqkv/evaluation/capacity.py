@@ -36,8 +36,8 @@ MOST = 1 << 40  # tokens or sequences, where a search ends
 
 @dataclass(frozen=True)
 class Capacity:
-    """The most that fits ``memory_bytes``: ``context`` tokens in each of ``at_batch_size`` sequences, or ``batch_size``
-    sequences with ``at_context`` tokens each; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
+    """The most that fits ``memory_bytes``: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
+    of as many tokens, as were asked for; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
     ``fp16_...``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``: positions that the model was
     made for, of which memory knows nothing; None where its config does not say."""
 
@@ -47,8 +47,6 @@ class Capacity:
     memory_bytes: int
     context: int
     batch_size: int
-    at_batch_size: int
-    at_context: int
     kinds: dict[str, int]
     bits_per_value: float
     side_bytes: int
@@ -65,17 +63,15 @@ def capacity(
     context: int = 8192,
     dtype: torch.dtype | str | None = None,
     reserve_gb: float = 0,
-    tokens: torch.Tensor | None = None,
 ) -> Capacity:
     """The longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit
     ``memory_gb``, in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory / 1e9``). This
     module's docstring says what is counted.
 
     ``model_or_config``: a loaded model, or a transformers config, or its contents as a dict. What a config describes is
-    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16). ``tokens`` (num_seqs,
-    seq_len): cached by a loaded model and a compressor whose sizes depend on the data.
+    laid out without memory, its weights in ``dtype`` (by default the config's own, else float16).
 
-    Raises ``DataError`` if the model alone does not fit, for sizes that need ``tokens``, and for sliding windows,
+    Raises ``DataError`` if the model alone does not fit, for sizes that depend on the text, and for sliding windows,
     encoders or no KV heads; ``FormatError`` for a compressor of another model.
     """
     memory, reserve = _bytes("memory_gb", memory_gb), _bytes("reserve_gb", reserve_gb)
@@ -84,7 +80,7 @@ def capacity(
     if not isinstance(preset, (Preset, Compressor)):
         raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
     model = architecture(model_or_config, dtype)
-    needed = footprint(model, preset, tokens)
+    needed = footprint(model, preset)
     _check_room(model, needed, reserve, memory)
     found = _search(needed, memory - reserve, batch_size, context)
     fp16 = _search(dynamic_footprint(model), memory - reserve, batch_size, context)
@@ -95,8 +91,6 @@ def capacity(
         memory_bytes=memory,
         context=found[0],
         batch_size=found[1],
-        at_batch_size=batch_size,
-        at_context=context,
         kinds=needed.kinds(found[0], batch_size) | {"reserve": reserve},
         bits_per_value=needed.bits_per_value,
         side_bytes=needed.side_information,

@@ -21,7 +21,7 @@ from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
 
 PREDICTING = 7  # fp32 tensors of a layer's keys: three sources, two of them side by side, the prediction, what is left
-MEASURE = "calibrate a compressor and pass it with tokens=..."
+EXPECTED = "vqkv.recommend expects as many as SmolLM2-135M needs, cache.report() tells those of your text"
 ENOUGH = 1 << 24  # random values that a codec is given to learn from, at most
 
 
@@ -96,9 +96,9 @@ class Footprint:
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
 
 
-def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) -> Footprint:
-    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. ``tokens``
-    (num_seqs, seq_len): cached to weigh payloads whose size depends on the data. Raises what ``capacity`` does."""
+def footprint(model, preset: Preset | Compressor) -> Footprint:
+    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. Raises
+    what ``capacity`` does."""
     shape, settings = model_shape(model), preset.settings
     if isinstance(preset, Compressor):
         _check_fits(preset, model, shape)
@@ -108,8 +108,7 @@ def footprint(model, preset: Preset | Compressor, tokens: Tensor | None = None) 
         codecs, predictors = _arranged(preset, shape)
         side, predicted = sum(codec.side_bytes for codec in codecs) + sum(predictors), bool(predictors)
     block = math.lcm(settings.flush_block, *(codec.tokens_per_row for codec in codecs))
-    stored = _block_bytes(codecs, block, shape) if tokens is None else _measured(model, preset, tokens, block, shape)
-    return _of(model, settings, block, stored, side, predicted)
+    return _of(model, settings, block, _block_bytes(codecs, block, shape), side, predicted)
 
 
 def expected(model, preset: Preset, bits_per_value: Fraction, side_information: int, predicted: int) -> Footprint:
@@ -192,11 +191,11 @@ class _AnyModel:
     @property
     def shapes(self) -> list:
         """Raises ``DataError``: who stores layers together stores what it depends on."""
-        raise DataError(f"how many bytes a token takes depends on what is stored: {MEASURE}")
+        raise DataError(f"how many bytes a token takes depends on what is stored: {EXPECTED}")
 
     def cost_curves(self, preset, plan) -> dict:
         """Raises ``DataError``: these answers do change sizes."""
-        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {MEASURE}")
+        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {EXPECTED}")
 
 
 def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
@@ -251,21 +250,5 @@ def _row_bytes(codec: Codec, shape: Shape) -> int:
     heads = codec.num_kv_heads or shape.num_kv_heads  # more where layers are stored together
     one, two = (codec.encode(_random(heads, n * codec.tokens_per_row, shape.head_dim)) for n in (1, 2))
     if one.ragged or two.nbytes != 2 * one.nbytes:
-        raise DataError(f"how many bytes a token takes depends on what is stored: {MEASURE}")
+        raise DataError(f"how many bytes a token takes depends on what is stored: {EXPECTED}")
     return one.nbytes
-
-
-@torch.no_grad()
-def _measured(model, compressor: Compressor, tokens: Tensor, block: int, shape: Shape) -> Fraction:
-    """Bytes of a packed block, with ``tokens`` (num_seqs, seq_len) cached for real, one sequence at a time."""
-    if not isinstance(compressor, Compressor) or model.device.type == "meta":
-        raise DataError(f"tokens are cached by a compressor and a model with weights: {MEASURE}")
-    packed_bytes = packed_values = 0
-    for sequence in tokens.to(model.device).split(1):
-        cache = compressor.new_cache(model)
-        model.base_model(sequence, past_key_values=cache, use_cache=True)
-        report = cache.report()
-        packed_bytes, packed_values = packed_bytes + report.packed_bytes, packed_values + report.packed_values
-    if not packed_values:
-        raise DataError(f"none of {tokens.shape[1]} tokens a sequence is packed: pass longer sequences")
-    return Fraction(packed_bytes, packed_values) * block * shape.values

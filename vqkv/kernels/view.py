@@ -5,7 +5,7 @@ Shapes: batch, num_kv_heads, seq_len, ... A code is ``bits`` bits of its token's
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -100,6 +100,13 @@ class Mapped:
     def shape(self) -> torch.Size:
         """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
         return torch.Size((*self.codes.shape[:3], self.matrix.shape[2]))
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """Of components before their scale, and a last row, what is added: (num_kv_heads, components + 1, head_dim)."""
+        matrix = self.matrix * self.inner.scale.float().unsqueeze(2)
+        offset = torch.zeros_like(matrix[:, 0]) if self.offset is None else self.offset.float()
+        return torch.cat([matrix, offset.unsqueeze(1)], dim=1)
 
     def tokens(self, start: int, stop: int) -> "Mapped":
         """The tokens start, ..., stop - 1; no copy."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from vqkv.kernels.attention import grouped
+from vqkv.kernels.attention import affine, grouped
 from vqkv.kernels.attention.naive import merge
 from vqkv.kernels.decoding.cpu import decode
 from vqkv.kernels.machine import serves
@@ -15,8 +15,10 @@ def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` that holds no more than a piece of keys and values decoded."""
-    if serves(query) and not query.requires_grad and grouped.serves(keys, values, rope):
-        return grouped.decode_attention(query, keys, values, scaling, rope)
+    if serves(query) and not query.requires_grad:
+        for form in (grouped, affine):
+            if form.serves(keys, values, rope):
+                return form.decode_attention(query, keys, values, scaling, rope)
     rows = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
     parts = []
     whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)

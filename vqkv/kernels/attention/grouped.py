@@ -28,9 +28,7 @@ def decode_attention(
     """``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
-    matrix = keys.matrix * keys.inner.scale.float().unsqueeze(2)
-    if keys.offset is not None:  # as one more component, which is 1 of every token
-        matrix = torch.cat([matrix, keys.offset.float().unsqueeze(1)], dim=1)
+    matrix = keys.scaled  # the offset is one more component, which is 1 of every token
     mapped = (rows @ matrix.mT).unsqueeze(2) if rope is None else _by_block(rows, matrix, *rope.by_block(seq_len))
     shift, block = (0, seq_len) if rope is None else (rope.start % rope.block, rope.block)
     logits = torch.empty(*rows.shape[:3], seq_len)
@@ -40,8 +38,7 @@ def decode_attention(
     total = weights.sum(dim=-1, keepdim=True)
     sums = torch.zeros(*rows.shape[:3], values.inner.shape[3])
     _run(_summed, values.inner, weights, sums)
-    out = (sums / total * values.inner.scale.float().unsqueeze(1)) @ values.matrix
-    out = out if values.offset is None else out + values.offset.float().unsqueeze(1)
+    out = sums.div_(total) @ values.scaled[:, :-1] + values.scaled[:, -1:]
     return out.reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
 
 
@@ -51,7 +48,9 @@ def _by_block(rows: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     which are as few as there are angles, and not a query for each block."""
     half = rows.shape[-1] // 2
     (a, b), (x, y) = ((z[..., :half], z[..., half:]) for z in (rows.unsqueeze(3), matrix.unsqueeze(1).unsqueeze(0)))
-    parts = torch.cat([a * x + b * y, b * x - a * y], dim=-1)  # (batch, num_kv_heads, queries, components, head_dim)
+    parts = rows.new_empty(*rows.shape[:3], matrix.shape[1], 2 * half)
+    torch.mul(a, x, out=parts[..., :half]).addcmul_(b, y)
+    torch.mul(b, x, out=parts[..., half:]).addcmul_(a, y, value=-1)
     table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1)
     return (table @ parts.flatten(2, 3).mT).unflatten(-1, parts.shape[2:4])
 

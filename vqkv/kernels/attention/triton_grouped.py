@@ -41,15 +41,14 @@ def decode_attention(
     packed = [(x.codes.contiguous(), *_rows(x.inner.table, x.inner.places, x.inner.shape[3])) for x in (keys, values)]
     with torch.cuda.device_of(query):
         _attend_grouped[(batch * kv_heads, splits)](
-            query.contiguous(), out, lse, *packed[0], *_folded(keys.matrix, keys.inner.scale, keys.offset), *packed[1],
+            query.contiguous(), out, lse, *packed[0], keys.scaled, *packed[1],
             cos, sin, seq_len, per_split, shift, len(cos) - 1, kv_heads, scaling * LOG2E.value, rows,
             K_GROUPS=keys.codes.shape[3], K_WIDTH=keys.inner.shape[3], V_GROUPS=values.codes.shape[3], V_WIDTH=width,
             BLOCK_K=wide[0], BLOCK_V=wide[1], HEAD_DIM=head_dim, BLOCK=BLOCK,
-            BLOCKS=BLOCKS, BLOCK_M=max(8, triton.next_power_of_2(rows)), OFFSET=keys.offset is not None, num_stages=2,
+            BLOCKS=BLOCKS, BLOCK_M=max(8, triton.next_power_of_2(rows)), num_stages=2,
         )  # fmt: skip
     out, lse = join(out, lse)
-    out = out.view(batch, kv_heads, rows, width) * values.inner.scale.float().unsqueeze(1) @ values.matrix
-    out = out if values.offset is None else out + values.offset.float().unsqueeze(1)
+    out = out.view(batch, kv_heads, rows, width) @ values.scaled[:, :-1] + values.scaled[:, -1:]
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
@@ -72,20 +71,13 @@ def _rows(table: Tensor, places: Tensor, width: int) -> tuple[Tensor, Tensor, Te
     return table.half(), *rows.to(table.device)
 
 
-@remembered
-def _folded(matrix: Tensor, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The matrix times its components' scale, fp16, and what is added, fp32: of something like it if nothing is."""
-    folded = matrix * scale.float().unsqueeze(2)
-    return folded.half().contiguous(), folded if offset is None else offset.float().contiguous()
-
-
 @triton.jit
 def _attend_grouped(
-    query, out, lse, k_codes, k_table, k_rows, k_bytes, matrix, offset, v_codes, v_table, v_rows, v_bytes, cos, sin,
+    query, out, lse, k_codes, k_table, k_rows, k_bytes, matrix, v_codes, v_table, v_rows, v_bytes, cos, sin,
     seq_len, per_split, shift, last, kv_heads, scaling, rows,
     K_GROUPS: tl.constexpr, K_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     TILE: tl.constexpr = BLOCK * BLOCKS
@@ -97,12 +89,12 @@ def _attend_grouped(
     begin = query + (head * rows + m)[None, :] * HEAD_DIM + channel[:, None]
     q0 = tl.load(begin, (m < rows)[None, :], 0).to(tl.float32)
     q1 = tl.load(begin + HALF, (m < rows)[None, :], 0).to(tl.float32)
-    begin = matrix + (kv_head * K_WIDTH + k)[:, None] * HEAD_DIM + channel[None, :]
-    m0 = tl.load(begin, (k < K_WIDTH)[:, None], 0)
-    m1 = tl.load(begin + HALF, (k < K_WIDTH)[:, None], 0)
-    if OFFSET:
-        o0 = tl.load(offset + kv_head * HEAD_DIM + channel)
-        o1 = tl.load(offset + kv_head * HEAD_DIM + HALF + channel)
+    matrix += kv_head * (K_WIDTH + 1) * HEAD_DIM
+    begin = matrix + k[:, None] * HEAD_DIM + channel[None, :]
+    m0 = tl.load(begin, (k < K_WIDTH)[:, None], 0).to(tl.float16)
+    m1 = tl.load(begin + HALF, (k < K_WIDTH)[:, None], 0).to(tl.float16)
+    offset = matrix + K_WIDTH * HEAD_DIM + channel
+    o0, o1 = tl.load(offset), tl.load(offset + HALF)
     own = (inside // BLOCK)[:, None] == turn[None, :]
     best = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -118,8 +110,7 @@ def _attend_grouped(
             k_codes, k_table, k_rows, k_bytes, head, kv_head, token, valid, seq_len, K_GROUPS, K_WIDTH, BLOCK_K
         )
         scores = tl.dot(keys, mapped.to(tl.float16))
-        if OFFSET:
-            scores += (tl.sum(p0 * o0[:, None], 0) + tl.sum(p1 * o1[:, None], 0))[None, :]
+        scores += (tl.sum(p0 * o0[:, None], 0) + tl.sum(p1 * o1[:, None], 0))[None, :]
         scores = tl.sum(tl.reshape(tl.where(own, scores, 0.0), (TILE, BLOCKS, BLOCK_M)), 1)
         scores = tl.where(valid[:, None], scores * scaling, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 0))

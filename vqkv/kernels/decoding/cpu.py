@@ -144,37 +144,28 @@ def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
         return naive_encode(x, like)
     y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
     codes = torch.empty(*x.shape[:3], like.places.shape[2], dtype=torch.uint8)
-    fixed = [
-        array.numpy() for array in (y.contiguous(), like.table, _norms(like.table, like.places), *like.places, codes)
-    ]
+    fixed = [array.numpy() for array in (y.contiguous(), like.table, *like.places, codes)]
     rows = x.shape[2]
     spread(lambda i, j: _nearest(i, j, *fixed), rows, 256 * y.numel() // max(1, rows))
     return codes
 
 
-def _norms(table: Tensor, places: Tensor) -> Tensor:
-    """Squared lengths of each group's vectors, fp32 (num_kv_heads, groups, 256)."""
-    sizes, starts, _ = places
-    found = {
-        (size, start): table[start : start + 256 * size].view(size, 256).square().sum(0)
-        for size, start in zip(sizes.flatten().tolist(), starts.flatten().tolist())
-    }
-    return torch.stack([found[key] for key in zip(sizes.flatten().tolist(), starts.flatten().tolist())]).view(
-        *sizes.shape, 256
-    )
-
-
 @compiled(fast=True)
-def _nearest(first, stop, y, table, norms, sizes, starts, firsts, codes):
+def _nearest(first, stop, y, table, sizes, starts, firsts, codes):
     batch, heads, _, groups = codes.shape
-    scores = np.empty(256, np.float32)
-    for b in range(batch):
-        for h in range(heads):
-            for n in range(index(first), index(stop)):
-                for j in range(index(groups)):
-                    start, at = index(starts[h, j]), index(firsts[h, j])
+    norms, scores = np.empty(256, np.float32), np.empty(256, np.float32)
+    for h in range(heads):
+        for j in range(index(groups)):
+            start, at = index(starts[h, j]), index(firsts[h, j])
+            norms[:] = 0
+            for i in range(index(sizes[h, j])):
+                row = table[start + i * index(256) :]
+                for k in range(256):
+                    norms[k] += row[k] * row[k]
+            for b in range(batch):
+                for n in range(index(first), index(stop)):
                     for k in range(256):
-                        scores[k] = norms[h, j, k]
+                        scores[k] = norms[k]
                     for i in range(index(sizes[h, j])):
                         twice, row = 2 * y[b, h, n, at + i], table[start + i * index(256) :]
                         for k in range(256):

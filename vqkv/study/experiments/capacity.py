@@ -68,7 +68,7 @@ def capacity_table(
             found = {label: capacity(model, PRESETS[label], size, batch_size, context) for label in labels}
             first = found[labels[0]]
             common = {"model": name, "memory_gb": size, "model_limit": first.model_limit}
-            rows.append(common | _baseline(dynamic_footprint(model), first))
+            rows.append(common | _baseline(dynamic_footprint(model), first, batch_size))
             rows += [common | _row(label, result) for label, result in found.items()]
     return frame(rows, sources)
 
@@ -99,10 +99,10 @@ def _row(label: str, found: Capacity) -> dict:
     return {"label": label, "system": found.preset} | sizes | _bytes(found.kinds)
 
 
-def _baseline(exact: Footprint, found: Capacity) -> dict:
+def _baseline(exact: Footprint, found: Capacity, batch_size: int) -> dict:
     limits = {"context": found.fp16_context, "batch_size": found.fp16_batch_size, "ratio": 1.0}
     about = {"label": BASELINE, "system": "fp16"} | limits | {"bits_per_value": exact.bits_per_value, "side_bytes": 0}
-    return about | _bytes(exact.kinds(found.fp16_context, found.at_batch_size))
+    return about | _bytes(exact.kinds(found.fp16_context, batch_size))
 
 
 def _bytes(kinds: dict[str, int]) -> dict:

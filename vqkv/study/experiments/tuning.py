@@ -52,7 +52,7 @@ RATES |= {name: name for name in ("aqua higgs 2", "aqua higgs 3", "aqua higgs 4"
 def tuning(
     models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int,
     vqllm: dict[str, list[int]], sink_tokens: int, context: str, seed: int, dtype: str, device: str,
-    families: list[str] | None = None,
+    families: list[str] | None = None, test_len: int | None = None,
 ):  # fmt: skip
     """Each of ``families`` of published systems (all by default) at one rate with its ``TRIALS``, the first of which is
     page 11's default, on the validation split, on which no table reports: a row per model, family and ``settings``, of
@@ -62,7 +62,7 @@ def tuning(
     information included. ``chosen``: the least mean over models within a family, or its default if that is not worse
     by ``WORTH``.
     """
-    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed, "corpus": corpus}
+    text = {"train": [train_seqs, seq_len], "test": [num_seqs, test_len or seq_len], "seed": seed, "corpus": corpus}
     settings = {
         "who": text | {"dtype": dtype, "device": device, "held_out": "validation"},
         "chunk_size": chunk_size, "vqllm": vqllm, "sink_tokens": sink_tokens, "context": context,

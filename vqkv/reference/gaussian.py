@@ -1,4 +1,4 @@
-"""Grids that are optimal for a standard Gaussian: ``python -m vqkv.codecs.learning.gaussian`` writes them, by Lloyd's
+"""Grids that are optimal for a standard Gaussian: ``python -m vqkv.reference.gaussian`` writes them, by Lloyd's
 algorithm on a fine lattice of points that carry the Gaussian's mass: no sampling error, the same every time."""
 
 import json
@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from vqkv.kernels import rvq_encode
 
-GRIDS = Path(__file__).resolve().parent.parent / "gaussian_grids.json"
+GRIDS = Path(__file__).resolve().parent.parent / "codecs/gaussian_grids.json"
 SIZES, DIM = (16, 64, 256), 2
 REACH, SPACING = 5.6, 0.04  # the mass outside, 4e-8, is not missed
 TOLERANCE = 1e-7  # relative fall of the error at which Lloyd's iteration stops

@@ -1,4 +1,4 @@
-"""Attention to components in groups of a byte: compiled loops against everything decoded."""
+"""Attention to packed tokens where they lie, in compiled loops on a CPU, against everything decoded."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv.kernels import Rope, cpu, naive
-from vqkv.kernels.attention import grouped
+from vqkv.kernels.attention import affine, grouped
 
 
 @settings(max_examples=25, deadline=None)
@@ -33,6 +33,33 @@ def test_queries_turned_by_block_see_what_decoded_keys_show(
     expected = naive.decode_attention(query, keys, values, 0.3, rope)
     found = cpu.decode_attention(query, keys, values, 0.3, rope)
     for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    shared=st.integers(1, 5),
+    new_tokens=st.integers(1, 2),
+    seq_len=st.integers(1, 70),
+    bits=st.tuples(*[st.sampled_from([2, 4, 8])] * 2),
+    groups=st.tuples(*[st.sampled_from([1, 2, 3])] * 2),
+    size=st.sampled_from([4, 12]),
+)
+def test_products_with_affine_codes_are_those_with_what_they_decode_to(
+    batch, heads, shared, new_tokens, seq_len, bits, groups, size
+):
+    torch.manual_seed(0)
+    width = 6 * size
+    keys, values = (
+        naive.affine_encode(torch.randn(batch, heads, seq_len, width), each, width // count)
+        for each, count in zip(bits, groups)
+    )
+    query = torch.randn(batch, heads * shared, new_tokens, width)
+    assert affine.serves(keys, values, None)
+    expected = naive.decode_attention(query, keys, values, 0.3)
+    for one, other in zip(cpu.decode_attention(query, keys, values, 0.3), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
 
 
