@@ -1,8 +1,10 @@
 """What later papers' systems compute, on worked examples and against their formulas written out."""
 
 import copy
+import inspect
 import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import pytest
 import small_models
@@ -206,3 +208,14 @@ def test_capacity_weighs_the_norms_that_each_codec_learned(llama):
     cache = compressor.new_cache(llama)
     llama(tokens[:1], past_key_values=cache)
     assert capacity(llama, compressor, memory_gb=1).bits_per_value == pytest.approx(cache.report().bits_per_value)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_arguments_of_another_type_are_named(name):
+    make = presets.PRESETS[name]
+    for argument, about in inspect.signature(make).parameters.items():
+        numbers = {int, float} & set(get_args(about.annotation) or [about.annotation])
+        for value in ["2", [2], math.nan, math.inf, *([True] if bool not in get_args(about.annotation) else [])]:
+            if numbers and about.annotation is not bool:
+                with pytest.raises(DataError, match=f"argument {argument} of preset '{name}' must be"):
+                    make(**{argument: value})

@@ -54,7 +54,7 @@ def test_the_least_mean_over_models_is_chosen(monkeypatch):
     def made_up(model, family, arguments, who, **settings):
         assert who["held_out"] == "validation"
         bits = TRIALS[family].index(arguments) * (-1 if model == "a" else 3)  # "a" likes the last, both the first
-        bits = {"quanto": bits, "kivi": -bits, "aatc": 0}.get(family, 2.0 - bits)
+        bits = {"quanto 2": bits, "kivi": -bits, "aatc": 0}.get(family, 2.0 - bits)
         if (model, family, bits) == ("b", "kivi", -6):
             return [], {}  # the best, but not with all models
         label = {"model": model, "family": family, "settings": repr(arguments), "arguments": repr(arguments)}
@@ -65,5 +65,5 @@ def test_the_least_mean_over_models_is_chosen(monkeypatch):
     assert len(table) == 2 * len(EVERY) - 1 and table["chosen"].sum() == 2 * len(TRIALS)
     kept = table[table["chosen"]]
     least = {name: trials[-1] for name, trials in TRIALS.items()}
-    least |= {"quanto": TRIALS["quanto"][0], "kivi": TRIALS["kivi"][1], "aatc": TRIALS["aatc"][0]}
+    least |= {"quanto 2": TRIALS["quanto 2"][0], "kivi": TRIALS["kivi"][1], "aatc": TRIALS["aatc"][0]}
     assert dict(zip(kept["family"], kept["arguments"])) == {name: repr(trial) for name, trial in least.items()}

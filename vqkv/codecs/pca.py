@@ -42,6 +42,7 @@ class PCA(Stage):
         self._shape = (shape[0], shape[-1], shape[-1])
         self._count, self._moment = 0, torch.zeros((), dtype=torch.float64)  # of its size with the first batch
         self.register_buffer("matrix", None)
+        self.register_buffer("unweighted", None)  # the inverse of what errors cost, where some components are left out
         self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
         rank = min(self.rank or shape[-1], shape[-1])
         self.share = rank / shape[-1]
@@ -68,11 +69,15 @@ class PCA(Stage):
                 f"principal components of {channels} channels from {self._count} tokens: calibrate on at least as "
                 "many, better 16 times as many (more or longer sequences), or use a preset that leaves heads apart"
             )
-        scale = self._scale(self._moment.device)
-        moment = scale @ (self._moment / self._count) @ scale if self.weighted else self._moment / self._count
+        moment, scale = self._moment / self._count, None
+        if self.weighted:
+            scale = self._spread(self._scales(moment.device))
+            moment = scale @ moment @ scale
         _, basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)
         matrix = scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)
         self.matrix = matrix[..., : self.rank or channels].half().contiguous()  # as it is loaded: layouts round apart
+        if self.weighted and matrix.shape[-1] > self.matrix.shape[-1]:
+            self.unweighted = torch.linalg.matrix_power(self._scales(scale.device), -2).half()
         self._moment = self._moment.new_zeros(())
 
     def keep(self, count: int) -> None:
@@ -93,26 +98,26 @@ class PCA(Stage):
         return Mapped(inner, self._inverse()[:, : inner.shape[3]]) if isinstance(inner, Grouped) else None
 
     def _inverse(self) -> Tensor:
+        """Of all that components may come from, the values that cost least, where some components are left out."""
         if self.inverse is None:
             single = not self.weighted and self.matrix.shape[-1] > MANY  # orthonormal: fp32 is enough
             matrix = self.matrix.float() if single else self.matrix.double()
-            self.inverse = torch.linalg.solve(matrix.mT @ matrix, matrix.mT).float()
+            back = matrix.mT if self.unweighted is None else matrix.mT @ self._spread(self.unweighted.double())
+            self.inverse = torch.linalg.solve(back @ matrix, back).float()
         return self.inverse
 
-    def _scale(self, device) -> Tensor:
-        """The symmetric root of the metric, float64, of mean eigenvalue about 1; the identity without costs."""
-        channels = self._shape[-1]
-        plain = torch.eye(channels, dtype=torch.float64, device=device).expand(self._shape)
-        if not self.weighted:
-            return plain
+    def _scales(self, device) -> Tensor:
+        """The symmetric roots of the heads' metrics, float64, of mean eigenvalue about 1; the identity without costs.
+        Raises ``DataError`` if nothing was said about costs that it is to weigh."""
         if self._metric is None:
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
         values, vectors = torch.linalg.eigh(self._metric.to(device).double())
-        if not values.mean() > 0:
-            return plain
-        values = values / values.mean()
-        scale = vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
-        return scale if scale.shape == plain.shape else torch.block_diag(*scale)[None]  # heads were merged
+        values = values / values.mean() if values.mean() > 0 else torch.ones_like(values)
+        return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
+
+    def _spread(self, blocks: Tensor) -> Tensor:
+        """Of each head (num_kv_heads, head_dim, head_dim), or of all, if they were merged."""
+        return blocks if len(blocks) == self._shape[0] else torch.block_diag(*blocks)[None]
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
         return by_rows(lambda rows: rows @ matrix, x.flatten(2, -2)).reshape(*x.shape[:-1], matrix.shape[-1])

@@ -21,7 +21,7 @@ from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Together, Unpredicted
-from vqkv.presets.preset import Preset, register
+from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
@@ -29,6 +29,7 @@ PREDICTORS_PAY = 20  # tokens for each channel of all KV heads, from 1.5 bits on
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
+@preset
 def crossed(
     quantizer: str = "steps",
     bits: float = 2.0,
@@ -67,9 +68,9 @@ def crossed(
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
-        if not isinstance(name, str) or name not in known:
+        if name not in known:
             raise UnknownNameError(what, name, known)
-    if type(bits) not in (int, float) or not 0 < bits <= 16:
+    if not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
     if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
@@ -81,20 +82,13 @@ def crossed(
         raise DataError("joint: all layers take one rotation, with steps or trellis, merged, not predicted or mixed")
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
-    preset = Preset(
-        "crossed",
-        make,
-        make,
-        sink_tokens,
-        flush_block=block if quantizer in TRANSFORM_CODERS else 1,
-        pre_rope=pre_rope,
-        arguments=arguments,
-    )
-    preset = dataclasses.replace(entropy_coded(preset, block=block), flush_block=block) if entropy else preset
+    flush = block if quantizer in TRANSFORM_CODERS else 1
+    plain = Preset("crossed", make, make, sink_tokens, flush_block=flush, pre_rope=pre_rope)
+    plain = dataclasses.replace(entropy_coded(plain, block=block), flush_block=block) if entropy else plain
     kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
-    arranged = FromPrevious(preset, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
+    arranged = FromPrevious(plain, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
     plan = Together() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
-    return dataclasses.replace(preset, name="crossed", plan=plan, arguments=arguments)
+    return dataclasses.replace(plain, name="crossed", plan=plan)
 
 
 def _transform_coder(quantizer: type, arguments: dict, head_dim: int | None) -> Codec:
@@ -140,6 +134,7 @@ TRANSFORM_CODERS = {
 CHAINS: dict[str, Callable[..., Codec]] = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
+@preset
 def best(
     bits: float = 2.0,
     context: int = 8192,
@@ -178,6 +173,7 @@ def best(
     return dataclasses.replace(crossed(coder, bits, predicted=True, **shared), name="best", fallback=short)
 
 
+@preset
 def live(
     bits: float = 2.25,
     block: int = 16,
@@ -190,13 +186,12 @@ def live(
     which errors count as much as they cost the model, and these in groups of one byte, the smaller the more they vary
     (``ByteGroups``); ``bits`` are split among layers, keys and values by what errors there cost. No entropy code
     and no scale a token, so a token's bytes lie where they are known to lie."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)
 
     plan = Budgeted(Unpredicted(), bits)
-    return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, arguments=arguments, plan=plan)
+    return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
 
 
 def long_pays(bits: float) -> float:
@@ -226,6 +221,3 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
         make_value_codec=partial(coded, preset.make_value_codec),
         arguments=preset.arguments | {"context": context, "block": block},
     )
-
-
-register(crossed, best, live)

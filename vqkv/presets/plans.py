@@ -164,7 +164,7 @@ class Shared:
 
     def __post_init__(self):
         check_whole("pairs", self.pairs, 1, 4096)
-        if type(self.threshold) not in (int, float) or not -1 <= self.threshold < 1:
+        if not -1 <= self.threshold < 1:
             raise DataError(f"threshold {self.threshold!r} is no cosine similarity from -1 to below 1")
 
     def arrange(self, preset, trial) -> list[dict[str, RolePlan]]:

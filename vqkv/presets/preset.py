@@ -1,15 +1,17 @@
 """Presets: how a cache is stored, before any model is known."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
 from vqkv.presets.plans import Budgeted, FromPrevious, Graded, Shared, Together, Unpredicted
-from vqkv.runtime.registry import call
+from vqkv.runtime.registry import call, check_type
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,23 @@ class Preset:
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
 
 
-def register(*functions: Callable[..., Preset]) -> None:
-    """Let ``make`` find the functions by their names."""
-    PRESETS.update({function.__name__: function for function in functions})
+def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
+    """Decorator of what makes a preset: ``make`` finds it by name, its arguments must be of the types that it is
+    annotated with, and the preset notes them (as the function does itself, where it names one)."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def made(*given, **named) -> Preset:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
+        found = function(*bound.args, **bound.kwargs)
+        own = {name: found.arguments.get(name, value) for name, value in bound.arguments.items()}
+        return dataclasses.replace(found, arguments=own)
+
+    PRESETS[function.__name__] = made
+    return made
 
 
 def make(name: str, /, **arguments) -> Preset:

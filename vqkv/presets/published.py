@@ -21,26 +21,28 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import FromPrevious, Shared
-from vqkv.presets.preset import PRESETS, Preset, register
+from vqkv.presets.preset import PRESETS, Preset, preset
 from vqkv.runtime.registry import call_described
 
 
+@preset
 def fp16(pre_rope: bool | None = False) -> Preset:
     """The uncompressed cache in 16 bits a value: what every ratio is against."""
     return Preset("fp16", Fp16, Fp16, pre_rope=pre_rope)
 
 
+@preset
 def lossless(block: int = 32, lanes: int = 4) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
     blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
-    arguments = dict(locals())
 
     def chain(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(block)], FloatBits(lanes), head_dim)
 
-    return Preset("lossless", chain, chain, flush_block=block, pre_rope=False, arguments=arguments)
+    return Preset("lossless", chain, chain, flush_block=block, pre_rope=False)
 
 
+@preset
 def vqllm(
     num_quantizers: int = 8,
     codebook_size: int = 2048,
@@ -63,7 +65,6 @@ def vqllm(
     2.875 bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays fp16.
     ``beam`` > 1 searches for better codes of the same size (not in the paper).
     """
-    arguments = dict(locals())
     if quantize not in ("key+value", "key", "value"):
         raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
 
@@ -77,37 +78,36 @@ def vqllm(
         partial(chain, key_grouping) if "key" in quantize else Fp16,
         partial(chain, value_grouping) if "value" in quantize else Fp16,
         pre_rope=pre_rope,
-        arguments=arguments,
     )
 
 
+@preset
 def quanto(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
     after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
 
-    return Preset("quanto", codec, codec, flush_block=128, pre_rope=pre_rope, arguments=arguments)
+    return Preset("quanto", codec, codec, flush_block=128, pre_rope=pre_rope)
 
 
+@preset
 def hqq(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
     values of different tokens together, which a growing cache cannot do without packing everything again."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         quantizer = AffineQuantizer(bits, HalfQuadratic(bits))
         return Chain([Grouping(group_size=group_size, shrink="divisor")], quantizer, head_dim)
 
-    return Preset("hqq", codec, codec, flush_block=128, pre_rope=pre_rope, arguments=arguments)
+    return Preset("hqq", codec, codec, flush_block=128, pre_rope=pre_rope)
 
 
+@preset
 def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rope: bool | None = False) -> Preset:
     """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
     groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
-    arguments = dict(locals())
 
     def keys(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(group_size, channels_first=True)], AffineQuantizer(bits), head_dim)
@@ -115,9 +115,10 @@ def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rop
     def values(head_dim: int | None) -> Codec:
         return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
 
-    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=pre_rope, arguments=arguments)
+    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=pre_rope)
 
 
+@preset
 def kvquant(
     bits: int = 4,
     outliers: float = 0.01,
@@ -131,7 +132,6 @@ def kvquant(
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
     ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here;
     ``norm``: Q-Norm, which there is for 2 bits."""
-    arguments = dict(locals())
     chain = WeightedChain if fisher else Chain
 
     def keys(head_dim: int | None) -> Codec:
@@ -142,9 +142,10 @@ def kvquant(
         stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
         return chain(stages, NonUniform(bits, seed=seed, norm=norm), head_dim)
 
-    return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope, arguments=arguments)
+    return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope)
 
 
+@preset
 def higgs(
     bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128, pre_rope: bool | None = None
 ) -> Preset:
@@ -152,8 +153,7 @@ def higgs(
     most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits. Each
     channel's mean is removed first, which the papers do not do: key biases leave nothing of a 4-bit cache without
     (Qwen2.5). As published: ``crossed("grid", bits, rotation="hadamard", mean=False)``."""
-    arguments = dict(locals())
-    if type(bits) is not int or bits not in (2, 3, 4):
+    if bits not in (2, 3, 4):
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
 
     def codec(head_dim: int | None) -> Codec:
@@ -161,28 +161,29 @@ def higgs(
         stages = [MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms")]
         return Chain(stages, Grid(4**bits), head_dim)
 
-    return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
+    return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
+@preset
 def vqq(
     threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
-    arguments = dict(locals())
     inner = partial(ResidualVQ, 1, codebook_size, 8, seed=seed)
-    return _framework("vqq", keyframe, arguments, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
+    return _framework("vqq", keyframe, pre_rope, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
 
 
+@preset
 def vqq_product(
     threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
-    arguments = dict(locals())
     inner = partial(ProductVQ, 2, codebook_size, 4, seed=seed)
-    return _framework("vqq_product", keyframe, arguments, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
+    return _framework("vqq_product", keyframe, pre_rope, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
 
 
+@preset
 def vq(
     block: int = 8,
     keyframe: int = 64,
@@ -193,36 +194,36 @@ def vq(
 ) -> Preset:
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
-    arguments = dict(locals())
     quantizer = partial(ResidualVQ, 1, codebook_size, block, seed=seed)
-    preset = _framework("vq", keyframe, arguments, quantizer, Grouping(group_size=block))
+    made = _framework("vq", keyframe, pre_rope, quantizer, Grouping(group_size=block))
     if per_head_scale:
-        return preset
+        return made
 
     def naive(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(keyframe), Grouping(group_size=block)], quantizer(), head_dim)
 
-    return dataclasses.replace(preset, make_key_codec=naive, make_value_codec=naive)
+    return dataclasses.replace(made, make_key_codec=naive, make_value_codec=naive)
 
 
+@preset
 def rvq2(
     block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
-    arguments = dict(locals())
     quantizer = partial(ResidualVQ, 2, codebook_size, block, seed=seed)
-    return _framework("rvq2", keyframe, arguments, quantizer, Grouping(group_size=block))
+    return _framework("rvq2", keyframe, pre_rope, quantizer, Grouping(group_size=block))
 
 
-def _framework(name: str, keyframe: int, arguments: dict, make_quantizer, *grouping: Stage) -> Preset:
+def _framework(name: str, keyframe: int, pre_rope: bool | None, make_quantizer, *grouping: Stage) -> Preset:
     """Chains of the VQ quality framework's systems: blocks of tokens, scaled per head, keys as attention sees them."""
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
 
-    return Preset(name, codec, codec, pre_rope=arguments["pre_rope"], arguments=arguments)
+    return Preset(name, codec, codec, pre_rope=pre_rope)
 
 
+@preset
 def aqua(
     backbone: Preset | str | dict = "higgs",
     predictor: str = "linear",
@@ -243,11 +244,9 @@ def aqua(
     backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
     """
     backbone = call_described("preset", PRESETS, backbone) if isinstance(backbone, (str, dict)) else backbone
-    if not isinstance(backbone, Preset) or backbone.plan is not None:
-        shown = getattr(backbone, "name", backbone)
-        raise DataError(f"backbone {shown!r} must be a preset without predictors of its own, such as higgs(2)")
-    arguments = dict(locals()) | {"backbone": {"name": backbone.name, **backbone.arguments}}
-    if type(first_layer_bits) is not int or first_layer_bits not in (16, 4, 3, 2):
+    if backbone.plan is not None:
+        raise DataError(f"backbone {backbone.name!r} must be a preset without predictors of its own, such as higgs(2)")
+    if first_layer_bits not in (16, 4, 3, 2):
         raise DataError(f"first layer in higgs of {first_layer_bits!r} bits: give it 16, 4, 3 or 2 (16 is fp16)")
     first = fp16() if first_layer_bits == 16 else higgs(first_layer_bits)
     return dataclasses.replace(
@@ -256,14 +255,12 @@ def aqua(
         sink_tokens=sink_tokens,
         recent_window=recent_window,
         pre_rope=pre_rope,
-        arguments=arguments,
+        arguments={"backbone": {"name": backbone.name, **backbone.arguments}},
         plan=FromPrevious(first, predictor, key_from, value_from, settings),
     )
 
 
+@preset
 def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = False) -> Preset:
     """KVSharer (Yang et al. 2024): ``pairs`` layers store nothing and read an earlier layer's cache, which is fp16."""
-    return dataclasses.replace(fp16(pre_rope), name="kvsharer", arguments=dict(locals()), plan=Shared(pairs, threshold))
-
-
-register(fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer)
+    return dataclasses.replace(fp16(pre_rope), name="kvsharer", plan=Shared(pairs, threshold))

@@ -20,11 +20,12 @@ from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
 from vqkv.presets.plans import Graded, Together
-from vqkv.presets.preset import Preset, register
+from vqkv.presets.preset import Preset, preset
 
 LARGEST = 1024  # channels that a Hadamard rotation mixes
 
 
+@preset
 def kvtc(
     bits: float = 2.0,
     deflate: bool = True,
@@ -43,17 +44,15 @@ def kvtc(
     groups have 16 to 1,024 components, blocks of ``block`` tokens are deflated together, each group by itself, and PCA
     is exact, not randomised. Without ``deflate`` components are rounded to one step and rANS-coded, in place of groups
     and their ends."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         stages = [MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block)]
         return Chain(stages, ComponentGroups(bits) if deflate else EntropyCodedScalar(bits), head_dim)
 
-    return Preset(
-        "kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, arguments=arguments, plan=Together()
-    )
+    return Preset("kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=Together())
 
 
+@preset
 def turboquant(bits: float = 3, recent_window: int = 0, seed: int = 0, pre_rope: bool | None = False) -> Preset:
     """TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): each head's vector divided by its norm, rotated at random,
     and every coordinate rounded to the Gaussian's best 2^``bits`` levels (Algorithm 1; with the sketch of Algorithm 2
@@ -61,7 +60,6 @@ def turboquant(bits: float = 3, recent_window: int = 0, seed: int = 0, pre_rope:
     random orthogonal matrix where head_dim is no power of two, norms are fp16, keys are stored after RoPE. ``bits`` +
     16 / head_dim bits a value. Half bits: outlier channels have one more, and both sets a norm (``ChannelBits``); the
     paper's "2.5" is 2.25, 32 of 128 channels with 3 bits."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         if bits != int(bits):
@@ -70,75 +68,74 @@ def turboquant(bits: float = 3, recent_window: int = 0, seed: int = 0, pre_rope:
         stages = [whole, VectorScale("rms"), RandomSigns(seed), Hadamard(whole=True)]
         return Chain(stages, GaussianLevels(int(bits)), head_dim)
 
-    return Preset("turboquant", codec, codec, 0, recent_window, pre_rope=pre_rope, arguments=arguments)
+    return Preset("turboquant", codec, codec, 0, recent_window, pre_rope=pre_rope)
 
 
+@preset
 def kvarn(
     key_bits: int = 2, value_bits: int = 2, tile: int = 128, iterations: int = 16, pre_rope: bool | None = False
 ) -> Preset:
     """KVarN (arXiv 2606.03458): tiles of ``tile`` tokens, Hadamard over channels, the standard deviations of channels
     and tokens brought to 1 in ``iterations`` turns, then asymmetric rounding: keys per channel, values per token.
     Tokens wait in 16 bits until a tile is full. fp16 for all scales is ours. 2.56 bits a value at head_dim 64."""
-    arguments = dict(locals())
 
     def codec(bits: int, by_channel: bool, head_dim: int | None) -> Codec:
         stages = [Hadamard(), TokenBlock(tile, channels_first=by_channel), DualScale(iterations)]
         return Chain(stages, AffineQuantizer(bits), head_dim)
 
     keys, values = partial(codec, key_bits, True), partial(codec, value_bits, False)
-    return Preset("kvarn", keys, values, pre_rope=pre_rope, arguments=arguments)
+    return Preset("kvarn", keys, values, pre_rope=pre_rope)
 
 
+@preset
 def fp8(pre_rope: bool | None = False) -> Preset:
     """What vLLM and SGLang ship as an fp8 cache: E4M3, by default with no scale. 8 bits a value."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([], Fp8(), head_dim)
 
-    return Preset("fp8", codec, codec, pre_rope=pre_rope, arguments=arguments)
+    return Preset("fp8", codec, codec, pre_rope=pre_rope)
 
 
+@preset
 def nvfp4(pre_rope: bool | None = False) -> Preset:
     """NVFP4, as TensorRT-LLM and vLLM ship it: E2M1 with a scale in E4M3 for each 16 channels; their second scale, one
     a layer, only shifts the first into range and is 1 here. 4.5 bits a value."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([Grouping(group_size=16)], Fp4(), head_dim)
 
-    return Preset("nvfp4", codec, codec, pre_rope=pre_rope, arguments=arguments)
+    return Preset("nvfp4", codec, codec, pre_rope=pre_rope)
 
 
+@preset
 def cachegen(bits: float = 3.0, group: int = 10, block: int = 160, pre_rope: bool | None = False) -> Preset:
     """CacheGen (Liu et al. 2024): of every ``group`` tokens the first in 8 bits, the others as differences from it,
     rounded in steps that grow from the first third of the layers to the last (1/2, 1 and 3/2 of one step) and
     entropy-coded by channel. ``bits``: what a difference is to take on average over layers; steps follow from it. Its
     arithmetic coder is our rANS, with tables for channels of like spread, in streams of ``block`` tokens."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([TokenBlock(block), Anchors(group)], EntropyCodedScalar(bits), head_dim)
 
-    return Preset(
-        "cachegen", codec, codec, flush_block=block, pre_rope=pre_rope, arguments=arguments, plan=Graded(bits)
-    )
+    return Preset("cachegen", codec, codec, flush_block=block, pre_rope=pre_rope, plan=Graded(bits))
 
 
+@preset
 def nsnquant(tile: int = 64, pre_rope: bool | None = False) -> Preset:
     """NSNQuant (arXiv 2505.18231): tokens divided by their norm, the mean of a tile's tokens subtracted, divided by
     their norm again, rotated by Hadamard, then signs and one codebook of 8 magnitudes for all models (``SignedGrid``),
     learned here by k-means alone. All scales and means are fp16, of which the paper quantizes some to 4 bits."""
-    arguments = dict(locals())
 
     def codec(head_dim: int | None) -> Codec:
         grouping = Grouping(group_size=LARGEST, shrink="power of two")
         stages = [TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), grouping, Hadamard()]
         return Chain(stages, SignedGrid(), head_dim)
 
-    return Preset("nsnquant", codec, codec, pre_rope=pre_rope, arguments=arguments)
+    return Preset("nsnquant", codec, codec, pre_rope=pre_rope)
 
 
+@preset
 def oscar(
     key_clip: float = 0.96,
     value_clip: float = 0.92,
@@ -151,23 +148,22 @@ def oscar(
     or of its values' weighted by what attention gives them, then by Hadamard; clipped, and 2 bits between the ends of
     ``group_size`` channels, at most a head. Ends are fp16. Its last step permutes channels, which changes nothing where
     a group is a head. 2.5 bits a value at head_dim 64."""
-    arguments = dict(locals())
 
     def codec(clip: float, head_dim: int | None) -> Codec:
         stages = [CostBasis(), Hadamard(), Grouping(group_size=group_size, shrink="divisor")]
         return Chain(stages, AffineQuantizer(2, Clipped(clip)), head_dim)
 
     keys, values = partial(codec, key_clip), partial(codec, value_clip)
-    return Preset("oscar", keys, values, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
+    return Preset("oscar", keys, values, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
+@preset
 def nova(
     clip: float = 0.92, sink_tokens: int = 64, recent_window: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """NOVA-KV (arXiv 2608.04074): keys, after RoPE and less their mean, turned to components of equal cost to the
     queries, divided by their rms, in groups of 4 from all strengths, each with 256 codes of its own; values as in
     ``oscar``. Scales are fp16; costs below a thousandth of their mean count as that. 2.375 bits at head_dim 64."""
-    arguments = dict(locals())
 
     def keys(head_dim: int | None) -> Codec:
         basis = PCA(weighted=True, costs="attention")
@@ -175,29 +171,27 @@ def nova(
         return Chain(stages, HeadCodebooks(seed=seed), head_dim)
 
     values = oscar(value_clip=clip).make_value_codec
-    return Preset("nova", keys, values, sink_tokens, recent_window, pre_rope=pre_rope, arguments=arguments)
+    return Preset("nova", keys, values, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
+@preset
 def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0, pre_rope: bool | None = False) -> Preset:
     """Block-GTQ (arXiv 2606.24033): keys' bits by RoPE frequency, more where queries and keys are large
     (``ChannelBits``); values as in ``turboquant``. A norm for every set of channels with as many bits."""
-    arguments = dict(locals())
 
     def keys(head_dim: int | None) -> Codec:
         return Chain([], ChannelBits(key_bits, pairs=True), head_dim)
 
     values = turboquant(value_bits, seed=seed).make_value_codec
-    return Preset("block_gtq", keys, values, pre_rope=pre_rope, arguments=arguments)
+    return Preset("block_gtq", keys, values, pre_rope=pre_rope)
 
 
+@preset
 def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: bool | None = None) -> Preset:
     """AATC (arXiv 2608.14191): each head's channels turned to the components in which errors count as much as they
     cost attention, and bits poured over those of all layers, keys and values, in reverse, which one step with entropy
     coding does. Costs are here those of the model's loss (Fisher information), not of its attention outputs, so that
     this is ``best``'s "short"."""
-    arguments = dict(locals())
-    preset = crossed("steps", rotation="weighted", merged=False, mixed=True, **arguments)
-    return dataclasses.replace(preset, name="aatc", arguments=arguments)
-
-
-register(fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq)
+    shared = {"sink_tokens": sink_tokens, "pre_rope": pre_rope}
+    made = crossed("steps", bits, rotation="weighted", merged=False, mixed=True, block=block, **shared)
+    return dataclasses.replace(made, name="aatc")

@@ -1,6 +1,7 @@
 """Functions called by name, with arguments that are checked before: what the command line and saved notes give."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import get_args
 
@@ -21,7 +22,7 @@ def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
         del known[argument]
     for argument, value in arguments.items():
         if argument in known:
-            _check(f"argument {argument} of {what} {name!r}", value, known[argument].annotation)
+            check_type(f"argument {argument} of {what} {name!r}", value, known[argument])
         elif not further:
             raise UnknownNameError(f"argument of {what} {name!r}", argument, known)
     return functions[name](**arguments)
@@ -35,7 +36,10 @@ def call_described(what: str, functions: dict[str, Callable], described: str | d
     return call(what, functions, arguments.pop("name", None), arguments)
 
 
-def _check(label: str, value, annotation) -> None:
-    kinds = get_args(annotation) or (annotation,)  # of a union, its members
-    if type(value) not in kinds and not (float in kinds and type(value) is int):
+def check_type(label: str, value, parameter: inspect.Parameter) -> None:
+    """Raise ``DataError`` for another type than ``parameter`` is annotated with, NaN and infinity."""
+    kinds = get_args(parameter.annotation) or (parameter.annotation,)  # of a union, its members
+    fits = isinstance(value, kinds) if parameter.kind is not parameter.VAR_KEYWORD else True
+    fits = (fits and type(value) is not bool) or type(value) in kinds or (float in kinds and type(value) is int)
+    if not fits or (type(value) is float and not math.isfinite(value)):
         raise DataError(f"{label} must be {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")

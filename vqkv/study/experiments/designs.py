@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from vqkv import presets
 from vqkv.presets import Preset
+from vqkv.presets.crosses import ROTATIONS, TRANSFORM_CODERS
 from vqkv.study.experiments.common import bare
 
-ROTATIONS = ("none", "hadamard", "principal", "weighted")
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
 RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many bytes as linear predictors do
 KVTC = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
@@ -25,7 +25,7 @@ def published(
     systems' own. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its preset in place of these, at all
     rates."""
     own = defaultdict(dict, tuned or {})
-    found = {f"quanto {bits}": presets.quanto(bits, **own["quanto"]) for bits in (2, 4)}
+    found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
     found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
     found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
@@ -87,7 +87,7 @@ def factorial() -> dict[str, dict]:
     found = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
-        for quantizer in ("steps", "trellis"):
+        for quantizer in TRANSFORM_CODERS:
             _add(found, quantizer=quantizer, **shared)
             if mixed and rotation in ("principal", "weighted"):
                 _add(found, quantizer=quantizer, merged=False, **shared)
@@ -108,18 +108,17 @@ def factorial() -> dict[str, dict]:
 
 
 def every() -> dict[str, dict]:
-    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of fewer bits."""
+    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of 4 and 8 bits."""
     found = factorial()
-    for quantizer in ("steps", "trellis"):
+    for quantizer in TRANSFORM_CODERS:
         shared = {"quantizer": quantizer, "rotation": "weighted"}
         found |= {
             f"{quantizer}, weighted, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
         }
-        found |= {
-            f"{quantizer}, weighted, predicted in {bits} bits, mixed": shared
-            | {"predicted": True, "mixed": True, "predictor_bits": bits}
-            for bits in (4, 8)
-        }
+        shared |= {"predicted": True, "mixed": True}
+        for bits, merged in itertools.product((4, 8), (True, False)):
+            label = f"{quantizer}, weighted, predicted in {bits} bits, mixed" + ", by head" * (not merged)
+            found[label] = shared | {"predictor_bits": bits, "merged": merged}
     return found
 
 

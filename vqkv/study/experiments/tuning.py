@@ -19,7 +19,7 @@ AQUA = [
     {"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 4},
 ]
 TRIALS = {
-    "quanto": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
+    "quanto 2": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
     "kivi": [{"group_size": 128}, {"group_size": 64}, {"group_size": 32}],
     "kvquant": [
         {"outliers": 0.01, "fisher": False},
@@ -46,7 +46,7 @@ TRIALS = {
 }
 WORTH = 0.05  # equivalent bits by which a setting must beat the default to replace it: less is noise
 RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9"}
-RATES |= {name: name for name in ("aqua higgs 2", "aqua higgs 3", "aqua higgs 4")}  # others at 2 bits
+RATES |= {name: name for name in ("quanto 2", *(f"aqua higgs {bits}" for bits in (2, 3, 4)))}  # others at 2 bits
 
 
 def tuning(
