@@ -77,6 +77,7 @@ def test_peak_memory_of_fresh_processes(monkeypatch):
     for row in rows:
         assert row["decode_mb"] > 0 and row["beyond_stored_mb"] == pytest.approx(row["decode_mb"] - row["stored_mb"])
         assert row["prefill_mb"] >= row["stored_mb"]  # all of it is stored by then
+        assert row["resident_mb"] >= row["stored_mb"]
     assert rows[0]["beyond_stored_mb"] < 0.5 * rows[0]["stored_mb"]  # a layer's keys are copied as they grow
     assert rows[0]["stored_mb"] == 4098 * 2 * 2 * 2 * 32 * 4 / 1e6  # tokens, layers, K and V, heads, head_dim, bytes
 

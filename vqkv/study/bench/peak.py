@@ -36,7 +36,8 @@ def peak_memory(
     if ``systems`` is empty), in units of 10^6 bytes. ``sizes``: [batch size, tokens of context, generated tokens].
 
     ``prefill_mb`` and ``decode_mb``: the largest memory in each phase, less what the process took with model and
-    codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end.
+    codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end;
+    ``resident_mb``: with side information and the tables made from it (``Report.resident_bytes``).
     ``beyond_stored_mb``: ``decode_mb`` less that, which comes and goes in every step: activations, and the history
     that a layer has decoded to read it. Raises ``UnknownNameError`` for other systems.
     """
@@ -100,7 +101,8 @@ def generate_once(request: dict) -> dict[str, float]:
         for _ in range(generated):
             generation.step()
         decode, stored = _peak(model.device) - before, generation.stored_bytes
-    found = {"stored": stored, "prefill": prefill, "decode": decode, "beyond_stored": decode - stored}
+    found = {"stored": stored, "resident": generation.cache.report().resident_bytes, "prefill": prefill}
+    found |= {"decode": decode, "beyond_stored": decode - stored}
     return {f"{name}_mb": size / 1e6 for name, size in found.items()}
 
 
