@@ -192,6 +192,7 @@ def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk
     row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
     row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
     row |= total_bits(row, describe(found.model), kept_exact(compressor))
+    row |= {"derived_bytes": compressor.derived_bytes}  # tables that reading has made of the side information
     return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}
 
 
