@@ -148,7 +148,6 @@ def test_bytes_are_counted_as_side_information(fitted):
         ({"value_from": "V-1+Q"}, "'V-1[+]Q' of a value"),
         ({"value_from": "V-1+V-1"}, "'V-1[+]V-1' of a value"),
         ({"value_from": ""}, "'' of a value"),
-        ({"value_from": 3}, "3 of a value"),
         ({"backbone": "zip"}, "unknown preset 'zip'"),
     ],
 )

@@ -231,7 +231,7 @@ UNFIT = [
     (lambda: presets.vqq().key_codec(12), "divisible by blocks of 8"),
     (lambda: presets.vq().key_codec(12), "not divisible by group_size 8"),
     (lambda: presets.kvquant(block=4096).key_codec(64), "at most 16 bits"),
-    (lambda: presets.vqq(float("nan")).key_codec(), "threshold nan"),
+    (lambda: presets.vqq(float("nan")), "threshold of preset 'vqq' must be float, not nan"),
 ]
 UNKNOWN = [
     (lambda: Grouping("stridded"), "strided"), (lambda: VectorScale("sdt"), "std"), (lambda: Grid(17), "16"),

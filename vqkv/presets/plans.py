@@ -212,7 +212,7 @@ def _parse(sources: str, role: str) -> list[tuple[str, int]]:
     """``"V-1+K"`` -> [("value", 1), ("key", 0)]: role and how many layers back."""
     if sources in (NOT_PREDICTED, CONSTANT):
         return []
-    found = [SOURCE.fullmatch(part) for part in sources.split("+")] if isinstance(sources, str) else [None]
+    found = [SOURCE.fullmatch(part) for part in sources.split("+")]
     if len({match[0] for match in found if match}) < len(found):
         raise DataError(f"sources {sources!r} of a {role}: write e.g. 'K-1', 'V-1+K', 'mean' or 'none'")
     places = [(SYMBOLS[match[1]], int(match[2] or 0)) for match in found if match]

@@ -52,5 +52,7 @@ def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 4:
         return x  # check_values says what is wrong
     if 0 < x.shape[2] < tokens_per_row:
-        raise DataError(f"seq_len {x.shape[2]} is shorter than the codec's block of {tokens_per_row} tokens")
+        raise DataError(
+            f"seq_len {x.shape[2]} is shorter than the codec's block of {tokens_per_row} tokens: use longer sequences"
+        )
     return x[:, :, : x.shape[2] - x.shape[2] % tokens_per_row]

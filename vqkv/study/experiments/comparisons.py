@@ -23,8 +23,8 @@ def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
     floor = table["kl_floor"].max()
     found = {}
     for name in CONTEXTS:
-        bits = groups[f"bits_{name}_x1"].max()
-        found[name] = [_within(bits, mean, budget, floor) for budget in budgets]
+        if (column := f"bits_{name}_x1") in table:
+            found[name] = [_within(groups[column].max(), mean, budget, floor) for budget in budgets]
     return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
 
 
