@@ -7,7 +7,7 @@ from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound
 from vqkv.study.figures.explore import coloured_text, explained_by_layer, vector_stages
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
-from vqkv.study.figures.generation import in_place, time_dumbbells
+from vqkv.study.figures.generation import in_place, memory_dots, time_dumbbells
 from vqkv.study.figures.grouping import group_size_lines, grouping_bars
 from vqkv.study.figures.injected import SHOWN, kl_by_size, quiet_heads
 from vqkv.study.figures.learning import learning_curves, unused_codes

@@ -68,6 +68,26 @@ def _dumbbell(ax, place: int, rows, ends) -> None:
         ax.errorbar(row["decode_ms"], place, xerr=whiskers, fmt=marker, color=colour, mfc=face, ms=7, elinewidth=1)
 
 
+def memory_dots(table):
+    """Megabytes of each system: what is stored (hollow), what must be resident with the tables made from it (light),
+    and the peak while a token is generated (filled). Dotted: the peak of ``DynamicCache``."""
+    rows = table.sort_values("decode_mb", ignore_index=True)
+    fig, ax = plt.subplots(figsize=(8, 0.27 * len(rows) + 1))
+    for place, row in rows.iterrows():
+        colour, marker = style_of(row["system"])
+        ax.plot([row["stored_mb"], row["decode_mb"]], [place] * 2, color=colour, alpha=0.4)
+        for name, look in MEMORY.items():
+            ax.plot(row[name], place, marker, color=colour, ms=7, **look | {"mfc": look.get("mfc", colour)})
+    ax.axvline(rows.loc[rows["system"] == REFERENCE, "decode_mb"].item(), color=PALETTE["fp16"], linestyle=":", lw=1)
+    ax.set_yticks(range(len(rows)), rows["system"])
+    ax.set(xlabel="megabytes: stored (hollow), resident (light), peak (filled)", xlim=(0, None))
+    ax.invert_yaxis()
+    return fig
+
+
+MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "decode_mb": {}}
+
+
 def in_place(times, losses):
     """Transformers' int4 and what attention reads where it lies: bits a value of 8,192 tokens with side information,
     what a token takes longer than with ``DynamicCache`` after few (hollow) and many tokens (filled), and KL with its
