@@ -6,10 +6,26 @@ import numpy as np
 import pandas as pd
 
 from vqkv.study.experiments.comparisons import CHANCE, family
-from vqkv.study.experiments.frontier import DRAWS, equivalent_bits
+from vqkv.study.experiments.designs import KVTC, RANKS
+from vqkv.study.experiments.frontier import DRAWS, equivalent_bits, frontier
 
 OURS, THEIRS = "best", "kvtc"
+PREDICTED = [f"steps, weighted, predicted in {bits} bits, mixed" for bits in (8, 4)]
+SEARCHED = ["steps, weighted, mixed, by head", "steps, weighted, predicted, mixed"]
+SEARCHED += [*PREDICTED, *(f"{name}, by head" for name in PREDICTED)]
+SEARCHED += [f"steps, weighted, joint, rank {rank}" for rank in RANKS]
 GRID = 200  # losses at which two curves are compared
+
+
+def rule_search(models: list[str], corpus: str, bits: list[float], kvtc_bits: list[float], seed: int, **settings):
+    """``frontier`` on validation text, on which no other table reports: the designs of ``SEARCHED`` and KVTC's variants
+    (``designs.KVTC``), each at its nominal bits."""
+    theirs = {
+        "systems": [f"kvtc {each:g}{variant}" for each in kvtc_bits for variant in KVTC],
+        "vqllm": {"vqllm": [1, 2]},
+    }
+    fixed = {"seeds": [seed], "facts": {}, "tuned": {}, "held_out": "validation"}
+    return frontier(models, corpus, designs=SEARCHED, bits=bits, **theirs, **fixed, **settings)
 
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
