@@ -1,4 +1,4 @@
-"""Page 11's rule: of each family the variant that validation text prefers for so many bits and tokens, seen on test."""
+"""Page 11's rule: of each family the variants that validation text prefers for so many tokens, seen on test."""
 
 import re
 
@@ -7,7 +7,7 @@ import pandas as pd
 
 from vqkv.study.experiments.comparisons import CHANCE, family
 from vqkv.study.experiments.designs import KVTC, RANKS
-from vqkv.study.experiments.frontier import DRAWS, equivalent_bits, frontier
+from vqkv.study.experiments.frontier import DRAWS, frontier
 
 OURS, THEIRS = "best", "kvtc"
 PREDICTED = [f"steps, weighted, predicted in {bits} bits, mixed" for bits in (8, 4)]
@@ -29,29 +29,44 @@ def rule_search(models: list[str], corpus: str, bits: list[float], kvtc_bits: li
 
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
-    """Of ``frontier``'s rows on validation text, for each ``family`` (``OURS`` and KVTC) and nominal ``rate`` the
-    system of least ``equivalent`` bits at ``context``."""
-    kl, bits = searched["kl_mean"], searched[f"bits_{context}_x1"]
-    equivalent = [equivalent_bits(*each) for each in zip(bits, kl)]
-    rows = searched.assign(equivalent=equivalent, context=context, **_names(searched)).sort_values("equivalent")
-    return rows.drop_duplicates(["family", "rate"]).sort_values(["family", "rate"], ignore_index=True)
+    """Of ``frontier``'s rows on validation text those of each ``family`` (``OURS`` and KVTC) on the lower convex hull
+    of log KL against bits at ``context``, the fewest bits first; ``rate`` is nominal."""
+    rows = searched.assign(context=context, bits=searched[f"bits_{context}_x1"], **_names(searched))
+    rows = rows.sort_values(["family", "bits"], ignore_index=True)
+    kept = [place for _, mine in rows.groupby("family") for place in _hull(mine["bits"], np.log(mine["kl_mean"]))]
+    return rows.loc[kept].reset_index(drop=True)
+
+
+def _hull(x: pd.Series, y: pd.Series) -> list:
+    """Index of the points of the lower convex hull, x ascending, that go down (Andrew 1979)."""
+    found: list = []
+    for place in x.index:
+        while len(found) > 1:
+            (a, b), (c, d) = ((x[i] - x[found[-2]], y[i] - y[found[-2]]) for i in (found[-1], place))
+            if a * d > b * c:
+                break
+            found.pop()
+        if not found or y[place] < y[found[-1]]:
+            found.append(place)
+    return found
 
 
 def by_rule(table: pd.DataFrame, searched: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
-    """``table`` (of other text) with the ``family`` of every row, and no bits at a context where ``chosen`` prefers
-    another of its family at the nearest rate. Designs that were searched with uniform steps stand for a trellis."""
-    variants, names = table["system"].map(_variant), _names(table)
-    searched_too = variants.isin(set(searched["system"].map(_variant)))
-    families = np.where(searched_too, names["family"], table["system"].map(family))
-    table = table.assign(family=families, rate=names["rate"])
+    """``table`` (of other text) with the ``family`` of every row, and no bits at a context for which its system at the
+    nearest rate that was searched is not ``chosen``. Designs that were searched with uniform steps stand for a
+    trellis."""
+    names = pd.DataFrame(_names(searched)).assign(variant=searched["system"].map(_variant).to_numpy())
+    table = table.assign(variant=table["system"].map(_variant), **_names(table))
+    known = table["variant"].isin(names["variant"])
+    table["family"] = table["family"].where(known, table["system"].map(family))
     for context in contexts:
         kept = chosen(searched, context)
-        for place, row in table[searched_too].iterrows():
-            mine = kept[kept["family"] == row["family"]]
-            nearest = mine.iloc[(mine["rate"] - row["rate"]).abs().argmin()]
-            if _variant(nearest["system"]) != variants[place]:
+        kept = set(zip(kept["system"].map(_variant), kept["rate"]))
+        for place, row in table[known].iterrows():
+            rates = names.loc[names["variant"] == row["variant"], "rate"]
+            if (row["variant"], rates.loc[(rates - row["rate"]).abs().idxmin()]) not in kept:
                 table.loc[place, f"bits_{context}_x1"] = np.nan
-    return table
+    return table.drop(columns="variant")
 
 
 def share_of_bits(table: pd.DataFrame, context: str, most: float = np.inf) -> dict[str, float]:
