@@ -7,7 +7,7 @@ import pytest
 import sweep_cases as cases
 from typer.testing import CliRunner
 
-from vqkv.runtime.machine import processor
+from vqkv.reference.machine import processor
 from vqkv.study import reproduce, sweep
 
 KEPT = pd.DataFrame({"system": ["a", "a", "b"], "bits": [1, 2, 2], "kl": [0.5, 0.25, math.nan], "kl_each": "0.1"})

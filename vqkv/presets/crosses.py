@@ -156,9 +156,8 @@ def best(
     on (page 11). With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones,
     "long" falls back to "short", and a warning says so.
 
-    ``bits`` are those of a value on the calibration text, side information apart. Other text takes more, the more the
-    fewer tokens were calibrated on: 1.8 nominal bits are 1.89 on held-out text with 32 tokens for each channel, 2.25
-    with two.
+    ``bits`` are those of a value on the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel,
+    2.25 with two.
 
     ``trellis``: codes are chosen for a token at a time (``TrellisCodedScalar``), which lowers KL at equal bits (page
     11), takes seven to eight times as long to encode and twice as long to decode, rotations apart.
@@ -195,8 +194,7 @@ def live(
 
 
 def long_pays(bits: float) -> float:
-    """From how many tokens a channel on ``best`` predicts: on the bundled models that pays from 18 to 29 on at 1.8 bits
-    and more, 33 to 51 at 0.9, 63 to 112 at 0.5 (page 11)."""
+    """From how many tokens a channel on ``best`` predicts: it pays from 18 to 29 on at 1.8 bits, 33 to 51 at 0.9."""
     return max(PREDICTORS_PAY, 40 / bits)
 
 

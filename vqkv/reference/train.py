@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from vqkv.reference import card
 from vqkv.reference.architectures import ARCHITECTURES
 from vqkv.reference.data import TOKENIZER_DIR, write_stream
+from vqkv.reference.machine import processor
 from vqkv.reference.measure import PAIRS, abilities, packed_bits_per_byte
 from vqkv.reference.rows import IGNORE, TokenStream, Words, far_repeat, recall, repeats
-from vqkv.runtime.machine import processor
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vqkv.runtime.machine import processor
+from vqkv.reference.machine import processor
 
 RECORDED_PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "matplotlib", "vqkv")
 

@@ -28,18 +28,17 @@ def decode_attention(query: Tensor, keys: Affine, values: Affine, scaling: float
     largest = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    groups = values.low.shape[3]
-    sums, lows = torch.zeros(*rows.shape[:3], groups, head_dim // groups), torch.zeros(*rows.shape[:3], groups)
+    lows = torch.zeros(*rows.shape[:3], values.low.shape[3])
+    sums = lows.new_zeros(*lows.shape, values.group_size)
     _run(values, 1, weights, sums, lows)
     sums = sums.unflatten(-1, (8 // values.bits, -1)).mT.flatten(-2).add_(lows.unsqueeze(-1)).flatten(-2)
     return sums.div_(total).reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
 
 
 def _run(packed: Affine, which: int, *about: Tensor) -> None:
-    low = packed.low.float()
+    low, heads = packed.low.float(), packed.low.shape[0] * packed.low.shape[1]
     span = packed.high.float().sub_(low).div_(2**packed.bits - 1)
     arrays = [x.numpy() for x in (packed.codes.contiguous(), low, span, *about)]
-    heads = low.shape[0] * low.shape[1]
     spread(lambda i, j: _loops(packed.bits)[which](i, j, *arrays), heads, COST * packed.codes.numel() // max(1, heads))
 
 
