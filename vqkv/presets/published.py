@@ -152,8 +152,7 @@ def higgs(
     """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
     most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits. Each
     channel's mean is removed first, which the papers do not do: key biases leave nothing of a 4-bit cache without
-    (Qwen2.5). As published: ``crossed("grid", bits, rotation="hadamard", mean=False)``. Tokens beyond the window are
-    packed 16 at a time (the authors' code packs a full window of 128 at once)."""
+    (Qwen2.5). As published: ``crossed("grid", bits, rotation="hadamard", mean=False)``."""
     if bits not in (2, 3, 4):
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
 
@@ -162,7 +161,7 @@ def higgs(
         stages = [MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms")]
         return Chain(stages, Grid(4**bits), head_dim)
 
-    return Preset("higgs", codec, codec, sink_tokens, recent_window, flush_block=16, pre_rope=pre_rope)
+    return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
 @preset
