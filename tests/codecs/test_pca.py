@@ -1,18 +1,21 @@
 """Principal components: uncorrelated channels, undone exactly, and errors that cost alike where it is told what they
 cost."""
 
+import copy
 import json
 
 import pytest
 import torch
 from codec_zoo import gaussian, same
 
+from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import MeanRemoval
+from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError
 
 HEADS, WIDTH = 3, 8
@@ -135,3 +138,34 @@ def test_saved_and_reloaded_it_needs_no_metric():
     codec = chain(weighted=True).fit(x)
     loaded = codec_from_config(json.loads(json.dumps(codec.config())), dict(codec.state_dict()))
     assert same(loaded.encode(x), codec.encode(x))
+
+
+def test_of_fewer_components_comes_the_value_whose_error_costs_least():
+    """Not the shortest such value, which would change what costs much to save what costs nothing."""
+    x = gaussian(1, 1, 512, 12) * 1.5 ** -torch.arange(12)  # what varies most costs least
+    root = gaussian(1, 12, 12, seed=1) * 1.3 ** torch.arange(12).unsqueeze(1)
+    costs = root @ root.mT
+    stage = PCA(weighted=True, rank=5)
+    stage.build((1, 12))
+    stage.weigh(costs)
+    stage.partial_fit(x)
+    stage.settle()
+    coded = stage.encode(x)[0]
+
+    def cost(restored):
+        error = (x - restored)[0, 0]
+        return float((error @ costs * error).sum())
+
+    values, vectors = torch.linalg.eigh(costs)
+    scale = vectors @ values.sqrt().diag_embed() @ vectors.mT
+    left_out = torch.linalg.svdvals((x[0] @ scale)[0])[5:].square().sum()  # Eckart and Young 1936
+    assert cost(stage.decode(coded, {})) == pytest.approx(float(left_out), rel=0.01)
+    assert cost(coded @ torch.linalg.pinv(stage.matrix.float())) > 1.2 * float(left_out)
+
+
+@pytest.mark.parametrize("quantizer", [ComponentGroups(2.0), EntropyCodedScalar(2.0), TrellisCodedScalar(2.0)])
+@pytest.mark.parametrize("rank", [0, 32])
+def test_bits_are_a_values_whatever_the_rank(quantizer, rank):
+    x = gaussian(1, 1, 2048, 64) * 2.0 ** -torch.arange(0, 16, 0.25)
+    codec = Chain([PCA(rank=rank), TokenBlock(64)], copy.deepcopy(quantizer)).fit(x)
+    assert 8 * codec.encode(x).nbytes / x.numel() == pytest.approx(2, rel=0.12)

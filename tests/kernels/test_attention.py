@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from vqkv.kernels import Rope, cpu, naive
 from vqkv.kernels.attention import affine, grouped
 
+SIZES = {
+    "batch": st.integers(1, 2),
+    "heads": st.integers(1, 3),
+    "shared": st.integers(1, 5),
+    "new_tokens": st.integers(1, 2),
+    "seq_len": st.integers(1, 70),
+}
+
 
 @settings(max_examples=25, deadline=None)
 @given(
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 3),
-    shared=st.integers(1, 5),
-    new_tokens=st.integers(1, 2),
-    seq_len=st.integers(1, 70),
+    **SIZES,
     head_dim=st.sampled_from([4, 6, 16]),
     rope=st.sampled_from([None, (0, 16), (4, 16), (37, 8)]),
     sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5),
@@ -38,11 +42,7 @@ def test_queries_turned_by_block_see_what_decoded_keys_show(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 3),
-    shared=st.integers(1, 5),
-    new_tokens=st.integers(1, 2),
-    seq_len=st.integers(1, 70),
+    **SIZES,
     bits=st.tuples(*[st.sampled_from([2, 4, 8])] * 2),
     groups=st.tuples(*[st.sampled_from([1, 2, 3])] * 2),
     size=st.sampled_from([4, 12]),

@@ -189,7 +189,7 @@ def test_the_best_of_nothing_is_refused(arguments):
         presets.best(**arguments)
 
 
-def test_the_best_with_a_trellis_differs_in_its_codes_alone(llama):
+def test_the_best_with_a_trellis_generates(llama):
     compressor = calibrate(llama, TOKENS, presets.best(1.0, 1, block=4, trellis=True), progress=False)
     assert generated(llama, compressor.new_cache(llama)).shape[1] == 32
 

@@ -38,8 +38,9 @@ def call_described(what: str, functions: dict[str, Callable], described: str | d
 
 def check_type(label: str, value, parameter: inspect.Parameter) -> None:
     """Raise ``DataError`` for another type than ``parameter`` is annotated with, NaN and infinity."""
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return
     kinds = get_args(parameter.annotation) or (parameter.annotation,)  # of a union, its members
-    fits = isinstance(value, kinds) if parameter.kind is not parameter.VAR_KEYWORD else True
-    fits = (fits and type(value) is not bool) or type(value) in kinds or (float in kinds and type(value) is int)
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds) and (type(value) is not bool or bool in kinds)
     if not fits or (type(value) is float and not math.isfinite(value)):
         raise DataError(f"{label} must be {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")

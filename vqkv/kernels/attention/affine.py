@@ -22,70 +22,63 @@ def decode_attention(query: Tensor, keys: Affine, values: Affine, scaling: float
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
     parts = rows.unflatten(-1, (keys.low.shape[3], -1))  # (batch, num_kv_heads, queries, groups, channels)
-    logits = torch.empty(*rows.shape[:3], seq_len)
+    logits = torch.zeros(*rows.shape[:3], seq_len)
     apart = parts.unflatten(-1, (-1, 8 // keys.bits)).mT.flatten(-2).contiguous()  # as codes come out of bytes
-    _run(keys, 0, apart, parts.sum(dim=-1), logits)
+    _run(_multiplied, keys, apart, parts.sum(dim=-1), logits)
     largest = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     lows = torch.zeros(*rows.shape[:3], values.low.shape[3])
     sums = lows.new_zeros(*lows.shape, values.group_size)
-    _run(values, 1, weights, sums, lows)
+    _run(_added, values, weights, sums, lows)
     sums = sums.unflatten(-1, (8 // values.bits, -1)).mT.flatten(-2).add_(lows.unsqueeze(-1)).flatten(-2)
     return sums.div_(total).reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
 
 
-def _run(packed: Affine, which: int, *about: Tensor) -> None:
+def _run(step, packed: Affine, *about: Tensor) -> None:
     low, heads = packed.low.float(), packed.low.shape[0] * packed.low.shape[1]
     span = packed.high.float().sub_(low).div_(2**packed.bits - 1)
-    arrays = [x.numpy() for x in (packed.codes.contiguous(), low, span, *about)]
-    spread(lambda i, j: _loops(packed.bits)[which](i, j, *arrays), heads, COST * packed.codes.numel() // max(1, heads))
+    arrays, loop = [x.numpy() for x in (packed.codes.contiguous(), low, span, *about)], _loop(packed.bits, step)
+    spread(lambda i, j: loop(i, j, *arrays), heads, COST * packed.codes.numel() // max(1, heads))
 
 
 @cache
-def _loops(bits: int):
-    """Compiled for codes of so many bits, whose shifts are then constants."""
+def _loop(bits: int, step):
+    """``step`` with the codes of each token and group, compiled for so many bits, whose shifts are then constants."""
     each, mask = 8 // bits, 2**bits - 1
 
-    @compiled(inline=True)
-    def unpack(codes, row):
-        size = len(codes)
-        for j in range(each):
-            for i in range(size):
-                row[j * size + i] = codes[i] >> j * bits & mask
-
     @compiled(fast=True)
-    def multiplied(first, stop, packed, low, span, query, sums, logits):
+    def run(first, stop, packed, low, span, a, b, c):
         heads, seq_len, groups = low.shape[1:]
-        queries, size = query.shape[2], packed.shape[3] // groups
+        size = packed.shape[3] // groups
         row = np.empty(each * size, np.float32)
         for one in range(first, stop):
-            b, h = one // heads, one % heads
+            i, h = one // heads, one % heads
             for n in range(index(seq_len)):
                 for g in range(index(groups)):
-                    unpack(packed[b, h, n, g * size : (g + 1) * size], row)
-                    for q in range(index(queries)):
-                        mine, total = query[b, h, q, g], np.float32(0)
-                        for i in range(each * size):
-                            total += row[i] * mine[i]
-                        total = total * span[b, h, n, g] + sums[b, h, q, g] * low[b, h, n, g]
-                        logits[b, h, q, n] = total if g == 0 else logits[b, h, q, n] + total
+                    codes = packed[i, h, n, g * size : (g + 1) * size]
+                    for j in range(each):
+                        for k in range(size):
+                            row[j * size + k] = codes[k] >> j * bits & mask
+                    step(row, low[i, h, n, g], span[i, h, n, g], a[i, h], b[i, h], c[i, h], n, g)
 
-    @compiled(fast=True)
-    def added(first, stop, packed, low, span, weights, sums, lows):
-        heads, seq_len, groups = low.shape[1:]
-        queries, size = weights.shape[2], packed.shape[3] // groups
-        row = np.empty(each * size, np.float32)
-        for one in range(first, stop):
-            b, h = one // heads, one % heads
-            for n in range(index(seq_len)):
-                for g in range(index(groups)):
-                    unpack(packed[b, h, n, g * size : (g + 1) * size], row)
-                    for q in range(index(queries)):
-                        weight, mine = weights[b, h, q, n], sums[b, h, q, g]
-                        lows[b, h, q, g] += weight * low[b, h, n, g]
-                        weight *= span[b, h, n, g]
-                        for i in range(each * size):
-                            mine[i] += weight * row[i]
+    return run
 
-    return multiplied, added
+
+@compiled(fast=True, inline=True)
+def _multiplied(row, low, span, query, sums, logits, n, g):
+    for q in range(index(len(query))):
+        mine, total = query[q, g], np.float32(0)
+        for i in range(len(row)):
+            total += row[i] * mine[i]
+        logits[q, n] += total * span + sums[q, g] * low
+
+
+@compiled(fast=True, inline=True)
+def _added(row, low, span, weights, sums, lows, n, g):
+    for q in range(index(len(weights))):
+        weight, mine = weights[q, n], sums[q, g]
+        lows[q, g] += weight * low
+        weight *= span
+        for i in range(len(row)):
+            mine[i] += weight * row[i]

@@ -51,7 +51,7 @@ from vqkv.study.experiments.quantized_cache import (
     worth_of_steps,
 )
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
-from vqkv.study.experiments.rule import by_rule, chosen, rule_search, share_of_bits
+from vqkv.study.experiments.rule import chosen, rule_search
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep

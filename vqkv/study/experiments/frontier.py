@@ -190,9 +190,7 @@ def _row(
 def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk_size: int) -> dict[str, float | str]:
     """Columns of ``frontier`` but for the names."""
     row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
-    if facts:
-        row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts)
-        row |= {"derived_bytes": compressor.derived_bytes}  # tables that reading has made of the side information
+    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
     row |= total_bits(row, describe(found.model), kept_exact(compressor))
     return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}
 
