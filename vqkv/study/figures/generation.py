@@ -78,7 +78,8 @@ def memory_dots(table):
         ax.plot([row["stored_mb"], row["decode_mb"]], [place] * 2, color=colour, alpha=0.4)
         for name, look in MEMORY.items():
             ax.plot(row[name], place, marker, color=colour, ms=7, **look | {"mfc": look.get("mfc", colour)})
-    ax.axvline(rows.loc[rows["system"] == REFERENCE, "decode_mb"].item(), color=PALETTE["fp16"], linestyle=":", lw=1)
+    for peak in rows.loc[rows["system"] == REFERENCE, "decode_mb"]:  # none, if a reader leaves it out
+        ax.axvline(peak, color=PALETTE["fp16"], linestyle=":", lw=1)
     ax.set_yticks(range(len(rows)), rows["system"])
     ax.set(xlabel="megabytes: stored (hollow), resident (light), peak (filled)", xlim=(0, None))
     ax.invert_yaxis()
