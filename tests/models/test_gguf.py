@@ -8,6 +8,7 @@ import torch
 
 from vqkv import DataError, FormatError, load_model
 from vqkv.models import gguf
+from vqkv.models.load import config_of
 
 pytest.importorskip("gguf")
 
@@ -29,6 +30,7 @@ def test_its_weights_and_its_tokenizer(written, cache):
     loaded, tokenizer = load_model(str(path))
     for name, weight in model.state_dict().items():
         assert (loaded.state_dict()[name] - weight).abs().max() < 1e-3, name  # Q8_0
+    assert config_of(str(path)).num_hidden_layers == model.config.num_hidden_layers
     assert tokenizer.decode(tokenizer("def main(x):").input_ids, skip_special_tokens=True) == "def main(x):"
     made = sorted(cache.iterdir())
     again, _ = load_model(str(path))

@@ -10,8 +10,9 @@ import torch
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.evaluation.capacity import capacity
-from vqkv.presets.crosses import PREDICTORS_PAY
-from vqkv.study.experiments.designs import factorial
+from vqkv.presets.crosses import LONG_PAYS, MID_PAYS
+from vqkv.study.experiments.designs import BEST, best_for, every
+from vqkv.study.experiments.rule import cache_shape, pays_from
 from vqkv.study.tables import repository_root
 
 TOKENS = torch.randint(1, 400, (6, 48), generator=torch.Generator().manual_seed(0))
@@ -34,7 +35,7 @@ def generated(model, cache, prompt=TOKENS[:2, :20]):
 
 
 def cross(design, bits):
-    return presets.crossed(**factorial()[design], bits=bits)
+    return presets.crossed(**every()[design], bits=bits)
 
 
 def described(preset) -> str:
@@ -155,32 +156,22 @@ def test_sequences_shorter_than_a_block_are_named(llama):
 
 
 @pytest.mark.parametrize("kv_width", [64, 1024])
-def test_the_best_changes_with_the_tokens_that_share_its_side_information(kv_width):
-    found = [presets.best(2.0, kv_width * PREDICTORS_PAY - more, kv_width) for more in (1, 0)]
-    designs = ["steps, weighted, mixed, by head", "steps, weighted, predicted, mixed"]
-    assert [described(each) for each in found] == [described(cross(name, 2.0)) for name in designs]
+@pytest.mark.parametrize("pays", [MID_PAYS, LONG_PAYS])
+@pytest.mark.parametrize("more", [-1, 0])
+def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, more):
+    tokens = kv_width * pays + more
+    design = BEST[best_for(tokens, kv_width)]
+    assert described(presets.best(2.0, tokens, kv_width, trellis=True)) == described(cross(design, 2.0))
+    assert BEST[best_for(tokens + 1, kv_width)] != design or more == 0
 
 
-def test_the_best_is_what_the_committed_search_found():
-    """The last rung's winners, and from which context on the longer one wins, on both models: from straight lines in
-    side information between the two contexts that were ranked."""
-    search = pd.read_csv(repository_root() / "results/11_search.csv")
-    last = search[search["rung"] == search["rung"].max()]
-    chosen = [presets.best(2.0, context, trellis=True) for context in (1, 1 << 30)]
-    for context, found in zip(("1k", "32k"), chosen, strict=True):
-        (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
-        assert described(found) == described(cross(winner, 2.0))
-    short, long = ((1 / 1024, "1k"), (1 / 32768, "32k"))
-    for model, width in (("vqkv/llama-mini", 128), ("vqkv/gpt2-mini", 256)):
-        means = last[last["model"] == model].groupby("design")[["equivalent_bits_1k", "equivalent_bits_32k"]].mean()
-        side, rest = [], []
-        for context in ("1k", "32k"):
-            (winner,) = last.loc[last[f"rank_{context}"] == 1, "design"].unique()
-            ends = [means.loc[winner, f"equivalent_bits_{name}"] for _, name in (short, long)]
-            side.append((ends[0] - ends[1]) / (short[0] - long[0]))
-            rest.append(ends[1] - side[-1] * long[0])
-        crossing = (side[1] - side[0]) / (rest[0] - rest[1])
-        assert 1 / 1.5 < crossing / width / PREDICTORS_PAY < 1.5, model
+@pytest.mark.parametrize(("light", "heavy", "constant"), [("short", "mid", MID_PAYS), ("mid", "long", LONG_PAYS)])
+def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, heavy, constant):
+    searched = pd.read_csv(repository_root() / "results/11_rule.csv")
+    names = [BEST[name].replace("trellis", "steps") for name in (light, heavy)]
+    shape = cache_shape("smollm2-135m")
+    found = pays_from(searched, *names, shape.values) / shape.width
+    assert len(found) == 2 and found.between(constant / 1.15, constant * 1.15).all()
 
 
 @pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])

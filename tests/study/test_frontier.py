@@ -15,7 +15,6 @@ from vqkv.study.experiments import beside_published, designs, finalists, frontie
 from vqkv.study.experiments.common import all_told
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
-    at_equal_kl,
     family,
     least_bits,
     paired_ablation,
@@ -253,16 +252,6 @@ def test_windows_are_paired_by_seed_and_broken_ones_count_as_lost():
     assert alike["ratio"].item() == pytest.approx(at_equal_bits(table, ["worse"], ["mine"], "bits")["ratio"].item())
     table.loc[(table["system"] == "mine") & (table["seed"] == 1), "kl_each"] = "nan 0.1"
     assert at_equal_bits(table, ["worse"], ["mine"], "bits")["better"].item() == "neither"
-
-
-def test_at_equal_kl_finds_the_bits():
-    found = at_equal_kl(compared(), ["worse", "better", "few"], ["mine"], "bits").set_index("system")
-    assert found.loc["worse", "our_bits"] == 1.1  # better than that at its fewest bits
-    assert math.isnan(found.loc["better", "our_bits"]) and found.loc["better", "design"] == "none so low"
-    table = compared().replace({"worse": "same"})
-    table.loc[table["system"] == "same", "kl_mean"] = 0.02
-    same = at_equal_kl(table, ["same"], ["mine"], "bits")
-    assert same["our_bits"].item() == pytest.approx(1.6) and same["share"].item() == pytest.approx(1.0)
 
 
 def test_a_proxy_that_ranks_as_the_task_does_has_correlation_1_and_bands_are_kept_apart():

@@ -7,7 +7,7 @@ import pytest
 
 from vqkv.study.experiments.comparisons import family
 from vqkv.study.experiments.designs import published, since
-from vqkv.study.experiments.tuning import TRIALS, trial, tuning
+from vqkv.study.experiments.tuning import TRIALS, chosen_settings, trial, tuning
 
 VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}
 EVERY = [(name, arguments) for name, trials in TRIALS.items() for arguments in trials]
@@ -67,3 +67,4 @@ def test_the_least_mean_over_models_is_chosen(monkeypatch):
     least = {name: trials[-1] for name, trials in TRIALS.items()}
     least |= {"quanto 2": TRIALS["quanto 2"][0], "kivi": TRIALS["kivi"][1], "aatc": TRIALS["aatc"][0]}
     assert dict(zip(kept["family"], kept["arguments"])) == {name: repr(trial) for name, trial in least.items()}
+    assert chosen_settings(table) == least

@@ -22,18 +22,20 @@ from vqkv.errors import DataError
 from vqkv.evaluation.capacity import GB, MOST, architecture, largest
 from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
 from vqkv.models.load import config_of
-from vqkv.presets.crosses import long_pays
+from vqkv.presets.crosses import LONG_PAYS, MID_PAYS
 from vqkv.runtime.checks import check_whole
 
 MEASURED = Path(__file__).parent / "measured.csv"
 BASELINE = "fp16 (DynamicCache)"
 GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, but for a factor
     "by head": lambda shape: shape.num_layers * shape.num_kv_heads * shape.head_dim**2,
+    "predictors": lambda shape: shape.num_layers * shape.width * (3 * shape.width + 8 * shape.head_dim) // 2,
     "by layer": lambda shape: shape.num_layers * shape.width**2,
     "all layers": lambda shape: (shape.num_layers * shape.width) ** 2,
 }
 READS: dict[str, Callable[[Shape], int]] = {  # layers that are put together from others while one is read
     "by head": lambda shape: 0,
+    "predictors": lambda shape: 1,
     "by layer": lambda shape: 1,
     "all layers": lambda shape: shape.num_layers,
 }
@@ -106,7 +108,7 @@ def recommend(
 
 def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
     """Ways to store a cache of ``model``, which may lie on the ``meta`` device, of which ``tokens`` tokens share the
-    side information; also the one of ``best``'s two designs that it would not choose for so many."""
+    side information; also those of ``best``'s designs that it would not choose for so many."""
     known = measurements()
     numbers = ["ns_per_value", "kl", "facts_lost"]
     found = [Candidate(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(numbers, 0.0))]
@@ -114,7 +116,7 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
         name, arguments = json.loads(row["preset"])
         meant: dict[str, int] = {}
         if name == "best":
-            meant, more = _chosen_for(row["grows"], arguments["bits"], model_shape(model).width, tokens)
+            meant, more = _chosen_for(row["grows"], model_shape(model).width, tokens)
             arguments |= more
         try:
             preset, shape = presets.make(name, **arguments), model_shape(model)
@@ -131,12 +133,11 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
     return found
 
 
-def _chosen_for(grows: str, bits: float, width: int, tokens: int) -> tuple[dict, dict]:
+def _chosen_for(grows: str, width: int, tokens: int) -> tuple[dict, dict]:
     """For how many tokens ``best`` is this one of its designs, and arguments that make it so."""
-    pays = math.ceil(long_pays(bits) * width)
-    if grows == "by layer":
-        return {"least": pays}, {"context": min(max(pays, tokens), MOST), "kv_width": width}
-    return {"below": pays}, {"context": min(pays - 1, tokens), "kv_width": width}
+    least, below = {"by head": (0, MID_PAYS), "predictors": (MID_PAYS, LONG_PAYS)}.get(grows, (LONG_PAYS, MOST))
+    least, below = least * width, below * width
+    return {"least": least, "below": below}, {"context": min(max(1, least, tokens), below - 1, MOST), "kv_width": width}
 
 
 @cache

@@ -54,8 +54,7 @@ def load_model(
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
-    file = gguf.gguf_file(name)
-    path = gguf.dequantized(file) if file else BUNDLED.get(name, name)
+    path = _path(name)
     device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
     if dtype is None:
         on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
@@ -74,6 +73,12 @@ def load_model(
         ) from error
     model.vqkv_name = gguf.TITLES.get(name, str(name))
     return model.eval(), tokenizer
+
+
+def _path(name: str):
+    """Folder of a bundled model or of a GGUF file's weights; any other name as it is."""
+    file = gguf.gguf_file(name)
+    return gguf.dequantized(file) if file else BUNDLED.get(name, name)
 
 
 def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
@@ -99,7 +104,7 @@ def config_of(name: str) -> PreTrainedConfig:
     if name in KNOWN_CONFIGS:
         return AutoConfig.for_model(**KNOWN_CONFIGS[name])
     try:
-        return AutoConfig.from_pretrained(BUNDLED.get(name, name))
+        return AutoConfig.from_pretrained(_path(name))
     except REFUSALS as error:
         raise DataError(f"the config of {name!r} cannot be reached: name a local folder, or pass a config") from error
 

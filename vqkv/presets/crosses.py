@@ -25,7 +25,7 @@ from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
-PREDICTORS_PAY = 20  # tokens for each channel of all KV heads, from 1.5 bits on
+MID_PAYS, LONG_PAYS = 6, 45  # tokens for each channel of all KV heads (results/11_rule.csv)
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
@@ -144,17 +144,16 @@ def best(
     pre_rope: bool | None = None,
     trellis: bool = False,
 ) -> Preset:
-    """The winners of page 11's search (``results/11_search.csv``) for ``context`` tokens that share the side
-    information (context length times number of sequences), on a model of ``kv_width`` = num_kv_heads x head_dim
-    channels (1,024 for Llama-3-8B; not read from the model).
+    """Page 11's rule for ``context`` tokens that share the side information (context length times number of
+    sequences), on a model of ``kv_width`` = num_kv_heads x head_dim channels (1,024 for Llama-3-8B; not read from it).
 
-    Both are transform coders: the mean is subtracted, channels are turned to principal components in which errors count
-    as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of ``block`` tokens, and the
-    bits are split among layers, keys and values by what errors there cost. "Short" turns each head by itself. "Long"
-    turns all heads together and stores only what AQUA-KV's linear predictors leave: five matrices of ``kv_width``
-    squared a layer in 16 bits instead of two of head_dim squared a head, which pay from ``long_pays`` tokens a channel
-    on (page 11). With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones,
-    "long" falls back to "short", and a warning says so.
+    All three designs are transform coders: the mean is subtracted, channels are rotated to principal components in
+    which errors count as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of
+    ``block`` tokens, and the bits are split among layers, keys and values by what errors there cost. "Short" rotates
+    each head by itself. "Mid", from ``MID_PAYS`` tokens a channel on, stores only what AQUA-KV's linear predictors of 4
+    bits leave, rotated by head. "Long", from ``LONG_PAYS`` on, has predictors of 8 bits and rotates all heads together.
+    With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones, it is "short"
+    at any length, and a warning says so.
 
     ``bits`` are those of a value on the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel,
     2.25 with two.
@@ -167,9 +166,11 @@ def best(
     shared = dict[str, Any](rotation="weighted", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
     coder = "trellis" if trellis else "steps"
     short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
-    if context < long_pays(bits) * kv_width:
+    if context < MID_PAYS * kv_width:
         return short
-    return dataclasses.replace(crossed(coder, bits, predicted=True, **shared), name="best", fallback=short)
+    long = context >= LONG_PAYS * kv_width
+    made = crossed(coder, bits, predicted=True, predictor_bits=8 if long else 4, merged=long, **shared)
+    return dataclasses.replace(made, name="best", fallback=short)
 
 
 @preset
@@ -191,11 +192,6 @@ def live(
 
     plan = Budgeted(Unpredicted(), bits)
     return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
-
-
-def long_pays(bits: float) -> float:
-    """From how many tokens a channel on ``best`` predicts: it pays from 18 to 29 on at 1.8 bits, 33 to 51 at 0.9."""
-    return max(PREDICTORS_PAY, 40 / bits)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:

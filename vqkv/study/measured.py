@@ -21,7 +21,11 @@ SYSTEMS = {
     "turboquant 3": ("turboquant", {"bits": 3}, ""),
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
-DESIGNS = {"short": ("weighted, mixed, by head", "by head"), "long": ("weighted, predicted, mixed", "by layer")}
+DESIGNS = {  # of ``best``
+    "short": ("weighted, mixed, by head", "by head"),
+    "mid": ("weighted, predicted in 4 bits, mixed, by head", "predictors"),
+    "long": ("weighted, predicted in 8 bits, mixed", "by layer"),
+}
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame) -> pd.DataFrame:

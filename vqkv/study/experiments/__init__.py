@@ -9,8 +9,6 @@ from vqkv.study.experiments.calibration_text import against_own, calibration_tex
 from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
-    at_equal_kl,
-    beside,
     least_bits,
     paired_ablation,
     paired_ratio,
@@ -51,8 +49,8 @@ from vqkv.study.experiments.quantized_cache import (
     worth_of_steps,
 )
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
-from vqkv.study.experiments.rule import chosen, rule_search
+from vqkv.study.experiments.rule import beside, by_rule, cache_shape, chosen, pays_from, rule_search, share_of_bits
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
-from vqkv.study.experiments.tuning import tuning
+from vqkv.study.experiments.tuning import chosen_settings, tuning

@@ -138,28 +138,6 @@ def _draws(sizes: tuple[int, ...]) -> list[np.ndarray]:
     return [np.concatenate([first[i] + rng.integers(sizes[i], size=sizes[i]) for i in seeds]) for seeds in drawn]
 
 
-def at_equal_kl(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
-    """As ``at_equal_bits`` the other way round: the least ``bits`` that one of ``designs`` takes for each system's mean
-    KL, log KL interpolated, over its own (``share``), and the design. A design whose KL is lower at its fewest bits
-    takes these."""
-    rows = []
-    mean = table.groupby(["model", "system", "nominal_bits"], sort=False)[[bits, "kl_mean"]].mean().reset_index()
-    for theirs in mean[mean["system"].isin(systems)].itertuples():
-        kl, their_bits = theirs.kl_mean, getattr(theirs, bits)
-        found = {}
-        for name in designs:
-            mine = mean[(mean["model"] == theirs.model) & (mean["system"] == name)].sort_values("kl_mean")
-            if len(mine) and kl >= mine["kl_mean"].iloc[0]:
-                found[name] = np.interp(math.log(kl), np.log(mine["kl_mean"]), mine[bits])
-        label = {"model": theirs.model, "system": theirs.system, "nominal_bits": theirs.nominal_bits, "kl": kl}
-        label |= {"bits": their_bits, "our_bits": math.nan, "share": math.nan, "design": "none so low"}
-        if found:
-            best = min(found, key=found.get)
-            label |= {"our_bits": found[best], "share": found[best] / their_bits, "design": best}
-        rows.append(label)
-    return pd.DataFrame(rows)
-
-
 def with_families(table: pd.DataFrame) -> pd.DataFrame:
     """The table with the ``family`` of each system."""
     return table.assign(family=table["system"].map(family))
@@ -186,18 +164,6 @@ def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
         if twin != design and twin in bits.index:
             rows.append({"part": part, "design": design} | (bits.loc[twin] - bits.loc[design]).to_dict())
     return pd.DataFrame(rows, columns=["part", "design", *bits])
-
-
-def beside(table: pd.DataFrame, designs: list[str], contexts: list[str]) -> pd.DataFrame:
-    """``at_equal_bits`` of every system but ``designs``, and the ``share`` of ``at_equal_kl``, for each of
-    ``contexts``, columns of bits; the index has system, column and model."""
-    others = [name for name in dict.fromkeys(table["system"]) if name not in designs]
-    found = []
-    for bits in contexts:
-        rows = at_equal_bits(table, others, designs, bits)
-        shares = at_equal_kl(table, others, designs, bits)[["model", "system", "share"]]
-        found.append(rows.merge(shares, on=["model", "system"]).assign(context=bits))
-    return pd.concat(found).set_index(["system", "context", "model"])
 
 
 def proxy_correlations(

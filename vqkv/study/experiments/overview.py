@@ -3,15 +3,16 @@
 import pandas as pd
 
 from vqkv.study.experiments.common import frame
-from vqkv.study.experiments.comparisons import at_equal_kl, with_families
+from vqkv.study.experiments.designs import BEST
+from vqkv.study.experiments.rule import by_rule, share_of_bits
 from vqkv.study.tables import stored
 
 READ = ("08_latency", "11_frontier", "12_claims")
-DESIGNS = ("trellis, weighted, mixed, by head", "trellis, weighted, predicted, mixed")  # short and long, of page 11
-CONTEXTS = {"8,192": "bits_8k_x1", "131,072": "bits_128k_x1"}
+CONTEXTS = {"8,192": "8k", "131,072": "128k"}
+LEAST, MOST = 0.9, 3.0  # bits of KVTC within which the whole curve is compared
 TWO_BITS = (2.0, 2.5)
 BASELINE = "DynamicCache"
-MODEL = "smollm2-135m"
+MODEL, WIDTH = "smollm2-135m", 192  # channels of all KV heads
 
 
 def contents() -> dict[str, str]:
@@ -34,9 +35,9 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
     return frame(rows, {f"table {name}": sha256 for name, sha256 in tables.items()})
 
 
-def frontier_rows() -> tuple[pd.DataFrame, list[str]]:
-    """Page 11's rows and our designs, as ``figures.overview`` takes them."""
-    return with_families(stored("11_frontier")[0]), [*DESIGNS]
+def frontier_rows() -> pd.DataFrame:
+    """Page 11's rows, as ``figures.overview`` takes them."""
+    return by_rule(stored("11_frontier")[0], [*CONTEXTS.values()], WIDTH)
 
 
 def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") -> dict:
@@ -44,19 +45,19 @@ def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") 
 
 
 def _bits(frontier: pd.DataFrame) -> list[dict]:
-    rivals = [name for name in dict.fromkeys(frontier["system"]) if name.startswith("kvtc")]
-    found = []
-    for tokens, bits in CONTEXTS.items():
-        equal = at_equal_kl(frontier, rivals, [*DESIGNS], bits)
-        found.append(_row(f"ours over KVTC's at equal KL, {tokens} tokens", equal["share"], "of its bits", "11", MODEL))
+    seen, found = by_rule(frontier, [*CONTEXTS.values()], WIDTH), []
+    for tokens, name in CONTEXTS.items():
+        share = share_of_bits(seen, name, LEAST, MOST)
+        ends = pd.Series([share["lowest"], share["highest"]])
+        found.append(_row(f"best over KVTC at equal KL, {tokens} tokens", ends, "of its bits", "11", MODEL))
     return found
 
 
 def _facts(frontier: pd.DataFrame) -> list[dict]:
-    ours = frontier["system"].isin(DESIGNS)
+    ours = frontier["system"].isin(BEST.values())
     kinds = {
         "facts lost, published caches of 2 to 2.5 bits": ~ours & frontier["bits_per_value"].between(*TWO_BITS),
-        "facts lost, long at 0.9 bits": (frontier["system"] == DESIGNS[1]) & (frontier["nominal_bits"] == 0.9),
+        "facts lost, best long at 0.9 bits": (frontier["system"] == BEST["long"]) & (frontier["nominal_bits"] == 0.9),
     }
     return [_row(name, frontier.loc[kind, "facts_lost"], "points", "11", MODEL) for name, kind in kinds.items()]
 

@@ -1,18 +1,23 @@
-"""Page 11's rule: of each family the variants that validation text prefers for so many tokens."""
+"""Page 11's rule: chosen on validation text for so many tokens, seen on test."""
 
 import re
 
 import numpy as np
 import pandas as pd
 
-from vqkv.study.experiments.designs import KVTC, RANKS
-from vqkv.study.experiments.frontier import frontier
+from vqkv.evaluation.capacity import architecture
+from vqkv.evaluation.footprint import Shape, model_shape
+from vqkv.models.load import config_of
+from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family
+from vqkv.study.experiments.designs import BEST, KVTC, RANKS, best_for
+from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, frontier
 
 OURS, THEIRS = "best", "kvtc"
 PREDICTED = [f"steps, weighted, predicted in {bits} bits, mixed" for bits in (8, 4)]
 SEARCHED = ["steps, weighted, mixed, by head", "steps, weighted, predicted, mixed"]
 SEARCHED += [*PREDICTED, *(f"{name}, by head" for name in PREDICTED)]
 SEARCHED += [f"steps, weighted, joint, rank {rank}" for rank in RANKS]
+GRID = 200  # losses at which two curves are compared
 
 
 def rule_search(models: list[str], corpus: str, bits: list[float], kvtc_bits: list[float], seed: int, **settings):
@@ -47,6 +52,77 @@ def _hull(x: pd.Series, y: pd.Series) -> list:
         if not found or y[place] < y[found[-1]]:
             found.append(place)
     return found
+
+
+def cache_shape(model: str) -> Shape:
+    """Layers, KV heads and their width of a model by name."""
+    return model_shape(architecture(config_of(model)))
+
+
+def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd.Series:
+    """Tokens from which on the design ``heavy`` takes no more bits than ``light``, whose side information is smaller,
+    at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
+    mine, other = (searched[searched["system"] == name].sort_values("kl_mean") for name in (light, heavy))
+    mine = mine[mine["kl_mean"].between(other["kl_mean"].min(), other["kl_mean"].max())].set_index("nominal_bits")
+    at = [np.log(mine["kl_mean"]), np.log(other["kl_mean"])]
+    bits, side = (np.interp(*at, other[column]) for column in ("bits_per_value", "side_bytes"))
+    return 8 * (side - mine["side_bytes"]) / values / (mine["bits_per_value"] - bits)
+
+
+def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataFrame:
+    """``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes at a
+    context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have: it may
+    be picked on the text on which both are judged."""
+    theirs = table["system"].str.startswith(THEIRS) & ~table["system"].str.endswith("window")
+    ours = table["system"].isin(BEST.values())
+    table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))
+    for name in contexts:
+        column = f"bits_{name}_x1"
+        rows = table[theirs].sort_values(column)
+        hull = table.index.isin(_hull(rows[column], np.log(rows["kl_mean"])))
+        taken = table["system"] == BEST[best_for(CONTEXTS[name], kv_width)]
+        table[column] = table[column].where(~ours & ~theirs | ours & taken | theirs & hull)
+    return table
+
+
+def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: float = np.inf) -> dict[str, float]:
+    """Bits that ``OURS`` takes at a context over those of KVTC at the same KL (log KL interpolated), the ``lowest`` and
+    the ``highest`` share where KVTC takes ``least`` to ``most`` bits and both reach the KL; each with the ends of its
+    95% interval, the same windows for both drawn anew. ``seen``: of ``by_rule``."""
+    curves = []
+    for name in (OURS, THEIRS):
+        rows = seen[(seen["family"] == name) & seen[f"bits_{context}_x1"].notna()]
+        curves.append((rows[f"bits_{context}_x1"].to_numpy(), np.array([x.split() for x in rows["kl_each"]], float)))
+    count = curves[0][1].shape[1]
+    drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    ends = np.array([_ends(curves, windows, least, most) for windows in [np.arange(count), *drawn]])
+    found = {}
+    for name, values in zip(("lowest", "highest"), ends.T, strict=True):
+        low, high = np.nanquantile(values[1:], [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
+        found |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
+    return found
+
+
+def _ends(curves, windows: np.ndarray, least: float, most: float) -> tuple[float, float]:
+    means = [(bits, np.log(each[:, windows].mean(1))) for bits, each in curves]
+    first, last = max(kl.min() for _, kl in means), min(kl.max() for _, kl in means)
+    if first >= last:
+        return np.nan, np.nan
+    losses = np.linspace(first, last, GRID)
+    ours, theirs = (np.interp(losses, kl[order := kl.argsort()], bits[order]) for bits, kl in means)
+    shares = (ours / theirs)[(theirs >= least) & (theirs <= most)]
+    return (shares.min(), shares.max()) if len(shares) else (np.nan, np.nan)
+
+
+def beside(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
+    """``at_equal_bits`` of all systems at each of ``contexts``, ours by the rule. ``seen``: of ``by_rule``."""
+    found = []
+    for name in contexts:
+        rows = seen.dropna(subset=[f"bits_{name}_x1"])
+        rows = rows.assign(system=rows["system"].mask(rows["family"] == OURS, OURS))
+        others = [system for system in dict.fromkeys(rows["system"]) if system != OURS]
+        found.append(at_equal_bits(rows, others, [OURS], f"bits_{name}_x1").assign(context=name))
+    return pd.concat(found).set_index(["context", "system"])
 
 
 def _names(table: pd.DataFrame) -> dict[str, list]:

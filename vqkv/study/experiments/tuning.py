@@ -1,5 +1,7 @@
 """Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
 
+import ast
+
 import pandas as pd
 
 from vqkv.errors import DataError
@@ -76,6 +78,12 @@ def tuning(
     rows, sources = sweep(_row, cases, settings, "tuning")
     best = _best(pd.DataFrame(rows))
     return frame([row | {"chosen": (row["family"], row["settings"]) in best} for row in rows], sources)
+
+
+def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
+    """Family -> the arguments that were chosen for it, as ``frontier`` takes them."""
+    kept = table[table["chosen"]].drop_duplicates("family")
+    return {family: ast.literal_eval(each) for family, each in zip(kept["family"], kept["arguments"], strict=True)}
 
 
 def _best(table: pd.DataFrame) -> set[tuple[str, str]]:

@@ -8,9 +8,8 @@ from matplotlib.lines import Line2D
 
 from vqkv.study.figures.style import PALETTE, basename, look, mark_floor, short
 
-FAMILIES = ("kvtc", "cachegen", "aqua higgs", "vqllm")  # all others are grey points
-OURS = (("crossed", "*-"), ("crossed 2", "P-"))
-MAIN = ("kvtc", "aqua higgs", "vqllm")  # of these, in the overview
+FAMILIES = ("best", "live", "kvtc", "aqua higgs", "vqllm")  # all others are grey points
+LABELS = {"best": "best (ours)", "live": "live (ours)", "kvtc": "KVTC", "aqua higgs": "AQUA-KV", "vqllm": "residual VQ"}
 OWN = {"color": PALETTE["own"], "marker": "X", "ms": 9, "zorder": 5}
 LOST = "facts no longer told (points)"
 TELLING = (2, 10)  # points whose first loss the table names
@@ -34,35 +33,35 @@ QUANTIZERS = {  # of a design -> palette key, marker and label of the search's f
 }
 
 
-def frontier(table, designs, contexts: dict[str, str], names, families=FAMILIES, own: str = ""):
+def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
     """KL against bits, a row of panels for each model, a column for each of ``contexts`` (column of bits -> title).
-    Points: means over seeds, bars: 95% intervals over windows; ``names``: of ``designs``, for the legend. Grey: all
-    systems but these, ``families`` and the reader's ``own``. ``table``: from ``experiments.with_families``."""
+    Points: means over seeds, bars: 95% intervals over windows. Grey: all systems but ``families`` and the reader's
+    ``own``. ``table``: with the ``family`` of each system."""
     models, named = list(dict.fromkeys(table["model"])), table["family"].where(table["system"] != own, own)
-    table, size = table.assign(family=named), (5.6 * len(contexts), 3.9 * len(models) + 0.6)
+    width = 5.6 if len(contexts) < 3 else 3.5
+    table, size = table.assign(family=named), (width * len(contexts), 3.9 * len(models) + 0.6)
     fig, axes = plt.subplots(len(models), len(contexts), figsize=size, sharex=True, sharey="row", squeeze=False)
     for row, model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
         for ax, (bits, title) in zip(row, contexts.items(), strict=True):
-            _systems(ax, mine, designs, names, bits, ["kl_mean", "kl_low", "kl_high"], families, own)
-            ax.set(yscale="log", title=f"{basename(model)}: {title}")
+            _systems(ax, mine, bits, ["kl_mean", "kl_low", "kl_high"], families, own)
+            ax.set(yscale="log", title=title if len(models) == 1 else f"{basename(model)}: {title}")
             mark_floor(ax, mine)
         row[0].set_ylabel("KL to the exact cache (nats)")
     return _finished(fig, axes)
 
 
-def overview(table, designs, bits: str, names):
+def overview(table, bits: str, families=FAMILIES):
     """As ``frontier`` at one column of bits: KL on the left, facts lost on the right, a row for each model; lines: 2
     and 10 points."""
     models = list(dict.fromkeys(table["model"]))
     fig, axes = plt.subplots(len(models), 2, figsize=(11.2, 3.4 * len(models) + 0.6), sharex=True, squeeze=False)
     for (left, right), model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
-        _systems(left, mine, designs, names, bits, ["kl_mean", "kl_low", "kl_high"], MAIN)
+        _systems(left, mine, bits, ["kl_mean", "kl_low", "kl_high"], families)
         left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=basename(model))
         mark_floor(left, mine)
-        lost = ["facts_lost", "facts_lost_low", "facts_lost_high"]
-        _systems(right, mine, designs, names, bits, lost, MAIN)
+        _systems(right, mine, bits, ["facts_lost", "facts_lost_low", "facts_lost_high"], families)
         _points(right, LOST, basename(model))
         for points in TELLING:
             right.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
@@ -78,20 +77,19 @@ def _points(ax, label: str, title: str) -> None:
 
 def _finished(fig, axes):
     for ax in axes[-1]:
-        ax.set_xlabel("bits per value, all told")
+        ax.set_xlabel("bits per value, with side information")
     axes[0, 0].set_xlim(0, 5)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=6 if len(labels) == 6 else 4, fontsize=11)
     return fig
 
 
-def _systems(ax, rows, designs, names, bits: str, y: list[str], families=FAMILIES, own: str = "") -> None:
+def _systems(ax, rows, bits: str, y: list[str], families, own: str = "") -> None:
     """Every system of one model, columns ``y`` (a number and its interval) against a column of bits."""
     rows = rows.assign(**dict(zip(("x", "y", "low", "high"), (rows[name] for name in (bits, *y)))))
     groups = rows.groupby(["family", "system", "nominal_bits"], sort=False)
     mean = groups[["x", "y", "low", "high"]].mean().reset_index()
-    labels = {name: name for name in families} | {d: f"ours, {name}" for d, name in zip(designs, names)}
-    labels |= {own: f"yours: {own}"} if own else {}
+    labels = {name: LABELS.get(name, name) for name in families} | ({own: f"yours: {own}"} if own else {})
     others = mean[~mean["family"].isin(labels)]
     if len(others):
         ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")

@@ -72,6 +72,7 @@ LOOKS = {  # part of a system's name -> palette key and marker; the first that f
     "quanto": ("quanto", "o"),
     "kivi": ("kivi", "X"),
     "live": ("live", "d"),
+    "best": ("crossed", "*"),
 }
 
 STYLE = {
