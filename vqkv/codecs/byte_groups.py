@@ -115,7 +115,7 @@ class ByteGroups(Quantizer):
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
         groups = groups[order.to(groups.device)]
         try:
-            return KMeans(CODES, seed=self.seed, spread=True).fit(groups)
+            return KMeans(CODES, iterations=25, seed=self.seed, spread=True).fit(groups)
         except DataError:  # few tokens, or a head that hardly varies: each vector is a code
             known = groups.unique(dim=0)
             return known[torch.arange(CODES, device=known.device) % len(known)]

@@ -11,14 +11,14 @@ from vqkv.kernels.rvq.tables import sums_by_code
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
-SPREAD_OVER, ROUNDS = 64, 16  # rows a code that k-means|| draws from, and how often it draws, about
+SPREAD_OVER, ROUNDS = 256, 16  # rows a code that k-means|| draws from, and how often it draws, about
 
 
 @dataclass
 class KMeans:
     """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. A cluster that loses all its
     vectors is moved onto one of the vectors that fit worst, the worst first. ``spread`` begins as k-means|| does
-    (Bahmani et al. 2012): heavy tails then cost about half the error."""
+    (Bahmani et al. 2012), which gives heavy tails codes of their own."""
 
     codebook_size: int
     iterations: int = 10

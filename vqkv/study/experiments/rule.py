@@ -93,7 +93,7 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     for name in (OURS, THEIRS):
         rows = seen[(seen["family"] == name) & seen[f"bits_{context}_x1"].notna()]
         curves.append((rows[f"bits_{context}_x1"].to_numpy(), np.array([x.split() for x in rows["kl_each"]], float)))
-    count = curves[0][1].shape[1]
+    count = min(each.shape[-1] for _, each in curves)
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
     ends = np.array([_ends(curves, windows, least, most) for windows in [np.arange(count), *drawn]])
     found = {}
