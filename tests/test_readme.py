@@ -12,7 +12,10 @@ from vqkv.data.hub import HUB_CORPORA
 from vqkv.data.splits import SPLITS, listed
 from vqkv.models.load import BUNDLED
 from vqkv.study.experiments.comparisons import what_to_use
-from vqkv.study.experiments.overview import DESIGNS
+from vqkv.study.experiments.designs import BEST
+from vqkv.study.experiments.frontier import CONTEXTS
+from vqkv.study.experiments.overview import WIDTH
+from vqkv.study.experiments.rule import by_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/data", "vqkv/kernels", "vqkv/models", "vqkv/presets")
@@ -35,16 +38,10 @@ def test_code_runs(block, tmp_path, monkeypatch):
     exec(compile(block, "README.md", "exec"), {})
 
 
-SHORT_NAMES = {
-    "trellis, weighted, predicted, mixed, ": "**long** ",
-    "trellis, weighted, mixed, by head, ": "**short** ",
-}
-
-
 def test_the_table_of_what_to_use_is_the_committed_one():
-    """In each cell the best of ours, and the best published system."""
-    rows = pd.read_csv(ROOT / "results/11_frontier.csv")
-    mine = rows["system"].isin(DESIGNS)
+    """In each cell what ``best`` takes there, and the best other system."""
+    rows = by_rule(pd.read_csv(ROOT / "results/11_frontier.csv"), list(CONTEXTS), WIDTH)
+    mine = rows["family"] == "best"
     budgets = [1, 1.5, 2, 3, 4]
     best, others = what_to_use(rows[mine], budgets), what_to_use(rows[~mine], budgets)
     for budget in budgets:
@@ -54,14 +51,14 @@ def test_the_table_of_what_to_use_is_the_committed_one():
 
 
 def _short(cell: str) -> str:
-    for name, short in SHORT_NAMES.items():
-        cell = cell.replace(name, short)
+    for name, design in BEST.items():
+        cell = cell.replace(f"{design}, ", f"**{name}** ")
     return cell.replace(" bits:", ":")
 
 
-@pytest.mark.parametrize("name", SHORT_NAMES)
+@pytest.mark.parametrize("name", BEST)
 def test_the_short_names_are_explained(name):
-    assert f"{SHORT_NAMES[name].strip()}: `{name.strip(', ')}`" in TEXT
+    assert f"**{name}**: `{BEST[name]}`" in TEXT
 
 
 def test_the_bench_table_is_the_committed_one():

@@ -10,15 +10,18 @@ from vqkv.study.tables import stored, write_atomically
 
 SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
+AQUA = {"predictor": "gptq", "first_layer_bits": 2}  # tuned, as others are
 # Page 11's label -> preset, its arguments, and what its matrices grow with.
 SYSTEMS = {
-    **{f"quanto {bits}": ("quanto", {"bits": bits}, "") for bits in (2, 4)},
-    "kivi 2": ("kivi", {"bits": 2} | BARE, ""),
-    "kvquant 2": ("kvquant", {"bits": 2}, ""),
+    "quanto 2": ("quanto", {"bits": 2, "group_size": 32}, ""),
+    "quanto 4": ("quanto", {"bits": 4}, ""),
+    "kivi 2": ("kivi", {"bits": 2, "group_size": 64} | BARE, ""),
+    "kvquant 2": ("kvquant", {"bits": 2, "outliers": 0.005, "fisher": True}, ""),
     **{f"higgs {bits}": ("higgs", {"bits": bits} | BARE, "") for bits in (2, 3, 4)},
     **{f"vqllm {k}x1024": ("vqllm", {"num_quantizers": k, "codebook_size": 1024}, "") for k in (3, 6, 8)},
-    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | BARE, "") for n in (2, 3)},
+    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | AQUA | BARE, "") for n in (2, 3)},
     "turboquant 3": ("turboquant", {"bits": 3}, ""),
+    **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
 DESIGNS = {  # of ``best``

@@ -72,7 +72,7 @@ class KeepingDecoded:
 
 
 REFERENCE, PEER = "DynamicCache", "transformers quanto 4"
-SHORT, LONG = "best 1.8 short", "best 1.8 long"
+SHORT, MID, LONG = "best 1.8 short", "best 1.8 mid", "best 1.8 long"
 KEPT = {f"{label}, decoded kept": label for label in ("quanto 4", SHORT, LONG)}
 THEIRS: dict[str, Callable] = {
     REFERENCE: Uncompressed,
@@ -100,6 +100,7 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
         "vqq_product 0.3": presets.vqq_product(0.3, seed=seed),
         "aqua higgs 2": presets.aqua(presets.higgs(2)),
         SHORT: presets.best(1.8, context=1),
+        MID: presets.best(1.8, context=8192),
         LONG: presets.best(1.8, context=2**30),
         "lossless": presets.lossless(),
         **{f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)},
@@ -114,7 +115,7 @@ def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
     for label in systems:
         if label not in known:
             raise UnknownNameError("system", label, known)
-    usual = [label for label in known if not label.startswith(("live", "cachegen", "kvtc"))]  # pages 08 and 13 alone
+    usual = [label for label in known if not label.startswith((MID, "live", "cachegen", "kvtc"))]  # pages 08 and 13 alone
     return [label for label in known if label in (systems or usual)]
 
 

@@ -87,9 +87,9 @@ def _constriction(case: BenchCase, direction: str, values: Tensor, codec: Entrop
 
 
 def way_back(sizes: Sizes) -> Iterator[BenchCase]:
-    """Keys of 2 heads of 128 channels in ``best(1.8)``'s two designs, and what each part of reading them takes: the
-    streams, the inverse rotation, and of the predicted design the product that predicts values from the layer's keys
-    and the values before."""
+    """Keys of 2 heads of 128 channels in designs of ``best(1.8)``, by head and predicted, and what each part of reading
+    them takes: the streams, the inverse rotation, and of the predicted design the product that predicts values from the
+    layer's keys and the values before."""
     mix = gaussian(HEADS, HEAD_DIM, HEAD_DIM, seed=sizes.seed) * 2 ** torch.linspace(0, -DECAY, HEAD_DIM)[:, None]
     train, x = (gaussian(1, HEADS, n, HEAD_DIM, seed=n) @ mix for n in (4096, max(BLOCK, sizes.tokens)))
     train, x = train.to(sizes.device), x.to(sizes.device)

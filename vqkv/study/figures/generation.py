@@ -19,6 +19,7 @@ STYLES = {  # start of a label -> palette key, marker; the first that fits
     "rvq2": ("vq", "X"),
     "aqua": ("aqua", "D"),
     "best 1.8 short": ("crossed", "*"),
+    "best 1.8 mid": ("crossed 3", "*"),
     "best 1.8 long": ("crossed 2", "*"),
     "live": ("live", "d"),
     "kvtc": ("kvtc", "o"),
