@@ -11,7 +11,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint
 from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
 from vqkv.study import measured, tables
-from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.designs import BEST, published, since
 from vqkv.study.experiments.tuning import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
@@ -25,7 +25,7 @@ def table():
 
 
 def test_the_packaged_numbers_are_those_of_pages_08_and_11():
-    made = measured.measured(tables.stored("11_frontier")[0], tables.stored("08_latency")[0])
+    made = measured.measured(*(tables.stored(name)[0] for name in ("11_frontier", "08_latency", "08_in_place")))
     pd.testing.assert_frame_equal(made.fillna({"grows": ""}), measurements(), rtol=1e-5, check_dtype=False)
 
 
@@ -69,9 +69,14 @@ SMOLLM2 = {
 
 def test_what_is_scaled_is_what_was_measured():
     """On the model that it is scaled from."""
-    found = recommend(SMOLLM2, context=1 << 20).set_index("system")["side_mb"]
+    tables_of = [recommend(SMOLLM2, context=context).set_index("system")["side_mb"] for context in (8192, 1 << 20)]
+    found = pd.concat(tables_of).groupby("system").first()
     means = tables.stored("11_frontier")[0].groupby(["system", "nominal_bits"])["side_bytes"].mean() / 1e6
-    for label, words, nominal in (("long 1.8", "trellis, weighted, predicted, mixed", 1.8), ("kvtc 1", "kvtc 1", 0.0)):
+    for label, words, nominal in (
+        ("mid 1.8", BEST["mid"], 1.8),
+        ("long 1.8", BEST["long"], 1.8),
+        ("kvtc 1", "kvtc 1", 0),
+    ):
         assert found[label] == pytest.approx(means[words, nominal], rel=1e-3)
 
 
@@ -113,10 +118,10 @@ def test_limits_leave_out_what_does_not_fit(table):
 
 
 def test_calls_make_the_presets_that_they_name(table):
-    made = eval(table.loc["long 1.8", "preset"], {"presets": presets})
+    made = eval(table.loc["mid 1.8", "preset"], {"presets": presets})
     assert made.name == "best" and made.fallback is not None
     short = recommend(LLAMA, context=4096).set_index("system")["preset"]
-    assert "long 1.8" not in short and eval(short["short 1.8"], {"presets": presets}).fallback is None
+    assert "mid 1.8" not in short and eval(short["short 1.8"], {"presets": presets}).fallback is None
 
 
 @pytest.mark.parametrize(("block", "side", "tokens"), [(1, 0, 1), (32, 0, 32), (1, 1200, 101), (32, 1200, 128)])

@@ -82,8 +82,8 @@ def recommend(
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
     beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
-    08's times in fp32; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points of questions about a text): page
-    11's on SmolLM2-135M, four tokens exact and no window; what it is on yours only ``evaluate`` can tell.
+    08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
+    of questions about a text): page 11's on SmolLM2-135M, four tokens exact, no window; yours tells ``evaluate``.
     ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no
     more KL. Presets that cannot store the model's shape have no row.
 

@@ -31,10 +31,11 @@ DESIGNS = {  # of ``best``
 }
 
 
-def measured(frontier: pd.DataFrame, latency: pd.DataFrame) -> pd.DataFrame:
-    """``recommend.measurements`` out of page 11's table and page 08's times."""
+def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:
+    """``recommend.measurements`` out of page 11's table and page 08's times, of a history decoded and read in place."""
     means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
-    times, rows = _ns_per_value(latency), []
+    beside = in_place[in_place["geometry"] == latency["geometry"].iloc[0]]
+    times, rows = _ns_per_value(latency) | _ns_per_value(beside[beside["context"] == latency["context"].max()]), []
     for label, (system, nominal, name, arguments, grows) in _listed().items():
         if (system, nominal) not in means.index:
             continue
@@ -60,7 +61,7 @@ def _listed() -> dict[str, tuple[str, float, str, dict, str]]:
     return found
 
 
-def _ns_per_value(latency: pd.DataFrame) -> pd.Series:
+def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
     """Time that a step takes longer than with ``DynamicCache``, for each value that it reads: page 08's longest context
     of one sequence, half of the generated tokens in it."""
     longest = latency[(latency["context"] == latency["context"].max()) & (latency["batch"] == 1)].set_index("system")
@@ -71,9 +72,9 @@ def _ns_per_value(latency: pd.DataFrame) -> pd.Series:
         * (exact["context"] + exact["generated"] / 2)
         / (exact["context"] + exact["generated"])
     )
-    return 1e6 * longest["added_ms"] / read
+    return (1e6 * longest["added_ms"] / read).to_dict()
 
 
 if __name__ == "__main__":
-    table = measured(stored("11_frontier")[0], stored("08_latency")[0])
+    table = measured(*(stored(name)[0] for name in ("11_frontier", "08_latency", "08_in_place")))
     write_atomically(MEASURED, table.to_csv(index=False, float_format="%.6g").encode())

@@ -54,7 +54,7 @@ def _bits(frontier: pd.DataFrame) -> list[dict]:
 
 
 def _facts(frontier: pd.DataFrame) -> list[dict]:
-    ours = frontier["system"].isin(BEST.values())
+    ours = frontier["system"].isin(BEST.values()) | frontier["system"].str.startswith("live")
     kinds = {
         "facts lost, published caches of 2 to 2.5 bits": ~ours & frontier["bits_per_value"].between(*TWO_BITS),
         "facts lost, best long at 0.9 bits": (frontier["system"] == BEST["long"]) & (frontier["nominal_bits"] == 0.9),

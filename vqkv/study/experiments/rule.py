@@ -98,7 +98,8 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     ends = np.array([_ends(curves, windows, least, most) for windows in [np.arange(count), *drawn]])
     found = {}
     for name, values in zip(("lowest", "highest"), ends.T, strict=True):
-        low, high = np.nanquantile(values[1:], [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
+        known = values[1:][~np.isnan(values[1:])]
+        low, high = np.quantile(known, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(known) else (np.nan, np.nan)
         found |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
     return found
 
