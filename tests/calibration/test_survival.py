@@ -13,14 +13,14 @@ from vqkv.study.injection import inject
 
 
 def calibrated(model, tokens, preset):
-    """Bits a value of the keys and values of all layers, and what ``calibrate`` warned of."""
+    """Bits of a packed value of a cache that is filled, and what ``calibrate`` warned of."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compressor = vqkv.calibrate(model, tokens, preset, progress=False)
-    stored = vqkv.capture(model, tokens[:1], pre_rope=compressor.settings.pre_rope)
-    pairs = [pair for layer in zip(compressor.codecs, zip(*stored)) for pair in zip(*layer)]
-    bits = [8 * codec.encode(x.float()).nbytes / x.numel() for codec, x in pairs]
-    return sum(bits) / len(bits), [str(w.message) for w in said if "of the variance" in str(w.message)]
+    cache = compressor.new_cache(model)
+    with torch.no_grad():
+        model(tokens[:1], past_key_values=cache)
+    return cache.report().bits_per_value, [str(w.message) for w in said if "of the variance" in str(w.message)]
 
 
 @pytest.fixture(scope="module")
