@@ -40,10 +40,11 @@ def test_code_runs(block, tmp_path, monkeypatch):
 
 def test_the_table_of_what_to_use_is_the_committed_one():
     """In each cell what ``best`` takes there, and the best other system."""
-    rows = by_rule(pd.read_csv(ROOT / "results/11_frontier.csv"), list(CONTEXTS), WIDTH)
+    table = pd.read_csv(ROOT / "results/11_frontier.csv")
+    rows = by_rule(table, list(CONTEXTS), WIDTH)
     mine = rows["family"] == "best"
     budgets = [1, 1.5, 2, 3, 4]
-    best, others = what_to_use(rows[mine], budgets), what_to_use(rows[~mine], budgets)
+    best, others = what_to_use(rows[mine], budgets), what_to_use(table[~mine], budgets)
     for budget in budgets:
         cells = [f"{_short(a)}<br>{_short(b)}" for a, b in zip(best.loc[budget], others.loc[budget], strict=True)]
         line = f"| {budget:g} | {' | '.join(cells)} |"
