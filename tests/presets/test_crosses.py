@@ -10,8 +10,8 @@ import torch
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.evaluation.capacity import capacity
-from vqkv.presets.crosses import LONG_PAYS, MID_PAYS
-from vqkv.study.experiments.designs import BEST, best_for, every
+from vqkv.presets.crosses import PAYS, best_for
+from vqkv.study.experiments.designs import BEST, every
 from vqkv.study.experiments.rule import cache_shape, pays_from
 from vqkv.study.tables import repository_root
 
@@ -156,7 +156,7 @@ def test_sequences_shorter_than_a_block_are_named(llama):
 
 
 @pytest.mark.parametrize("kv_width", [64, 1024])
-@pytest.mark.parametrize("pays", [MID_PAYS, LONG_PAYS])
+@pytest.mark.parametrize("pays", [PAYS["mid"], PAYS["long"]])
 @pytest.mark.parametrize("more", [-1, 0])
 def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, more):
     tokens = kv_width * pays + more
@@ -165,13 +165,13 @@ def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, mo
     assert BEST[best_for(tokens + 1, kv_width)] != design or more == 0
 
 
-@pytest.mark.parametrize(("light", "heavy", "constant"), [("short", "mid", MID_PAYS), ("mid", "long", LONG_PAYS)])
-def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, heavy, constant):
+@pytest.mark.parametrize(("light", "heavy"), [("short", "mid"), ("mid", "long")])
+def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, heavy):
     searched = pd.read_csv(repository_root() / "results/11_rule.csv")
     names = [BEST[name].replace("trellis", "steps") for name in (light, heavy)]
     shape = cache_shape("smollm2-135m")
     found = pays_from(searched, *names, shape.values) / shape.width
-    assert len(found) == 2 and found.between(constant / 1.15, constant * 1.15).all()
+    assert len(found) == 2 and found.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()
 
 
 @pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])

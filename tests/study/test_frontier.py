@@ -11,12 +11,11 @@ import pytest
 
 from vqkv import presets
 from vqkv.study import figures, tables
-from vqkv.study.experiments import beside_published, designs, finalists, frontier, predictors, retrieval, within_budget
+from vqkv.study.experiments import beside_published, designs, frontier, predictors, retrieval, within_budget
 from vqkv.study.experiments.common import all_told
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
     family,
-    least_bits,
     paired_ablation,
     proxy_correlations,
     what_to_use,
@@ -64,7 +63,7 @@ def test_each_rung_keeps_the_best_of_each_context(guessed):
     assert 3 <= len(kept) <= 6 and set(second["design"]) == kept
     assert set(second["train"]) == {8} and len(second) == 4 * len(kept)
     short, long = (second.groupby("design")[f"equivalent_bits_{name}"].mean().idxmin() for name in SEARCH["contexts"])
-    assert set(finalists(table)) == {short, long}
+    assert set(table.loc[(table["rung"] == table["rung"].max()) & table["kept"], "design"]) == {short, long}
     assert not ALL[short]["predicted"] and ALL[long]["predicted"]
 
 
@@ -202,18 +201,6 @@ def test_families_share_all_but_numbers():
     labels = ["kvtc 0.75, rANS", "vqllm 8x1024", "aqua higgs 3, first 2", "turboquant 3", "kvarn 4+2"]
     found = [family(label) for label in labels]
     assert found == ["kvtc, rANS", "vqllm", "aqua higgs, first", "turboquant", "kvarn"]
-
-
-def test_the_least_bits_that_keep_a_task_hold_with_more_bits_too():
-    rows = [
-        {"model": "m", "system": f"a {bits}", "nominal_bits": 0.0, "seed": 0, "bits": bits, "x": x, "x_exact": 1.0}
-        for bits, x in ((1, 0.99), (2, 0.90), (3, 0.97), (4, 0.995))
-    ]
-    found = least_bits(pd.DataFrame(rows), ["x"], [2, 5, 50], "bits").set_index("points")
-    assert found["bits"].tolist() == [4, 3, 1]
-    assert found["fewest"].tolist() == [False, False, True]
-    worse = pd.DataFrame(rows).assign(x=0.2)
-    assert least_bits(worse, ["x"], [2], "bits")["bits"].isna().all()
 
 
 def rates(system, seed, curve):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from vqkv.study.experiments.designs import BEST
-from vqkv.study.experiments.rule import beside, by_rule, chosen, pays_from, share_of_bits
+from vqkv.study.experiments.rule import against_best, by_rule, chosen, pays_from, share_of_bits
 
 ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
     ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
@@ -50,11 +50,14 @@ def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
     assert found["lowest"] == pytest.approx(0.5) == found["highest"]
     assert found["lowest_low"] == pytest.approx(0.5) == found["highest_high"]  # windows are as far apart for both
     assert np.isnan(share_of_bits(seen, "128k", most=1)["lowest"])
+    assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
+    broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
+    assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == found
 
 
 def test_others_are_set_beside_the_rule_at_their_own_bits():
     seen = by_rule(table(*CURVE, ("kivi 2", 0, 2, 4.0**-1), ("int1", 0, 0.5, 1.0)), ["128k"], 192)
-    found = beside(seen, ["128k"]).loc["128k"]
+    found = against_best(seen, ["128k"]).loc["128k"]
     assert found.loc["kivi 2", "ratio"] == pytest.approx(1 / 4) and found.loc["int1", "better"] == "no rate"
 
 

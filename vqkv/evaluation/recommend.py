@@ -22,7 +22,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.capacity import GB, MOST, architecture, largest
 from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
 from vqkv.models.load import config_of
-from vqkv.presets.crosses import LONG_PAYS, MID_PAYS
+from vqkv.presets.crosses import PAYS
 from vqkv.runtime.checks import check_whole
 
 MEASURED = Path(__file__).parent / "measured.csv"
@@ -83,7 +83,7 @@ def recommend(
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
     beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
     08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
-    of questions about a text): page 11's on SmolLM2-135M, four tokens exact, no window; yours tells ``evaluate``.
+    of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
     ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no
     more KL. Presets that cannot store the model's shape have no row.
 
@@ -116,7 +116,7 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
         name, arguments = json.loads(row["preset"])
         meant: dict[str, int] = {}
         if name == "best":
-            meant, more = _chosen_for(row["grows"], model_shape(model).width, tokens)
+            meant, more = _chosen_for(row["system"].split()[0], model_shape(model).width, tokens)
             arguments |= more
         try:
             preset, shape = presets.make(name, **arguments), model_shape(model)
@@ -133,10 +133,10 @@ def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
     return found
 
 
-def _chosen_for(grows: str, width: int, tokens: int) -> tuple[dict, dict]:
+def _chosen_for(design: str, width: int, tokens: int) -> tuple[dict, dict]:
     """For how many tokens ``best`` is this one of its designs, and arguments that make it so."""
-    least, below = {"by head": (0, MID_PAYS), "predictors": (MID_PAYS, LONG_PAYS)}.get(grows, (LONG_PAYS, MOST))
-    least, below = least * width, below * width
+    first = [*PAYS].index(design)
+    least, below = (width * pays for pays in [*PAYS.values(), MOST][first : first + 2])
     return {"least": least, "below": below}, {"context": min(max(1, least, tokens), below - 1, MOST), "kv_width": width}
 
 

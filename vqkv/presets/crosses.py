@@ -25,7 +25,7 @@ from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
 ROTATIONS = ("none", "hadamard", "principal", "weighted")
-MID_PAYS, LONG_PAYS = 6, 45  # tokens for each channel of all KV heads (results/11_rule.csv)
+PAYS = {"short": 0, "mid": 6, "long": 45}  # tokens a channel of all KV heads, from which on (results/11_rule.csv)
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
@@ -150,8 +150,8 @@ def best(
     All three designs are transform coders: the mean is subtracted, channels are rotated to principal components in
     which errors count as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of
     ``block`` tokens, and the bits are split among layers, keys and values by what errors there cost. "Short" rotates
-    each head by itself. "Mid", from ``MID_PAYS`` tokens a channel on, stores only what AQUA-KV's linear predictors of 4
-    bits leave, rotated by head. "Long", from ``LONG_PAYS`` on, has predictors of 8 bits and rotates all heads together.
+    each head by itself. "Mid", from 6 tokens a channel on (``PAYS``), stores only what AQUA-KV's linear predictors of 4
+    bits leave, rotated by head. "Long", from 45 on, has predictors of 8 bits and rotates all heads together.
     With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones, it is "short"
     at any length, and a warning says so.
 
@@ -166,9 +166,9 @@ def best(
     shared = dict[str, Any](rotation="weighted", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
     coder = "trellis" if trellis else "steps"
     short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
-    if context < MID_PAYS * kv_width:
+    if (design := best_for(context, kv_width)) == "short":
         return short
-    long = context >= LONG_PAYS * kv_width
+    long = design == "long"
     made = crossed(coder, bits, predicted=True, predictor_bits=8 if long else 4, merged=long, **shared)
     return dataclasses.replace(made, name="best", fallback=short)
 
@@ -192,6 +192,11 @@ def live(
 
     plan = Budgeted(Unpredicted(), bits)
     return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
+
+
+def best_for(tokens: int, kv_width: int) -> str:
+    """The design, of ``PAYS``, that ``best`` takes."""
+    return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.get)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:

@@ -6,11 +6,12 @@ import pandas as pd
 
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import GROWS, MEASURED
+from vqkv.study.experiments.designs import BEST
 from vqkv.study.tables import stored, write_atomically
 
 SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
-AQUA = {"predictor": "gptq", "first_layer_bits": 2}  # tuned, as others are
+AQUA = {n: {"predictor": "gptq", "first_layer_bits": first} for n, first in ((2, 2), (3, 2), (4, 4))}  # as tuned
 # Page 11's label -> preset, its arguments, and what its matrices grow with.
 SYSTEMS = {
     "quanto 2": ("quanto", {"bits": 2, "group_size": 32}, ""),
@@ -19,16 +20,13 @@ SYSTEMS = {
     "kvquant 2": ("kvquant", {"bits": 2, "outliers": 0.005, "fisher": True}, ""),
     **{f"higgs {bits}": ("higgs", {"bits": bits} | BARE, "") for bits in (2, 3, 4)},
     **{f"vqllm {k}x1024": ("vqllm", {"num_quantizers": k, "codebook_size": 1024}, "") for k in (3, 6, 8)},
-    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}} | AQUA | BARE, "") for n in (2, 3)},
+    **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}, **AQUA[n]} | BARE, "") for n in AQUA},
+    "fp8": ("fp8", {}, ""),
     "turboquant 3": ("turboquant", {"bits": 3}, ""),
     **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
-DESIGNS = {  # of ``best``
-    "short": ("weighted, mixed, by head", "by head"),
-    "mid": ("weighted, predicted in 4 bits, mixed, by head", "predictors"),
-    "long": ("weighted, predicted in 8 bits, mixed", "by layer"),
-}
+GROW = {"short": "by head", "mid": "predictors", "long": "by layer"}  # what matrices of ``best``'s designs grow with
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:
@@ -54,10 +52,10 @@ def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFra
 def _listed() -> dict[str, tuple[str, float, str, dict, str]]:
     """Label -> page 11's system and nominal bits, preset, its arguments, and what its matrices grow with."""
     found = {label: (label, 0.0, *made) for label, made in SYSTEMS.items()}
-    for design, (stages, grows) in DESIGNS.items():
+    for design, grows in GROW.items():
         for bits in (0.5, 0.9, 1.8, 2.6):
             arguments = {"bits": bits, "trellis": True}
-            found[f"{design} {bits}"] = (f"trellis, {stages}", bits, "best", arguments, grows)
+            found[f"{design} {bits}"] = (BEST[design], bits, "best", arguments, grows)
     return found
 
 

@@ -11,7 +11,7 @@ from vqkv.kernels.rvq.tables import sums_by_code
 
 EPS = 1e-5
 REVIVE_BELOW = 1.0
-SPREAD_OVER, ROUNDS = 256, 16  # rows a code that k-means|| draws from, and how often it draws, about
+ROUNDS = 16  # in which k-means|| draws, about
 
 
 @dataclass
@@ -82,9 +82,8 @@ def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:
 
 
 def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
-    """Positions among the first ``SPREAD_OVER * count`` rows, drawn in ``ROUNDS`` with a chance that grows with their
-    squared distance from those before (k-means||, Bahmani et al. 2012)."""
-    x = x[: SPREAD_OVER * count]
+    """Positions drawn in ``ROUNDS`` with a chance that grows with the squared distance from those before (k-means||,
+    Bahmani et al. 2012); of at most 2^24 rows, which ``torch.multinomial`` takes."""
     chosen = new = distinct_rows(x, count, seed)[:1]
     away = torch.full((len(x),), torch.inf)
     generator = torch.Generator().manual_seed(seed)

@@ -6,10 +6,9 @@
 # ruff: noqa: F401
 from vqkv.study.experiments.audit import audited_tables, claims_audit
 from vqkv.study.experiments.calibration_text import against_own, calibration_text
-from vqkv.study.experiments.capacity import capacity_of_best, capacity_table
+from vqkv.study.experiments.capacity import capacity_table
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
-    least_bits,
     paired_ablation,
     paired_ratio,
     proxy_correlations,
@@ -20,7 +19,7 @@ from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back
-from vqkv.study.experiments.frontier import finalists, frontier, halving_search, ranking
+from vqkv.study.experiments.frontier import frontier, halving_search
 from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
 from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.injected import injected
@@ -49,7 +48,15 @@ from vqkv.study.experiments.quantized_cache import (
     worth_of_steps,
 )
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
-from vqkv.study.experiments.rule import beside, by_rule, cache_shape, chosen, pays_from, rule_search, share_of_bits
+from vqkv.study.experiments.rule import (
+    against_best,
+    by_rule,
+    cache_shape,
+    chosen,
+    pays_from,
+    rule_search,
+    share_of_bits,
+)
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep

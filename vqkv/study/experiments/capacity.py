@@ -73,25 +73,6 @@ def capacity_table(
     return frame(rows, sources)
 
 
-def capacity_of_best(table: pd.DataFrame, model: str, memory_gb: float, bits: float = 1.8) -> pd.DataFrame:
-    """The rows of ``capacity_table`` for one model and card, and what ``best`` would let fit there, whose bytes depend
-    on the text: counted at its nominal ``bits`` and the working memory a token of HIGGS (short) and ``aqua`` (long).
-    ``side_mib``: MiB of side information, of ``best`` the fp16 matrices, which are nearly all of it: by head to rotate
-    keys and values; or for all heads together two to rotate and three to predict."""
-    config = MODELS[model]
-    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    sides = {"higgs 2": 2 * heads * head_dim**2, "aqua (higgs 2)": 5 * (heads * head_dim) ** 2}
-    table = table[(table["model"] == model) & (table["memory_gb"] == memory_gb)].set_index("label")
-    found = table[["context", "side_bytes"]].astype(float)
-    for design, (like, side) in zip(("short", "long"), sides.items(), strict=True):
-        if like in table.index:
-            row, side = table.loc[like], 2 * layers * side
-            token = bits / 8 * 2 * heads * head_dim * layers + row["working_bytes"] / row["context"]
-            found.loc[f"best {bits} {design}"] = (memory_gb * 1e9 - row["weights_bytes"] - side) / token, side
-    return found.assign(side_mib=found.pop("side_bytes") / 2**20).astype(int)
-
-
 def _row(label: str, found: Capacity) -> dict:
     ratio = found.context / found.fp16_context if found.fp16_context else math.nan
     sizes = {"context": found.context, "batch_size": found.batch_size, "ratio": ratio}

@@ -51,23 +51,6 @@ def family(system: str) -> str:
     return re.sub(r" ?[0-9][0-9.x+]*", "", system)
 
 
-def least_bits(table: pd.DataFrame, tasks: list[str], points: list[float], bits: str) -> pd.DataFrame:
-    """For each model, task, family of systems and number of accuracy points: the least ``bits`` (a column, mean over
-    seeds) of which no more points are lost, on average over seeds, nor by any of the family's rows with more bits; NaN
-    where even the most lose more. ``fewest``: whether that is the least that was tried."""
-    table = table.assign(family=table["system"].map(family))
-    rows = []
-    for (model, name), mine in table.groupby(["model", "family"], sort=False):
-        mean = mine.groupby(["system", "nominal_bits"]).mean(numeric_only=True).sort_values(bits)
-        for task, most in itertools.product(tasks, points):
-            kept = 100 * (mean[f"{task}_exact"] - mean[task]) <= most
-            kept = kept[::-1].cummin()[::-1]
-            least = mean.loc[kept, bits].min() if kept.any() else math.nan
-            about = {"model": model, "task": task, "family": name, "points": most}
-            rows.append(about | {"bits": least, "fewest": bool(kept.all()), "tried": len(mean)})
-    return pd.DataFrame(rows)
-
-
 def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], bits: str) -> pd.DataFrame:
     """Each of ``systems`` against the best of ``designs`` at its own ``bits`` (a column): a row per model and system.
 
@@ -81,7 +64,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     for (model, system, nominal), theirs in table[table["system"].isin(systems)].groupby(
         ["model", "system", "nominal_bits"], sort=False
     ):
-        at, their_kl = theirs[bits].mean(), _windows(theirs)
+        at, their_kl = theirs[bits].mean(), windows(theirs)
         mine = table[table["model"] == model]
         found = {name: _interpolated(mine[mine["system"] == name], bits, at) for name in designs}
         found = {
@@ -97,7 +80,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     return pd.DataFrame(rows, columns=names)
 
 
-def _windows(rows: pd.DataFrame) -> pd.Series:
+def windows(rows: pd.DataFrame) -> pd.Series:
     """KL of each window of one system at one rate, by seed and number."""
     known = {
         (seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
@@ -109,9 +92,7 @@ def _windows(rows: pd.DataFrame) -> pd.Series:
 
 def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
     """KL of each window that all rates of one design have, at so many bits; None if it has no rate of so few."""
-    rates = sorted(
-        ((mine[bits].mean(), _windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0]
-    )
+    rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
     known, kl = [bits for bits, _ in rates], np.log(pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST))

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from vqkv import presets
 from vqkv.presets import Preset
-from vqkv.presets.crosses import LONG_PAYS, MID_PAYS, ROTATIONS, TRANSFORM_CODERS
+from vqkv.presets.crosses import ROTATIONS, TRANSFORM_CODERS
 from vqkv.study.experiments.common import bare
 
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
@@ -125,11 +125,6 @@ def every() -> dict[str, dict]:
             label = f"{quantizer}, weighted, predicted in {bits} bits, mixed" + ", by head" * (not merged)
             found[label] = shared | {"predictor_bits": bits, "merged": merged}
     return found
-
-
-def best_for(tokens: int, kv_width: int) -> str:
-    """Which of ``BEST`` the preset takes for so many tokens on a model of so many KV channels a layer."""
-    return "short" if tokens < MID_PAYS * kv_width else "mid" if tokens < LONG_PAYS * kv_width else "long"
 
 
 def exists(design: str, bits: float) -> bool:

@@ -244,18 +244,3 @@ def _explained(found: Subject, compressor) -> float:
     """EVR of what is stored, mean over layers, keys and values, on one sequence."""
     ratios = explained_by_layer(found, compressor, found.test[:1]).values()
     return sum(ratios) / len(ratios)
-
-
-def finalists(search: pd.DataFrame) -> list[str]:
-    """The designs that are left after the last rung, in the order in which the search came by them."""
-    last = search[(search["rung"] == search["rung"].max()) & search["kept"]]
-    return list(last["design"].unique())
-
-
-def ranking(search: pd.DataFrame, context: str, most: int = 8) -> pd.DataFrame:
-    """The ``most`` best designs of each rung at a context: their place with its standard error, and means over models
-    and bits."""
-    place = f"rank_{context}"
-    numbers = [f"{place}_se", "bits_per_value", "kl_mean", *(name for name in search if name.startswith("equivalent"))]
-    ranked = search.groupby(["rung", place, "design", "kept"])[numbers].mean().reset_index("kept")
-    return ranked.groupby("rung").head(most)

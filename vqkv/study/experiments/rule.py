@@ -8,8 +8,9 @@ import pandas as pd
 from vqkv.evaluation.capacity import architecture
 from vqkv.evaluation.footprint import Shape, model_shape
 from vqkv.models.load import config_of
-from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family
-from vqkv.study.experiments.designs import BEST, KVTC, RANKS, best_for
+from vqkv.presets.crosses import best_for
+from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family, windows
+from vqkv.study.experiments.designs import BEST, KVTC, RANKS
 from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, frontier
 
 OURS, THEIRS = "best", "kvtc"
@@ -18,6 +19,7 @@ SEARCHED = ["steps, weighted, mixed, by head", "steps, weighted, predicted, mixe
 SEARCHED += [*PREDICTED, *(f"{name}, by head" for name in PREDICTED)]
 SEARCHED += [f"steps, weighted, joint, rank {rank}" for rank in RANKS]
 GRID = 200  # losses at which two curves are compared
+ENDS = ("lowest", "highest")
 
 
 def rule_search(models: list[str], corpus: str, bits: list[float], kvtc_bits: list[float], seed: int, **settings):
@@ -71,15 +73,15 @@ def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd
 
 def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataFrame:
     """``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes at a
-    context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have: it may
-    be picked on the text on which both are judged."""
+    context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have (means
+    over models and seeds): it may be picked on the text on which both are judged."""
     theirs = table["system"].str.startswith(THEIRS) & ~table["system"].str.endswith("window")
     ours = table["system"].isin(BEST.values())
     table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))
     for name in contexts:
         column = f"bits_{name}_x1"
-        rows = table[theirs].sort_values(column)
-        hull = table.index.isin(_hull(rows[column], np.log(rows["kl_mean"])))
+        means = table[theirs].groupby("system")[[column, "kl_mean"]].mean().dropna().sort_values(column)
+        hull = table["system"].isin(_hull(means[column], np.log(means["kl_mean"])))
         taken = table["system"] == BEST[best_for(CONTEXTS[name], kv_width)]
         table[column] = table[column].where(~ours & ~theirs | ours & taken | theirs & hull)
     return table
@@ -88,24 +90,31 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
 def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: float = np.inf) -> dict[str, float]:
     """Bits that ``OURS`` takes at a context over those of KVTC at the same KL (log KL interpolated), the ``lowest`` and
     the ``highest`` share where KVTC takes ``least`` to ``most`` bits and both reach the KL; each with the ends of its
-    95% interval, the same windows for both drawn anew. ``seen``: of ``by_rule``."""
-    curves = []
-    for name in (OURS, THEIRS):
-        rows = seen[(seen["family"] == name) & seen[f"bits_{context}_x1"].notna()]
-        curves.append((rows[f"bits_{context}_x1"].to_numpy(), np.array([x.split() for x in rows["kl_each"]], float)))
-    count = min(each.shape[-1] for _, each in curves)
+    95% interval, the same windows for both drawn anew. NaN where there is no such KL. ``seen``: of ``by_rule``."""
+    column = f"bits_{context}_x1"
+    shown = [seen[(seen["family"] == name) & seen[column].notna()] for name in (OURS, THEIRS)]
+    if any(rows.empty for rows in shown):
+        return {f"{name}{end}": np.nan for name in ENDS for end in ("", "_low", "_high")}
+    curves = [_curve(rows, column) for rows in shown]
+    count = curves[0][1].shape[1]
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
-    ends = np.array([_ends(curves, windows, least, most) for windows in [np.arange(count), *drawn]])
+    ends = np.array([_ends(curves, each, least, most) for each in [np.arange(count), *drawn]])
     found = {}
-    for name, values in zip(("lowest", "highest"), ends.T, strict=True):
+    for name, values in zip(ENDS, ends.T, strict=True):
         known = values[1:][~np.isnan(values[1:])]
         low, high = np.quantile(known, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(known) else (np.nan, np.nan)
         found |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
     return found
 
 
-def _ends(curves, windows: np.ndarray, least: float, most: float) -> tuple[float, float]:
-    means = [(bits, np.log(each[:, windows].mean(1))) for bits, each in curves]
+def _curve(rows: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Bits (rates,) and KL (rates, windows)."""
+    rates = [(mine[column].mean(), windows(mine).to_numpy()) for _, mine in rows.groupby(["system", "nominal_bits"])]
+    return tuple(map(np.stack, zip(*rates, strict=True)))
+
+
+def _ends(curves, drawn: np.ndarray, least: float, most: float) -> tuple[float, float]:
+    means = [(bits, np.log(each[:, drawn].mean(1))) for bits, each in curves]
     first, last = max(kl.min() for _, kl in means), min(kl.max() for _, kl in means)
     if first >= last:
         return np.nan, np.nan
@@ -115,7 +124,7 @@ def _ends(curves, windows: np.ndarray, least: float, most: float) -> tuple[float
     return (shares.min(), shares.max()) if len(shares) else (np.nan, np.nan)
 
 
-def beside(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
+def against_best(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
     """``at_equal_bits`` of all systems at each of ``contexts``, ours by the rule. ``seen``: of ``by_rule``."""
     found = []
     for name in contexts:
