@@ -50,6 +50,8 @@ def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
     assert found["lowest"] == pytest.approx(0.5) == found["highest"]
     assert found["lowest_low"] == pytest.approx(0.5) == found["highest_high"]  # windows are as far apart for both
     assert np.isnan(share_of_bits(seen, "128k", most=1)["lowest"])
+    single = share_of_bits(seen.assign(kl_each=seen["kl_mean"]), "128k")  # one window: a number, once read from a file
+    assert single["lowest"] == pytest.approx(0.5)
     assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
     broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
     assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == found
