@@ -43,7 +43,7 @@ def _rows(model: str, codec: str, who: dict, shared: dict, kept: dict):
     made = {name: partial(calibrated, preset, who) for name, preset in _stored(shared).items()}
     made[_evicted(kept["retain"])] = lambda: H2O(exact_compressor(found), **kept)
     settings = {"prompt_len": prompt_len, "step_size": found.test.shape[1] - prompt_len, "reconstruction": False}
-    settings |= {"batch_size": 32, "per_sequence": True, "exact": found.exact}
+    settings |= {"batch_size": 8, "per_sequence": True, "exact": found.exact}
     row = evaluate(found.model, made[codec](), found.test, "snapshot", **settings)
     label = {"model": model, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
     each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)
