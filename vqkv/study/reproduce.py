@@ -21,8 +21,8 @@ from vqkv.study.tables import provenance, stored, stored_names
 from vqkv.study.workers import in_processes
 
 OF_A_MACHINE = (
-    "generation_latency", "generation_peak", "read_in_place", "peak_by_batch", "kernel_speed", "restoring_times", "chat",
-    "kmeans_times",
+    "generation_latency", "generation_peak", "read_in_place", "peak_by_batch", "kernel_speed", "restoring_times",
+    "chat", "kmeans_times",
 )  # fmt: skip
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
 
