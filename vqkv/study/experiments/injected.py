@@ -1,4 +1,4 @@
-"""Notebook 15: phenomena of larger models, injected into the bundled ones: outlier channels, loud heads, key biases."""
+"""Page 07: phenomena of larger models, put into a model without a change of its outputs."""
 
 import dataclasses
 import itertools
@@ -13,22 +13,23 @@ from vqkv import presets
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.exact import Fp16
-from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.evaluation.metrics import token_kl
+from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
-from vqkv.study.experiments.common import Subject, bare, frame, subject
+from vqkv.study.experiments.common import Subject, bare, by_window, frame, subject
 from vqkv.study.injection import inject
 from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import per_process, sweep
 
 PAIRS = 4  # neighbouring RoPE pairs of a head that are outliers
-GROUPINGS = {"contiguous": 16, "strided": 16, "random": 16, "contiguous, groups of 32": 32, "strided, groups of 32": 32}
+GROUPINGS = {"contiguous": 16, "strided": 16, "contiguous, groups of 32": 32, "strided, groups of 32": 32}
 KEYFRAME = 64  # tokens that the framework divides by one maximum
 COVERED = 0.9
-MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "ppl", "ppl_exact")
+MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_each", "kl_floor", "top1", "ppl",
+            "ppl_exact")  # fmt: skip
 BY_HEAD = ("quiet_error", "loud_error", "quiet_codes", "quiet_effective", "quiet_most", "quiet_worst")
 
 
@@ -56,12 +57,12 @@ def injected(
     return frame(*sweep(_rows, cases, settings, "injected"))
 
 
-def outlier_channels(model, size: float, seed: int) -> dict:
+def outlier_channels(found: Subject, size: float, seed: int) -> dict:
     """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by ``seed``; without RoPE in as many
     channels of either half."""
-    layers, generator = kv_layers(model), torch.Generator().manual_seed(seed)
+    layers, generator = kv_layers(found.model), torch.Generator().manual_seed(seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
-    for turn, heads in zip(rotations(model), factors, strict=True):
+    for turn, heads in zip(rotations(found.model), factors, strict=True):
         halves = torch.arange(heads.shape[1]).chunk(2) if turn is None else (turn.first, turn.second)
         for head in heads:
             start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
@@ -70,19 +71,25 @@ def outlier_channels(model, size: float, seed: int) -> dict:
     return {"keys": factors}
 
 
-def loud_heads(model, size: float, seed: int) -> dict:
+def loud_heads(found: Subject, size: float, seed: int) -> dict:
     """Keys and values of one head of each layer times ``size``."""
-    factors = torch.where(_loud(model), size, 1.0)[:, :, None]
+    factors = torch.where(_loud(found.model), size, 1.0)[:, :, None]
     return {"keys": factors, "values": factors}
 
 
-def key_bias(model, size: float, seed: int) -> dict:
-    """``size`` added to one channel of each head: of the RoPE pair that turns most slowly, or the last."""
-    layers = kv_layers(model)
+def key_bias(found: Subject, size: float, seed: int) -> dict:
+    """``size`` added to one channel of each head: of the RoPE pair that rotates most slowly, or the last."""
+    layers = kv_layers(found.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
-    for turn, layer in zip(rotations(model), bias, strict=True):
+    for turn, layer in zip(rotations(found.model), bias, strict=True):
         layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
     return {"key_bias": bias}
+
+
+def largest_magnitude(found: Subject, size: float, seed: int) -> dict:
+    """Keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
+    roles = zip(("keys", "values"), capture(found.model, found.test, pre_rope=False), strict=True)
+    return {role: torch.stack([size / x.abs().max() for x in layers])[:, None, None] for role, layers in roles}
 
 
 def _loud(model) -> torch.Tensor:
@@ -100,7 +107,7 @@ def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
     }
     found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2), "quanto 4": presets.quanto(4)}
     found |= {"higgs 2": presets.higgs(2), "grid 2, not rotated": presets.crossed("grid", 2, rotation="none")}
-    found |= {"steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False)}
+    found |= {"Fisher-weighted PCA 2": presets.crossed("steps", 2, rotation="weighted", merged=False)}
     return {label: dataclasses.replace(preset, make_value_codec=Fp16) for label, preset in found.items()}
 
 
@@ -116,17 +123,14 @@ def _framework(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
 def _biased(codebook_size: int, seed: int) -> dict[str, presets.Preset | TransformersQuantized]:
     return {
         "quanto 4": presets.quanto(4),
-        "quanto 2": presets.quanto(2),
         "transformers int4": TransformersQuantized("quanto", 4),
         "kivi 2": presets.kivi(2),
         "kvquant 4": presets.kvquant(4, seed=seed),
-        "higgs 2": presets.higgs(2),
         "higgs 4": presets.higgs(4),
         "higgs 4, mean kept": presets.crossed("grid", 4, rotation="hadamard", mean=False),
         "turboquant 4": presets.turboquant(4),
-        "kvarn 4+2": presets.kvarn(4),
         "vqllm": presets.vqllm(4, codebook_size, 16, kmeans_iterations=4, seed=seed),
-        "steps 2, weighted": presets.crossed("steps", 2, rotation="weighted", merged=False),
+        "live 2.25": presets.live(2.25),
     }
 
 
@@ -134,6 +138,7 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
     "outlier channels": (outlier_channels, _keys_only),
     "loud heads": (loud_heads, _framework),
     "key bias": (key_bias, _biased),
+    "largest magnitude": (largest_magnitude, _framework),
 }
 
 
@@ -149,7 +154,7 @@ def _rows(
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             maker = _fitted(preset, who, phenomenon, size)
-        row = evaluate(found.model, maker, found.test, chunk_size=chunk_size, exact=found.exact, reconstruction=False)
+        row = by_window(found, maker, found.test, chunk_size=chunk_size, reconstruction=False)
         label = {"model": model, "phenomenon": phenomenon, "size": size, "system": system, "seed": seed}
         label |= {name: row[name] for name in MEASURED} | {"injection_kl": damage}
         label["warned"] = any("of the variance of" in str(warning.message) for warning in said)
@@ -160,7 +165,7 @@ def _rows(
 @per_process(maxsize=1)
 def _injected(who: dict, phenomenon: str, size: float) -> Subject:
     found = subject(**who)
-    model = inject(found.model, **PHENOMENA[phenomenon][0](found.model, size, who["seed"]))
+    model = inject(found.model, **PHENOMENA[phenomenon][0](found, size, who["seed"]))
     return found._replace(model=model, exact=ExactPass(model))
 
 
