@@ -183,9 +183,9 @@ def test_other_contents_are_another_audit(tmp_path, monkeypatch):
         before == json.loads((tables.repository_root() / "results/12_claims.json").read_text())["parameters"]["tables"]
     )
     (tmp_path / "results").mkdir()
-    (tmp_path / "results/06_depth.csv").write_text("model\nx\n")
+    (tmp_path / "results/03_depth.csv").write_text("model\nx\n")
     monkeypatch.setenv("VQKV_OUT", str(tmp_path))
     after = audited_tables()
-    assert [name for name in before if after[name] != before[name]] == ["06_depth"]
-    with pytest.raises(DataError, match="table 06_depth"):
+    assert [name for name in before if after[name] != before[name]] == ["03_depth"]
+    with pytest.raises(DataError, match="table 03_depth"):
         claims_audit(before)

@@ -1,4 +1,4 @@
-"""Page 18: what its views say is so, and its controls change them."""
+"""Page 14: what its views say is so, and its controls change them."""
 
 import json
 
@@ -107,7 +107,7 @@ def test_controls_are_there_only_where_somebody_can_turn_them(who, monkeypatch, 
     chosen |= {"layer": 0, "head": 0, "token": 30}
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert explore.widgets(**chosen) is None and capsys.readouterr().out == HEADLESS + "\n"
-    monkeypatch.setenv("JPY_SESSION_NAME", "18_explore.ipynb")
+    monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
     assert len(explore.widgets(**chosen).children) == 7
     monkeypatch.setenv("VQKV_OUT", "out")
     assert explore.widgets(**chosen) is None
@@ -116,7 +116,7 @@ def test_controls_are_there_only_where_somebody_can_turn_them(who, monkeypatch, 
 def test_the_calculator_s_controls_change_its_rows(monkeypatch):
     given = {"model": "meta-llama/Meta-Llama-3-8B", "context": 32768, "memory_gb": 24.0}
     assert "mid 0.5" in list(explore.calculator(**given)["system"])
-    monkeypatch.setenv("JPY_SESSION_NAME", "18_explore.ipynb")
+    monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
     monkeypatch.delenv("VQKV_OUT", raising=False)
     model, context, sequences, memory, shown = explore.calculator(**given).children
     before = shown.value

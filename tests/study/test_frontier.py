@@ -1,4 +1,4 @@
-"""Page 11's search and designs, and what it and page 07 make of their rows."""
+"""Page 11's search and designs, and what it and page 06 make of their rows."""
 
 import itertools
 import json

@@ -20,7 +20,7 @@ from vqkv.study.pages import read as read_json
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CLIP = re.compile(rb"\bp[0-9a-f]{10}\b")  # hashes of the axes' exact places, which processors round differently
 PAGES = sorted(FOLDER.glob("*.ipynb"))
-QUANTIZER_LINES = 40  # imports and preset included, as page 19 says
+QUANTIZER_LINES = 40  # imports and preset included, as page 15 says
 page = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
 
@@ -55,7 +55,7 @@ def test_one_cell_of_literal_parameters(path):
 
 @page
 def test_logic_lives_in_the_library(path):
-    """But for the one cell of page 19 that shows how short a quantizer of one's own is."""
+    """But for the one cell of page 15 that shows how short a quantizer of one's own is."""
     cells = code(read(path))
     defining = [cell for cell in cells if "defines-quantizer" in cell.metadata.get("tags", [])]
     assert len(defining) == path.name.startswith("19")

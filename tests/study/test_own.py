@@ -1,4 +1,4 @@
-"""Page 19: a quantizer of a reader's own, measured where it was not defined, and what the page makes of its rows."""
+"""Page 15: a quantizer of a reader's own, measured where it was not defined, and what the page makes of its rows."""
 
 import linecache
 

@@ -1,4 +1,5 @@
-"""Injected phenomena: another model with the same outputs, whose cache has outlier channels, loud heads or biases.
+"""Injected phenomena: another model with the same outputs, whose cache has outlier channels, loud heads or biases; and
+norms of keys and values put into a trained model.
 
 Attention scores are products of queries and keys, so that what multiplies a key may divide its query (the identity that
 SmoothQuant and QServe use to take outliers away, here to make them).
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
+from vqkv.models.capture import capture
 from vqkv.models.layers import KVLayer, check_decoder, kv_layers
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
@@ -54,6 +57,36 @@ def inject(model, keys=None, values=None, key_bias=None):
             key[1].add_(biases[i].flatten().to(key[1]))
     made = [*(keys or []), *(values or []), *(biases or [])]
     model.vqkv_name = f"{name} injected {hashlib.sha256(str([x.tolist() for x in made]).encode()).hexdigest()[:8]}"
+    return model
+
+
+class HeadNorm(nn.Module):
+    """Each head's vector over its root mean square, without a weight, as Gemma 4 does to its values."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., num_kv_heads * head_dim), the same shape."""
+        return F.rms_norm(x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-6).flatten(-2)
+
+
+@torch.no_grad()
+def normed(model, tokens: Tensor, roles: list[str]):
+    """A copy of a trained Llama with ``HeadNorm`` after its keys, its values or both (``roles``). The mean size of a
+    head's vectors over ``tokens`` moves to queries and output projections; nothing is trained afterwards."""
+    captured = dict(zip(("key", "value"), capture(model, tokens), strict=True))
+    model = copy.deepcopy(model)
+    for i, layer in enumerate(model.model.layers):
+        own, sizes = layer.self_attn, {role: captured[role][i].square().mean(-1).sqrt().mean((0, 2)) for role in roles}
+        if "key" in sizes:
+            own.q_proj.weight.unflatten(0, (len(sizes["key"]), -1)).mul_(sizes["key"][:, None, None])
+            own.k_proj = nn.Sequential(own.k_proj, HeadNorm(own.head_dim))
+        if "value" in sizes:
+            own.o_proj.weight.unflatten(1, (len(sizes["value"]), -1)).mul_(sizes["value"][:, None])
+            own.v_proj = nn.Sequential(own.v_proj, HeadNorm(own.head_dim))
+    model.vqkv_name = f"{getattr(model, 'vqkv_name', type(model).__name__)}, {' and '.join(roles)} normed"
     return model
 
 

@@ -1,6 +1,5 @@
 """Caches that generation is measured with: transformers' caches as they are, and every published system as a preset."""
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,20 +175,6 @@ def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", see
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     model.vqkv_name = f"random Llama, {geometry}, seed {seed}"
     return model.eval()
-
-
-def quantized_weights(model, kind: str):
-    """A copy of ``model`` in which optimum-quanto stores the weights of every linear layer as ``kind``: ``qint8``,
-    ``qint4`` or ``qint2``, and turns them back whenever they are used. Raises ``UnknownNameError`` for another."""
-    from optimum import quanto  # takes seconds, and only these rows need it
-
-    kinds = {name: getattr(quanto, name) for name in ("qint2", "qint4", "qint8")}
-    if kind not in kinds:
-        raise UnknownNameError("weights", kind, kinds)
-    model = copy.deepcopy(model)
-    quanto.quantize(model, weights=kinds[kind])
-    quanto.freeze(model)
-    return model
 
 
 def random_tokens(model, batch_size: int, seq_len: int, seed: int = 0) -> torch.Tensor:

@@ -13,9 +13,7 @@ from tqdm import tqdm
 from vqkv.study.bench.caches import (
     PEER,
     REFERENCE,
-    THEIRS,
     prepared,
-    quantized_weights,
     random_llama,
     random_tokens,
     stored_bytes,
@@ -29,10 +27,10 @@ PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
 
 def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
-    threads: int, dtype: str, device: str, weights: list[str] | None = None, attention: str = "sdpa",
+    threads: int, dtype: str, device: str, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]; transformers'
-    caches once more with each of ``weights``, as ``caches.quantized_weights`` knows them. ``attention``: the model's.
+    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]. ``attention``: the
+    model's.
 
     One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
     bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
@@ -55,10 +53,6 @@ def latency(
         shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
         rows = []
         going = {label: Generation(model, system) for label, system in compared.items()}
-        for kind in weights or []:
-            other = quantized_weights(model, kind)
-            theirs = {label: system for label, system in compared.items() if label in THEIRS}
-            going |= {f"{label}, {kind} weights": Generation(other, system) for label, system in theirs.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
             label = {"batch": batch, "context": context, "generated": generated}
             found = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)

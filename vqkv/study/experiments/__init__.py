@@ -25,7 +25,6 @@ from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
-from vqkv.study.experiments.normalised import normalised_keys, normed_afterwards, small_models
 from vqkv.study.experiments.overview import contents, findings, frontier_rows
 from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
@@ -38,15 +37,8 @@ from vqkv.study.experiments.predictors import (
     predictor_ablation,
     within_budget,
 )
-from vqkv.study.experiments.product_codes import gaps, kmeans_times, product_against_residual
-from vqkv.study.experiments.quantized_cache import (
-    first_difference,
-    greedy_text,
-    peak_by_batch,
-    residual_lengths,
-    side_by_side,
-    worth_of_steps,
-)
+from vqkv.study.experiments.product_codes import gaps, product_against_residual
+from vqkv.study.experiments.quantized_cache import first_difference, greedy_text, residual_lengths
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.rule import (
     against_best,

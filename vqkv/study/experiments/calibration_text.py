@@ -1,4 +1,4 @@
-"""Notebook 14: calibration on text of another domain, and on little text."""
+"""Notebook 02: calibration on text of another domain, and on little text."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Notebook 06: residual depth, codebook size and beam."""
+"""Notebook 03: residual depth, codebook size and beam."""
 
 import itertools
 

@@ -19,7 +19,7 @@ from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
 from vqkv.study.experiments.common import Subject, bare, by_window, frame, subject
-from vqkv.study.injection import inject
+from vqkv.study.injection import inject, normed
 from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized
 from vqkv.study.sweep import per_process, sweep
@@ -37,12 +37,12 @@ def injected(
     models: list[str], corpus: str, sizes: dict[str, list[float]], seeds: list[int], train_seqs: int, seq_len: int,
     num_seqs: int, chunk_size: int, codebook_size: int, dtype: str, device: str,
 ):  # fmt: skip
-    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes, injected into every model without a
-    change of its outputs, and its systems calibrated on that model: a row per model, phenomenon, size, system and seed.
-    ``chunked`` protocol, KL to the injected model's own exact cache, four sinks and no recent window, except for
-    transformers' cache. A seed draws the calibration text, where the outlier channels are, and k-means' start; systems
-    without codebooks have the first alone. ``injection_kl``: what the injection itself does to the model; ``warned``:
-    whether ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
+    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes (0: none), in every model, and its systems
+    calibrated on that model: a row per model, phenomenon, size, system and seed. All but norms leave the model's
+    outputs as they were. ``chunked`` protocol, KL to the changed model's own exact cache, four sinks and no recent
+    window, except for transformers' cache. A seed draws the calibration text, the outlier channels and k-means' start;
+    systems without codebooks have the first alone. ``injection_kl``: what the injection itself does to the model;
+    ``warned``: whether ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
     """
     settings = {
         "who": {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "test_seed": 0}
@@ -57,7 +57,7 @@ def injected(
     return frame(*sweep(_rows, cases, settings, "injected"))
 
 
-def outlier_channels(found: Subject, size: float, seed: int) -> dict:
+def outlier_channels(found: Subject, size: float, seed: int):
     """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by ``seed``; without RoPE in as many
     channels of either half."""
     layers, generator = kv_layers(found.model), torch.Generator().manual_seed(seed)
@@ -68,28 +68,38 @@ def outlier_channels(found: Subject, size: float, seed: int) -> dict:
             start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
             for half in halves:
                 head[half[start : start + PAIRS]] = size
-    return {"keys": factors}
+    return inject(found.model, keys=factors)
 
 
-def loud_heads(found: Subject, size: float, seed: int) -> dict:
+def loud_heads(found: Subject, size: float, seed: int):
     """Keys and values of one head of each layer times ``size``."""
     factors = torch.where(_loud(found.model), size, 1.0)[:, :, None]
-    return {"keys": factors, "values": factors}
+    return inject(found.model, keys=factors, values=factors)
 
 
-def key_bias(found: Subject, size: float, seed: int) -> dict:
+def key_bias(found: Subject, size: float, seed: int):
     """``size`` added to one channel of each head: of the RoPE pair that rotates most slowly, or the last."""
     layers = kv_layers(found.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
     for turn, layer in zip(rotations(found.model), bias, strict=True):
         layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
-    return {"key_bias": bias}
+    return inject(found.model, key_bias=bias)
 
 
-def largest_magnitude(found: Subject, size: float, seed: int) -> dict:
+def largest_magnitude(found: Subject, size: float, seed: int):
     """Keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
-    roles = zip(("keys", "values"), capture(found.model, found.test, pre_rope=False), strict=True)
-    return {role: torch.stack([size / x.abs().max() for x in layers])[:, None, None] for role, layers in roles}
+    roles = capture(found.model, found.test, pre_rope=False)
+    return inject(found.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
+
+
+def keys_normed(found: Subject, size: float, seed: int):
+    """Each head's keys over their root mean square, which queries take over; nothing is trained afterwards."""
+    return normed(found.model, found.train, ["key"])
+
+
+def both_normed(found: Subject, size: float, seed: int):
+    """The same, and values, whose size output projections take over."""
+    return normed(found.model, found.train, ["key", "value"])
 
 
 def _loud(model) -> torch.Tensor:
@@ -139,6 +149,8 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
     "loud heads": (loud_heads, _framework),
     "key bias": (key_bias, _biased),
     "largest magnitude": (largest_magnitude, _framework),
+    "keys normed": (keys_normed, _framework),
+    "keys and values normed": (both_normed, _framework),
 }
 
 
@@ -165,7 +177,7 @@ def _rows(
 @per_process(maxsize=1)
 def _injected(who: dict, phenomenon: str, size: float) -> Subject:
     found = subject(**who)
-    model = inject(found.model, **PHENOMENA[phenomenon][0](found, size, who["seed"]))
+    model = PHENOMENA[phenomenon][0](found, size, who["seed"]) if size else found.model
     return found._replace(model=model, exact=ExactPass(model))
 
 

@@ -1,4 +1,4 @@
-"""Notebook 07: further claims of AQUA-KV's deck, each system beside another on the same tokens."""
+"""Notebook 06: further claims of AQUA-KV's deck, each system beside another on the same tokens."""
 
 import math
 

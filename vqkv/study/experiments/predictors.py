@@ -1,4 +1,4 @@
-"""Notebook 07: AQUA-KV's predictors with every quantizer, and what each of its choices is worth."""
+"""Notebook 06: AQUA-KV's predictors with every quantizer, and what each of its choices is worth."""
 
 import dataclasses
 import math

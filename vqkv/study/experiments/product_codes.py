@@ -1,21 +1,15 @@
-"""Notebook 17: product codes beside two residual stages, and how long k-means takes (VQ quality framework, sections 6
-and 7.1)."""
-
-import statistics
-import time
+"""Page 03: product codes and two residual stages (VQ quality framework, section 6)."""
 
 import pandas as pd
 import torch
 
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.models.capture import capture
-from vqkv.study.bench.case import gaussian, skip
 from vqkv.study.experiments.common import frame, subject
 from vqkv.study.sweep import per_process, sweep
 
 BLOCK = 8  # values
 WHITE, ROLES = "white Gaussian", ("keys", "values")
-CHUNK = 4096  # rows whose distances the source holds at a time
 
 
 def product_against_residual(
@@ -87,62 +81,3 @@ def gaps(table: pd.DataFrame) -> pd.DataFrame:
     wide = table.pivot_table(index=["data", "codebook_size", "seed"], columns="method", values="mse", sort=False)
     gap = (wide["product"] / wide["residual"]).rename("gap")
     return gap.groupby(level=["data", "codebook_size"], sort=False).agg(["mean", "min", "max"]).reset_index()
-
-
-def kmeans_times(vectors: int, codebook_size: int, iterations: int, repetitions: int, seed: int):
-    """Seconds of processor time for k-means on Gaussian blocks, and the mean squared error it ends with: ours, the
-    source's as it is printed, scikit-learn's and faiss', whichever is there. Medians over ``repetitions``."""
-    x, rows = gaussian(vectors, BLOCK, seed=seed), []
-    for name, learn in LEARNERS.items():
-        try:
-            learn(x, codebook_size, 1, seed)  # imports and compiles
-        except ImportError as error:
-            skip(name, str(error))
-            continue
-        times = [_timed(learn, x, codebook_size, iterations, seed) for _ in range(repetitions)]
-        error = torch.cdist(x, times[0][1]).amin(1).square().mean().item() / BLOCK
-        rows.append({"implementation": name, "seconds": statistics.median(t for t, _ in times), "mse": error})
-    return frame(rows, {})
-
-
-def _timed(learn, *arguments) -> tuple[float, torch.Tensor]:
-    start = time.process_time()
-    codebook = learn(*arguments)
-    return time.process_time() - start, codebook
-
-
-def _ours(x, codebook_size: int, iterations: int, seed: int):
-    return KMeans(codebook_size, iterations, seed).fit(x)
-
-
-def _as_printed(x, codebook_size: int, iterations: int, seed: int):
-    """Algorithm 2 of the source."""
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    centroids, ones = x[order[:codebook_size]].clone(), torch.ones(len(x))
-    for _ in range(iterations):
-        labels = torch.cat([torch.cdist(part, centroids).argmin(1) for part in x.split(CHUNK)])
-        sums = torch.zeros_like(centroids).scatter_add_(0, labels.unsqueeze(1).expand_as(x), x)
-        counts = torch.zeros(codebook_size).scatter_add_(0, labels, ones)
-        centroids[counts > 0] = sums[counts > 0] / counts[counts > 0, None]
-    return centroids
-
-
-def _sklearn(x, codebook_size: int, iterations: int, seed: int):
-    from sklearn.cluster import KMeans as Peer
-
-    peer = Peer(codebook_size, init="random", n_init=1, max_iter=iterations, tol=0, random_state=seed)
-    return torch.from_numpy(peer.fit(x.numpy()).cluster_centers_)
-
-
-def _faiss(x, codebook_size: int, iterations: int, seed: int):
-    import faiss
-
-    faiss.omp_set_num_threads(torch.get_num_threads())
-    peer = faiss.Kmeans(x.shape[1], codebook_size, niter=iterations, seed=seed, max_points_per_centroid=len(x))
-    peer.train(x.numpy())
-    return torch.from_numpy(peer.centroids)
-
-
-LEARNERS = {
-    "vqkv": _ours, "the source's, as printed (torch)": _as_printed, "scikit-learn": _sklearn, "faiss": _faiss
-}  # fmt: skip

@@ -1,7 +1,6 @@
-"""Notebook 16: what transformers' blog post says of its quantized cache in words and figures, run."""
+"""Page 08: what transformers' quantized cache loses by residual length, and greedy text with each cache."""
 
 import dataclasses
-from itertools import zip_longest
 
 import pandas as pd
 import torch
@@ -11,7 +10,6 @@ from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import RoundedCache
 from vqkv.models.load import describe, load_model
 from vqkv.study.bench.caches import chosen
-from vqkv.study.bench.peak import peak_memory
 from vqkv.study.experiments.common import all_told, calibrated, frame, subject
 from vqkv.study.experiments.generation import fitted_contender
 from vqkv.study.peers import TransformersQuantized
@@ -59,21 +57,6 @@ def _residual_row(model: str, label: str, length: int, who: dict, prompt_len: in
     row |= {name: all_told(row, describe(found.model), n, 1, row["held"]) for name, n in BITS_AT.items()}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     return [{"model": model, "system": label, "length": length} | row], found.sources
-
-
-def worth_of_steps(residual: pd.DataFrame, system: str, coarse: str, fine: str) -> pd.DataFrame:
-    """``gain``: how many times less KL ``system`` has at each residual length than at the next shorter one; ``at_1k``
-    and ``at_8k``: how many times less the same bits would bring at 1,024 and 8,192 tokens if every token had them, at
-    the rate a bit from ``coarse`` to ``fine``, systems of other bits. A row per model and length."""
-    found = []
-    for model, rows in residual.groupby("model", sort=False):
-        ends = rows.drop_duplicates("system").set_index("system").reindex([coarse, fine])
-        rate = (ends["kl_mean"].iloc[0] / ends["kl_mean"].iloc[1]) ** (1 / ends["bits_per_value"].diff().iloc[1])
-        mine = rows[rows["system"] == system].set_index("length")
-        worth = {f"at_{name[5:]}": rate ** mine[name].diff() for name in BITS_AT}
-        steps = pd.DataFrame({"model": model, "rate": rate, "gain": mine["kl_mean"].shift() / mine["kl_mean"]} | worth)
-        found.append(steps.iloc[1:])
-    return pd.concat(found).set_index("model", append=True).swaplevel()
 
 
 def _system(label: str, length: int, who: dict):
@@ -140,31 +123,6 @@ def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
     groups = rows.groupby(["model", "system"], sort=False)
     quartiles = groups["same"].quantile([0.25, 0.5, 0.75]).unstack().set_axis(["q1", "median", "q3"], axis=1)
     return quartiles.join(groups["never"].mean())
-
-
-def side_by_side(greedy: pd.DataFrame, model: str, systems: list[str], width: int = 36) -> str:
-    """Continuations by ``systems`` in columns of ``width`` characters, each prompt's below its own last two lines."""
-    rows = greedy[(greedy["model"] == model) & greedy["text"].notna()].set_index(["prompt", "system"])
-    blocks = []
-    for prompt in dict.fromkeys(rows.index.get_level_values("prompt")):
-        columns = [[name, "-" * width, *_cut(rows.loc[(prompt, name), "text"], width)] for name in systems]
-        lines = zip_longest(*columns, fillvalue="")
-        begun = ["... " + line for line in rows.loc[(prompt, EXACT), "prompt_text"].splitlines()[-2:]]
-        blocks.append([*begun, *(" | ".join(f"{cell:<{width}}" for cell in line).rstrip() for line in lines)])
-    return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _cut(text: str, width: int) -> list[str]:
-    """Its lines, cut where they are longer."""
-    lines = [line or " " for line in text.splitlines()]
-    return [line[start : start + width] for line in lines for start in range(0, len(line), width)]
-
-
-def peak_by_batch(batches: list[int], context: int, generated: int, **settings) -> pd.DataFrame:
-    """``study.bench.peak.peak_memory`` for each batch size, after a prompt of ``context`` and ``generated`` more
-    tokens: a row per batch and system."""
-    rows = [row for batch in batches for row in peak_memory(sizes=[batch, context, generated], **settings)]
-    return frame(rows, {})
 
 
 @per_process(maxsize=1)

@@ -1,4 +1,4 @@
-"""Notebook 18: what a compressed cache does to one prompt, one key and each layer, and controls to try others."""
+"""Notebook 14: what a compressed cache does to one prompt, one key and each layer, and controls to try others."""
 
 # ruff: noqa: F401
 from vqkv.study.explore.controls import calculator, widgets

@@ -1,4 +1,4 @@
-"""The controls of notebook 18. Views are plain HTML and images, which need no front end to be right."""
+"""The controls of notebook 14. Views are plain HTML and images, which need no front end to be right."""
 
 import html
 import os

@@ -1,4 +1,4 @@
-"""Figure of notebook 14: calibration on other text and on little text."""
+"""Figure of notebook 02: calibration on other text and on little text."""
 
 import matplotlib.pyplot as plt
 import pandas as pd

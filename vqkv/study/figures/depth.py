@@ -1,4 +1,4 @@
-"""Figures of notebook 06."""
+"""Figures of notebook 03."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Views of notebook 18: text as HTML, one vector through its codec, EVR by layer."""
+"""Views of notebook 14: text as HTML, one vector through its codec, EVR by layer."""
 
 import html
 import itertools

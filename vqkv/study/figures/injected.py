@@ -1,4 +1,4 @@
-"""Figures of notebook 15: injected phenomena."""
+"""Figures of notebook 07: injected phenomena."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -1,4 +1,4 @@
-"""Figures of notebook 07."""
+"""Figures of notebook 06."""
 
 import matplotlib.pyplot as plt
 import numpy as np

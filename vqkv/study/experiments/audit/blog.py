@@ -66,11 +66,6 @@ def by_batch(table: pd.DataFrame) -> dict:
     return {"recomputed": large / small, "small": small, "large": large}
 
 
-def weights_and_cache(table: pd.DataFrame) -> dict:
-    """A token's time with quantized weights and cache over that with neither, by kind of weights and batch."""
-    return {"cases": table.loc[table["system"].str.startswith(INT4 + ", "), "slowdown"]}
-
-
 def first_token(table: pd.DataFrame) -> dict:
     """Prefill of one sequence over a later token, by length of the prompt."""
     rows = table[(table["system"] == INT4) & (table["batch"] == 1)]

@@ -222,18 +222,6 @@ def over_quip() -> dict:
     return {"cases": [(value, float(key.split("_")[-1]) / stated("vqq_quip")) for key, value in said.items()]}
 
 
-def kmeans_seconds(table: pd.DataFrame) -> dict:
-    """Of this library's k-means; ``printed``: of the source's code."""
-    seconds = table.set_index("implementation")["seconds"]
-    return {"recomputed": seconds["vqkv"], "printed": seconds[seconds.index.str.startswith("the source")].item()}
-
-
-def kmeans_algorithm(table: pd.DataFrame) -> dict:
-    """Squared error of this library's k-means over that of its Algorithm 2 as it is printed."""
-    mse = table.set_index("implementation")["mse"]
-    return {"recomputed": mse["vqkv"] / mse[mse.index.str.startswith("the source")].item()}
-
-
 def operating_points() -> dict:
     """Rows of its threshold sweep."""
     return {"recomputed": len(published("vqq_threshold_sweep_gpt2"))}
@@ -267,11 +255,16 @@ def product_over_residual(table: pd.DataFrame) -> dict:
     return {"cases": found.loc[found["codebook_size"] == found["codebook_size"].max(), "mean"]}
 
 
-def normalised(table: pd.DataFrame) -> dict:
-    """KL of codes of 8 values on one model whose keys and values are normalised in three ways; ``plain``: in none."""
-    kl = table[table["codec"] == "VQ of 8 values"].set_index("model")["kl_mean"]
-    plain = kl.index.str.endswith("as trained")
-    return {"cases": kl[~plain], "least": kl[~plain].min(), "most": kl[~plain].max(), "plain": kl[plain].item()}
+def normed(table: pd.DataFrame) -> dict:
+    """KL of codes of 8 values on one model whose keys, or keys and values, are normed; ``plain``: where none are."""
+    kl = table[table["system"] == "vq"].set_index("size")["kl_mean"]
+    return {"cases": kl[1], "least": kl[1].min(), "most": kl[1].max(), "plain": kl[0]}
+
+
+def in_other_units(table: pd.DataFrame, size: str) -> dict:
+    """KL of codes of 8 values where no magnitude is above ``size``; ``plain``: of the model as it is."""
+    kl = table[table["system"] == "vq"].set_index(["phenomenon", "size"])["kl_mean"]
+    return {"recomputed": kl["largest magnitude", float(size)], "plain": kl["loud heads", 1.0]}
 
 
 def ppl_moved(table: pd.DataFrame, tier: str) -> dict:
