@@ -34,8 +34,8 @@ CODED = {name: presets.entropy_coded(SMALL[name], block=16) for name in ("vqllm"
 
 
 CROSSED = {
-    "steps": presets.crossed("steps", 2.0, rotation="none", block=16),
-    "split": presets.crossed("steps", 1.5, rotation="hadamard", predicted=True, mixed=True, block=16),
+    "steps": presets.crossed("uniform", 2.0, rotation="none", block=16),
+    "split": presets.crossed("uniform", 1.5, rotation="hadamard", predicted=True, mixed=True, block=16),
 }
 
 

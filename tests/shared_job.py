@@ -25,8 +25,8 @@ PRESETS = {
     "mlp": presets.aqua("higgs", "mlp", epochs=1, recent_window=0),
     "kvsharer": presets.kvsharer(threshold=-1),
     # no mean: that of what a regression leaves is 0 but for rounding
-    "split": presets.crossed("steps", 1.5, mean=False, rotation="none", predicted=True, mixed=True, block=4),
-    "weighted": presets.crossed("steps", 2.0, rotation="weighted", block=4),
+    "split": presets.crossed("uniform", 1.5, mean=False, rotation="none", predicted=True, mixed=True, block=4),
+    "weighted": presets.crossed("uniform", 2.0, rotation="fisher_pca", block=4),
 }
 
 

@@ -28,7 +28,7 @@ def peak(run):
 
 def test_tables_of_an_entropy_coder_are_kept_small():
     """Slots of all layers' tables, 32 KiB each, would outweigh the cache that they decode: below 8 KiB a table."""
-    codec = presets.crossed("steps", merged=False).key_codec(DIM).fit(states(HEADS))
+    codec = presets.crossed("uniform", merged=False).key_codec(DIM).fit(states(HEADS))
     codec.decode(codec.encode(states(HEADS)))
     assert tensor_bytes(codec.quantizer.code()) < 8192 * len(codec.quantizer.code().tables)
 

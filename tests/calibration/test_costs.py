@@ -15,7 +15,7 @@ from vqkv.models.load import describe
 
 TOKENS = torch.randint(1, 4096, (8, 40), generator=torch.Generator().manual_seed(0))
 SINKS, BLOCK = 2, 4
-PRESET = presets.crossed("steps", 1.0, rotation="none", block=BLOCK, sink_tokens=SINKS)
+PRESET = presets.crossed("uniform", 1.0, rotation="none", block=BLOCK, sink_tokens=SINKS)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "gemma", "qwen3", "glm", "mistral sliding"])

@@ -11,7 +11,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint
 from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
 from vqkv.study import measured, tables
-from vqkv.study.experiments.designs import BEST, published, since
+from vqkv.study.experiments.designs import published, since
 from vqkv.study.experiments.tuning import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
@@ -73,8 +73,8 @@ def test_what_is_scaled_is_what_was_measured():
     found = pd.concat(tables_of).groupby("system").first()
     means = tables.stored("11_frontier")[0].groupby(["system", "nominal_bits"])["side_bytes"].mean() / 1e6
     for label, words, nominal in (
-        ("mid 1.8", BEST["mid"], 1.8),
-        ("long 1.8", BEST["long"], 1.8),
+        ("best-mid 1.8", "best-mid", 1.8),
+        ("best-long 1.8", "best-long", 1.8),
         ("kvtc 1", "kvtc 1", 0),
     ):
         assert found[label] == pytest.approx(means[words, nominal], rel=1e-3)
@@ -83,13 +83,13 @@ def test_what_is_scaled_is_what_was_measured():
 def test_a_step_needs_more_the_more_layers_are_read_for_one():
     model, _ = load_model("vqkv/llama-mini")
     known = {each.system: each.needed.working for each in candidates(model, 1 << 20)}
-    assert known["kvtc 2"] > known["long 1.8"] == known["aqua higgs 2"] > known["short 1.8"]
+    assert known["kvtc 2"] > known["best-long 1.8"] == known["aqua higgs 2"] > known["best-short 1.8"]
 
 
 def test_presets_that_cannot_store_a_shape_have_no_row():
     config = {"model_type": "llama", "hidden_size": 144, "num_attention_heads": 3, "num_key_value_heads": 3}  # of 48
     found = set(recommend(config | {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64})["system"])
-    assert {"quanto 4", "long 0.9"} <= found and "vqllm 8x1024" not in found
+    assert {"quanto 4", "best-long 0.9"} <= found and "vqllm 8x1024" not in found
     assert "higgs 2" in set(recommend("google/gemma-7b")["system"])
 
 
@@ -118,10 +118,10 @@ def test_limits_leave_out_what_does_not_fit(table):
 
 
 def test_calls_make_the_presets_that_they_name(table):
-    made = eval(table.loc["mid 1.8", "preset"], {"presets": presets})
+    made = eval(table.loc["best-mid 1.8", "preset"], {"presets": presets})
     assert made.name == "best" and made.fallback is not None
     short = recommend(LLAMA, context=4096).set_index("system")["preset"]
-    assert "mid 1.8" not in short and eval(short["short 1.8"], {"presets": presets}).fallback is None
+    assert "best-mid 1.8" not in short and eval(short["best-short 1.8"], {"presets": presets}).fallback is None
 
 
 @pytest.mark.parametrize(("block", "side", "tokens"), [(1, 0, 1), (32, 0, 32), (1, 1200, 101), (32, 1200, 128)])

@@ -20,9 +20,9 @@ LEARNED = {"codebook_size": 16, "group_size": 8, "kmeans_iterations": 2, "block"
 PLANS = ({}, {"predicted": True}, {"mixed": True}, {"predicted": True, "mixed": True})
 EXISTING = [
     {"quantizer": quantizer, "rotation": rotation, "entropy": entropy}
-    for quantizer, entropy in (("steps", False), ("rvq", False), ("rvq", True), ("grid", False), ("grid", True),
+    for quantizer, entropy in (("uniform", False), ("rvq", False), ("rvq", True), ("grid", False), ("grid", True),
                                ("affine", False), ("affine", True))
-    for rotation in ("none", "hadamard", "principal", "weighted")
+    for rotation in ("none", "hadamard", "pca", "fisher_pca")
 ]  # fmt: skip
 
 
@@ -60,10 +60,10 @@ def test_every_cross_that_exists_generates(llama, arguments):
     assert report.packed_bytes > 0 and report.bits_per_value < 16
 
 
-@pytest.mark.parametrize("quantizer", ["steps", "trellis"])
+@pytest.mark.parametrize("quantizer", ["uniform", "trellis"])
 def test_one_rotation_for_all_layers_keeps_its_bits_at_any_rank(llama, quantizer, tmp_path):
     full, half = (
-        made(llama, quantizer=quantizer, rotation="weighted", bits=1.5, joint=True, rank=rank) for rank in (0, 96)
+        made(llama, quantizer=quantizer, rotation="fisher_pca", bits=1.5, joint=True, rank=rank) for rank in (0, 96)
     )
     assert full.codecs[0][0].stages[2].matrix.shape == (1, 192, 192) and half.side_bytes < 0.7 * full.side_bytes
     taken = []
@@ -81,10 +81,10 @@ def test_predictors_of_fewer_bits_take_fewer_bytes(llama):
     assert sides[0] > 1.1 * sides[1] > 1.1 * sides[2]
 
 
-@pytest.mark.parametrize("quantizer", ["steps", "rvq"])
+@pytest.mark.parametrize("quantizer", ["uniform", "rvq"])
 def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_path):
     for number, plan in enumerate(PLANS[1:]):
-        compressor = made(llama, quantizer=quantizer, rotation="weighted", bits=1.5, **plan)
+        compressor = made(llama, quantizer=quantizer, rotation="fisher_pca", bits=1.5, **plan)
         mean, different = mean_bits(compressor)
         assert mean <= 1.5 + 1e-9 and (different > 1) == plan.get("mixed", False)
         compressor.save_pretrained(tmp_path / str(number))
@@ -96,11 +96,11 @@ def test_plans_keep_to_the_budget_and_save_the_same_bits(llama, quantizer, tmp_p
 
 
 NOWHERE = [
-    ({"quantizer": "step"}, UnknownNameError, "steps"),
+    ({"quantizer": "uniforms"}, UnknownNameError, "uniform"),
     ({"rotation": "hadamar"}, UnknownNameError, "hadamard"),
-    ({"quantizer": "grid", "mixed": True}, DataError, "use steps, or bare rvq"),
-    ({"quantizer": "affine", "mixed": True}, DataError, "use steps, or bare rvq"),
-    ({"quantizer": "rvq", "mixed": True, "entropy": True}, DataError, "use steps, or bare rvq"),
+    ({"quantizer": "grid", "mixed": True}, DataError, "use uniform or rvq"),
+    ({"quantizer": "affine", "mixed": True}, DataError, "use uniform or rvq"),
+    ({"quantizer": "rvq", "mixed": True, "entropy": True}, DataError, "use uniform or rvq"),
     ({"entropy": True}, DataError, "leave entropy out"),
     ({"joint": True, "mixed": True}, DataError, "not predicted or mixed"),
     ({"rank": 64}, DataError, "only of a joint rotation"),
@@ -109,7 +109,7 @@ NOWHERE = [
     ({"bits": 11}, DataError, "from 0.01 to 10"),
     ({"block": 0}, DataError, "tokens 0 must be an integer"),
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16|must be float")
-      for quantizer, bits in itertools.product(("steps", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
+      for quantizer, bits in itertools.product(("uniform", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
 ]  # fmt: skip
 
 
@@ -125,13 +125,13 @@ def test_a_budget_below_what_residual_vq_can_take_is_named(llama):
 
 
 def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
-    cache = H2O(made(llama, rotation="weighted"), retain=0.5).new_cache(llama)
+    cache = H2O(made(llama, rotation="fisher_pca"), retain=0.5).new_cache(llama)
     assert generated(llama, cache).shape[1] == 32
     with pytest.raises(DataError, match="without predictors"):
         H2O(made(llama, predicted=True))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"rotation": "weighted"}, {"mixed": True},
+@pytest.mark.parametrize("arguments", [{}, {"rotation": "fisher_pca"}, {"mixed": True},
                                        {"quantizer": "rvq", "mixed": True, "bits": 2.0}], ids=str)  # fmt: skip
 def test_capacity_is_refused_where_sizes_depend_on_the_text(llama, arguments):
     known = [made(llama, **arguments)]
@@ -143,7 +143,7 @@ def test_capacity_is_refused_where_sizes_depend_on_the_text(llama, arguments):
 
 
 def test_capacity_of_weighted_residual_vq_needs_no_model(llama):
-    preset = presets.crossed("rvq", 2.0, rotation="weighted", **LEARNED)
+    preset = presets.crossed("rvq", 2.0, rotation="fisher_pca", **LEARNED)
     assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32
 
 
@@ -156,7 +156,7 @@ def test_sequences_shorter_than_a_block_are_named(llama):
 
 
 @pytest.mark.parametrize("kv_width", [64, 1024])
-@pytest.mark.parametrize("pays", [PAYS["mid"], PAYS["long"]])
+@pytest.mark.parametrize("pays", [PAYS["best-mid"], PAYS["best-long"]])
 @pytest.mark.parametrize("more", [-1, 0])
 def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, more):
     tokens = kv_width * pays + more
@@ -165,10 +165,10 @@ def test_the_best_is_what_page_11_measures_for_so_many_tokens(kv_width, pays, mo
     assert BEST[best_for(tokens + 1, kv_width)] != design or more == 0
 
 
-@pytest.mark.parametrize(("light", "heavy"), [("short", "mid"), ("mid", "long")])
+@pytest.mark.parametrize(("light", "heavy"), [("best-short", "best-mid"), ("best-mid", "best-long")])
 def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, heavy):
     searched = pd.read_csv(repository_root() / "results/11_rule.csv")
-    names = [BEST[name].replace("trellis", "steps") for name in (light, heavy)]
+    names = [BEST[name].replace("trellis", "uniform") for name in (light, heavy)]
     shape = cache_shape("smollm2-135m")
     found = pays_from(searched, *names, shape.values) / shape.width
     assert len(found) == 2 and found.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()

@@ -68,19 +68,24 @@ def test_each_rung_keeps_the_best_of_each_context(guessed):
 
 
 def test_a_search_may_begin_with_few_designs(guessed):
-    named = ["steps", "grid, predicted"]
+    named = ["uniform", "grid, predicted"]
     table = halving_search(["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
     assert list(table[table["rung"] == 1]["design"]) == named
-    assert set(table[table["rung"] == 2]["design"]) == {"steps"}  # a grid has no half bit
+    assert set(table[table["rung"] == 2]["design"]) == {"uniform"}  # a grid has no half bit
 
 
 def test_a_part_is_worth_what_its_twin_lacks():
-    designs = {"steps, weighted": 3.0, "trellis, weighted": 2.5, "trellis, weighted, mixed": 1.0, "rvq, mixed": 0.0}
+    designs = {
+        "uniform, fisher_pca": 3.0,
+        "trellis, fisher_pca": 2.5,
+        "trellis, fisher_pca, mixed": 1.0,
+        "rvq, mixed": 0.0,
+    }
     rows = [{"rung": 1, "design": name, "equivalent_bits_1k": bits} for name, bits in designs.items()]
     found = paired_ablation(pd.DataFrame([*rows, {"rung": 2, "design": "rvq", "equivalent_bits_1k": 9.0}]), ["1k"])
     assert found.to_dict("list") == {
-        "part": ["trellis, not steps", "mixed"],
-        "design": ["trellis, weighted", "trellis, weighted, mixed"],
+        "part": ["trellis, not uniform", "mixed"],
+        "design": ["trellis, fisher_pca", "trellis, fisher_pca, mixed"],
         "saved_1k": [0.5, 1.5],
     }
     none = paired_ablation(pd.DataFrame(rows[:1]), ["1k"])
@@ -93,7 +98,7 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
         assert presets.crossed(**arguments, bits=bits).name == "crossed"
     listed = [tuple(sorted(arguments.items())) for arguments in ALL.values()]
     assert len(set(listed)) == len(ALL) > 70
-    assert not designs.exists("grid", 2.5) and designs.exists("steps", 2.5) and not designs.exists("affine", 0.5)
+    assert not designs.exists("grid", 2.5) and designs.exists("uniform", 2.5) and not designs.exists("affine", 0.5)
     assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
     published = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
     assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}

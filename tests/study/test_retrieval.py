@@ -15,7 +15,7 @@ from vqkv.study.tables import with_floor
 
 SETTINGS = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", episodes=[[1, 150, 2]], copied=[2, 96, 32], systems=["higgs 2"],
-    designs=["steps, principal"], bits=[2.0], least_exact=0, tell_apart=100, train_seqs=2, seq_len=128,
+    designs=["uniform, pca"], bits=[2.0], least_exact=0, tell_apart=100, train_seqs=2, seq_len=128,
     vqllm={"vqllm 2x16": [2, 16]}, codebook_size=16, kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32",
     device="cpu",
 )  # fmt: skip
@@ -24,7 +24,7 @@ SETTINGS = dict(
 def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
     table = retrieval(**SETTINGS)
     assert (table.loc[table["system"] == "fp16", "lost"] == 0).all()
-    assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["steps, principal"] * 2]
+    assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["uniform, pca"] * 2]
     assert table["task"].tolist() == ["copy", "facts"] * 3
     assert table["questions"].tolist() == [32, 2] * 3
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()

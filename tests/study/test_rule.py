@@ -4,7 +4,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.rule import against_best, by_rule, chosen, pays_from, share_of_bits
 
 ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
@@ -27,21 +26,21 @@ def table(*given):
     rows = pd.DataFrame(given, columns=["system", "nominal_bits", "bits_per_value", "kl_mean"]).assign(
         model="m", seed=0
     )
-    rows = rows.assign(side_bytes=1e6 * rows["system"].isin([BEST["mid"]]))
+    rows = rows.assign(side_bytes=1e6 * rows["system"].isin(["best-mid"]))
     for name in ("8k", "128k"):
         rows[f"bits_{name}_x1"] = rows["bits_per_value"]
     return rows.assign(kl_each=[f"{kl} {1.5 * kl}" for kl in rows["kl_mean"]])
 
 
-CURVE = [(BEST["long"], b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**-2), ("kvtc 2", 0, 2, 4.0**-1)]
+CURVE = [("best-long", b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**-2), ("kvtc 2", 0, 2, 4.0**-1)]
 
 
 def test_a_design_has_bits_where_the_rule_takes_it_and_kvtc_where_it_is_on_its_hull():
-    rows = table(*CURVE, (BEST["mid"], 1, 1, 0.1), ("kvtc 3, rank 480", 0, 3, 0.2), ("kivi 2", 0, 2, 0.1))
+    rows = table(*CURVE, ("best-mid", 1, 1, 0.1), ("kvtc 3, rank 480", 0, 3, 0.2), ("kivi 2", 0, 2, 0.1))
     found = by_rule(rows, ["8k", "128k"], 192).set_index("system")
     assert found["family"].tolist() == ["best"] * 2 + ["kvtc"] * 2 + ["best", "kvtc", "kivi"]
     gone = {name: set(found.index[found[f"bits_{name}_x1"].isna()]) for name in ("8k", "128k")}
-    assert gone == {"8k": {BEST["long"], "kvtc 3, rank 480"}, "128k": {BEST["mid"], "kvtc 3, rank 480"}}
+    assert gone == {"8k": {"best-long", "kvtc 3, rank 480"}, "128k": {"best-mid", "kvtc 3, rank 480"}}
 
 
 def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
@@ -65,8 +64,8 @@ def test_others_are_set_beside_the_rule_at_their_own_bits():
 
 def test_side_information_pays_from_where_the_bits_that_it_saves_outweigh_it():
     rows = table(
-        (BEST["short"], 1, 2, 0.1), (BEST["short"], 2, 4, 0.001), (BEST["mid"], 1, 1, 0.2), (BEST["mid"], 2, 2, 0.01)
+        ("best-short", 1, 2, 0.1), ("best-short", 2, 4, 0.001), ("best-mid", 1, 1, 0.2), ("best-mid", 2, 2, 0.01)
     )
-    found = pays_from(rows, BEST["short"], BEST["mid"], 1000)
+    found = pays_from(rows, "best-short", "best-mid", 1000)
     at = 1 + np.log(0.2 / 0.1) / np.log(0.2 / 0.01)
     assert found.index.tolist() == [1] and found.item() == pytest.approx(8e6 / 1000 / (2 - at))

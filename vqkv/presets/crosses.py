@@ -24,17 +24,21 @@ from vqkv.presets.plans import Budgeted, FromPrevious, Together, Unpredicted
 from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
-ROTATIONS = ("none", "hadamard", "principal", "weighted")
-PAYS = {"short": 0, "mid": 6, "long": 45}  # tokens a channel of all KV heads, from which on (results/11_rule.csv)
+ROTATIONS = ("none", "hadamard", "pca", "fisher_pca")
+PAYS = {
+    "best-short": 0,
+    "best-mid": 6,
+    "best-long": 45,
+}  # least tokens a channel of all heads: 11_rule.csv
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 
 @preset
 def crossed(
-    quantizer: str = "steps",
+    quantizer: str = "uniform",
     bits: float = 2.0,
     mean: bool = True,
-    rotation: str = "principal",
+    rotation: str = "pca",
     merged: bool = True,
     grouping: str = "contiguous",
     entropy: bool = False,
@@ -52,19 +56,19 @@ def crossed(
     seed: int = 0,
     pre_rope: bool | None = None,
 ) -> Preset:
-    """Any quantizer with any of the stages that come before and after it.
+    """Combine any quantizer with any of the stages before and after it.
 
-    ``quantizer``: ``steps`` (uniform steps, always entropy-coded: a transform coder), ``trellis`` (the same with
-    trellis-coded rounding), ``rvq`` (residual VQ), ``grid`` (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64).
-    ``bits`` are those of the codes. ``mean`` is subtracted first. ``rotation``: ``none``, ``hadamard``, ``principal``
-    components, or ``weighted`` ones, where an error counts as much as it costs the model; ``merged``: of transform
-    coders, whether all heads' channels are rotated together. ``entropy`` codes the codes in blocks of ``block`` tokens;
-    ``predicted`` stores what AQUA-KV's linear predictors leave, in every layer but the first, with weights rounded to
-    ``predictor_bits`` below 16 (GPTQ); ``mixed`` splits the bits among layers, keys and values where they do most good
-    (all but ``grid`` and ``affine``). ``joint``: all layers' keys, and values, are rotated together (KVTC), without the
-    two. ``rank``: how many components are kept, 0: all. ``grouping``, ``beam``,
-    ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's. Raises ``UnknownNameError`` or
-    ``DataError`` for what does not exist together.
+    ``quantizer``: ``uniform`` (always entropy-coded: a transform coder), ``trellis`` (trellis-coded, else the same),
+    ``rvq`` (residual VQ), ``grid`` (HIGGS; 2, 3 or 4 bits) or ``affine`` (groups of 64). ``bits`` are those of the
+    codes. ``mean`` is subtracted first. ``rotation``: ``none``, ``hadamard``, ``pca``, or ``fisher_pca``, which scales
+    channels by what errors cost the model; ``merged``: of transform coders, one rotation for all heads. ``entropy``
+    codes the codes in blocks of ``block`` tokens. ``predicted`` stores the residuals of AQUA-KV's linear predictors, in
+    every layer but the first, with weights of ``predictor_bits`` (GPTQ below 16). ``mixed`` splits the bits among
+    layers, keys and values by marginal cost (all but ``grid`` and ``affine``). ``joint``: one rotation for all layers'
+    keys, and one for their values (KVTC), without the two. ``rank``: components that are kept, 0: all. ``grouping``,
+    ``beam``, ``codebook_size``, ``group_size`` and ``kmeans_iterations`` are residual VQ's.
+
+    Raises ``UnknownNameError`` or ``DataError`` for what does not exist together.
     """
     arguments = dict(locals())
     for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
@@ -73,13 +77,15 @@ def crossed(
     if not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
     if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
-        raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use steps, or bare rvq")
+        raise DataError(
+            f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq"
+        )
     if entropy and quantizer in TRANSFORM_CODERS:
         raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
     if rank and not joint:
         raise DataError("rank: only of a joint rotation can components be left out")
     if joint and (quantizer not in TRANSFORM_CODERS or predicted or mixed or not merged):
-        raise DataError("joint: all layers take one rotation, with steps or trellis, merged, not predicted or mixed")
+        raise DataError("joint: all layers take one rotation, with uniform or trellis, merged, not predicted or mixed")
     make = partial(CHAINS[quantizer], arguments)
     make(None)  # raises what its parts refuse
     flush = block if quantizer in TRANSFORM_CODERS else 1
@@ -124,11 +130,11 @@ def _rotated(arguments: dict, merged: bool = False) -> list[Stage]:
     rotation = arguments["rotation"]
     if rotation == "hadamard":
         return [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * merged + [Hadamard()]
-    return [] if rotation == "none" else [PCA(rotation == "weighted", arguments["rank"])]
+    return [] if rotation == "none" else [PCA(rotation == "fisher_pca", arguments["rank"])]
 
 
 TRANSFORM_CODERS = {
-    "steps": partial(_transform_coder, EntropyCodedScalar),
+    "uniform": partial(_transform_coder, EntropyCodedScalar),
     "trellis": partial(_transform_coder, TrellisCodedScalar),
 }
 CHAINS: dict[str, Callable[..., Codec]] = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
@@ -144,31 +150,28 @@ def best(
     pre_rope: bool | None = None,
     trellis: bool = False,
 ) -> Preset:
-    """Page 11's rule for ``context`` tokens that share the side information (context length times number of
-    sequences), on a model of ``kv_width`` = num_kv_heads x head_dim channels (1,024 for Llama-3-8B; not read from it).
+    """Choose page 11's design for ``context`` tokens that share the side information.
 
-    All three designs are transform coders: the mean is subtracted, channels are rotated to principal components in
-    which errors count as much as they cost the model, rounded to steps of one size and rANS-coded in blocks of
-    ``block`` tokens, and the bits are split among layers, keys and values by what errors there cost. "Short" rotates
-    each head by itself. "Mid", from 6 tokens a channel on (``PAYS``), stores only what AQUA-KV's linear predictors of 4
-    bits leave, rotated by head. "Long", from 45 on, has predictors of 8 bits and rotates all heads together.
-    With fewer than 8 calibration tokens a channel, or where predictions gain nothing on held-out ones, it is "short"
-    at any length, and a warning says so.
+    ``context``: context length times number of sequences. ``kv_width``: num_kv_heads x head_dim channels (1,024 for
+    Llama-3-8B; not read from the model). All designs subtract the mean, rotate by Fisher-weighted PCA, quantize
+    uniformly, code with rANS in blocks of ``block`` tokens, and split bits among layers, keys and values by marginal
+    cost. ``best-short`` rotates each head by itself. ``best-mid``, from 6 tokens a channel on (``PAYS``), stores the
+    residuals of AQUA-KV's linear predictors in 4 bits, by head. ``best-long``, from 45 on, has predictors of 8 bits and
+    one rotation for all heads. With fewer than 8 calibration tokens a channel, or where predictions gain nothing on
+    held-out ones, it is ``best-short`` at any length, and a warning says so.
 
     ``bits`` are those of a value on the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel,
-    2.25 with two.
-
-    ``trellis``: codes are chosen for a token at a time (``TrellisCodedScalar``), which lowers KL at equal bits (page
-    11), takes seven to eight times as long to encode and twice as long to decode, rotations apart.
+    2.25 with two. ``trellis``: trellis-coded quantization, which lowers KL at equal bits, takes seven to eight times
+    as long to encode and twice as long to decode, rotations apart.
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
-    shared = dict[str, Any](rotation="weighted", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
-    coder = "trellis" if trellis else "steps"
+    shared = dict[str, Any](rotation="fisher_pca", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
+    coder = "trellis" if trellis else "uniform"
     short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
-    if (design := best_for(context, kv_width)) == "short":
+    if (design := best_for(context, kv_width)) == "best-short":
         return short
-    long = design == "long"
+    long = design == "best-long"
     made = crossed(coder, bits, predicted=True, predictor_bits=8 if long else 4, merged=long, **shared)
     return dataclasses.replace(made, name="best", fallback=short)
 
@@ -182,10 +185,11 @@ def live(
     pre_rope: int | None = 16,
     seed: int = 0,
 ) -> Preset:
-    """Fixed-rate transform coding, for a cache in use: each head's channels, less their mean, turned to components in
-    which errors count as much as they cost the model, and these in groups of one byte, the smaller the more they vary
-    (``ByteGroups``); ``bits`` are split among layers, keys and values by what errors there cost. No entropy code
-    and no scale a token, so a token's bytes lie where they are known to lie."""
+    """Code at a fixed rate, for a cache in use that attention reads in place.
+
+    Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
+    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost. There is no
+    entropy code and no scale for each token, so every token's bytes lie at a known place."""
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)

@@ -193,5 +193,5 @@ def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: boo
     coding does. Costs are here those of the model's loss (Fisher information), not of its attention outputs, so that
     this is ``best``'s "short"."""
     shared = {"sink_tokens": sink_tokens, "pre_rope": pre_rope}
-    made = crossed("steps", bits, rotation="weighted", merged=False, mixed=True, block=block, **shared)
+    made = crossed("uniform", bits, rotation="fisher_pca", merged=False, mixed=True, block=block, **shared)
     return dataclasses.replace(made, name="aatc")

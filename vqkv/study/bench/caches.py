@@ -71,7 +71,7 @@ class KeepingDecoded:
 
 
 REFERENCE, PEER = "DynamicCache", "transformers quanto 4"
-SHORT, MID, LONG = "best 1.8 short", "best 1.8 mid", "best 1.8 long"
+SHORT, MID, LONG = "best-short 1.8", "best-mid 1.8", "best-long 1.8"
 KEPT = {f"{label}, decoded kept": label for label in ("quanto 4", SHORT, LONG)}
 THEIRS: dict[str, Callable] = {
     REFERENCE: Uncompressed,

@@ -125,9 +125,9 @@ def with_families(table: pd.DataFrame) -> pd.DataFrame:
 
 
 PARTS = {  # part of a design -> what names it, and what stands in its place in the design without it
-    "trellis, not steps": ("trellis", "steps"),
+    "trellis, not uniform": ("trellis", "uniform"),
     "mixed": (", mixed", ""),
-    "weighted, not principal": ("weighted", "principal"),
+    "Fisher-weighted, not plain PCA": ("fisher_pca", "pca"),
     "predicted": (", predicted", ""),
     "by head": (", by head", ""),
 }

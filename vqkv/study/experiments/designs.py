@@ -14,12 +14,12 @@ RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many
 KVTC = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
 KVTC |= {f", rank {rank}": {"rank": rank} for rank in RANKS}
 KVTC |= {", rANS, rank 960": {"deflate": False, "rank": 960}}
-BEST = {  # the designs of ``presets.best`` with a trellis, as page 11 measures them
-    "short": "trellis, weighted, mixed, by head",
-    "mid": "trellis, weighted, predicted in 4 bits, mixed, by head",
-    "long": "trellis, weighted, predicted in 8 bits, mixed",
+BEST = {  # the designs of ``presets.best``, as page 11 measures them, by their stages
+    "best-short": "trellis, fisher_pca, mixed, by head",
+    "best-mid": "trellis, fisher_pca, predicted in 4 bits, mixed, by head",
+    "best-long": "trellis, fisher_pca, predicted in 8 bits, mixed",
 }
-GROUPINGS = {"none": "strided", "hadamard": "contiguous", "principal": "strided", "weighted": "strided"}
+GROUPINGS = {"none": "strided", "hadamard": "contiguous", "pca": "strided", "fisher_pca": "strided"}
 
 
 def published(
@@ -94,7 +94,7 @@ def factorial() -> dict[str, dict]:
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
         for quantizer in TRANSFORM_CODERS:
             _add(found, quantizer=quantizer, **shared)
-            if mixed and rotation in ("principal", "weighted"):
+            if mixed and rotation in ("pca", "fisher_pca"):
                 _add(found, quantizer=quantizer, merged=False, **shared)
         for beam in (1,) if mixed else (1, 4):
             _add(found, quantizer="rvq", grouping=GROUPINGS[rotation], beam=beam, **shared)
@@ -108,23 +108,24 @@ def factorial() -> dict[str, dict]:
             shared = {"rotation": rotation, "predicted": predicted, "grouping": GROUPINGS[rotation]}
             _add(found, quantizer="rvq", entropy=True, **shared)
     for predicted in (False, True):
-        _add(found, quantizer="steps", rotation="principal", predicted=predicted, mean=False)
+        _add(found, quantizer="uniform", rotation="pca", predicted=predicted, mean=False)
     return found
 
 
 def every() -> dict[str, dict]:
-    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of 4 and 8 bits."""
+    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of 4 and 8 bits, and
+    ``BEST`` by name."""
     found = factorial()
     for quantizer in TRANSFORM_CODERS:
-        shared = {"quantizer": quantizer, "rotation": "weighted"}
+        shared = {"quantizer": quantizer, "rotation": "fisher_pca"}
         found |= {
-            f"{quantizer}, weighted, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
+            f"{quantizer}, fisher_pca, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
         }
         shared |= {"predicted": True, "mixed": True}
         for bits, merged in itertools.product((4, 8), (True, False)):
-            label = f"{quantizer}, weighted, predicted in {bits} bits, mixed" + ", by head" * (not merged)
+            label = f"{quantizer}, fisher_pca, predicted in {bits} bits, mixed" + ", by head" * (not merged)
             found[label] = shared | {"predictor_bits": bits, "merged": merged}
-    return found
+    return found | {name: found[stages] for name, stages in BEST.items()}
 
 
 def exists(design: str, bits: float) -> bool:

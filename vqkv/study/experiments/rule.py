@@ -14,10 +14,10 @@ from vqkv.study.experiments.designs import BEST, KVTC, RANKS
 from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, frontier
 
 OURS, THEIRS = "best", "kvtc"
-PREDICTED = [f"steps, weighted, predicted in {bits} bits, mixed" for bits in (8, 4)]
-SEARCHED = ["steps, weighted, mixed, by head", "steps, weighted, predicted, mixed"]
+PREDICTED = [f"uniform, fisher_pca, predicted in {bits} bits, mixed" for bits in (8, 4)]
+SEARCHED = ["uniform, fisher_pca, mixed, by head", "uniform, fisher_pca, predicted, mixed"]
 SEARCHED += [*PREDICTED, *(f"{name}, by head" for name in PREDICTED)]
-SEARCHED += [f"steps, weighted, joint, rank {rank}" for rank in RANKS]
+SEARCHED += [f"uniform, fisher_pca, joint, rank {rank}" for rank in RANKS]
 GRID = 200  # losses at which two curves are compared
 ENDS = ("lowest", "highest")
 
@@ -76,13 +76,13 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
     context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have (means
     over models and seeds): it may be picked on the text on which both are judged."""
     theirs = table["system"].str.startswith(THEIRS) & ~table["system"].str.endswith("window")
-    ours = table["system"].isin(BEST.values())
+    ours = table["system"].isin(BEST)
     table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))
     for name in contexts:
         column = f"bits_{name}_x1"
         means = table[theirs].groupby("system")[[column, "kl_mean"]].mean().dropna().sort_values(column)
         hull = table["system"].isin(_hull(means[column], np.log(means["kl_mean"])))
-        taken = table["system"] == BEST[best_for(CONTEXTS[name], kv_width)]
+        taken = table["system"] == best_for(CONTEXTS[name], kv_width)
         table[column] = table[column].where(~ours & ~theirs | ours & taken | theirs & hull)
     return table
 
