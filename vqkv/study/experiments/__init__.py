@@ -16,6 +16,7 @@ from vqkv.study.experiments.comparisons import (
     with_families,
 )
 from vqkv.study.experiments.depth import gaussian_depth, residual_depth
+from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back

@@ -9,7 +9,7 @@ from vqkv.study.figures.explore import coloured_text, explained_by_layer, vector
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
 from vqkv.study.figures.generation import in_place, memory_dots, time_dumbbells
 from vqkv.study.figures.grouping import group_size_lines, grouping_bars
-from vqkv.study.figures.injected import SHOWN, kl_by_size, quiet_heads
+from vqkv.study.figures.injected import kl_by_size
 from vqkv.study.figures.learning import learning_curves, unused_codes
 from vqkv.study.figures.phenomena import magnitudes_by_layer
 from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_inputs

@@ -25,8 +25,8 @@ PROXIES = {
 STORED = ("key_mse", "value_mse", "unexplained")  # what a quantizer sees by itself
 TASKS = {"facts": "facts in text"}
 QUANTIZERS = {  # of a design -> palette key, marker and label of the search's figure
-    "trellis": ("crossed 2", "o", "trellis or steps"),
-    "steps": ("crossed 2", "o", "trellis or steps"),
+    "trellis": ("crossed 2", "o", "trellis or uniform"),
+    "uniform": ("crossed 2", "o", "trellis or uniform"),
     "rvq": ("vqllm", "s", "residual VQ"),
     "grid": ("other", "D", "grid or affine"),
     "affine": ("other", "D", "grid or affine"),

@@ -45,8 +45,8 @@ READING = {
     ("grid_decode", "grid 256"): "Gaussian grid",
     ("affine_decode", "int4"): "int4",
     ("rans_decode", "2.5 bits"): "entropy-coded streams",
-    ("best_decode", "by head, whole"): "short, all steps",
-    ("best_decode", "predicted, whole"): "long, all steps",
+    ("best_decode", "by head, whole"): "best-short, all stages",
+    ("best_decode", "predicted, whole"): "best-long, all stages",
 }
 LIBRARIES = ("faiss", "quanto", "hqq", "vector-quantize", "constriction")
 

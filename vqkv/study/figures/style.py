@@ -60,7 +60,9 @@ PALETTE = {
 }
 
 LOOKS = {  # part of a system's name -> palette key and marker; the first that fits
-    "by head": ("crossed", "*"),
+    "best-mid": ("crossed 3", "*"),
+    "best-long": ("crossed 2", "P"),
+    "best": ("crossed", "*"),
     "predicted": ("crossed 2", "P"),
     "turboquant": ("turboquant", "^"),
     "kvquant": ("kvquant", "v"),
@@ -72,7 +74,6 @@ LOOKS = {  # part of a system's name -> palette key and marker; the first that f
     "quanto": ("quanto", "o"),
     "kivi": ("kivi", "X"),
     "live": ("live", "d"),
-    "best": ("crossed", "*"),
 }
 
 STYLE = {
