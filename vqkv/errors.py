@@ -4,7 +4,7 @@ import difflib
 
 
 class UnknownNameError(ValueError):
-    """A model, corpus, preset, profile or parameter name that nobody defined."""
+    """A model, corpus, preset, profile or parameter name that is not defined."""
 
     def __init__(self, kind: str, name: str, known, remedy: str = ""):
         known = sorted(map(str, known))

@@ -20,8 +20,8 @@ from vqkv.study.experiments.audit.rows import (
     HOLDS,
     IN_PART,
     MEASURED,
+    NEITHER,
     OURS,
-    UNTESTABLE,
     VERDICTS,
     agrees,
     row,
@@ -60,7 +60,7 @@ def test_verdicts_are_those_of_their_figures():
         if claim["rule"] == "ours":
             expected = OURS
         elif claim["of"] == 0:
-            expected = UNTESTABLE
+            expected = NEITHER
             assert claim["recomputed"] == "" and claim["reason"], claim["claim"]
         else:
             expected = {0: DOES_NOT, claim["of"]: HOLDS}.get(claim["agree"], IN_PART)
@@ -100,7 +100,7 @@ def test_a_measured_row_needs_its_table():
     assert (there["verdict"], there["how"], there["recomputed"], there["reason"]) == (HOLDS, MEASURED, 2, "mean 3.")
     for found in (None, {"recomputed": math.nan}):
         absent = row(CLAIM, found)
-        assert absent["verdict"] == UNTESTABLE and absent["published"] == 2 and "run page 03" in absent["reason"]
+        assert absent["verdict"] == NEITHER and absent["published"] == 2 and "run page 03" in absent["reason"]
 
 
 def test_every_published_figure_is_counted_once():

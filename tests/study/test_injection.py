@@ -26,7 +26,7 @@ def model(request, tmp_path_factory):
 
 
 def factors(model, seed: int, most: float) -> torch.Tensor:
-    """(num_layers, num_kv_heads, head_dim) of either sign, alike in the channels that RoPE turns together."""
+    """(num_layers, num_kv_heads, head_dim) of either sign, alike in the channels that RoPE rotates together."""
     layers, generator = kv_layers(model), torch.Generator().manual_seed(seed)
     shape = (len(layers), *layers[0].shape[:2])
     x = most ** (2 * torch.rand(shape, generator=generator) - 1) * torch.randn(shape, generator=generator).sign()
@@ -99,7 +99,7 @@ def test_the_model_stays_as_it_is_and_copies_have_names(model):
 
 def test_channels_that_turn_together_need_one_multiplier(tmp_path):
     model = small_models.load("qwen2", tmp_path)
-    with pytest.raises(DataError, match="RoPE turns channels 5 and 21 of layer 0 together: give them the same"):
+    with pytest.raises(DataError, match="RoPE rotates channels 5 and 21 of layer 0 together: give them the same"):
         inject(model, keys=torch.ones(32).index_fill(0, torch.tensor(21), 3.0))
 
 

@@ -128,7 +128,7 @@ class Batch:
             group.step = ForwardPass(Known(readers), Known(readers), room)
 
     def _positions(self, new_slots: int, device) -> Tensor | None:
-        """Of the new slots (sequences or 1, new_slots); None where no key turns."""
+        """Of the new slots (sequences or 1, new_slots); None where no key rotates."""
         told, self._position_ids, seen, self.seen_by = self._position_ids, None, self.seen_by, None
         if not any(self.rotations):
             return None

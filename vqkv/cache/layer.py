@@ -26,7 +26,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """As attention reads them, decoded anew (batch, num_kv_heads, seq_len, head_dim); None while there are none."""
+        """As attention reads them, decoded again (batch, num_kv_heads, seq_len, head_dim); None if there are none."""
         return self.batch.stored(self.index)[0] if self.batch.slots else None
 
     @property

@@ -152,7 +152,7 @@ def _opened(path: Path) -> Stored:
 
 
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Remove it if its bytes are not those that were written, and nobody has put another file there meanwhile."""
+    """Remove it if its bytes are not those that were written, and no one has put another file there meanwhile."""
     state = _state(path)
     try:
         return load_checked(path, FORMAT, VERSION, "save it again")

@@ -36,7 +36,7 @@ class TokenStore:
     """Full-precision sinks, quantized tokens, full-precision recent window: (batch, num_kv_heads, tokens, head_dim).
 
     ``payload`` holds the quantized tokens in order. ``holes`` are the numbers of those, ascending, that were taken back
-    from the end of a block: as forgetting a part of a block would mean to quantize the rest anew, at the price of a
+    from the end of a block: as forgetting a part of a block would mean to quantize the rest again, at the price of a
     second error, they stay and are never read. ``decoded``: what attention reads of the first ``upto`` quantized
     tokens, if it is kept from step to step. ``positions``: of keys stored before their ``rotation``; ``kept``: the
     tokens that these keys are of, once some were evicted. ``reach``: how many of the last tokens a later query can see,
@@ -177,7 +177,7 @@ class TokenStore:
 
     def kernel_view(self, known: Known) -> KernelView | None:
         """The quantized tokens for kernels that decode them as they read; None if there are none, or if more than the
-        codec has a say in them, their positions do not count up, or they turn in a way that kernels do not know."""
+        codec has a say in them, their positions do not count up, or they rotate in a way that kernels do not know."""
         shared = self.coder.prediction is not None or self.coder.place in known.last_reader
         turns = self.positions is not None and (self.positions.explicit is not None or not self.rotation.half_split)
         uneven = self.kept is not None or turns

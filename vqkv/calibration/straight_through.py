@@ -15,7 +15,7 @@ from vqkv.models.rotation import Rotation
 
 class StraightThrough:
     """A forward pass with ``cache(model)`` reads its keys and values through ``codecs`` in the state these are in, but
-    for the first ``sink_tokens``, keys turned back by ``turns``. Gradients pass as if nothing had happened (van den
+    for the first ``sink_tokens``, keys rotated back by ``turns``. Gradients pass as if nothing had happened (van den
     Oord et al. 2017). ``seen`` collects, while ``recording``, the exact keys and values (batch, num_kv_heads, seq_len,
     head_dim) by place."""
 

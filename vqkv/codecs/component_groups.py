@@ -50,7 +50,7 @@ class ComponentGroups(Quantizer):
             self.groups = _cheapest(rows, int(self.bits * x.shape[-1] / self.share)).to(x.device)
 
     def finalize(self) -> None:
-        """Leave out the last groups, if they are not stored: nobody need know their components."""
+        """Leave out the last groups, if they are not stored: no reader needs their components."""
         stored = self.groups[:, 1].nonzero()
         self.groups = self.groups[: int(stored.max()) + 1 if len(stored) else 1].clone()
 

@@ -1,4 +1,5 @@
-"""Deals the bundled text out to splits, near-duplicates apart: ``python -m vqkv.data.splitting`` writes the lists anew.
+"""Deals the bundled text out to splits, near-duplicates apart: ``python -m vqkv.data.splitting`` writes the lists
+again.
 
 Documents of one module stay together: a hash of its dotted name deals modules out. A near-duplicate of a document that
 is held out (Jaccard similarity of at least 0.5 between sets of 8-token shingles, found by MinHash: Broder 1997;
@@ -63,7 +64,7 @@ def _minhash(hashes: np.ndarray):
 
 
 def main() -> None:
-    """Write the three lists anew: what is reported loses nothing to its twins, what is learned from loses most."""
+    """Write the three lists again: what is reported loses nothing to its twins, what is learned from loses most."""
     texts: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
     for corpus in ("python", "prose"):
         for document in tqdm(CORPORA[corpus](), desc=corpus, unit=" files"):

@@ -84,7 +84,7 @@ def recommend(
     beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
     08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
     of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
-    ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more bits all told and no
+    ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_all_told`` and no
     more KL. Presets that cannot store the model's shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.

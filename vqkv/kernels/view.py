@@ -85,7 +85,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Mapped:
-    """value = components @ matrix + offset, so that attention turns its queries and what it sums up instead."""
+    """value = components @ matrix + offset, so that attention rotates its queries and what it sums up instead."""
 
     inner: Grouped
     matrix: Tensor  # fp32 (num_kv_heads, components, head_dim)

@@ -1,4 +1,4 @@
-"""How the layers of a model turn their keys, asked of the model: the same tokens at several positions."""
+"""How the layers of a model rotate their keys, asked of the model: the same tokens at several positions."""
 
 import inspect
 import weakref
@@ -24,9 +24,9 @@ _rotations: weakref.WeakKeyDictionary = (
 
 
 def rotations(model, block: int = 1) -> list[Rotation | None]:
-    """How each layer turns its keys by their position, None where it does not, from keys of the same tokens at several
-    positions. ``block``: by the position of the first of their block of so many tokens. Raises ``DataError``, with the
-    remedy, for angles that are not multiples of the position."""
+    """How each layer rotates its keys by their position, None where it does not, from keys of the same tokens at
+    several positions. ``block``: by the position of the first of their block of so many tokens. Raises ``DataError``,
+    with the remedy, for angles that are not multiples of the position."""
     model = plain(model)
     known = _rotations.setdefault(model, {})  # a cast may round the model's angles
     if (model.dtype, 1) not in known:
@@ -65,12 +65,12 @@ def _seen_rotations(model) -> list[Rotation | None]:
     known = sorted((each for each in found if each), key=lambda rotation: -len(rotation.first))
     found = [next((each for each in known if fits(each, keys)), own) for keys, own in zip(by_layer, found, strict=True)]
     if False in found:
-        raise DataError(f"layer {found.index(False)} of {name} turns its keys unevenly, {NOT}")
+        raise DataError(f"layer {found.index(False)} of {name} rotates its keys unevenly, {NOT}")
     return [each or None for each in found]
 
 
 def _found(keys_at: dict[int, Tensor]) -> Rotation | Literal[False] | None:
-    """False where keys turn unevenly."""
+    """False where keys rotate unevenly."""
     try:
         return found_rotation(keys_at)
     except AnglesChangeError:

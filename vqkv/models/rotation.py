@@ -12,7 +12,7 @@ NOISE = {2: 2**-6, 4: 2**-18, 8: 2**-18}  # by bytes of a number: share of its p
 
 
 class Rotation(nn.Module):
-    """Channels ``first[i]`` and ``second[i]`` of each head turn by ``position * angle[i]`` (radians, float64); the
+    """Channels ``first[i]`` and ``second[i]`` of each head rotate by ``position * angle[i]`` (radians, float64); the
     others do not. A factor that scales keys at all positions alike (YaRN) is not undone. ``half_split``: channel i
     turns with channel i + rotary_dim / 2, as kernels that rotate expect. ``block``: positions count as that of the
     first of their block of so many."""
@@ -31,7 +31,7 @@ class Rotation(nn.Module):
         return Rotation(self.first, self.second, self.angle, len(self.order), block)
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 (rows, seq_len, turned channels), of integer positions (rows, seq_len). Angles are float64
+        """cos and sin, fp32 (rows, seq_len, rotated channels), of integer positions (rows, seq_len). Angles are float64
         up to whole turns, as positions beyond 2^16 leave fp32 too few bits."""
         positions = positions - positions % self.block
         angles = positions.double().unsqueeze(-1) * self.angle.to(positions.device)
@@ -53,13 +53,13 @@ class Rotation(nn.Module):
 
 
 class AnglesChangeError(ValueError):
-    """Keys turn, but not by an angle that grows with the position."""
+    """Keys rotate, but not by an angle that grows with the position."""
 
 
 def found_rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
     """The rotation that makes of the keys at position 0 those at others: position -> (tokens, num_kv_heads, head_dim)
-    for 0, powers of two and, to check what was found, any others. None where keys do not turn, or change with the
-    position in another way (learned positions). Raises ``AnglesChangeError`` if they turn, but unevenly."""
+    for 0, powers of two and, to check what was found, any others. None where keys do not rotate, or change with the
+    position in another way (learned positions). Raises ``AnglesChangeError`` if they rotate, but unevenly."""
     keys = {position: x.double().cpu() for position, x in keys_at.items()}
     still = keys.pop(0)
     noise = NOISE[keys_at[0].element_size()]
@@ -92,8 +92,8 @@ def fits(rotation: Rotation, keys_at: dict[int, Tensor]) -> bool:
 
 
 def _pairs(still: Tensor, moved: list[Tensor], noise: float) -> tuple[Tensor, Tensor] | None:
-    """Channels that turn together: what one gains in energy, the other loses, for every token and position. Changes are
-    held against the energy of the channels themselves: beside a large bias all others would pass for still."""
+    """Channels that rotate together: what one gains in energy, the other loses, for every token and position. Changes
+    are held against the energy of the channels themselves: beside a large bias all others would pass for still."""
     energy = still.square().mean(dim=(0, 1))
     gains = torch.cat([(x.square() - still.square()).flatten(0, 1) for x in moved])
     gram = gains.T @ gains / len(gains)
@@ -111,7 +111,7 @@ def _pairs(still: Tensor, moved: list[Tensor], noise: float) -> tuple[Tensor, Te
 
 
 def _miss(rotation: Rotation, still: Tensor, moved: Tensor, position: int) -> float:
-    """The largest error of what is turned, as a share of the largest key in its pair of channels."""
+    """The largest error of what is rotated, as a share of the largest key in its pair of channels."""
     table = rotation.table(torch.tensor([[position]]))
     turned = rotation.turn(rotate, still[:, :, None], *(part.double() for part in table))
     first, second, largest = rotation.first, rotation.second, moved.abs().amax(dim=(0, 1))

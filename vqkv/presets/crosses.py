@@ -1,4 +1,4 @@
-"""Designs that nobody published: the stages of all systems crossed with each other, and the best of it."""
+"""Unpublished designs: the stages of all systems crossed with each other, and the best of it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -77,9 +77,7 @@ def crossed(
     if not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
     if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
-        raise DataError(
-            f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq"
-        )
+        raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq")
     if entropy and quantizer in TRANSFORM_CODERS:
         raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
     if rank and not joint:
@@ -160,9 +158,8 @@ def best(
     one rotation for all heads. With fewer than 8 calibration tokens a channel, or where predictions gain nothing on
     held-out ones, it is ``best-short`` at any length, and a warning says so.
 
-    ``bits`` are those of a value on the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel,
-    2.25 with two. ``trellis``: trellis-coded quantization, which lowers KL at equal bits, takes seven to eight times
-    as long to encode and twice as long to decode, rotations apart.
+    ``bits`` are those of the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel, 2.25 with
+    two. ``trellis``: lower KL at equal bits, seven to eight times as long to encode, twice as long to decode.
     """
     check_whole("context", context, 1, 1 << 40)
     check_whole("kv_width", kv_width, 1, 1 << 24)
@@ -188,8 +185,7 @@ def live(
     """Code at a fixed rate, for a cache in use that attention reads in place.
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
-    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost. There is no
-    entropy code and no scale for each token, so every token's bytes lie at a known place."""
+    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost."""
 
     def codec(head_dim: int | None) -> Codec:
         return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)

@@ -36,7 +36,7 @@ def kvtc(
     pre_rope: bool | None = None,
 ) -> Preset:
     """KVTC (Staniszewski & Lancucki 2025, arXiv 2511.01815): keys before RoPE of all layers and heads side by side, and
-    values likewise, less their mean, turned to their first ``rank`` (0: all) principal components, in groups of codes
+    values likewise, less their mean, rotated to their first ``rank`` (0: all) principal components, in groups of codes
     of as many bits as dynamic programming gives them (``ComponentGroups``), deflated. Sinks and the last 128 tokens
     stay exact.
 
@@ -161,7 +161,7 @@ def oscar(
 def nova(
     clip: float = 0.92, sink_tokens: int = 64, recent_window: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
-    """NOVA-KV (arXiv 2608.04074): keys, after RoPE and less their mean, turned to components of equal cost to the
+    """NOVA-KV (arXiv 2608.04074): keys, after RoPE and less their mean, rotated to components of equal cost to the
     queries, divided by their rms, in groups of 4 from all strengths, each with 256 codes of its own; values as in
     ``oscar``. Scales are fp16; costs below a thousandth of their mean count as that. 2.375 bits at head_dim 64."""
 
@@ -188,7 +188,7 @@ def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0, pre_rope:
 
 @preset
 def aatc(bits: float = 2.0, block: int = 32, sink_tokens: int = 4, pre_rope: bool | None = None) -> Preset:
-    """AATC (arXiv 2608.14191): each head's channels turned to the components in which errors count as much as they
+    """AATC (arXiv 2608.14191): each head's channels rotated to the components in which errors count as much as they
     cost attention, and bits poured over those of all layers, keys and values, in reverse, which one step with entropy
     coding does. Costs are here those of the model's loss (Fisher information), not of its attention outputs, so that
     this is ``best``'s "short"."""

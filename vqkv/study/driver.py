@@ -174,7 +174,7 @@ def main(
     profile: Annotated[str, typer.Option(help="A set of parameters from vqkv/study/profiles.")] = "default",
     parameter: Annotated[list[str], typer.Option("-p", metavar="NAME=VALUE", help="One parameter.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Folder for notebooks, results and figures.")] = None,
-    recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables anew.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables again.")] = False,
     scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,

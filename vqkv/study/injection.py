@@ -30,10 +30,10 @@ def inject(model, keys=None, values=None, key_bias=None):
     times ``values``; queries and the output projection are divided by the same.
 
     All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output. A bias changes none
-    without RoPE, and is nearly invisible with it in channels that turn slowly. The copy's configuration is not told of
-    a new bias: save its weights, not the model. Takes attention with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``
-    (Llama, Mistral, Qwen2) or GPT-2's. Raises ``DataError`` for any other, for numbers that are not finite or do not
-    fit, and for unequal multipliers of channels that RoPE turns together.
+    without RoPE, and is nearly invisible with it in channels that rotate slowly. The copy's configuration does not know
+    of a new bias: save its weights, not the model. Takes attention with ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``o_proj`` (Llama, Mistral, Qwen2) or GPT-2's. Raises ``DataError`` for any other, for numbers that are not finite
+    or do not fit, and for unequal multipliers of channels that RoPE rotates together.
     """
     check_decoder(model, "inject")
     model = plain(model)
@@ -114,7 +114,7 @@ def _check_pairs(model, keys: list[Tensor]) -> None:
         if len(uneven):
             a, b = (int(channels[uneven[0, 0]]) for channels in (turn.first, turn.second))
             raise DataError(
-                f"RoPE turns channels {a} and {b} of layer {i} together: give them the same key multiplier, or the "
+                f"RoPE rotates channels {a} and {b} of layer {i} together: give them the same key multiplier, or the "
                 "outputs would change"
             )
 

@@ -43,7 +43,7 @@ CALCULATOR = """# Which one for my model?
 Losses are page 11's, on two small models that favour transform coders (*short*, *long*, KVTC): measure yours with
 `vqkv.evaluate`. For a model that is not listed: `vqkv recommend FOLDER_OR_HUB_NAME`.
 
-Bold rows fit, and no other row that fits has no more bits all told and no more KL on either model. KL is in nats,
+Bold rows fit, and no other row that fits has no more bits and no more KL on either model. KL is in nats,
 recall lost in points. From *break-even* on the cache of one sequence is smaller than in fp16, side information
 included. *Longest* is what fits beside the weights, GB being 10⁹ bytes. Time is what a step takes longer than with
 `DynamicCache`, on one CPU thread in fp32; blank: not timed."""
@@ -72,7 +72,7 @@ def report(out: Path, notebooks: Path | None = None) -> list[Path]:
 
 
 def _page(path: Path) -> nbformat.NotebookNode:
-    """An executed notebook, its links to others turned to their pages and those to the repository's files to words."""
+    """An executed notebook, its links to others pointed to their pages and those to the repository's files to words."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -1,7 +1,7 @@
 """Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``.
 
 ``VQKV_OUT`` in the environment names the folder that holds ``results/`` and ``figures/`` (default: the repository), and
-``VQKV_RECOMPUTE=1`` computes every table anew. ``vqkv.study`` sets both.
+``VQKV_RECOMPUTE=1`` computes every table again. ``vqkv.study`` sets both.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ COST = 8  # additions that a byte is worth
 
 
 def serves(keys, values, rope: Rope | None) -> bool:
-    """Tell whether these are such codes, of whole bytes a group, and of keys that need not turn."""
+    """Tell whether these are such codes, of whole bytes a group, and of keys that need no rotation."""
     return rope is None and all(isinstance(x, Affine) and x.group_size * x.bits % 8 == 0 for x in (keys, values))
 
 

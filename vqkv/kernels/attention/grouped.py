@@ -17,7 +17,7 @@ COST = 16  # additions that a byte is worth
 
 
 def serves(keys, values, rope: Rope | None) -> bool:
-    """Tell whether these are such components, of keys that turn in blocks or not at all."""
+    """Tell whether these are such components, of keys that rotate in blocks or not at all."""
     whole = rope is None or (rope.block >= LEAST_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
     return whole and isinstance(keys, Mapped) and isinstance(values, Mapped)
 
@@ -43,9 +43,9 @@ def decode_attention(
 
 
 def _by_block(rows: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries (batch, num_kv_heads, queries, head_dim), turned back by each block's angles, times matrix (num_kv_heads,
-    components, head_dim): (batch, num_kv_heads, blocks, queries, components). Turned are products of query and matrix,
-    which are as few as there are angles, and not a query for each block."""
+    """Queries (batch, num_kv_heads, queries, head_dim), rotated back by each block's angles, times matrix
+    (num_kv_heads, components, head_dim): (batch, num_kv_heads, blocks, queries, components). Products of query and
+    matrix are rotated, which are as few as there are angles, and not a query for each block."""
     half = rows.shape[-1] // 2
     (a, b), (x, y) = ((z[..., :half], z[..., half:]) for z in (rows.unsqueeze(3), matrix.unsqueeze(1).unsqueeze(0)))
     parts = rows.new_empty(*rows.shape[:3], matrix.shape[1], 2 * half)

@@ -3,7 +3,7 @@
 A program takes all query heads of one KV head and a share of the tokens (split-KV); ``join`` joins the shares. A
 head is decoded as two half tiles: so a channel and its RoPE partner meet in one thread, and so the ends or the scale of
 a token multiply a score rather than every channel. Keys at position n = n0 + j, n0 the first of a tile, are turned by j
-only, with a table that stays in registers; the query is turned back by n0, once a tile.
+only, with a table that stays in registers; the query is rotated back by n0, once a tile.
 """
 
 import torch

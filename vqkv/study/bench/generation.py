@@ -93,7 +93,7 @@ class Generation:
         self.model, self.system = model, system
 
     def prefill(self, tokens: torch.Tensor) -> float:
-        """Start anew with a prompt (batch, seq_len)."""
+        """Start again with a prompt (batch, seq_len)."""
         self.cache = self.system.new_cache(self.model)
         return self.feed(tokens)
 

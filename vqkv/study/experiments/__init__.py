@@ -6,7 +6,6 @@
 # ruff: noqa: F401
 from vqkv.study.experiments.audit import audited_tables, claims_audit
 from vqkv.study.experiments.calibration_text import against_own, calibration_text
-from vqkv.study.experiments.capacity import capacity_table
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
     paired_ablation,

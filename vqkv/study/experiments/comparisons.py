@@ -15,9 +15,10 @@ CHANCE = 0.95  # of the intervals
 
 
 def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
-    """Of one model's rows, for each budget of bits, all told, and length of a single context: the system whose mean KL
-    over seeds is lowest of those that stay within the budget with every seed and have a KL in every row, and that KL.
-    Rows: budget; columns: context."""
+    """The system of the lowest KL for each budget of bits, side information included, and length of a single context.
+
+    Of one model's rows: that whose mean KL over seeds is lowest of those that stay within the budget with every seed
+    and have a KL in every row, and that KL. Rows: budget; columns: context."""
     groups = table.groupby(["system", "nominal_bits"], sort=False)
     mean = groups["kl_mean"].agg(lambda kl: kl.mean(skipna=False))
     floor = table["kl_floor"].max()
@@ -152,7 +153,7 @@ def proxy_correlations(
 ) -> pd.DataFrame:
     """Spearman's rank correlation of each proxy with what each task's score loses against its ``_exact``, over systems
     (means over seeds) whose stored bits lie within each of ``bands``, name -> [least, most]: a row per band, model,
-    task and proxy, with the ends of a 95% interval over ``DRAWS`` bootstrap draws of systems. The sign is turned so
+    task and proxy, with the ends of a 95% interval over ``DRAWS`` bootstrap draws of systems. The sign is flipped so
     that 1 means: what the proxy calls better is better. NaN where no system changes the score."""
     table = table.assign(unexplained=1 - table["evr"])
     mean = table.groupby(["model", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()

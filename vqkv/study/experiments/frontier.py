@@ -1,4 +1,4 @@
-"""Notebook 11: every system and the crosses that nobody published, on one harness, and the search for the latter."""
+"""Notebook 11: every system and the unpublished crosses, on one harness, and the search for the latter."""
 
 import itertools
 import math
@@ -87,7 +87,7 @@ def _ranks(rows: list[dict], column: str) -> dict[str, int]:
 
 
 def _rank_errors(rows: list[dict], column: str) -> dict[str, float]:
-    """Design -> standard deviation of its place when the windows are drawn anew (Efron & Tibshirani 1993), the same
+    """Design -> standard deviation of its place when the windows are drawn again (Efron & Tibshirani 1993), the same
     for all designs."""
     table, rng = pd.DataFrame(rows), np.random.default_rng(0)
     kl = np.nan_to_num(np.array([each.split() for each in table["kl_each"]], float), nan=MOST)
@@ -232,7 +232,7 @@ def fitted(preset: presets.Preset, who: dict) -> Compressor:
 
 
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
-    """Stored bits of a value all told: by context length and number of sequences, which share the side information."""
+    """Bits of a value, side information included, by context length and number of sequences that share it."""
     return {
         f"bits_{name}_x{batch}": all_told(row, about, tokens, batch, exact_tokens)
         for name, tokens in CONTEXTS.items()

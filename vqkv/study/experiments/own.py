@@ -20,7 +20,7 @@ from vqkv.study.sweep import sweep
 
 
 def defining_text(function: Callable) -> str:
-    """Source of the cell or the module that defines a function: a table made of it is made anew when that changes.
+    """Source of the cell or the module that defines a function: a table made of it is made again when that changes.
     Raises ``DataError`` where there is none."""
     text = "".join(linecache.getlines(function.__code__.co_filename)).strip()
     if not text:

@@ -90,7 +90,7 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
 def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: float = np.inf) -> dict[str, float]:
     """Bits that ``OURS`` takes at a context over those of KVTC at the same KL (log KL interpolated), the ``lowest`` and
     the ``highest`` share where KVTC takes ``least`` to ``most`` bits and both reach the KL; each with the ends of its
-    95% interval, the same windows for both drawn anew. NaN where there is no such KL. ``seen``: of ``by_rule``."""
+    95% interval, the same windows for both drawn again. NaN where there is no such KL. ``seen``: of ``by_rule``."""
     column = f"bits_{context}_x1"
     shown = [seen[(seen["family"] == name) & seen[column].notna()] for name in (OURS, THEIRS)]
     if any(rows.empty for rows in shown):

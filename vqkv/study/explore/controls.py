@@ -23,7 +23,7 @@ HEADLESS = "Open this page in JupyterLab and run it: controls for model, preset,
 
 def widgets(**chosen):
     """Controls for the three views, beginning with what is ``chosen`` (the arguments of ``Explorer``), where a front
-    end has opened the page; else a line that says so: a page that is merely executed has nobody to turn them.
+    end has opened the page; else a line that says so: a page that is merely executed has no one to move them.
 
     Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill, nbval and
     ``vqkv.study`` do not.
@@ -68,7 +68,7 @@ def _opened() -> bool:
 
 class Explorer:
     """``box`` has controls for the model of ``who``, the preset, its bits, the prompt, and the key that is followed;
-    below them the three ``views``. Whatever is turned, all views follow; what cannot be shown is said in
+    below them the three ``views``. Whatever is moved, all views follow; what cannot be shown is said in
     ``status``. An empty prompt is the held-out text that the page began with."""
 
     def __init__(

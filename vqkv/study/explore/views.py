@@ -1,6 +1,6 @@
 """Notebook 14: one prompt, one vector and one system seen from within.
 
-Every view is a table of plain literals' making, kept while the process lives, so that a control that is turned back
+Every view is a table of plain literals' making, kept while the process lives, so that a control that is moved back
 costs nothing. Systems keep no token exact here: what is seen is the codec's own work.
 """
 

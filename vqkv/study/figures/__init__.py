@@ -3,7 +3,6 @@
 # ruff: noqa: F401
 from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import other_calibrations
-from vqkv.study.figures.capacity import context_dots
 from vqkv.study.figures.depth import depth_curves, distance_to_bound
 from vqkv.study.figures.explore import coloured_text, explained_by_layer, vector_stages
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots

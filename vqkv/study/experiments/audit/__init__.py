@@ -15,7 +15,8 @@ from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq, row
 from vqkv.study.experiments.common import frame
 from vqkv.study.tables import published, repository_root, stored
 
-SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "transformers blog": blog, "VQ framework": framework}
+SOURCES = {"residual VQ": residual_vq, "AQUA-KV": aqua, "KVQuant": aqua, "transformers blog": blog}
+SOURCES |= {"VQ framework": framework}
 
 
 def audited_tables() -> dict[str, str]:
@@ -34,9 +35,10 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
 
     One row per claim: ``source``, ``section``, ``claim``, ``quote``, the figure as ``published`` and as ``recomputed``
     (of several cases the one that agrees least), ``unit``, ``how`` (``arithmetic``: from a formula, a model's shape or
-    bytes that are encoded here; ``measured here``: from tables of this study, on whatever models these were made with),
-    ``rule``, ``agree`` cases ``of`` so many, ``verdict`` (``rows.VERDICTS``), ``figures`` (how many it stands for),
-    ``where`` it is found (a page, or a function of this package) and the ``reason``.
+    bytes that are encoded here; ``measured here``: from tables of this study, on their models; ``needs their model``),
+    ``low`` and ``high``: its 95% interval, where windows are shared. ``rule``, ``agree`` cases ``of`` so many,
+    ``verdict`` (``rows.VERDICTS``), ``figures`` (how many it stands for), ``where`` it is found (a page, or a function
+    of this package) and the ``reason``.
     Raises ``DataError`` for a table that has changed since ``audited_tables``.
     """
     own = {name: _read(name, contents) for name, contents in tables.items() if not name.startswith("published/")}

@@ -170,12 +170,6 @@ def error_share(table: pd.DataFrame) -> dict:
     return {"cases": share.groupby([table["model"], table["role"]]).mean()}
 
 
-def decoding_speed(table: pd.DataFrame) -> dict:
-    """Of 2-bit HIGGS with predictors over without, at the longest history."""
-    times = table[table["context"] == table["context"].max()].set_index("system")["decode_ms"]
-    return {"recomputed": times.get("higgs 2", math.nan) / times.get("aqua higgs 2", math.nan)}
-
-
 def llama_weights() -> dict:
     """GiB of LLaMA's weights in KVQuant's table."""
     return {"cases": [(size["weights_gb_16bit"], exact.weights / 2**30) for size, exact in _llamas()]}

@@ -8,9 +8,9 @@ import torch
 
 from vqkv import presets
 from vqkv.evaluation.capacity import GB, capacity
+from vqkv.evaluation.recommend import BASELINE
 from vqkv.study.experiments.audit import shapes
 from vqkv.study.experiments.audit.rows import stated
-from vqkv.study.experiments.capacity import BASELINE
 from vqkv.study.tables import published
 
 MODEL = "Llama-2-7B"
@@ -56,14 +56,6 @@ def perplexity(table: pd.DataFrame) -> dict:
     """Over the exact cache's."""
     rows = table[table["system"] == "quanto 4"]
     return {"cases": rows["ppl"] / rows["ppl_exact"]}
-
-
-def by_batch(table: pd.DataFrame) -> dict:
-    """How much more int4 slows a token down at the largest batch than at one sequence."""
-    rows = table[(table["system"] == INT4) & (table["context"] == table.loc[table["batch"].idxmax(), "context"])]
-    slowdown = rows.set_index("batch")["slowdown"]
-    small, large = slowdown[slowdown.index.min()], slowdown[slowdown.index.max()]
-    return {"recomputed": large / small, "small": small, "large": large}
 
 
 def first_token(table: pd.DataFrame) -> dict:

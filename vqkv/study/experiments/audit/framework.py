@@ -211,9 +211,10 @@ def worst_sequence(table: pd.DataFrame) -> dict:
 def entropy_coded(table: pd.DataFrame, way: str) -> dict:
     """The gain of entropy coding on codes of 8 values, by model, keys and values."""
     rows = table[table["codec"] == "VQ of 8 values"]
-    gains = rows["packed"] / rows[way]
-    guessed = stated("vqq_entropy_high") / _claimed("block 8, no fallback")
-    return {"cases": gains, "least": gains.min(), "most": gains.max(), "guessed": guessed}
+    gains, plain = rows["packed"] / rows[way], _claimed("block 8, no fallback")
+    least, guessed = (stated(f"vqq_entropy_{end}") / plain for end in ("low", "high"))
+    cases = list(zip(gains.clip(least, guessed), gains, strict=True))
+    return {"cases": cases, "least": gains.min(), "most": gains.max(), "guessed": guessed}
 
 
 def over_quip() -> dict:

@@ -6,12 +6,12 @@ from functools import cache
 
 import pandas as pd
 
+from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.tables import published
 
-ARITHMETIC, MEASURED, NEITHER = "arithmetic", "measured here", "neither"
-HOLDS, IN_PART, DOES_NOT = "holds", "holds in part", "does not hold"
-UNTESTABLE, OURS = "not testable here", "our re-baselining"
-VERDICTS = (HOLDS, IN_PART, DOES_NOT, UNTESTABLE, OURS)
+ARITHMETIC, MEASURED, NEITHER = "arithmetic", "measured here", "needs their model"
+HOLDS, IN_PART, DOES_NOT, OURS = "holds", "holds in part", "does not hold", "our re-baselining"
+VERDICTS = (HOLDS, IN_PART, DOES_NOT, NEITHER, OURS)
 Case = tuple[float, float]  # a figure as published and as found here
 
 
@@ -27,7 +27,7 @@ def verdict(rule: str, cases: list[Case]) -> str:
     """A claim ``holds`` where all of its figures, models or tasks agree, ``holds in part`` where some do, ``does not
     hold`` where none does. ``ours``: a comparison that the source did not make, which says nothing about the source."""
     if not cases:
-        return UNTESTABLE
+        return NEITHER
     if rule == "ours":
         return OURS
     agree = sum(agrees(rule, *case) for case in cases)
@@ -55,6 +55,8 @@ def row(claim: dict, found: dict | None) -> dict:
         "quote": claim["quote"],
         "published": float(said),
         "recomputed": float(recomputed),
+        "low": (found or {}).get("low", math.nan),
+        "high": (found or {}).get("high", math.nan),
         "unit": claim["unit"],
         "how": MEASURED if claim["table"] else ARITHMETIC if claim["find"] else NEITHER,
         "rule": rule,
@@ -68,9 +70,20 @@ def row(claim: dict, found: dict | None) -> dict:
 
 
 def ratio(table: pd.DataFrame, column: str, above: str, below: str) -> dict:
-    """On each model, the mean of ``column`` over the rows of one query divided by that over the rows of another."""
-    over, under = (table.query(query).groupby("model")[column].mean() for query in (above, below))
-    return {"cases": (over / under).dropna()}
+    """On each model, the mean of ``column`` over the rows of one query divided by that over the rows of another; of KL
+    also its interval, ``low`` to ``high``."""
+    over, under = (table.query(query) for query in (above, below))
+    ratios = (over.groupby("model")[column].mean() / under.groupby("model")[column].mean()).dropna()
+    return {"cases": ratios} | (_interval(over, under) if column == "kl_mean" and "kl_each" in table else {})
+
+
+def _interval(over: pd.DataFrame, under: pd.DataFrame) -> dict[str, float]:
+    """Ends of the 95% interval over windows of a ratio of mean KLs, where each is one row of the same windows."""
+    each = [str(rows["kl_each"].iloc[0]).split() for rows in (over, under) if len(rows) == 1]
+    if len(each) != 2 or len(each[0]) != len(each[1]):
+        return {}
+    _, low, high = paired_ratio(*each)
+    return {"low": low, "high": high}
 
 
 def value(table: pd.DataFrame, column: str, query: str = "") -> dict:

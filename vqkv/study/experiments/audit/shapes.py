@@ -9,7 +9,6 @@ from vqkv.evaluation.capacity import architecture
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.presets import Preset
-from vqkv.study.experiments.capacity import MODELS
 
 CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}  # tokens
 # Touvron et al. 2023, table 2: hidden size, MLP, layers, heads
@@ -20,7 +19,11 @@ LLAMA_1 = {
     "65B": (8192, 22016, 80, 64),
 }
 CONFIGS = {
-    "Llama-2-7B": {name: value for name, value in MODELS["Llama-2-7B"].items() if name != "source"},
+    "Llama-2-7B": {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
     "Llama-3-8B": KNOWN_CONFIGS["meta-llama/Meta-Llama-3-8B"],
     "Llama-3.2-3B": KNOWN_CONFIGS["meta-llama/Llama-3.2-3B"],
     "Llama-3.1-70B": {
