@@ -47,7 +47,7 @@ def fit_layers(
 
 @dataclass
 class LayerFit:
-    """Fits one place after another on captured keys and values without their sinks and what is left of a ``block``, and
+    """Fits one place after another on captured keys and values without their sinks and an incomplete ``block``, and
     keeps what later places read of them."""
 
     captured: CapturedTokens

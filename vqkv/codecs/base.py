@@ -39,7 +39,7 @@ class Codec(Part):
         return self.finalize()
 
     def partial_fit(self, x: Tensor) -> "Codec":
-        """Learn from one batch of a stream, without what is left of a block: the first call initialises. The stream is
+        """Learn from one batch of a stream, without an incomplete block: the first call initialises. The stream is
         to be gone through ``passes`` times, with ``end_pass`` after each."""
         if self.ready:
             raise RuntimeError(f"this {type(self).__name__} is frozen: make a new one to learn again")

@@ -31,7 +31,7 @@ RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
 class EntropyCodedScalar(StreamQuantizer):
     """Round to multiples of one step for all channels of the last axis and code the result (rANS), a stream for each
     row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step then cost next
-    to nothing, which is reverse water-filling; what is left to Shannon's bound is the step's shape, 0.25 bit a value at
+    to nothing, which is reverse water-filling; the gap to Shannon's bound is the step's shape, 0.25 bit a value at
     high rates (Gish & Pierce 1968).
 
     No value is cut off, as far as 2^23 steps out: channels that vary by more than 16 steps keep their low bits apart,

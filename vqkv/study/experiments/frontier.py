@@ -47,7 +47,7 @@ def halving_search(
     ``designs`` to begin with; all of them otherwise.
 
     A row per rung, model, design and nominal bits. ``equivalent_bits_CONTEXT``: stored bits of a value at so many
-    tokens, side information included, plus log2(KL) / 2: what is left when every bit makes the KL four times smaller,
+    tokens, side information included, plus log2(KL) / 2: the bits when every bit makes the KL four times smaller,
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1, ``rank_CONTEXT_se``
     its standard error, over ``DRAWS`` bootstrap draws of the windows; ``kept`` whether it went on.
     """
