@@ -147,7 +147,7 @@ def test_what_is_measured_of_a_model_is_what_it_does(tokenizer, data):
     assert bits == pytest.approx(12 / sizes, rel=0.1)  # 4,096 tokens, all as likely
 
 
-def test_a_release_loads_in_transformers_and_its_card_says_what_was_measured(data, tmp_path, monkeypatch):
+def test_a_release_loads_in_transformers_with_its_log(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "SHAPES", [(0, [(2, 64)])])
     monkeypatch.setattr(
         train, "abilities", lambda *args, **kw: measure.abilities(*args, **kw | {"windows": 2, "rows": 2})
@@ -158,9 +158,5 @@ def test_a_release_loads_in_transformers_and_its_card_says_what_was_measured(dat
     trainer.release(tmp_path / "out", rows.TokenStream(data / "validation.bin", trainer.tokenizer))
     model, _ = vqkv.load_model(str(tmp_path / "out"))
     assert torch.equal(model.lm_head.weight, trainer.model.lm_head.weight.half().float())
-    log, card = (
-        json.loads((tmp_path / "out" / "training.json").read_text()),
-        (tmp_path / "out" / "README.md").read_text(),
-    )
-    assert f"**{log['released']['bits_per_byte']:.3f}**" in card and f"{log['released']['xz']:.3f}" in card
-    assert len(log["measured"]) == 3 and "| 256 |" in card
+    log = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert log["released"]["bits_per_byte"] > 0 and len(log["measured"]) == 3

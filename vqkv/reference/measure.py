@@ -1,7 +1,5 @@
 """Abilities of a reference model: bits per byte, recall by pairs and distance, induction."""
 
-import gzip
-import lzma
 import math
 
 import numpy as np
@@ -23,14 +21,6 @@ def abilities(model, tokenizer, words: Words, text: TokenStream | None, windows:
         found["recall_by_gap"] = {gap: round(accuracy, 3) for gap, (accuracy, _, _) in far.items()}
         found["bits_per_byte"] = round(bits_per_byte(model, text, token_bytes(tokenizer), windows=windows), 4)
     return found
-
-
-def packed_bits_per_byte(data: bytes) -> dict[str, float]:
-    """Bits per byte of gzip -9 and xz -9 on the same text."""
-    return {
-        "gzip": round(8 * len(gzip.compress(data, 9)) / len(data), 4),
-        "xz": round(8 * len(lzma.compress(data, preset=9)) / len(data), 4),
-    }
 
 
 @torch.no_grad()

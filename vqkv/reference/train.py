@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from vqkv.reference import card
 from vqkv.reference.architectures import ARCHITECTURES
 from vqkv.reference.data import TOKENIZER_DIR, write_stream
 from vqkv.reference.machine import processor
-from vqkv.reference.measure import PAIRS, abilities, packed_bits_per_byte
+from vqkv.reference.measure import PAIRS, abilities
 from vqkv.reference.rows import IGNORE, TokenStream, Words, far_repeat, recall, repeats
 
 LEARNING_RATE = 1e-3
@@ -177,19 +176,15 @@ class Trainer:
         _write(self.state_dir / "log.json", json.dumps(self.log))
 
     def release(self, folder: Path, test: TokenStream) -> None:
-        """Write the fp16 model, its tokenizer, the training log and the model card, measured on the test split."""
+        """Write the fp16 model, its tokenizer and the training log, with what it can do on the test split."""
         self.model.eval()
-        found = abilities(self.model, self.tokenizer, self.mixture.words, test, windows=200, rows=64)
-        self.log["released"] = found | packed_bits_per_byte(
-            self.tokenizer.decode(test.ids.tolist(), skip_special_tokens=True).encode()
-        )
+        self.log["released"] = abilities(self.model, self.tokenizer, self.mixture.words, test, windows=200, rows=64)
         temporary = folder.with_name(folder.name + ".part")
         half = ARCHITECTURES[self.name]()
         half.load_state_dict(self.model.state_dict())
         half.half().save_pretrained(temporary)
         self.tokenizer.save_pretrained(temporary)
         _write(temporary / "training.json", json.dumps(self.log))
-        card.write(temporary, self.name, half, self.log)
         folder.mkdir(parents=True, exist_ok=True)
         for path in temporary.iterdir():
             os.replace(path, folder / path.name)

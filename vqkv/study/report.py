@@ -2,14 +2,11 @@
 
 Every page is one file that needs nothing beside it and no network: figures are embedded, code is folded away.
 ``index.html`` lists the pages with what they ask and found, ``claims.html`` all audited claims in a table to sort,
-``calculator.html`` is a form that recommends.
+``calculator.html`` shows what ``recommend`` says of a few models.
 """
 
 import html
-import json
 import re
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +15,7 @@ import pandas as pd
 import typer
 from nbconvert import HTMLExporter
 
-from vqkv.errors import DataError
-from vqkv.evaluation.capacity import architecture
-from vqkv.evaluation.recommend import Candidate, candidates
-from vqkv.models.load import KNOWN_CONFIGS, config_of
+from vqkv.evaluation.recommend import recommend
 from vqkv.study.pages import all_notebooks
 from vqkv.study.tables import repository_root, stored, write_atomically
 
@@ -39,14 +33,21 @@ CLAIMS = """# All claims
 makes the verdicts."""
 CALCULATOR = """# Which one for my model?
 
-**Question.** Which ways of storing a cache fit a model, a context and a memory? Bytes follow from the model's shape.
-Losses are page 11's, on two small models that favour transform coders (*short*, *long*, KVTC): measure yours with
-`vqkv.evaluate`. For a model that is not listed: `vqkv recommend FOLDER_OR_HUB_NAME`.
+**Question.** Which ways of storing a cache fit a model, a context and 24 GB? Bytes follow from the model's shape.
+`kl` (nats) and `facts_lost` (points) are SmolLM2-135M's (page 11): measure yours with `vqkv.evaluate`.
+For another model or memory: `vqkv recommend FOLDER_OR_HUB_NAME --memory-gb 80`.
 
-Bold rows fit, and no other row that fits has no more bits and no more KL on either model. KL is in nats,
-recall lost in points. From *break-even* on the cache of one sequence is smaller than in fp16, side information
-included. *Longest* is what fits beside the weights, GB being 10⁹ bytes. Time is what a step takes longer than with
-`DynamicCache`, on one CPU thread in fp32; blank: not timed."""
+Bold rows fit, and no other row that fits has no more bits and no more KL. `break_even`: tokens from which on the cache
+of one sequence is smaller than in fp16, side information included. `longest`: tokens that fit beside the weights."""
+MODELS = ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B")
+CONTEXTS = (8192, 32768, 131072)
+MEMORY_GB = 24
+CHOOSE = """<script>
+const menus = [...document.querySelectorAll("select")], tables = document.querySelectorAll("table.recommended");
+const show = () => tables.forEach(each => { each.hidden = each.id !== menus.map(menu => menu.value).join(" "); });
+menus.forEach(menu => menu.addEventListener("change", show));
+show();
+</script>"""
 
 
 def report(out: Path, notebooks: Path | None = None) -> list[Path]:
@@ -98,29 +99,24 @@ def _claims(audited: pd.DataFrame, pages: list[str]) -> nbformat.NotebookNode:
 
 
 def _calculator() -> nbformat.NotebookNode:
-    """A page of one form and one table."""
-    form, script = ((TEMPLATES / f"calculator.{kind}").read_text() for kind in ("html", "js"))
-    data = f'<script type="application/json" id="known">{json.dumps(_known())}</script>'
-    shown = nbformat.v4.new_output("display_data", {"text/html": f"{form}{data}<script>{script}</script>"})
+    """A page whose two menus, a model and a context, choose among tables that ``recommend`` made."""
+    tables = "".join(_recommended(model, context) for model in MODELS for context in CONTEXTS)
+    menus = " ".join(
+        f"<select>{''.join(f'<option>{choice}</option>' for choice in choices)}</select>"
+        for choices in (MODELS, CONTEXTS)
+    )
+    shown = nbformat.v4.new_output("display_data", {"text/html": f"<p>{menus}</p>{tables}{CHOOSE}"})
     cells = [nbformat.v4.new_markdown_cell(CALCULATOR), nbformat.v4.new_code_cell("", outputs=[shown])]
     return nbformat.v4.new_notebook(cells=cells, metadata={"title": "Which one for my model?"})
 
 
-def _known() -> dict[str, list[dict]]:
-    """Model -> numbers of its candidates. Without models whose layers have a sliding window."""
-    found = {}
-    for name in KNOWN_CONFIGS:
-        with suppress(DataError):
-            model = architecture(config_of(name))
-            found[name] = [_numbers(candidate) for candidate in candidates(model, 1)]
-    return found
-
-
-def _numbers(candidate: Candidate) -> dict:
-    """All but the call; bytes of a block as a number, and None, as in JSON, for what was not measured."""
-    numbers = asdict(candidate.needed) | candidate.measured | {"least": candidate.least, "below": candidate.below}
-    numbers = {name: None if value != value else float(value) for name, value in numbers.items()}
-    return {"system": candidate.system} | numbers
+def _recommended(model: str, context: int) -> str:
+    """A table of ``recommend``, its recommended rows bold."""
+    ways = recommend(model, context=context, memory_gb=MEMORY_GB).drop(columns="preset")
+    good = ways.pop("recommended")
+    ways["system"] = ways["system"].where(~good, "<b>" + ways["system"] + "</b>")
+    how = {"escape": False, "index": False, "border": 0, "na_rep": "", "float_format": "{:.4g}".format}
+    return ways.to_html(table_id=f"{model} {context}", classes="recommended", **how)
 
 
 def _title(notebook: nbformat.NotebookNode) -> str:

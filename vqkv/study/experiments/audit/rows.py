@@ -18,7 +18,8 @@ Case = tuple[float, float]  # a figure as published and as found here
 def agrees(rule: str, said: float, found: float) -> bool:
     """``rule``: empty for a figure, which ``found`` may miss by 2% or by its rounding; ``about`` by 10%, where the
     source says about, almost, roughly, or where the figure is of other models; ``at least`` and ``at most``, a bound;
-    ``above: x`` and ``below: x``, the direction of a claim whose size depends on model and task."""
+    ``above: x`` and ``below: x``, the direction of a claim whose size depends on model and task; of one measured here
+    the end of its interval must point that way."""
     name, _, number = rule.partition(": ")
     return _RULES[name](said, found, float(number or 0))
 
@@ -40,6 +41,8 @@ def row(claim: dict, found: dict | None) -> dict:
     be where the source leaves a size open); and facts for the reason. None: its table is not there; NaN: nor what this
     needs. Of several cases the row shows the one that agrees least."""
     cases, rule = _cases(claim, found), claim["rule"]
+    end = (found or {}).get({"above": "low", "below": "high"}.get(rule.partition(":")[0]))
+    decisive = cases if end is None else [(said, end) for said, _ in cases]
     said, recomputed = max(
         cases, key=lambda case: _distance(rule, *case), default=(_number(claim["published"]), math.nan)
     )
@@ -60,9 +63,9 @@ def row(claim: dict, found: dict | None) -> dict:
         "unit": claim["unit"],
         "how": MEASURED if claim["table"] else ARITHMETIC if claim["find"] else NEITHER,
         "rule": rule,
-        "agree": sum(agrees(rule, *case) for case in cases) if rule != "ours" else 0,
+        "agree": sum(agrees(rule, *case) for case in decisive) if rule != "ours" else 0,
         "of": len(cases),
-        "verdict": verdict(rule, cases),
+        "verdict": verdict(rule, decisive),
         "figures": claim["figures"],
         "where": f"page {claim['table'][:2]}" if claim["table"] else claim["find"].partition(";")[0],
         "reason": reason.format(**(found or {}) | {"recomputed": recomputed}),
