@@ -196,7 +196,7 @@ def live(
 
 def best_for(tokens: int, kv_width: int) -> str:
     """The design, of ``PAYS``, that ``best`` takes."""
-    return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.get)
+    return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.__getitem__)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
