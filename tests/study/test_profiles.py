@@ -41,7 +41,7 @@ def test_every_entry_is_a_parameter_of_the_right_type(name, pages):
 
 def test_a_profile_has_what_it_leaves_out_from_the_one_it_is_like():
     qwen, base = load_profile("qwen2.5-7b"), load_profile("llama3-8b")  # through Llama-3.2-3B's
-    assert qwen["09_speed"] == base["09_speed"] and qwen["02_codebook_learning"] == {
+    assert qwen["09_kernels"] == base["09_kernels"] and qwen["02_codebook_learning"] == {
         "layer": 14, "vectors_per_step": base["02_codebook_learning"]["vectors_per_step"]
     }  # fmt: skip
 
