@@ -127,7 +127,11 @@ def test_every_stated_figure_is_tested_or_named():
     known = tables.published("stated_figures")
     text = "".join(path.read_text() for path in Path(audit.__file__).parent.iterdir() if path.is_file())
     text += (tables.repository_root() / "results/published/claims.csv").read_text()
-    assert known["key"].is_unique and known["value"].notna().all() and set(known["source"]) == set(audit.SOURCES)
+    assert (
+        known["key"].is_unique
+        and known["value"].notna().all()
+        and set(known["source"]) == set(audit.SOURCES) - {"KVQuant"}
+    )
     # Keys that code puts together, as it does where only the source is left out.
     built = ("rvq_gsm8k", "rvq_mmlu", "vqq_over_quip_")
     keys = [key for key in known["key"] if not key.startswith(built) and key not in text]
