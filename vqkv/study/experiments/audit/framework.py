@@ -212,7 +212,7 @@ def entropy_coded(table: pd.DataFrame, way: str) -> dict:
     """The gain of entropy coding on codes of 8 values, by model, keys and values."""
     rows = table[table["codec"] == "VQ of 8 values"]
     gains, plain = rows["packed"] / rows[way], _claimed("block 8, no fallback")
-    least, guessed = (stated(f"vqq_entropy_{end}") / plain for end in ("low", "high"))
+    least, guessed = (stated(key) / plain for key in ("vqq_entropy_low", "vqq_entropy_high"))
     cases = list(zip(gains.clip(least, guessed), gains, strict=True))
     return {"cases": cases, "least": gains.min(), "most": gains.max(), "guessed": guessed}
 
