@@ -115,15 +115,15 @@ def test_controls_are_there_only_where_somebody_can_turn_them(who, monkeypatch, 
 
 def test_the_calculator_s_controls_change_its_rows(monkeypatch):
     given = {"model": "meta-llama/Meta-Llama-3-8B", "context": 32768, "memory_gb": 24.0}
-    assert "mid 0.5" in list(explore.calculator(**given)["system"])
+    assert "best-mid 0.5" in list(explore.calculator(**given)["system"])
     monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
     monkeypatch.delenv("VQKV_OUT", raising=False)
     model, context, sequences, memory, shown = explore.calculator(**given).children
     before = shown.value
     sequences.value = 2
-    assert shown.value != before and "long 0.5" in shown.value
+    assert shown.value != before and "best-long 0.5" in shown.value
     memory.value = 10.0
-    assert "long 0.5" not in shown.value  # the weights alone are more
+    assert "best-long 0.5" not in shown.value  # the weights alone are more
     model.value = "mistralai/Mistral-7B-v0.1"
     assert "sliding window" in shown.value
     model.value, context.value = "vqkv/llama-mini", 512

@@ -13,7 +13,7 @@ from vqkv.study.experiments import defining_text, neighbours, own_preset
 from vqkv.study.pages import read, source_of, tags_of
 from vqkv.study.tables import repository_root
 
-(PAGE,) = (repository_root() / "notebooks").glob("19*.ipynb")
+(PAGE,) = (repository_root() / "notebooks").glob("15*.ipynb")
 (CELL,) = (source_of(cell) for cell in read(PAGE)["cells"] if "defines-quantizer" in tags_of(cell))
 NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]  # Dettmers et al. 2023, appendix E
 NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
