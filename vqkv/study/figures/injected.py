@@ -45,7 +45,7 @@ def kl_by_size(table):
         ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
         ax.minorticks_off()
         ax.legend(loc="upper left", fontsize=9, ncols=2)
-        ax.set_ylim(top=table["kl_high"].max() * 8)  # room for the legend
+        ax.set_ylim(top=8 * table["kl_mean"].max())  # room for the legend
         mark_floor(ax, mine)
     axes[0].set_ylabel("KL to the exact cache (nats)")
     return fig
