@@ -11,7 +11,7 @@ import pytest
 
 from vqkv import presets
 from vqkv.study import figures, tables
-from vqkv.study.experiments import beside_published, designs, frontier, predictors, retrieval, within_budget
+from vqkv.study.experiments import beside_published, designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import all_told
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
@@ -168,15 +168,6 @@ def test_predictors_pay_where_their_bytes_equal_the_bits_they_save(bits, kl, pla
     found = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
     assert found["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
     assert 8 * 1000 / (found["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
-
-
-def test_the_winner_within_a_budget_changes_with_the_context():
-    aqua = row("aqua", 2.0, 1e-3, side_bytes=4096 * 2 * 64, predicted=True)
-    found = within_budget(pd.DataFrame([*PLAIN, aqua]), 3.0)
-    assert found.loc["m"].tolist() == [*2 * predictors.WITHOUT[1:2], "aqua", "aqua"]
-    assert within_budget(pd.DataFrame(PLAIN), 1.0).loc["m"].tolist() == ["none"] * 4
-    near = pd.DataFrame([aqua, row("near", 2.0, 1.4e-3), row("beyond", 2.0, 1.6e-3)])
-    assert within_budget(near, 3.0).loc["m", "bits_128k"] == "aqua (1 level)"
 
 
 def test_every_published_row_is_one_of_ours_and_the_sources():

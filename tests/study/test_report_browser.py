@@ -26,6 +26,7 @@ FRAME = """<iframe width=400 height=800 style="border: 0" src="PAGE"></iframe><s
   const seen = { pictures: images.map(each => each.naturalWidth), drawn: images.map(each => each.clientWidth),
     window: innerWidth, page: page.documentElement.scrollWidth, shown: page.documentElement.clientWidth,
     asked: performance.getEntriesByType("resource").map(entry => entry.name) };
+  seen.tables = [...page.querySelectorAll("table.recommended")].filter(each => !each.hidden).map(each => each.id);
   seen.sorted = [...page.querySelectorAll("table.sortable th")].map((head, i) => {
     head.click(); const up = column(i); head.click(); return [head.textContent, up, column(i), head.ariaSort]; });
   console.log("all seen");
@@ -99,7 +100,8 @@ def test_a_click_on_a_head_sorts_and_a_second_one_turns_it_round(seen):
     assert [float(text) for text in turned["recomputed"][1] if text] == list(numbers)[::-1]
 
 
-def test_the_calculator_says_what_the_library_says(files):
+def test_the_calculator_shows_one_table_and_it_says_what_the_library_says(files, seen):
+    assert seen["calculator"]["tables"] == [f"{report.MODELS[0]} {report.CONTEXTS[0]}"]
     page = BeautifulSoup(next(file for file in files if file.stem == "calculator").read_text(), "html.parser")
     table = recommend(report.MODELS[0], context=report.CONTEXTS[0], memory_gb=report.MEMORY_GB)
     rows = page.find("table", id=f"{report.MODELS[0]} {report.CONTEXTS[0]}").tbody("tr")

@@ -1,4 +1,4 @@
-"""What pages 03, 03 and 10 ask of residual VQ: whose codebooks, which task, which training."""
+"""What pages 03 and 10 ask of residual VQ: whose codebooks, which task, which training."""
 
 import pandas as pd
 import pytest

@@ -1,8 +1,5 @@
 """What caches lose of recall."""
 
-import math
-
-import pandas as pd
 import pytest
 import torch
 
@@ -11,7 +8,6 @@ from vqkv.data.recall import RecallTask
 from vqkv.study import figures
 from vqkv.study.experiments import retrieval
 from vqkv.study.experiments.phenomena import noise_floor
-from vqkv.study.tables import with_floor
 
 SETTINGS = dict(
     models=["vqkv/llama-mini"], corpus="python-stdlib", episodes=[[1, 150, 2]], copied=[2, 96, 32], systems=["higgs 2"],
@@ -54,11 +50,6 @@ def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer
         assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
         assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]
     assert task.episodes(5, 3, seed=1).tokens.shape[1] == batch.tokens.shape[1] - 11
-
-
-def test_a_number_that_is_none_is_no_floor():
-    table = pd.DataFrame({"kl_mean": [math.nan, 1e-8, 0.01], "kl_floor": 1e-7})
-    assert list(with_floor(table)["kl_mean"]) == ["nan", "at the fp16 floor", "0.01"]
 
 
 def test_a_floor_needs_tokens_behind_the_first_piece():

@@ -25,11 +25,8 @@ from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
 ROTATIONS = ("none", "hadamard", "pca", "fisher_pca")
-PAYS = {
-    "best-short": 0,
-    "best-mid": 6,
-    "best-long": 45,
-}  # least tokens a channel of all heads: 11_rule.csv
+# Tokens for each channel of all KV heads from which on a design pays (results/11_rule.csv).
+PAYS = {"best-short": 0, "best-mid": 6, "best-long": 45}
 LARGEST_GROUP = 1024  # channels that a Hadamard rotation mixes
 
 

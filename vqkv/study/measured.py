@@ -25,11 +25,8 @@ SYSTEMS = {
     **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
-GROW = {
-    "best-short": "by head",
-    "best-mid": "predictors",
-    "best-long": "by layer",
-}  # as above
+# What the matrices of ``best``'s designs grow with.
+GROW = {"best-short": "by head", "best-mid": "predictors", "best-long": "by layer"}
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:

@@ -74,15 +74,6 @@ def provenance(name: str) -> dict:
     return _provenance(repository_root(), name)
 
 
-def with_floor(table: pd.DataFrame, kl: str = "kl_mean", floor: str = "kl_floor") -> pd.DataFrame:
-    """The table with its KL in words where it is no larger than that of an fp16 cache, which then is left out: such a
-    number measures rounding, not storage."""
-    words = [
-        "at the fp16 floor" if x <= least else f"{x:.2g}" for x, least in zip(table[kl], table[floor], strict=True)
-    ]
-    return table.assign(**{kl: words}).drop(columns=floor)
-
-
 def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:
     """The table with the ends of a 95% interval, where there is one, in words behind what they belong to."""
     cells = list(zip(table[name], table[low], table[high], strict=True))

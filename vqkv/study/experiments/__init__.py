@@ -35,7 +35,6 @@ from vqkv.study.experiments.predictors import (
     error_propagation,
     over_default,
     predictor_ablation,
-    within_budget,
 )
 from vqkv.study.experiments.product_codes import gaps, product_against_residual
 from vqkv.study.experiments.quantized_cache import first_difference, greedy_text, residual_lengths

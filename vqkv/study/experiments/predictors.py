@@ -110,23 +110,6 @@ def _on_exact(who: dict, batch_size: int):
     return calibrated(presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), who, batch_size)
 
 
-def within_budget(table, budget: float):
-    """Of the rows whose bits at a context length are within ``budget``, the one with the lowest KL, and how many others
-    its 95% interval does not tell from it: a row per model, a column per context length."""
-    found = {}
-    for model, rows in table.groupby("model", sort=False):
-        found[model] = {name: _lowest(rows[rows[name] <= budget]) for name in CONTEXTS}
-    return type(table).from_dict(found, orient="index")
-
-
-def _lowest(rows) -> str:
-    if not len(rows):
-        return "none"
-    best = rows.loc[rows["kl_mean"].idxmin()]
-    ties = int((rows["kl_low"] <= best["kl_high"]).sum()) - 1
-    return best["label"] + f" ({ties} level)" * (ties > 0)
-
-
 NOTHING = {"key_from": "none", "value_from": "none"}
 WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
 PUBLISHED = {

@@ -1,4 +1,4 @@
-"""Published phenomena measured on a model: outlier channels, attention sinks, EVR between layers, recall."""
+"""Published phenomena measured on a model: outlier channels, attention sinks, EVR between layers."""
 
 import math
 import re
@@ -10,7 +10,6 @@ import torch
 
 from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.predictive import side_by_side
-from vqkv.data.recall import RecallTask
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import kv_layers
@@ -166,17 +165,6 @@ def reconstructed(preset: Preset) -> Form:
         return codecs[role, layer].decode(codecs[role, layer].encode(x))
 
     return form
-
-
-@torch.inference_mode()
-def recall(model, tokenizer, pairs: int, num_seqs: int, seed: int, between=None, batch_size: int = 8) -> float:
-    """Greedy accuracy of key-value recall of ``pairs`` pairs behind tokens ``between`` (num_seqs, gap); chance is 1 in
-    128."""
-    task, hits = RecallTask(tokenizer).episodes(pairs, num_seqs, seed, between), []
-    for tokens, answers in zip(task.tokens.split(batch_size), task.answers.split(batch_size), strict=True):
-        guesses = model(tokens.to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
-        hits.append((guesses == tokens[:, 1:])[answers[:, 1:]])
-    return torch.cat(hits).float().mean().item()
 
 
 def _block(text: str, layer: int) -> Block:

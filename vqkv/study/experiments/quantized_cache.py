@@ -48,7 +48,9 @@ def _residual_row(model: str, label: str, length: int, who: dict, prompt_len: in
     who = who | {"name": model}
     found, system = subject(**who), _system(label, max(1, length), who)
     how = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
-    row = evaluate(found.model, system, found.test, exact=found.exact, batch_size=2, **how)
+    row = evaluate(
+        found.model, system, found.test, exact=found.exact, batch_size=2, **how
+    )  # of which all logits are held
     row = {name: row[name] for name in MEASURED} | {"side_bytes": row["side_bytes"]}
     if label.startswith(THEIRS):
         short, few = _in_bfloat16(name=model, device=who["device"]), found.test[:1, : prompt_len + 2]

@@ -15,7 +15,7 @@ def verdict_bars(table):
     """Claims of each source by verdict: a panel for each kind of test, a bar for each source; our own comparisons are
     left out. ``table``: from ``claims_audit``."""
     sources = list(dict.fromkeys(table["source"]))
-    fig, axes = plt.subplots(1, len(KINDS), figsize=(11, 0.9 + 0.5 * len(sources)), sharey=True)
+    fig, axes = plt.subplots(1, len(KINDS), figsize=(11, 0.9 + 0.5 * len(sources)), sharex=True, sharey=True)
     for ax, (how, title) in zip(axes, KINDS.items(), strict=True):
         mine = table[table["how"] == how] if how != "needs their model" else table[table["verdict"] == how]
         counts = mine.groupby(["source", "verdict"]).size().unstack(fill_value=0)

@@ -71,15 +71,16 @@ def _dumbbell(ax, place: int, rows, ends) -> None:
 
 def memory_dots(table):
     """Megabytes of each system: what is stored (hollow), what must be resident with the tables made from it (light),
-    and the peak while a token is generated (filled). Dotted: the peak of ``DynamicCache``."""
-    rows = table.sort_values("decode_mb", ignore_index=True)
+    and the peak, prefill included (filled). Dotted: the peak of ``DynamicCache``."""
+    table = table.assign(peak_mb=table[["prefill_mb", "decode_mb"]].max(axis=1))
+    rows = table.sort_values("peak_mb", ignore_index=True)
     fig, ax = plt.subplots(figsize=(8, 0.27 * len(rows) + 1))
     for place, row in rows.iterrows():
         colour, marker = style_of(row["system"])
-        ax.plot([row["stored_mb"], row["decode_mb"]], [place] * 2, color=colour, alpha=0.4)
+        ax.plot([row["stored_mb"], row["peak_mb"]], [place] * 2, color=colour, alpha=0.4)
         for name, look in MEMORY.items():
             ax.plot(row[name], place, marker, color=colour, ms=7, **look | {"mfc": look.get("mfc", colour)})
-    for peak in rows.loc[rows["system"] == REFERENCE, "decode_mb"]:  # none, if a reader leaves it out
+    for peak in rows.loc[rows["system"] == REFERENCE, "peak_mb"]:  # none, if a reader leaves it out
         ax.axvline(peak, color=PALETTE["fp16"], linestyle=":", lw=1)
     ax.set_yticks(range(len(rows)), rows["system"])
     ax.set(xlabel="megabytes: stored (hollow), resident (light), peak (filled)", xlim=(0, None))
@@ -87,7 +88,7 @@ def memory_dots(table):
     return fig
 
 
-MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "decode_mb": {}}
+MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb": {}}
 
 
 def in_place(times, losses):

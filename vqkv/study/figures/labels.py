@@ -41,9 +41,3 @@ def spread(places, step: float) -> list[float]:
             groups.append([(mean * count + other * more) / (count + more), count + more])
     level = [mean for mean, count in groups for _ in range(count)]
     return [base + i * step for i, base in enumerate(level)]
-
-
-def in_axes(ax, points):
-    """Data as shares of the axes' width and height, whatever room the layout will leave them."""
-    ax.autoscale_view()
-    return (ax.transScale + ax.transLimits).transform(points.to_numpy())

@@ -47,8 +47,8 @@ def saved_by_int4() -> dict:
 
 
 def at_peak(table: pd.DataFrame) -> dict:
-    """Memory of the whole process at its peak."""
-    peak = table.drop_duplicates("system").set_index("system")["decode_mb"]
+    """Memory of the whole process at its peak, prefill included."""
+    peak = table.drop_duplicates("system").set_index("system")[["prefill_mb", "decode_mb"]].max(axis=1)
     return {"recomputed": peak.get("DynamicCache", math.nan) / peak.get(INT4, math.nan)}
 
 
