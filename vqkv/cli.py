@@ -17,7 +17,7 @@ Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a fol
 Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set, or NAME@FOLDER")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
-BatchSize = Annotated[int, typer.Option(help="sequences at a time, of all processes together")]
+BatchSize = Annotated[int, typer.Option(help="sequences at a time")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
 PRESETS = (  # of vqkv.presets, whose import takes seconds
     "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
@@ -41,15 +41,13 @@ def calibrate_command(
     dtype: Dtype = "",
     batch_size: BatchSize = 8,
 ) -> None:
-    """Fit a preset to a model and save the compressor. Under `accelerate launch` or `torchrun` its processes share the
-    work."""
-    with _job() as processes:
+    """Fit a preset to a model and save the compressor."""
+    with _plain_errors():
         wanted, out = vqkv.presets.make(preset, **_assignments(parameter)), out.resolve()
         loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
         compressor = vqkv.calibrate(loaded, tokens, wanted, batch_size)
-        if processes.first:
-            compressor.save_pretrained(out)
-            typer.echo(f"{compressor} -> {out}")
+        compressor.save_pretrained(out)
+        typer.echo(f"{compressor} -> {out}")
 
 
 @app.command("evaluate")
@@ -64,11 +62,10 @@ def evaluate_command(
     seed: int = 0,
     device: Device = "cpu",
     dtype: Dtype = "",
-    batch_size: Annotated[int | None, typer.Option(help="sequences at a time in each process")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="sequences at a time")] = None,
 ) -> None:
-    """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row. Under
-    `accelerate launch` or `torchrun` the processes take turns at the batches."""
-    with _job() as processes:
+    """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row."""
+    with _plain_errors():
         loaded, _, tokens = _model_and_tokens(model, dtype, device, corpus, "test", seq_len, num_seqs, seed)
         row = vqkv.evaluate(
             loaded,
@@ -78,8 +75,7 @@ def evaluate_command(
             chunk_size=chunk_size,
             batch_size=batch_size,
         )
-        if processes.first:
-            typer.echo(json.dumps(row, indent=1))
+        typer.echo(json.dumps(row, indent=1))
 
 
 @app.command("tasks")
@@ -142,9 +138,7 @@ def inspect_command(
 
 def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, seed) -> tuple:
     """A loaded model, its tokenizer and tokens (num_seqs, seq_len) of a corpus."""
-    from vqkv.runtime.processes import own_device
-
-    loaded, tokenizer = vqkv.load_model(model, dtype or None, own_device(device))
+    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
     return loaded, tokenizer, vqkv.load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
 
 
@@ -169,16 +163,6 @@ def _file(path: Path) -> str:
     about = saving.inspect(path)
     made = f"compressor {about['compressor']['name']!r} and model {about['model']['name']!r}"
     return f"saved cache, made with {made}\n{yaml.safe_dump(about, sort_keys=False)}"
-
-
-@contextlib.contextmanager
-def _job():
-    """The processes that share a command's work; see ``_plain_errors``."""
-    with _plain_errors():
-        from vqkv.runtime.processes import launched
-
-        with launched() as processes:
-            yield processes
 
 
 @contextlib.contextmanager

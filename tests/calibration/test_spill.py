@@ -3,9 +3,9 @@
 import copy
 import resource
 
+import few_presets
 import forked
 import pytest
-import shared_job
 import torch
 from safetensors import SafetensorError
 
@@ -76,9 +76,9 @@ def peaks(folder: str, name: str) -> list[float]:
     """MiB that this process has held at most, after a calibration on 16 sequences and after one on 160."""
     torch.set_num_threads(1)
     model, found = load_model(folder)[0], []
-    preset = presets.aqua() if name == "aqua" else shared_job.PRESETS[name]
+    preset = presets.aqua() if name == "aqua" else few_presets.PRESETS[name]
     for num_seqs in (16, 160):
-        tokens = shared_job.text(num_seqs, 0, seq_len=256)
+        tokens = few_presets.text(num_seqs, 0, seq_len=256)
         calibrate(model, tokens, preset, batch_size=4, progress=False)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     return found

@@ -1,7 +1,7 @@
 """Models that a device map spreads out: here over main memory and a disk, the two places that every machine has."""
 
+import few_presets
 import pytest
-import shared_job
 import torch
 
 from vqkv import DataError, calibrate, evaluate, load_model, presets
@@ -25,7 +25,9 @@ def spread(llama_folder, tmp_path_factory):
 def test_it_is_the_same_model(llama, spread):
     assert describe(spread) == describe(llama) and fingerprint(spread) == fingerprint(llama)
     assert layer_devices(spread) == [torch.device("cpu")] * 3 == layer_devices(llama)
-    for mine, theirs in zip(capture(spread, shared_job.text(2, 0)), capture(llama, shared_job.text(2, 0)), strict=True):
+    for mine, theirs in zip(
+        capture(spread, few_presets.text(2, 0)), capture(llama, few_presets.text(2, 0)), strict=True
+    ):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -34,14 +36,14 @@ def test_it_is_the_same_model(llama, spread):
 def test_calibrated_and_evaluated_alike(llama, spread, preset, protocol):
     rows = []
     for model in (llama, spread):
-        compressor = calibrate(model, shared_job.text(8, 0), preset, progress=False)
-        rows.append((compressor.fingerprint, evaluate(model, compressor, shared_job.text(2, 1), protocol)))
+        compressor = calibrate(model, few_presets.text(8, 0), preset, progress=False)
+        rows.append((compressor.fingerprint, evaluate(model, compressor, few_presets.text(2, 1), protocol)))
     assert rows[0] == rows[1]
 
 
 def test_generation(llama, spread):
-    compressor = calibrate(llama, shared_job.text(8, 0), presets.vqllm(2, 16, 8), progress=False)
-    prompt = shared_job.text(1, 2)
+    compressor = calibrate(llama, few_presets.text(8, 0), presets.vqllm(2, 16, 8), progress=False)
+    prompt = few_presets.text(1, 2)
     made = [
         model.generate(prompt, past_key_values=compressor.new_cache(model), max_new_tokens=8, do_sample=False)
         for model in (llama, spread)
@@ -51,7 +53,7 @@ def test_generation(llama, spread):
 
 def test_weights_that_are_elsewhere_cannot_be_trained(spread):
     with pytest.raises(DataError, match="not in memory"):
-        finetune(spread, shared_job.text(8, 0), None, batch_size=4)
+        finetune(spread, few_presets.text(8, 0), None, batch_size=4)
 
 
 def test_auto(llama_folder, llama):

@@ -1,4 +1,4 @@
-"""model + corpus + preset -> compressor, in constant memory, by one process or many."""
+"""model + corpus + preset -> compressor, in constant memory."""
 
 import warnings
 from contextlib import nullcontext
@@ -15,18 +15,16 @@ from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.calibration.survival import warn_if_destroyed
-from vqkv.calibration.together import end_pass, finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.identity import identity
 from vqkv.models.layers import encoder_reads
-from vqkv.models.load import describe, layer_devices
+from vqkv.models.load import describe
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.presets.plans import Budgeted
-from vqkv.runtime.processes import current
 
 FEWEST = 8  # tokens for each channel of all KV heads: with half as many, other text takes a third more bits than said
 
@@ -48,9 +46,8 @@ def calibrate(
     (AQUA-KV, Algorithm 1), for which keys and values go to a temporary folder; ``captured`` may hold them already, in
     batches of its own.
 
-    Within ``processes.launched()`` every process calls this with the same arguments, captures its share of each batch
-    and returns the same compressor. Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide,
-    fewer vectors in the first batch than codes, a batch with fewer sequences than processes, or a disk without room.
+    Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors in the first batch
+    than codes, or a disk without room.
     ``encoder_inputs`` (num_seqs, ...): what an encoder-decoder's encoder reads beside ``tokens``, by default these; one
     that hears has to be given them. ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns
     if little of some layer is left.
@@ -72,8 +69,6 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
     if captured is not None:
         _check_captured(captured, model, tokens, preset)
         batch_size = captured.batch_size
-    current().share(tokens.split(batch_size)[-1])  # the smallest batch
-    progress = progress and current().first
     if preset.plan is None:
         codecs, predictions = _fit_codecs(model, tokens, preset, batch_size, progress, captured), {}
     else:
@@ -88,25 +83,22 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
                 )
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
             if preset.fallback is not None and (why := _hardly_pays(model, tokens, plan, predictions)):
-                if current().first:
-                    warnings.warn(
-                        f"{preset.name} predicts layers from each other, which does not pay after calibration on "
-                        f"{tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
-                        stacklevel=3,
-                    )
+                warnings.warn(
+                    f"{preset.name} predicts layers from each other, which does not pay after calibration on "
+                    f"{tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
+                    stacklevel=3,
+                )
                 preset = preset.fallback.fitting(model)
                 plan = preset.plan.arrange(preset, trial)  # type: ignore[union-attr]  # a fallback has one, too
                 codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
     notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
-    if current().first:
-        if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
-            warnings.warn(
-                f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens",
-                stacklevel=3,
-            )
-        if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
-            warn_if_destroyed(compressor, model, tokens)
+    if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
+        warnings.warn(
+            f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens", stacklevel=3
+        )
+    if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
+        warn_if_destroyed(compressor, model, tokens)
     return compressor
 
 
@@ -142,15 +134,18 @@ def _fit_codecs(model, tokens, preset: Preset, batch_size, progress, captured) -
     batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
     steps = [*product(range(passes), enumerate(batches))]
     bar = tqdm(steps, desc=f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
-    for number_of_pass, (number, batch) in bar:
+    for turn, (number, batch) in bar:
         if captured:
             keys, values = captured.layers(number, model.device)
         else:
-            keys, values = capture(model, current().share(batch), pre_rope=preset.settings.pre_rope)
-        learn(codecs, [x for layer in zip(keys, values, strict=True) for x in layer], number_of_pass)
-        if number == len(batches) - 1:
-            end_pass(codecs, number_of_pass)
-    finish(codecs, [device for device in layer_devices(model) for _ in ROLES])
+            keys, values = capture(model, batch, pre_rope=preset.settings.pre_rope)
+        for codec, x in zip(codecs, chain(*zip(keys, values, strict=True)), strict=True):
+            if not codec.ready and turn < codec.passes:
+                codec.partial_fit(x)
+                if number == len(batches) - 1:
+                    codec.end_pass()
+    for codec in codecs:
+        codec.finalize()
     return pairs
 
 

@@ -15,19 +15,17 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration import together
 from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import TrainedWeights, recomputing
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.layers import check_decoder
-from vqkv.models.load import describe, layer_devices
+from vqkv.models.load import describe
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
-from vqkv.runtime.processes import current
 
 MOST = 1 << 30
 REMEDY = "If the model's weights and dtype are sound, use a smaller lr, or in fp16 a smaller micro_batch"
@@ -65,7 +63,6 @@ def finetune(
     ``gradient_checkpointing``: layers are computed again in the backward pass. A model in 16 bits keeps the trained
     weights in fp32 meanwhile and computes under autocast.
 
-    Within ``processes.launched()`` every process calls this with the same arguments and ends with the same weights.
     Raises ``DataError`` for arguments out of range, a preset with blocks of tokens or predictors, or a loss or gradient
     that is not finite, naming the step. After an error or an interruption the model is as it was before.
     """
@@ -85,8 +82,9 @@ def finetune(
         if codecs:
             run.start(batches[0])
         with recomputing(model) if gradient_checkpointing else nullcontext():
-            run.train(batches[1:], progress and current().first)
-        together.finish([*codecs.values()], run.devices)
+            run.train(batches[1:], progress)
+        for codec in codecs.values():
+            codec.finalize()
         weights.keep()
     model.vqkv_name = f"{about['name']} fine-tuned"
     if preset is None:
@@ -107,21 +105,15 @@ class _Run:
         self.half = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
         self.losses: list[float] = []
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """Of each codec."""
-        by_layer = layer_devices(self.model)
-        return [by_layer[layer] for _, layer in self.reading.codecs]
-
     def start(self, batch: Tensor) -> None:
         """Initialise the codebooks on the first batch."""
         with self._autocast():
             pre_rope = next((turn.block for turn in self.reading.turns if turn), False)
-            captured = capture(self.model, current().share(batch), self.micro_batch, pre_rope)
+            captured = capture(self.model, batch, self.micro_batch, pre_rope)
             found = dict(zip(ROLES, captured, strict=True))
-        codecs = [*self.reading.codecs.values()]
-        together.learn(codecs, [found[role][layer] for role, layer in self.reading.codecs])
-        together.agree(codecs, self.devices)
+        for (role, layer), codec in self.reading.codecs.items():
+            if not codec.ready:
+                codec.partial_fit(found[role][layer])
 
     def train(self, batches: tuple[Tensor, ...], progress: bool) -> None:
         """One step for each batch."""
@@ -147,7 +139,7 @@ class _Run:
     def _gradients(self, batch: Tensor) -> float:
         """Leave the mean loss's gradient, return the loss. Sums go backward: in fp16 one token's share would vanish."""
         total, count = 0.0, batch[:, 1:].numel()
-        for part in current().share(batch).split(self.micro_batch):
+        for part in batch.split(self.micro_batch):
             part = part.to(self.model.device)
             with self._autocast(), self.reading.record():
                 logits = self.model(part, past_key_values=self.reading.cache(self.model), use_cache=True).logits[:, :-1]
@@ -156,8 +148,8 @@ class _Run:
             loss.backward()
             total = total + loss.detach().double()
         for weight in self._used:
-            weight.grad = current().total(weight.grad) / count
-        return (current().total(total) / count).item()
+            weight.grad /= count
+        return (total / count).item()
 
     @property
     def _used(self) -> list[Tensor]:
@@ -183,7 +175,6 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
             f"tokens {tuple(tokens.shape)} in batches of {batch_size}: fine-tuning needs sequences of 2 tokens or "
             "more, and a second batch, as the first one initialises the codebooks"
         )
-    current().share(tokens.split(batch_size)[-1])  # the smallest batch
     if preset is not None:
         _check_preset(preset)
 

@@ -10,14 +10,12 @@ from tqdm import tqdm
 
 from vqkv.calibration.cross_fit import cross_fit, folds_of
 from vqkv.calibration.spill import CapturedTokens, Spill
-from vqkv.calibration.together import agree, end_pass, finish, learn
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
 from vqkv.kernels.precision import full_precision
 from vqkv.presets import Preset
 from vqkv.presets.plans import RolePlan
 from vqkv.runtime.checks import whole_blocks
-from vqkv.runtime.processes import current
 
 
 def fit_layers(
@@ -65,12 +63,10 @@ class LayerFit:
         prediction, by_fold = None, []
         if plan.cross_fitted:
             if found := cross_fit(self._samples(place, plan.sources, folds=True), plan.predictor):
-                agree([found.whole, *found.folds], [self.device] * (1 + len(found.folds)))
                 prediction = Prediction(found.whole, plan.sources)
                 by_fold = [Prediction(each, plan.sources) for each in found.folds]
         elif plan.predictor is not None:
             plan.predictor.fit(lambda: self._samples(place, plan.sources))
-            agree([plan.predictor], [self.device])
             prediction = Prediction(plan.predictor, plan.sources)
         coder = PredictiveCodec(codec, place, prediction)
         self._fit_codec(coder, by_fold)
@@ -87,14 +83,14 @@ class LayerFit:
     def _fit_codec(self, coder: PredictiveCodec, by_fold: list[Prediction]) -> None:
         if coder.codec.ready:
             return
-        for number_of_pass in range(coder.codec.passes):
+        for _ in range(coder.codec.passes):
             for number, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
                 predicted = self._predicted(coder, by_fold, number, x, known)
-                learn([coder.codec], [x if predicted is None else x - predicted], number_of_pass)
+                coder.codec.partial_fit(x if predicted is None else x - predicted)
                 if not coder.codec.learns:
                     break
-            end_pass([coder.codec], number_of_pass)
-        finish([coder.codec], [self.device])
+            coder.codec.end_pass()
+        coder.codec.finalize()
 
     def _predicted(self, coder: PredictiveCodec, by_fold: list[Prediction], number: int, x: Tensor, known: Known):
         """What the prediction says of a batch: of each fold, if there are any, the one that has not seen it."""
@@ -107,18 +103,16 @@ class LayerFit:
         return predicted.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
 
     def _folds(self, number: int, x: Tensor) -> Tensor:
-        """Of this process's share x of a batch."""
-        batch = len(current().rows(x[:, 0, 0, 0]))
-        return current().share(folds_of(number, batch, x.shape[2], len(self.captured.tokens))).to(x.device)
+        return folds_of(number, len(x), x.shape[2], len(self.captured.tokens)).to(x.device)
 
     def _samples(self, place: Place, sources: tuple[Place, ...], folds: bool = False) -> Iterator[tuple[Tensor, ...]]:
         """A predictor's inputs and targets, (n, in_features) and (n, out_features), batch by batch, and their
-        ``folds`` (n,) if these are asked for: in every process those of all, so that each fits the same."""
+        ``folds`` (n,) if these are asked for."""
         for number, x, known in self._batches(place, sources):
             rows = [inputs(known, sources, x), side_by_side(x)]
             if folds:
                 rows.append(self._folds(number, x))
-            yield tuple(current().rows(each).flatten(0, 1) for each in rows)
+            yield tuple(each.flatten(0, 1) for each in rows)
 
     def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, Known]]:
         role, first = place

@@ -3,7 +3,6 @@
 from functools import cached_property
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,7 +14,6 @@ from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.predictive import ROLES, Place, Prediction
 from vqkv.models.load import describe
 from vqkv.presets.plans import RolePlan
-from vqkv.runtime.processes import current
 
 NUM_SEQS, COST_SEQS = 4, 1  # sequences that shared layers are tried on, and each place's errors
 
@@ -32,7 +30,7 @@ class ModelTrial:
         means = []
         for layer in range(self.num_layers):
             totals = [sum(x.double().sum(0) for x in self.captured.batches((role, layer))) for role in ROLES]
-            means.append(torch.cat([current().total(total).flatten() for total in totals]) / len(self.captured.tokens))
+            means.append(torch.cat([total.flatten() for total in totals]) / len(self.captured.tokens))
         return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
 
     def metrics(self, costs: str = "loss") -> dict[Place, Tensor]:
@@ -44,10 +42,7 @@ class ModelTrial:
         codecs, predictions = fit_layers(preset, plan, self.captured, self, self.model.device, progress=False)
         settings = CacheSettings(sink_tokens=preset.sink_tokens, pre_rope=preset.pre_rope)
         compressor = Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
-        found = cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], self.metrics())
-        mine = save({f"{layer}.{role}": curve.cpu() for (role, layer), curve in found.items()})
-        first = load(current().exchange(mine)[0])  # sums are rounded differently in each process
-        return {(role, layer): first[f"{layer}.{role}"] for role, layer in found}
+        return cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], self.metrics())
 
     @torch.no_grad()
     def similarity(self, plan: list[dict[str, RolePlan]]) -> float:

@@ -15,7 +15,6 @@ from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.identity import identity
 from vqkv.models.load import describe
-from vqkv.runtime.processes import current
 
 REMEDY = "Use fewer tokens, or another folder (TMPDIR=..., or CapturedTokens(folder=...))"
 
@@ -56,8 +55,8 @@ class Spill:
 
 class CapturedTokens(Spill):
     """The keys and values of ``tokens`` (num_seqs, seq_len) in the model's dtype, captured once, ``batch_size``
-    sequences at a time, into a temporary folder within ``folder``, for any number of presets. Where processes share the
-    job, each holds its share of every batch. Raises ``DataError`` if the disk is full."""
+    sequences at a time, into a temporary folder within ``folder``, for any number of presets. Raises
+    ``DataError`` if the disk is full."""
 
     def __init__(self, model, tokens: Tensor, batch_size=8, pre_rope=True, folder=None, progress: bool = True):
         super().__init__(folder)
@@ -68,7 +67,7 @@ class CapturedTokens(Spill):
         self.num_batches = len(batches)
         try:
             for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
-                for role, layers in zip(ROLES, capture(model, current().share(batch), None, pre_rope), strict=True):
+                for role, layers in zip(ROLES, capture(model, batch, None, pre_rope), strict=True):
                     for layer, x in enumerate(layers):
                         self.put((role, layer), number, x)
         except BaseException:  # also when interrupted: a traceback would keep the folder

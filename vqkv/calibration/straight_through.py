@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from vqkv.calibration import together
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import Place
 from vqkv.models.layers import Door
@@ -40,11 +39,10 @@ class StraightThrough:
     def learn(self) -> None:
         """One learning step of every codec that learns, on all that was recorded since the last one."""
         learning = {place: codec for place, codec in self.codecs.items() if codec.learns and not codec.ready}
-        batch = [torch.cat(self.seen[place]) for place in learning]
+        for place, codec in learning.items():
+            codec.partial_fit(torch.cat(self.seen[place]))
         for seen in self.seen.values():
             seen.clear()
-        together.learn([*learning.values()], batch)
-        together.agree([*learning.values()], [x.device for x in batch])
 
     def _read(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self._through(("key", layer), keys, self.turns[layer]), self._through(("value", layer), values, None)

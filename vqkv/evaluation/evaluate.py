@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -13,7 +12,6 @@ from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
 from vqkv.models.layers import check_decoder, kv_layers, max_positions
-from vqkv.runtime.processes import current
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
@@ -59,8 +57,7 @@ def evaluate(
     MSE of K, V and attention output; the byte meter's numbers; how many tokens of a sequence were scored, and how many
     exact tokens (its own piece's included) such a token saw on average.
 
-    Within ``processes.launched()`` every process calls this with the same arguments, takes its turn at the batches and
-    returns the same row. Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score,
+    Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score,
     or too few for any packed token to be read.
     """
     exact = ExactPass(model) if exact is None else exact
@@ -72,7 +69,8 @@ def evaluate(
     pieces = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     marked = [None] * len(tokens) if answers is None else answers.split(batch_size)
     measure = partial(_measured, exact, compressor, protocol, *pieces, reconstruction)
-    return _row(protocol, _all_batches(measure, list(zip(tokens.split(batch_size), marked))), per_sequence)
+    totals = [measure(*batch) for batch in zip(tokens.split(batch_size), marked)]
+    return _row(protocol, totals, per_sequence)
 
 
 def _measured(exact, compressor, protocol, pieces, start, reconstruction: bool, batch, marks) -> Sums:
@@ -110,19 +108,6 @@ def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: 
         raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
     if exact.model is not model:
         raise DataError("exact= is an ExactPass of another model: make one of this")
-
-
-def _all_batches(measure, batches: list[tuple]) -> list[Sums]:
-    """Sums of every batch, in their order: each measured by one process."""
-    mine = {}
-    for number in range(current().rank, len(batches), current().count):
-        mine |= {f"{number}.{name}": x.cpu().contiguous() for name, x in measure(*batches[number]).items()}
-    everybody = {name: x for message in current().exchange(save(mine)) for name, x in load(message).items()}
-    totals = [{} for _ in batches]
-    for name, tensor in everybody.items():
-        number, name = name.split(".")
-        totals[int(number)][name] = tensor
-    return totals
 
 
 @torch.no_grad()

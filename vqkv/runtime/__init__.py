@@ -1,1 +1,1 @@
-"""Several processes, files written whole, checkpoints of long jobs."""
+"""Files written completely or not at all, and checks of arguments."""

@@ -1,14 +1,8 @@
-"""A calibration and an evaluation of many presets, as one process or as each of several that share the work."""
-
-import json
-from pathlib import Path
+"""Small presets of every kind, and text that they can be calibrated on."""
 
 import torch
-from safetensors.torch import load_file, save_file
 
-import vqkv
 from vqkv import presets
-from vqkv.runtime.processes import launched
 
 RESIDUAL = presets.vqllm(2, 16, 8)
 PRESETS = {
@@ -33,21 +27,3 @@ PRESETS = {
 def text(num_seqs: int, seed: int, seq_len: int = 64) -> torch.Tensor:
     """Tokens drawn from a few hundred of the vocabulary, so that keys repeat as those of a text do."""
     return torch.randint(0, 400, (num_seqs, seq_len), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model_folder: str, out: Path, names=tuple(PRESETS)) -> None:
-    """Calibrate and evaluate every preset; the first process writes what came out."""
-    torch.set_num_threads(1)
-    with launched() as processes:
-        model, _ = vqkv.load_model(model_folder)
-        for name in names:
-            compressor = vqkv.calibrate(model, text(24, 0), PRESETS[name], batch_size=5 if name == "vqllm" else 4)
-            row = vqkv.evaluate(model, compressor, text(5, 1), chunk_size=32, batch_size=2, per_sequence=True)
-            if processes.first:
-                save_file({k: v.clone() for k, v in compressor._learned().items()}, out / f"{name}.safetensors")
-                (out / f"{name}.json").write_text(json.dumps(row))
-
-
-def results(out: Path, name: str) -> tuple[dict, dict]:
-    """Learned tensors and the evaluation's row."""
-    return load_file(out / f"{name}.safetensors"), json.loads((out / f"{name}.json").read_text())
