@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from vqkv import calibrate, evaluate, load_model, presets
 from vqkv.kernels.derived import remembered, tables_of
 from vqkv.kernels.precision import full_precision
-from vqkv.models.layers import encoder_reads, inputs, kv_layers
+from vqkv.models.layers import kv_layers
 from vqkv.runtime.files import replacing
 
 TOKENS = torch.randint(1, 4000, (8, 48), generator=torch.Generator().manual_seed(0))
@@ -136,21 +136,6 @@ def test_two_threads_replace_one_file(tmp_path):
         pool.submit(write, b"other").result(30)
         assert path.read_bytes() == b"other"
     assert path.read_bytes() == b"mine" * 9 and list(tmp_path.iterdir()) == [path]
-
-
-def test_two_threads_read_other_encoder_inputs(tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 4000}
-    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
-
-    def reads(given) -> bool:
-        with encoder_reads(model, TOKENS, given):
-            return torch.equal(inputs(model, TOKENS)["input_ids"], given)
-
-    with ThreadPoolExecutor(1) as pool, encoder_reads(model, TOKENS, TOKENS + 1):
-        assert pool.submit(reads, TOKENS + 2).result(30)
-        assert torch.equal(inputs(model, TOKENS)["input_ids"], TOKENS + 1)
 
 
 def test_tables_are_listed_while_another_thread_adds_some(often):

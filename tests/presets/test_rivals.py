@@ -195,11 +195,11 @@ def test_attention_is_watched_apart_from_other_threads(llama):
     assert llama.config._attn_implementation == own
 
 
-def test_models_that_show_other_keys_than_they_cache_are_refused():
-    tokens = torch.randint(1, 200, (8, 48), generator=torch.Generator().manual_seed(0))
+def test_a_model_with_an_encoder_is_refused():
     t5 = T5Config(vocab_size=512, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
-    with pytest.raises(DataError, match="attends to its encoder, too: use turboquant"):
-        calibrate(AutoModelForSeq2SeqLM.from_config(t5).eval(), tokens, presets.oscar(), progress=False)
+    model = AutoModelForSeq2SeqLM.from_config(t5).eval()
+    with pytest.raises(DataError, match="has an encoder: vqkv compresses the caches of decoders"):
+        calibrate(model, torch.ones(4, 32, dtype=torch.int64), presets.fp16(), progress=False)
 
 
 def test_capacity_weighs_the_norms_that_each_codec_learned(llama):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from vqkv.cache import saving
 from vqkv.cache.batch import Batch
@@ -41,15 +41,14 @@ class PassHook:
     def __call__(self, module, args, kwargs=None, output=None) -> None:
         """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
         for given in (*args, *(kwargs or {}).values()):
-            for cache in (given, *_both(given)):
-                own = isinstance(cache, CompressedCache) and cache.model()  # a copied model has copies of its hooks
-                if own and module in (own, *_first_modules(own)) and hasattr(cache, self.method):
-                    getattr(cache, self.method)(module, args, kwargs)
+            own = isinstance(given, CompressedCache) and given.model()  # a copied model has copies of its hooks
+            if own and module in (own, *_first_modules(own)) and hasattr(given, self.method):
+                getattr(given, self.method)(module, args, kwargs)
 
 
 def _first_modules(model) -> list:
     """The modules that may get a pass's mask and positions first: some models call their decoder themselves (OPT)."""
-    return [model.base_model] * (not model.config.is_encoder_decoder) + [model.get_decoder()]
+    return [model.base_model, model.get_decoder()]
 
 
 def watch(method: str, hooks: dict, register: Callable, **options) -> None:
@@ -60,8 +59,7 @@ def watch(method: str, hooks: dict, register: Callable, **options) -> None:
 
 
 class CompressedCache(Cache):
-    """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``; of an
-    encoder-decoder's two this is one, ``cross`` that of the layers that attend to the encoder.
+    """Pass it to a model or to ``generate`` as ``past_key_values``. Made by ``Compressor.new_cache``.
 
     ``in_place``: pack every token at once and let attention read the current tokens packed too, with no sinks and no
     recent window (residual VQ's protocol). ``decoded_cache_bytes``: how much of what attention reads of quantized
@@ -74,7 +72,7 @@ class CompressedCache(Cache):
     layer_class = CompressedLayer
     _is_user_defined = 1  # ``generate`` writes True as it begins
 
-    def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0, cross: bool = False):
+    def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, MOST)
         model = plain(model)
         if model.training and getattr(model, "is_gradient_checkpointing", False):
@@ -83,20 +81,18 @@ class CompressedCache(Cache):
             )
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
-        self.compressor, self.model, self.cross = compressor, weakref.ref(model), cross
+        self.compressor, self.model = compressor, weakref.ref(model)
         self.read_by: tuple | None = None  # stamp and switches of the model that read the tokens; () of several
-        own = {number: layer for number, layer in enumerate(kv_layers(model)) if layer.cross == cross}
-        settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        self.settings = dataclasses.replace(settings, shapes=tuple(settings.shapes[number] for number in own))
-        turns = rotations(model, settings.pre_rope) if settings.pre_rope else [None] * len(settings.shapes)
+        own, pre_rope = kv_layers(model), compressor.settings.pre_rope
+        self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
+        turns = rotations(model, pre_rope) if pre_rope else [None] * len(own)
         layers = DynamicCache(config=model.config).layers
-        windows = [None if cross else getattr(layers[x.layer_idx], "sliding_window", None) for x in own.values()]
+        windows = [getattr(layers[layer.layer_idx], "sliding_window", None) for layer in own]
         self.reaches = [window and window - 1 for window in windows]
         # where layers are predicted from each other their tokens must line up
         kept: list[int | None] = [None] * len(windows) if compressor.predictions else self.reaches
-        coders, turned = [compressor.coders[number] for number in own], [turns[number] for number in own]
-        self.batch = Batch(compressor, coders, self.settings, turned, kept)
-        for place, layer in enumerate(own.values()):
+        self.batch = Batch(compressor, compressor.coders, self.settings, turns, kept)
+        for place, layer in enumerate(own):
             layers[layer.layer_idx] = self._layer(place, layers[layer.layer_idx])
         super().__init__(layers=layers)
         self._watch(model)
@@ -140,12 +136,10 @@ class CompressedCache(Cache):
         if self.batch.seen_by not in (None, id(module)):
             return  # the outer module has told
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-        mask = "encoder_attention_mask" if self.cross else "attention_mask"
         begins, self._is_user_defined = self._is_user_defined is True, 1
-        if not self.cross:
-            _check_input(self.batch.slots, given, begins)
+        _check_input(self.batch.slots, given, begins)
         self._note_model()
-        self.batch.see(given.get(mask), given.get("position_ids"), id(module))
+        self.batch.see(given.get("attention_mask"), given.get("position_ids"), id(module))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
@@ -286,9 +280,3 @@ def _check_input(held: int, given: dict, begins: bool) -> None:
         raise DataError(
             f"attention_mask has {slots} slots, but the cache holds {held} and {new} came: pass one of {held + new}"
         )
-
-
-def _both(cache: Cache) -> tuple[Cache, ...]:
-    """Of an encoder-decoder."""
-    known = isinstance(cache, EncoderDecoderCache)
-    return (cache.self_attention_cache, cache.cross_attention_cache) if known else ()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
@@ -101,13 +101,9 @@ class Compressor:
                     coder.prediction.predictor.to(device)
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0):
-        """An empty ``CompressedCache`` for ``model``; for an encoder-decoder transformers' ``EncoderDecoderCache`` of
-        two. Raises ``FormatError`` if this compressor was fitted to another model."""
-        model = plain(model)
-        made = CompressedCache(self, model, in_place, decoded_cache_bytes)
-        if not model.config.is_encoder_decoder:
-            return made
-        return EncoderDecoderCache(made, CompressedCache(self, model, in_place, decoded_cache_bytes, cross=True))
+        """An empty ``CompressedCache`` for ``model``. Raises ``FormatError`` if this compressor was fitted to another
+        model."""
+        return CompressedCache(self, plain(model), in_place, decoded_cache_bytes)
 
     def __getattr__(self, name: str):
         if hasattr(Cache, name):

@@ -21,7 +21,6 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.positions import pick_rows
 from vqkv.cache.settings import MOST
 from vqkv.errors import DataError
-from vqkv.models.layers import check_decoder
 from vqkv.runtime.checks import check_whole
 
 __all__ = ["H2O", "EvictingCache", "attention_scores", "heavy_hitters", "snapkv"]
@@ -81,7 +80,6 @@ class H2O:
         """An empty cache. Raises ``DataError`` for ``in_place``, encoders and layers that have other states too."""
         if in_place:
             raise DataError("one pass in place reads nothing that was evicted: use the snapshot or chunked protocol")
-        check_decoder(model, "H2O")
         cache = EvictingCache(self, model)
         if any(isinstance(layer, LinearAttentionLayer) for layer in cache.compressed):
             raise DataError(f"{type(model).__name__} has states beside keys and values, which forget nothing: no H2O")

@@ -39,8 +39,6 @@ def header_of(cache) -> dict:
     cache.batch.check_complete()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
-    if model.config.is_encoder_decoder:
-        raise DataError(f"{type(model).__name__} has two caches, for which a saved cache has no place")
     if cache.with_states:
         raise DataError(
             f"{type(model).__name__} has states beside keys and values: save the tokens and read them again"

@@ -20,7 +20,6 @@ from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.identity import identity
-from vqkv.models.layers import encoder_reads
 from vqkv.models.load import describe
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
@@ -36,7 +35,6 @@ def calibrate(
     batch_size: int = 8,
     progress: bool = True,
     captured: CapturedTokens | None = None,
-    encoder_inputs: Tensor | None = None,
 ) -> Compressor:
     """Fit ``preset`` to ``model`` on ``tokens`` (num_seqs, seq_len), ``batch_size`` sequences at a time, so that memory
     does not grow with the number of tokens.
@@ -48,22 +46,14 @@ def calibrate(
 
     Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors in the first batch
     than codes, or a disk without room.
-    ``encoder_inputs`` (num_seqs, ...): what an encoder-decoder's encoder reads beside ``tokens``, by default these; one
-    that hears has to be given them. ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns
-    if little of some layer is left.
+    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns if little of some layer is left.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
     model = evaluating(model)
     check_tokens(model, tokens)
     check_batch_size(batch_size)
-    if encoder_inputs is None and model.config.is_encoder_decoder and model.main_input_name != "input_ids":
-        raise DataError(f"{type(model).__name__} reads {model.main_input_name}: pass them as encoder_inputs")
-    with encoder_reads(model, tokens, encoder_inputs):
-        return _calibrated(model, tokens, preset.fitting(model), batch_size, progress, captured)
-
-
-def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress: bool, captured) -> Compressor:
+    preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     if captured is not None:
@@ -76,17 +66,12 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
         with nullcontext(made) if made is captured else made:
             trial = ModelTrial(model, made)
             plan = preset.plan.arrange(preset, trial)
-            if model.config.is_encoder_decoder and any(role.sources for layer in plan for role in layer.values()):
-                raise DataError(
-                    f"{preset.name} predicts layers from each other, but {type(model).__name__} has two caches of its "
-                    "own and its encoder's: use a preset without predictors"
-                )
             codecs, predictions = fit_layers(preset, plan, made, trial, model.device, progress)
             if preset.fallback is not None and (why := _hardly_pays(model, tokens, plan, predictions)):
                 warnings.warn(
                     f"{preset.name} predicts layers from each other, which does not pay after calibration on "
                     f"{tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
-                    stacklevel=3,
+                    stacklevel=2,
                 )
                 preset = preset.fallback.fitting(model)
                 plan = preset.plan.arrange(preset, trial)  # type: ignore[union-attr]  # a fallback has one, too
@@ -95,7 +80,7 @@ def _calibrated(model, tokens: Tensor, preset: Preset, batch_size: int, progress
     compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
     if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
         warnings.warn(
-            f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens", stacklevel=3
+            f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens", stacklevel=2
         )
     if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
         warn_if_destroyed(compressor, model, tokens)

@@ -14,7 +14,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import door, inputs, kv_layers
+from vqkv.models.layers import Door, kv_layers
 from vqkv.models.plain import copied
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import whole_blocks
@@ -51,7 +51,7 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
                 error, turn = added["key", layer], turns[layer]  # an error of a key turns as the key does
                 return keys + (error if turn is None else turn.turned(error).to(keys)), values + added["value", layer]
 
-            logits = model(**inputs(model, sequence), past_key_values=door(model, perturb), use_cache=True).logits
+            logits = model(sequence.to(model.device), past_key_values=Door(model, perturb), use_cache=True).logits
             logits = logits[0].float()
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
@@ -86,13 +86,11 @@ def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
         return sdpa_attention_forward(module, query, key, value, *arguments, **more)
 
     layers = kv_layers(model)
-    if len({layer.layer_idx for layer in layers}) < len(layers):
-        raise DataError(f"{type(model).__name__} attends to its encoder, too: use turboquant, live or another preset")
     name, apart = f"{WATCHED}_{threading.get_ident()}", copied(model)  # other threads may run the model
     AttentionInterface.register(name, watched)
     AttentionMaskInterface.register(name, sdpa_mask)
     apart.set_attn_implementation(name)
-    apart(**inputs(apart, tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device)), use_cache=False)
+    apart(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
     shown = {}
     for (i, layer), role in itertools.product(enumerate(layers), ROLES):
         moment = found.get((role, layer.layer_idx))

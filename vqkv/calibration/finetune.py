@@ -20,7 +20,6 @@ from vqkv.calibration.trained_weights import TrainedWeights, recomputing
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.layers import check_decoder
 from vqkv.models.load import describe
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
@@ -161,7 +160,6 @@ class _Run:
 
 
 def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
-    check_decoder(model, "finetune")
     check_tokens(model, tokens)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: fine-tune on one device, or a device map without offloading")

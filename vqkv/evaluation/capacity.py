@@ -24,7 +24,6 @@ from transformers.cache_utils import DynamicLayer
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint, model_shape
-from vqkv.models.layers import check_decoder
 from vqkv.models.load import REFUSALS
 from vqkv.models.plain import plain
 from vqkv.presets import Preset
@@ -109,7 +108,6 @@ def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> Pre
         raise DataError(
             f"pass a transformers model without a dtype, or its config, not {type(model).__name__}, {dtype}"
         )
-    check_decoder(model, "capacity")
     model_shape(model)  # refuses layers of unequal KV heads
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers):
         raise DataError(

@@ -11,7 +11,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.layers import check_decoder, kv_layers, max_positions
+from vqkv.models.layers import kv_layers, max_positions
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
 MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
@@ -98,7 +98,6 @@ def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: 
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
     if not hasattr(compressor, "new_cache"):
         raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
-    check_decoder(model, "evaluate")
     check_tokens(model, tokens)
     if tokens.shape[1] < 3:
         raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")

@@ -3,16 +3,13 @@
 import inspect
 import math
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -31,7 +28,6 @@ LAYERS = (  # transformers' own, that are known
 )  # fmt: skip
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
-_thread = threading.local()  # encoder_inputs: a model, tokens, and what its encoder reads beside them
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -39,11 +35,10 @@ class Door(DynamicCache):
     """A cache that keeps nothing, for one forward pass: ``see(layer, keys, values)`` gets what the layer
     ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads instead, or None."""
 
-    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None], cross: bool = False):
+    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
         super().__init__(config=model.config)
         self.see = see
-        layers = enumerate(_layers.get(model, []))
-        self.numbers = {layer.layer_idx: number for number, layer in layers if layer.cross == cross}
+        self.numbers = {layer.layer_idx: number for number, layer in enumerate(_layers.get(model, []))}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """As ``see`` says."""
@@ -52,14 +47,13 @@ class Door(DynamicCache):
 
 @dataclass(frozen=True)
 class KVLayer:
-    """A layer that stores what ``attention`` hands over; ``cross``: an encoder's, once and for all."""
+    """A layer that stores what ``attention`` hands over."""
 
     layer_idx: int
     attention: nn.Module
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    cross: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,8 +62,8 @@ class KVLayer:
 
 
 def kv_layers(model) -> list[KVLayer]:
-    """One ``KVLayer`` for each layer that hands keys and values to a cache; of an encoder-decoder the decoder's own,
-    then the cross-attending. Raises ``DataError`` for a model of which no layer does, or that caches more than that."""
+    """One ``KVLayer`` for each layer that hands keys and values to a cache. Raises ``DataError`` for a model of which
+    no layer does, that caches more than that, or that has an encoder."""
     model = plain(model)
     if model not in _layers:
         _layers[model] = _seen_layers(model)
@@ -82,23 +76,16 @@ def max_positions(model) -> float:
     return named if named and named > 0 else math.inf
 
 
-def check_decoder(model, what: str) -> None:
-    """Raise ``DataError`` for an encoder-decoder, which ``what`` is not for."""
-    if (model := plain(model)).config.is_encoder_decoder:
-        raise DataError(
-            f"{what} takes decoders: {type(model).__name__} has an encoder. calibrate and new_cache take it"
-        )
-
-
 def _seen_layers(model) -> list[KVLayer]:
-    found, asked = dict[tuple[bool, int], KVLayer](), evaluating(model)
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} has an encoder: vqkv compresses the caches of decoders")
+    found, asked = dict[int, KVLayer](), evaluating(model)
 
-    def see(layer_idx: int, keys: Tensor, values: Tensor, cross: bool = False) -> None:
-        shape = keys.shape[1], keys.shape[3], values.shape[3]
-        found[cross, layer_idx] = KVLayer(layer_idx, _running(), *shape, cross)
+    def see(layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        found[layer_idx] = KVLayer(layer_idx, _running(), keys.shape[1], keys.shape[3], values.shape[3])
 
     try:
-        forward(asked, torch.ones(1, 2, dtype=torch.int64), see, partial(see, cross=True))
+        forward(asked, torch.ones(1, 2, dtype=torch.int64), see)
     except (ValueError, AssertionError) as error:
         raise DataError(f"{type(model).__name__} does not read into caches of transformers: {error}") from error
     if not found:
@@ -120,51 +107,9 @@ def _running() -> nn.Module:
     return frame.f_locals["self"]
 
 
-def door(model, see, see_cross=None):
-    """A cache in which ``see`` gets all that is handed over; ``see_cross``, if given, what cross-attention does."""
-    own = Door(model, see)
-    return EncoderDecoderCache(own, Door(model, see_cross or see, True)) if model.config.is_encoder_decoder else own
-
-
 @torch.no_grad()  # weights in integers cannot be read in inference mode
-def forward(model, tokens: Tensor, see, see_cross=None, **arguments) -> None:
-    """Tokens (batch, seq_len) through a ``door``, with as few logits as the model can be asked for."""
+def forward(model, tokens: Tensor, see, **arguments) -> None:
+    """Tokens (batch, seq_len) through a ``Door``, with as few logits as the model can be asked for."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1
-    model(**inputs(model, tokens), past_key_values=door(model, see, see_cross), use_cache=True, **arguments)
-
-
-def inputs(model, tokens: Tensor) -> dict[str, Tensor]:
-    """What ``model`` is called with to read ``tokens``; an encoder ``encoder_reads``, or the tokens, or silence."""
-    tokens = tokens.to(model.device)
-    if not model.config.is_encoder_decoder:
-        return {"input_ids": tokens}
-    read = tokens
-    if (own := getattr(_thread, "encoder_inputs", None)) and own[0] is model:
-        _, known, given = own
-        rows = [(known[:, : len(row)] == row).all(1).nonzero()[0, 0] for row in tokens.to(known.device)]
-        read = given[torch.stack(rows).to(given.device)].to(model.device)
-    elif model.main_input_name != "input_ids":
-        config, sizes = model.config, ("num_mel_bins", "max_source_positions")
-        if missing := [name for name in sizes if not hasattr(config, name)]:
-            raise DataError(
-                f"{type(model).__name__} reads {model.main_input_name} of a shape that its configuration does not tell "
-                f"({' and '.join(missing)}, as of Whisper), which is not supported: use EncoderDecoderCache"
-            )
-        read = torch.zeros(len(tokens), config.num_mel_bins, 2 * config.max_source_positions, device=model.device)
-    return {model.main_input_name: read, "decoder_input_ids": tokens}
-
-
-@contextmanager
-def encoder_reads(model, tokens: Tensor, given: Tensor | None) -> Iterator[None]:
-    """Inside, the encoder reads row i of ``given`` where the decoder reads (a beginning of) row i of ``tokens``. Raises
-    ``DataError`` for equal rows."""
-    if given is not None:
-        if len(tokens.unique(dim=0)) < len(tokens):
-            raise DataError("two rows of tokens are equal, so that it is open what the encoder reads: leave one out")
-        kv_layers(model)  # which asks with other tokens
-    _thread.encoder_inputs = None if given is None else (model, tokens, given)
-    try:
-        yield
-    finally:
-        _thread.encoder_inputs = None
+    model(tokens.to(model.device), past_key_values=Door(model, see), use_cache=True, **arguments)

@@ -15,8 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
 )
@@ -93,9 +91,8 @@ def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
 
 
 def _auto_class(config):
-    """transformers' loader of models with a cache: decoders first, unless there is an encoder."""
-    autos = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
-    autos = autos if config.is_encoder_decoder else (AutoModelForCausalLM, *autos)
+    """transformers' loader of decoders, also of those that see images."""
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
     return next((auto for auto in autos if type(config) in auto._model_mapping), AutoModelForCausalLM)
 
 

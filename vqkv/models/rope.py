@@ -38,9 +38,9 @@ def rotations(model, block: int = 1) -> list[Rotation | None]:
 
 
 def rotates(model) -> bool:
-    """True if some layer is known to turn its keys by their position (encoder-decoders are not asked)."""
+    """True if some layer is known to turn its keys by their position ."""
     model = evaluating(model)
-    if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     at = {position: _keys_at(model, position) for position in (0, 1)}
     return any(_found({p: keys[i] for p, keys in at.items()}) is not None for i in range(len(kv_layers(model))))

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import KVLayer, check_decoder, kv_layers
+from vqkv.models.layers import KVLayer, kv_layers
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 
@@ -35,7 +35,6 @@ def inject(model, keys=None, values=None, key_bias=None):
     ``o_proj`` (Llama, Mistral, Qwen2) or GPT-2's. Raises ``DataError`` for any other, for numbers that are not finite
     or do not fit, and for unequal multipliers of channels that RoPE rotates together.
     """
-    check_decoder(model, "inject")
     model = plain(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: inject into a model that fits on its devices twice")
