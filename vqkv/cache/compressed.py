@@ -25,6 +25,7 @@ from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
+from vqkv.models.rotation import Rotation
 from vqkv.runtime.checks import check_whole
 
 _registering = threading.Lock()
@@ -85,7 +86,7 @@ class CompressedCache(Cache):
         self.read_by: tuple | None = None  # stamp and switches of the model that read the tokens; () of several
         own, pre_rope = kv_layers(model), compressor.settings.pre_rope
         self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
-        turns = rotations(model, pre_rope) if pre_rope else [None] * len(own)
+        turns: list[Rotation | None] = rotations(model, pre_rope) if pre_rope else [None] * len(own)
         layers = DynamicCache(config=model.config).layers
         windows = [getattr(layers[layer.layer_idx], "sliding_window", None) for layer in own]
         self.reaches = [window and window - 1 for window in windows]
