@@ -1,10 +1,9 @@
 """The claims audit: the committed rows again, the one rule of verdicts, and figures that are known from elsewhere."""
 
 import json
-import math
 import re
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -14,21 +13,12 @@ from vqkv import presets
 from vqkv.errors import DataError
 from vqkv.study import tables
 from vqkv.study.experiments import audit, audited_tables, claims_audit
-from vqkv.study.experiments.audit import aqua, framework, residual_vq, shapes
-from vqkv.study.experiments.audit.rows import (
-    DOES_NOT,
-    HOLDS,
-    IN_PART,
-    MEASURED,
-    NEITHER,
-    OURS,
-    VERDICTS,
-    agrees,
-    row,
-    verdict,
-)
+from vqkv.study.experiments.audit import framework, shapes
+from vqkv.study.experiments.audit.expressions import evaluate, filled
+from vqkv.study.experiments.audit.rows import DOES_NOT, HOLDS, IN_PART, NEITHER, VERDICTS, agrees, row
+from vqkv.study.experiments.audit.vocabulary import TASKS
 
-CLAIM = audit.listed().iloc[0].to_dict() | {"published": "2", "table": "03_grouping", "rule": "", "reason": "mean {n}."}
+CLAIM = dict.fromkeys(audit.listed().columns, "") | {"published": "2", "table": "03_grouping", "figures": 0}
 RULES = st.sampled_from(["", "about", "at least", "at most", "above: 1", "below: 1"])
 CASES = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=1, max_size=6)
 KEYS = {  # columns of published tables that say what a row is about
@@ -41,41 +31,42 @@ KEYS = {  # columns of published tables that say what a row is about
 ELSEWHERE = 4  # sizes of predictors, in names of rows
 
 
-@pytest.fixture(scope="module")
-def claims():
-    return claims_audit(audited_tables())
-
-
-def test_the_committed_rows_come_out_again(claims):
+def test_the_committed_rows_come_out_again():
     committed = (tables.repository_root() / "results/12_claims.csv").read_text()
+    claims = claims_audit(audited_tables())
     assert claims.to_csv(index=False, float_format="%.6g", lineterminator="\n") == committed
-    assert list(claims["source"].unique()) == list(audit.SOURCES)
-
-
-def test_verdicts_are_those_of_their_figures():
-    """In the committed table: what a row shows is its case that agrees least, so that it agrees where all do."""
-    claims = pd.read_csv(tables.repository_root() / "results/12_claims.csv", keep_default_na=False)
     assert set(claims["verdict"]) == set(VERDICTS)
-    for claim in claims.to_dict("records"):
-        if claim["rule"] == "ours":
-            expected = OURS
-        elif claim["of"] == 0:
-            expected = NEITHER
-            assert claim["recomputed"] == "" and claim["reason"], claim["claim"]
-        else:
-            expected = {0: DOES_NOT, claim["of"]: HOLDS}.get(claim["agree"], IN_PART)
-            end = claim[{"above": "low", "below": "high"}.get(claim["rule"].partition(":")[0], "recomputed")]
-            shown = agrees(claim["rule"], float(claim["published"]), float(end or claim["recomputed"]))
-            assert shown == (expected == HOLDS), claim["claim"]
-        assert claim["verdict"] == expected, claim["claim"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kl.max()", "(lambda: 1)()", "[x for x in kl]", "kl if 1 else 2", "f'{kl}'", "mean(*kl)", "1 < 2 < 3", "kl[0:1]"],
+)
+def test_expressions_are_nothing_else(text):
+    kl = pd.Series([1.0, 2.0])
+    with pytest.raises(SyntaxError, match="cannot stand in an expression"):
+        evaluate(text, {"kl": kl, "table": {"kl": kl}, "mean": np.mean})
+
+
+def test_names_are_columns_never_attributes():
+    table = pd.DataFrame({"kl": [1.0, 2.0, 4.0], "tier": ["a", "b", "b"]})
+    names = dict(table.items()) | {"table": table, "mean": np.mean}
+    assert evaluate("mean(kl[tier == 'b' and kl < 4])", names) == 2
+    assert evaluate("[table.kl, -1] / 4 ** (3 - 2)", names).tolist() == [0.25, 0.5, 1, -0.25]
+    assert filled("{mean(kl):.2f} of {2 * 3}", names) == "2.33 of 6"
+    for missing in ("table.shape", "table.__class__", "kl.__class__", "open('x')", "other"):
+        with pytest.raises(KeyError):
+            evaluate(missing, names)
 
 
 @given(RULES, CASES)
 def test_a_row_shows_the_case_that_agrees_least(rule, cases):
-    found = row(CLAIM | {"rule": rule, "reason": ""}, {"cases": cases})
+    found = row(CLAIM | {"rule": rule}, cases, {})
     shown = found["published"], found["recomputed"]
     assert shown in cases and agrees(rule, *shown) == all(agrees(rule, *case) for case in cases)
-    assert found["verdict"] == verdict(rule, cases) and found["of"] == len(cases)
+    agree = sum(agrees(rule, *case) for case in cases)
+    assert found["verdict"] == {0: DOES_NOT, len(cases): HOLDS}.get(agree, IN_PART)
+    assert (found["agree"], found["of"]) == (agree, len(cases))
 
 
 @pytest.mark.parametrize(
@@ -91,16 +82,35 @@ def test_one_rule(rule, said, found, holds):
     assert agrees(rule, said, found) == holds
 
 
-def test_a_figure_of_unstated_size_is_where_it_can_be():
-    sized = [row(CLAIM | {"reason": ""}, {"ranges": ranges})["recomputed"] for ranges in ([(1, 3)], [(3, 4)], [(0, 1)])]
-    assert sized == [2, 3, 1]
+def audited(table: pd.DataFrame, **columns: str) -> dict:
+    claim = CLAIM | columns
+    return row(claim, *audit._found(claim, {"03_grouping": table}))
 
 
-def test_a_measured_row_needs_its_table():
-    there = row(CLAIM, {"recomputed": 2.0, "n": 3})
-    assert (there["verdict"], there["how"], there["recomputed"], there["reason"]) == (HOLDS, MEASURED, 2, "mean 3.")
-    for found in (None, {"recomputed": math.nan}):
-        absent = row(CLAIM, found)
+def test_a_direction_needs_its_interval():
+    each = pd.Series(["3 3 3", "2 2 2", "0.1 0.1 6"], index=["a", "b", "c"])
+    table = pd.DataFrame({"model": "m", "system": each.index, "kl_mean": [3, 2, 6.2 / 3], "kl_each": each})
+    claim = {"measured": "mean(kl_mean)", "rows": "system == 'a'", "rule": "above: 1"}
+    sure, unsure = (audited(table, **claim, over=f"system == '{other}'") for other in "bc")
+    assert (sure["verdict"], sure["low"], sure["high"]) == (HOLDS, 1.5, 1.5)
+    assert unsure["recomputed"] > 1 > unsure["low"] and unsure["verdict"] == DOES_NOT
+
+
+def test_an_open_figure_is_where_it_can_be():
+    table = pd.DataFrame({"x": [2.0, 5.0]})
+    shown = [audited(table, measured=f"between({ends})")["recomputed"] for ends in ("1, 3", "3, 4", "0, 1")]
+    assert shown == [2, 3, 1]
+    assert audited(table, measured="x", published="between(1, 3)")["published"] == 3
+
+
+def test_each_model_of_a_measured_table_is_a_case():
+    claim = {"measured": "mean(kl)", "rows": "x == 1", "reason": "{least:g} to {most:g} on {models}"}
+    table = pd.DataFrame({"model": ["m", "m", "folder/n"], "x": 1, "kl": [1.0, 3.0, 5.0]})
+    found = audited(table, **claim)
+    assert (found["agree"], found["of"], found["recomputed"], found["how"]) == (1, 2, 5, "measured here")
+    assert found["reason"] == "2 to 5 on m and n"
+    for lacking in (table.assign(x=2), table[["model", "x"]]):
+        absent = audited(lacking, **claim)
         assert absent["verdict"] == NEITHER and absent["published"] == 2 and "run page 03" in absent["reason"]
 
 
@@ -116,77 +126,64 @@ def test_every_published_figure_is_counted_once():
     assert (listed.loc[listed["rule"] == "ours", "figures"] == 0).all()
 
 
-def test_claims_are_quoted():
+def test_claims_are_quoted_and_stated_figures_named():
     listed = audit.listed()
-    tested = listed[(listed["find"] != "") & (listed["rule"] != "ours")]
+    assert not ((listed["arithmetic"] != "") & (listed["measured"] != "")).any() and listed["claim"].is_unique
+    tested = listed[(listed["arithmetic"] + listed["measured"] != "") & (listed["rule"] != "ours")]
     assert (tested["quote"].str.split().str.len().between(1, 15)).all() and (listed["section"] != "").all()
-    assert listed["claim"].is_unique
-
-
-def test_every_stated_figure_is_tested_or_named():
     known = tables.published("stated_figures")
-    text = "".join(path.read_text() for path in Path(audit.__file__).parent.iterdir() if path.is_file())
-    text += (tables.repository_root() / "results/published/claims.csv").read_text()
-    assert (
-        known["key"].is_unique
-        and known["value"].notna().all()
-        and set(known["source"]) == set(audit.SOURCES) - {"KVQuant"}
-    )
-    # Keys that code puts together, as it does where only the source is left out.
-    built = ("rvq_gsm8k", "rvq_mmlu", "vqq_over_quip_")
-    keys = [key for key in known["key"] if not key.startswith(built) and key not in text]
-    assert [key for key in keys if f'"{key.partition("_")[2]}"' not in text] == []
+    assert known["key"].is_unique and set(known["source"]) == set(listed["source"]) - {"KVQuant"}
+    expressions = " ".join(listed[["published", "arithmetic", "measured", "rows", "reason"]].to_numpy().ravel())
+    assert set(known["key"]) <= set(re.findall(r"\w+", expressions))
 
 
-def test_published_ratios_of_two_figures_are_those_of_the_sources_tables():
+def test_published_ratios_are_those_of_the_sources_tables():
     said = audit.listed().set_index("claim")["published"]
-    first = tables.published("rvq_table1_key_value")[residual_vq.TASKS]
+    first = tables.published("rvq_table1_key_value")[list(TASKS)]
     contiguous, strided, value = (first.iloc[0] - first.iloc[1:4]).sum(axis=1)
-    ppl = aqua._detailed()["wiki2_ppl"]
-    increase = ppl - ppl["uncompressed"]
-    for claim, ratio in {
-        "contiguous key groups lose more than strided ones": contiguous / strided,
-        "keys lose more than values": strided / value,
-        "2-bit HIGGS loses more than with predictors": increase["HIGGS-2b-gs1024"] / increase[aqua.OURS],
-        "no key predictor loses more than no value predictor": increase["w/o K predictor"]
-        / increase["w/o V predictor"],
-        "GPTQ's predictors lose as much as linear ones": increase["GPTQ (41 MiB)"] / increase[aqua.OURS],
-    }.items():
-        assert float(said[claim]) == pytest.approx(ratio, rel=1e-5), claim
+    assert said["contiguous key groups lose more than strided ones"] == f"{contiguous:.2f} / {strided:.2f}"
+    assert said["keys lose more than values"] == f"{strided:.2f} / {value:.2f}"
+    ppl = tables.published("aqua_detailed").set_index("config")["wiki2_ppl"]
+    for claim, over, under in [
+        ("2-bit HIGGS loses more than with predictors", "HIGGS-2b-gs1024", "AQUA-KV (HIGGS)"),
+        ("no key predictor loses more than no value predictor", "w/o K predictor", "w/o V predictor"),
+        ("GPTQ's predictors lose as much as linear ones", "GPTQ (41 MiB)", "AQUA-KV (HIGGS)"),
+        ("sinks in 16 bits matter", "w/o 16-bit attention sink", "AQUA-KV (HIGGS)"),
+    ]:
+        assert said[claim] == f"({ppl[over]:g} - 6.98) / ({ppl[under]:g} - 6.98)" and ppl["uncompressed"] == 6.98
 
 
-def test_sizes_are_those_of_arithmetic(claims):
-    numbers = claims.set_index("claim")["recomputed"]
-    assert numbers["smaller than fp16, 8 codebooks of 2,048"] == pytest.approx(16 / 2.875)
+def test_sizes_are_those_of_arithmetic():
+    numbers = tables.stored("12_claims")[0].set_index("claim")["recomputed"]
+    assert numbers["smaller than fp16, 8 codebooks of 2,048"] == pytest.approx(16 / 2.875, rel=1e-5)
     codebooks = 2.875 + 8 * 64 * 2**20 / (2**13 * 2 * 32 * 8 * 128)  # 64 of 8 x 2,048 x 32 in fp16, 8K tokens
-    assert numbers["... codebooks counted, one sequence of 8K"] == pytest.approx(16 / codebooks)
+    assert numbers["... codebooks counted, one sequence of 8K"] == pytest.approx(16 / codebooks, rel=1e-5)
     bits = (27 * (2 + 16 / 1024) + 4 + 16 / 1024) / 28  # the first layer has 4
-    assert numbers["AQUA-KV, HIGGS 2 bits, detailed table"] == pytest.approx(bits)
+    assert numbers["AQUA-KV, HIGGS 2 bits, detailed table"] == pytest.approx(bits, rel=1e-5)
     predictors = 8 * numbers["linear predictors of a 3B model"] * 2**20 / (2 * 28 * 1024)
-    assert numbers["... predictors counted, one sequence of 8K"] == pytest.approx(bits + predictors / 2**13)
+    assert numbers["... predictors counted, one sequence of 8K"] == pytest.approx(bits + predictors / 2**13, rel=1e-5)
 
 
 def test_a_longer_stream_is_that_which_would_be_written():
     """Of 4-bit deltas, whose bytes do not depend on the data: 512 steps from a file of 512."""
-    report = framework.stream("4-bit deltas")
-    assert framework._ratio_at(report, framework.STEPS) == pytest.approx(report["ratio_every_fp32"], rel=2e-3)
-    states = framework._states(4096)
+    report = framework.stream("fp32", "int4")
+    assert framework.longer_ratio(report, framework.STEPS)[0] == pytest.approx(report["ratio_every_fp32"][0], rel=2e-3)
+    states = framework.states(4096)
     assert states == (133120, 4032, 4096 * 4097 // 2)
-    assert framework._ratio_at(report, 4096) == pytest.approx(states[2] / (states[0] + states[1] / 8), rel=2e-2)
+    assert framework.longer_ratio(report)[0] == pytest.approx(states[2] / (states[0] + states[1] / 8), rel=2e-2)
 
 
-@pytest.mark.parametrize(("threshold", "share"), [(0.0, 1), (framework.ALL_CODES, 0)])
+@pytest.mark.parametrize(("threshold", "share"), [(0.0, 1), (1e9, 0)])
 def test_bits_with_fallback_are_those_of_the_codec(threshold, share):
     scale = 32 / (64 * 64)
-    assert shapes.bits_of(presets.vqq(threshold)) == pytest.approx(framework.fallback_bits(share) + scale)
+    assert shapes.encoded_bits(presets.vqq(threshold)) == pytest.approx(framework.fallback_bits(share) + scale)
 
 
 def test_other_contents_are_another_audit(tmp_path, monkeypatch):
     """Tables of the run at hand come before the repository's; one that changes in between is refused."""
     before = audited_tables()
-    assert (
-        before == json.loads((tables.repository_root() / "results/12_claims.json").read_text())["parameters"]["tables"]
-    )
+    recorded = json.loads((tables.repository_root() / "results/12_claims.json").read_text())
+    assert before == recorded["parameters"]["tables"]
     (tmp_path / "results").mkdir()
     (tmp_path / "results/03_depth.csv").write_text("model\nx\n")
     monkeypatch.setenv("VQKV_OUT", str(tmp_path))

@@ -1,27 +1,23 @@
 """Notebook 12: what the four sources say in numbers, beside the same numbers computed or measured here.
 
-``results/published/claims.csv`` has a row for each claim: ``section`` and ``quote`` (of the source), ``published`` (a
-number, the key of one in ``stated_figures``, or a ratio of two; empty where ``find`` tells), ``table`` (of this study,
-that ``find`` reads; empty for arithmetic), ``find`` (a function of the source's module or of ``rows``, and its
-arguments; empty where neither model nor machine is at hand), ``rule`` (see ``rows.agrees``; ``ours`` for a comparison
-that the source did not make), ``figures`` (published ones that it stands for, each counted once) and ``reason``, into
-which the function's facts are put.
+``results/published/claims.csv`` has a row for each claim: ``section`` and ``quote`` (of the source), and expressions
+(see ``expressions`` and ``vocabulary``):
+
+- ``published``: the figure, or figures, of the source.
+- ``arithmetic``: what it should be by the source's own numbers, a model's shape, or bytes that are encoded here. It
+  may read a column of ``table``, one of ``results/published``.
+- ``measured``: what it is in ``table`` of this study, by model: of ``rows``, divided by the same of ``over``.
+
+A claim with neither needs a model or a machine that is not at hand. ``rule``: see ``rows.agrees``; ``ours`` for a
+comparison that the source did not make. ``figures``: how many published ones it stands for, each counted once.
+``reason`` may have expressions in braces.
 """
 
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.study.experiments.audit import aqua, blog, framework, residual_vq, rows
-from vqkv.study.experiments.common import frame
+from vqkv.study.experiments.audit.rows import Case, find, row
 from vqkv.study.tables import published, repository_root, stored
-
-SOURCES = {
-    "residual VQ": residual_vq,
-    "AQUA-KV": aqua,
-    "KVQuant": aqua,  # a table of its, in AQUA-KV's slides
-    "transformers blog": blog,
-    "VQ framework": framework,
-}
 
 
 def audited_tables() -> dict[str, str]:
@@ -30,7 +26,7 @@ def audited_tables() -> dict[str, str]:
     This study's own are those of the run at hand or, where that has none, of the repository; one that neither has is
     left out. ``published/NAME`` are the sources'.
     """
-    names = sorted({*listed()["table"]} - {""})
+    names = sorted({*listed().query("measured != ''")["table"]})
     names += sorted(f"published/{path.stem}" for path in (repository_root() / "results/published").glob("*.csv"))
     return {name: found[1] for name in names if (found := stored(name))}
 
@@ -42,34 +38,30 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     (of several cases the one that agrees least), ``unit``, ``how`` (``arithmetic``: from a formula, a model's shape or
     bytes that are encoded here; ``measured here``: from tables of this study, on their models; ``needs their model``),
     ``low`` and ``high``: its 95% interval, where windows are shared. ``rule``, ``agree`` cases ``of`` so many,
-    ``verdict`` (``rows.VERDICTS``), ``figures`` (how many it stands for), ``where`` it is found (a page, or a function
-    of this package) and the ``reason``.
+    ``verdict`` (``rows.VERDICTS``), ``figures`` (how many it stands for), ``where`` it is found (a page, or the
+    expression) and the ``reason``.
     Raises ``DataError`` for a table that has changed since ``audited_tables``.
     """
     own = {name: _read(name, contents) for name, contents in tables.items() if not name.startswith("published/")}
-    audited = [rows.row(claim, _found(claim, own)) for claim in listed().to_dict("records")]
-    return frame(audited, {f"table {name}": found for name, found in tables.items()})
+    audited = pd.DataFrame([row(claim, *_found(claim, own)) for claim in listed().to_dict("records")])
+    audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
+    return audited
 
 
 def listed() -> pd.DataFrame:
-    """The claims, as words but for ``figures``."""
+    """Return the claims, as words but for ``figures``."""
     claims = published("claims").fillna("")
     return claims.astype(str).astype({"figures": int})
 
 
-def _found(claim: dict, own: dict[str, pd.DataFrame]) -> dict | None:
-    """The result of the claim's function; None if it has none, or the table that it reads is not there, or lacks what
-    it needs."""
-    name, *arguments = claim["find"].split("; ")
-    if not name or claim["table"] not in ("", *own):
-        return None
-    find = getattr(rows, name, None) or getattr(SOURCES[claim["source"]], name)
-    if not claim["table"]:
-        return find(*arguments)
+def _found(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]:
+    """Return no case of a claim that cannot be tested: its table is not there, or has other systems or settings."""
+    if claim["arithmetic"]:
+        return find(claim, published(claim["table"]) if claim["table"] else pd.DataFrame())
     try:
-        return find(own[claim["table"]], *arguments) | {"models": rows.model_names(own[claim["table"]])}
-    except (LookupError, ValueError):  # a table of other systems or settings
-        return None
+        return find(claim, own[claim["table"]]) if claim["measured"] else ([], {})
+    except (LookupError, ValueError):
+        return [], {}
 
 
 def _read(name: str, expected: str) -> pd.DataFrame:
