@@ -1,9 +1,5 @@
 """The benches at a small size. What they print is timed; what is tested is what they compare and how they count."""
 
-import math
-import os
-from multiprocessing import forkserver
-
 import pytest
 import torch
 
@@ -11,8 +7,7 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import UnknownNameError
 from vqkv.study.bench import caches, generation
 from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, stored_bytes
-from vqkv.study.bench.generation import latency
-from vqkv.study.bench.peak import peak_memory
+from vqkv.study.bench.generation import latency, peak_memory
 
 TINY = {"geometry": "tiny", "codebook_sizes": [16], "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
@@ -36,15 +31,13 @@ def test_what_is_added_is_the_median_difference_of_the_same_tokens():
     going = {label: Scripted(None, system) for label, system in systems.items()}
     rows = {row["system"]: row for row in generation.timed_run(going, torch.zeros(1, 8), 150, 3)}
     assert {label: row["added_ms"] for label, row in rows.items()} == systems
-    assert rows["ours"]["added_vs_quanto"] == 0.5 and rows["ours"]["added_prefill_ms"] == 200
-    assert rows["ours"]["slowdown"] == rows["ours"]["slowdown_q1"] == 1.2 and rows[REFERENCE]["slowdown_q3"] == 1
+    assert rows["ours"]["prefill_ms"] == 300 and rows["ours"]["added_mean_ms"] > 2
     assert rows["ours"]["decode_ms"] == 12 < rows["ours"]["mean_ms"] and rows["ours"]["decode_q3"] == 60
 
 
-def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monkeypatch, capsys):
+def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monkeypatch):
     rows = latency([[2, 140, 3]], 1, ["vqllm 8x16"], **TINY)
-    assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x16"]
-    assert rows[1]["added_vs_quanto"] == pytest.approx(1) and rows[0]["added_ms"] == 0
+    assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x16"] and rows[0]["added_ms"] == 0
     for row in rows:
         assert row["decode_q1"] <= row["decode_ms"] <= row["decode_q3"]
         assert row["prefill_ms"] > 0 and row["threads"] == 1 and "torch" in row["versions"]
@@ -55,9 +48,9 @@ def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monke
         raise ImportError("no such package")
 
     monkeypatch.setitem(caches.THEIRS, PEER, missing)
-    rows = latency([[1, 10, 2]], 1, ["kivi 2"], **TINY)
-    assert [row["system"] for row in rows] == [REFERENCE, "kivi 2"] and math.isnan(rows[1]["added_vs_quanto"])
-    assert "skipped transformers quanto 4: no such package" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="transformers quanto 4 is left out: no such package"):
+        rows = latency([[1, 10, 2]], 1, ["kivi 2"], **TINY)
+    assert [row["system"] for row in rows] == [REFERENCE, "kivi 2"]
 
 
 @pytest.mark.parametrize("wrong", [{"geometry": "huge"}, {"dtype": "int8"}, {"systems": ["kivi"]}], ids=str)
@@ -69,16 +62,13 @@ def test_unknown_names_are_refused(wrong):
 def test_peak_memory_of_fresh_processes(monkeypatch):
     """Whatever glibc was told for this process, what was freed is not counted."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    forkserver._forkserver._stop()  # another test's, which was started with another environment
-    systems, before = [REFERENCE, "quanto 4, decoded kept"], dict(os.environ)
+    systems = [REFERENCE, "quanto 4, decoded kept"]
     rows = peak_memory([1, 4096, 2], 512, systems, **TINY)
-    assert dict(os.environ) == before
     assert [row["system"] for row in rows] == systems
     for row in rows:
-        assert row["decode_mb"] > 0 and row["beyond_stored_mb"] == pytest.approx(row["decode_mb"] - row["stored_mb"])
-        assert row["prefill_mb"] >= row["stored_mb"]  # all of it is stored by then
+        assert row["prefill_mb"] >= row["stored_mb"] and row["decode_mb"] > 0  # all of it is stored by then
         assert row["resident_mb"] >= row["stored_mb"]
-    assert rows[0]["beyond_stored_mb"] < 0.5 * rows[0]["stored_mb"]  # a layer's keys are copied as they grow
+    assert rows[0]["decode_mb"] < 1.5 * rows[0]["stored_mb"]  # a layer's keys are copied as they grow
     assert rows[0]["stored_mb"] == 4098 * 2 * 2 * 2 * 32 * 4 / 1e6  # tokens, layers, K and V, heads, head_dim, bytes
 
 
@@ -87,4 +77,4 @@ def test_what_a_system_shares_between_its_caches_is_not_stored_in_one():
     systems = prepared(model, ["vqllm 8x16", "aqua higgs 2", REFERENCE], [16])
     for system in systems.values():
         assert stored_bytes(system.new_cache(model), system) == 0
-        assert system.side_bytes == 0 or tensor_bytes(system) > 0
+        assert getattr(system, "side_bytes", 0) == 0 or tensor_bytes(system) > 0

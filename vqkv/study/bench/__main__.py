@@ -1,11 +1,8 @@
 """``python -m vqkv.study.bench``."""
 
-import sys
+import typer
 
-from vqkv.study.bench import speed
+from vqkv.study.bench.speed import main
 
 if __name__ == "__main__":
-    try:
-        speed.main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    typer.run(main)

@@ -1,21 +1,22 @@
 """Caches that generation is measured with: transformers' caches as they are, and every published system as a preset."""
 
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from functools import cache, partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from vqkv import presets
+from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.meter import Report, tensor_bytes
+from vqkv.cache.meter import tensor_bytes
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import UnknownNameError
-from vqkv.study.bench.roofline import DTYPES
 from vqkv.study.peers import TransformersQuantized
 
 GEOMETRIES = {
@@ -29,28 +30,29 @@ GEOMETRIES = {
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
 
+DTYPES = ("float32", "float16", "bfloat16")
+EVERYTHING = 2**40  # bytes of decoded tokens that a cache may keep
 
-@dataclass(frozen=True)
+
 class Uncompressed:
-    """transformers' ``DynamicCache``, in the model's dtype, where a fitted compressor would stand."""
+    """transformers' ``DynamicCache``, in the model's dtype, where a fitted compressor would stand; stored as a
+    safetensors file of 16 bits."""
 
-    name: ClassVar[str] = "DynamicCache"
-    side_bytes: ClassVar[int] = 0
-
-    def new_cache(self, model) -> "MeteredDynamicCache":
+    def new_cache(self, model) -> DynamicCache:
         """The cache that ``generate`` uses when it is given none."""
-        return MeteredDynamicCache(config=model.config)
+        return DynamicCache(config=model.config)
 
+    def save(self, cache: DynamicCache, path: Path) -> None:
+        """Write keys and values of every layer."""
+        parts = {f"{i}.{name}": getattr(x, name) for i, x in enumerate(cache.layers) for name in ("keys", "values")}
+        save_file({name: (x.half() if x.dtype == torch.float32 else x).contiguous() for name, x in parts.items()}, path)
 
-class MeteredDynamicCache(DynamicCache):
-    """transformers' cache with the byte meter's report: all of it is window."""
-
-    def report(self) -> Report:
-        """Bytes, measured from the storage of the tensors held now."""
-        held = [x for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values)]
-        values = sum(x.numel() for x in held)
-        batch_size = len(held[0]) if held else 0
-        return Report({"window": tensor_bytes(held)}, 0, 0, values, self.get_seq_length(), batch_size, 0, values)
+    def load(self, path: Path, model) -> DynamicCache:
+        """What was saved, in the model's dtype."""
+        parts, cache = load_file(path), self.new_cache(model)
+        for i in range(len(parts) // 2):
+            cache.update(*(parts[f"{i}.{name}"].to(model.device, model.dtype) for name in ("keys", "values")), i)
+        return cache
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,17 @@ class KeepingDecoded:
 
     compressor: Compressor
 
-    @property
-    def side_bytes(self) -> int:
-        """The compressor's."""
-        return self.compressor.side_bytes
-
-    def new_cache(self, model):
+    def new_cache(self, model) -> CompressedCache:
         """An empty cache."""
-        return self.compressor.new_cache(model, decoded_cache_bytes=2**40)
+        return self.compressor.new_cache(model, decoded_cache_bytes=EVERYTHING)
+
+    def save(self, cache: CompressedCache, path: Path) -> None:
+        """``CompressedCache.save``."""
+        cache.save(path)
+
+    def load(self, path: Path, model) -> CompressedCache:
+        """``CompressedCache.load``."""
+        return CompressedCache.load(path, self.compressor, model, EVERYTHING)
 
 
 REFERENCE, PEER = "DynamicCache", "transformers quanto 4"
@@ -111,68 +116,49 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
 def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
     """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
     known = [*THEIRS, *ours(codebook_sizes), *KEPT]
-    for label in systems:
-        if label not in known:
-            raise UnknownNameError("system", label, known)
+    check_known("system", systems, known)
     asked = (MID, "live", "cachegen", "kvtc")  # by pages 08 and 13 alone
     usual = [label for label in known if not label.startswith(asked)]
     return [label for label in known if label in (systems or usual)]
 
 
 def contenders(
-    model,
-    tokens: torch.Tensor,
-    systems: list[str],
-    codebook_sizes: list[int],
+    fit: Callable[[presets.Preset], Compressor], systems: list[str], codebook_sizes: list[int], seed: int = 0,
     kmeans_iterations: int = 10,
-    seed: int = 0,
-    fit: Callable[[presets.Preset], Compressor] | None = None,
-    seconds: dict | None = None,
-) -> dict:
-    """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: transformers' caches, those
-    aside whose packages are missing, and presets fitted to the model on ``tokens`` (num_seqs, seq_len), all at once,
-    or by ``fit``; ``seconds`` is told how long that took. Raises ``UnknownNameError`` for another label."""
-    fit = fit or partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
-    wanted, labels = ours(codebook_sizes, kmeans_iterations, seed), set(chosen(systems, codebook_sizes))
-    needed = labels | {KEPT[label] for label in labels if label in KEPT}
-    found = _theirs(labels)
-    mine = [(label, preset) for label, preset in wanted.items() if label in needed]
-    for label, preset in tqdm(mine, desc="calibrate", leave=False, disable=None):
-        start = time.perf_counter()
-        found[label] = fit(preset)
-        if seconds is not None:
-            seconds[label] = time.perf_counter() - start
-    found |= {label: KeepingDecoded(found[KEPT[label]]) for label in KEPT if label in labels}
-    return {label: system for label, system in found.items() if label in labels}
-
-
-def _theirs(chosen: set[str]) -> dict:
-    found = {}
-    for label in (label for label in THEIRS if label in chosen):
-        try:
-            found[label] = THEIRS[label]()
-        except ImportError as error:
-            print(f"skipped {label}: {error}")
+) -> dict:  # fmt: skip
+    """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
+    and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
+    another label."""
+    wanted, found = ours(codebook_sizes, kmeans_iterations, seed), {}
+    fitted = cache(lambda label: fit(wanted[label]))
+    for label in tqdm(chosen(systems, codebook_sizes), desc="calibrate", leave=False, disable=None):
+        if label in THEIRS:
+            try:
+                found[label] = THEIRS[label]()
+            except ImportError as error:
+                warnings.warn(f"{label} is left out: {error}", stacklevel=2)
+        else:
+            found[label] = KeepingDecoded(fitted(KEPT[label])) if label in KEPT else fitted(label)
     return found
 
 
-def prepared(model, systems: list[str], codebook_sizes: list[int], seed: int = 0, seconds: dict | None = None) -> dict:
+def prepared(model, systems: list[str], codebook_sizes: list[int], seed: int = 0) -> dict:
     """``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
     width = model.config.num_key_value_heads * model.config.head_dim
     tokens = random_tokens(model, 8, max(64, 2 * width, max(codebook_sizes) // 16), seed + 1)
-    return contenders(model, tokens, systems, codebook_sizes, kmeans_iterations=1, seed=seed, seconds=seconds)
+    fit = partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
+    return contenders(fit, systems, codebook_sizes, seed, kmeans_iterations=1)
 
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):
     """A Llama of random weights in evaluation mode; what a cache costs does not depend on what the model has learned.
     Raises ``UnknownNameError`` for a geometry that is not in ``GEOMETRIES`` or a dtype that is not in ``DTYPES``."""
-    for kind, name, known in (("geometry", geometry, GEOMETRIES), ("dtype", dtype, DTYPES)):
-        if name not in known:
-            raise UnknownNameError(kind, name, known)
+    check_known("geometry", [geometry], GEOMETRIES)
+    check_known("dtype", [dtype], DTYPES)
     config = LlamaConfig(**GEOMETRIES[geometry], max_position_embeddings=131072, tie_word_embeddings=True)
     with torch.random.fork_rng([device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.vqkv_name = f"random Llama, {geometry}, seed {seed}"
     return model.eval()
 
@@ -186,3 +172,10 @@ def random_tokens(model, batch_size: int, seq_len: int, seed: int = 0) -> torch.
 def stored_bytes(cache, system) -> int:
     """Bytes of every tensor that a cache holds and its system (codebooks, predictors) does not."""
     return tensor_bytes(cache, system) - tensor_bytes(system)
+
+
+def check_known(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise ``UnknownNameError`` for a name that is not among those known."""
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)

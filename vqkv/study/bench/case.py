@@ -1,9 +1,9 @@
-"""Cases of a bench: an operation on one problem, by every implementation that there is, in turn."""
+"""Cases of a bench: every implementation of an operation on one problem is a case, and a row of the table."""
 
-import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from vqkv import kernels
 from vqkv.study.bench import plain
 from vqkv.study.bench.roofline import Demand
 
-SLOW = 0.3  # seconds
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -21,8 +19,8 @@ class Sizes:
     reads them, ``runs`` [batch size, context] for attention. A row of ``sweep`` is timed for each of
     ``codebook_sizes`` (largest depth) and ``depths`` (largest codebooks)."""
 
-    heads: int
-    kv_heads: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     rows: int = 8192
     sweep_rows: int = 2048
@@ -37,78 +35,69 @@ class Sizes:
     @property
     def stored(self) -> tuple[int, int, int, int]:
         """One layer's keys."""
-        return 1, self.kv_heads, self.tokens, self.head_dim
+        return 1, self.num_key_value_heads, self.tokens, self.head_dim
 
 
-@dataclass
-class Contender:
-    """One implementation of one operation: a row of the table.
+@dataclass(eq=False)
+class Case:
+    """One implementation that solves a problem.
 
     ``equal``: the share of its results (codes of a vector, bytes of a token) that equal the reference's; ``error``: how
     far its values are from the expected ones, relative in the root mean square.
     """
 
-    operation: str
-    format: str
+    problem: "Problem"
     implementation: str
-    shape: str
-    work: Demand
-    call: Callable[[], object]
-    dtype: str = "float32"
-    ready: bool = False  # has run, and for so long that it needs no more warming up
+    call: Callable[[], object] | None
     equal: float | None = None
     error: float | None = None
 
 
 @dataclass
-class BenchCase:
-    """One problem, and the entries that solve it. ``format`` says what is stored: int4, 8x2048 d=32, ..."""
+class Problem:
+    """Inputs of one operation, and the cases that solve it. ``format`` says what is stored: int4, 8x2048 d=32, ..."""
 
     operation: str
     format: str
     shape: str
     work: Demand
     dtype: str = "float32"
-    entries: list[Contender] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
 
     def add(
-        self, implementation: str, call: Callable[[], object], expected: Tensor | None = None,
-        read: Callable = lambda found: found,
-    ) -> None:  # fmt: skip
-        """Time ``call`` under this name; what ``read`` makes of its result is compared with ``expected``, which may
-        have the first rows only."""
-        entry = Contender(self.operation, self.format, implementation, self.shape, self.work, call, self.dtype)
+        self, implementation: str, call: Callable, expected: Tensor | None = None, read: Callable | None = None
+    ) -> None:
+        """Time ``call`` under this name. Its result, made a tensor by ``read``, is compared with ``expected``, which
+        may have the first rows only."""
+        case = Case(self, implementation, call)
         if expected is not None:
-            start = time.perf_counter()
-            _compare(entry, read(call()), expected)
-            entry.ready = time.perf_counter() - start > SLOW
-        self.entries.append(entry)
+            found = (read(call()) if read else call())[: len(expected)].to(expected.device)
+            if expected.is_floating_point():
+                case.error = float((found.double() - expected).norm() / expected.double().norm())
+            else:
+                case.equal = float((found == expected).all(dim=-1).double().mean())
+        self.cases.append(case)
 
-    def add_both(self, operation: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
+    def add_ours(self, kernel: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
         """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch's."""
-        self.add(ours(operation, like), partial(getattr(kernels, operation), *arguments), expected, **more)
-        self.add("plain torch", partial(getattr(plain, operation), *arguments), expected, **more)
+        self.add(ours(kernel, like), partial(getattr(kernels, kernel), *arguments), expected, **more)
+        self.add("plain torch", partial(getattr(plain, kernel), *arguments), expected, **more)
+
+    def add_peer(self, name: str, prepare: Callable, expected: Tensor | None = None) -> None:
+        """Time the call that ``prepare()`` returns with its ``read``. Without its package, or where it fails, a warning
+        says so, and everything else is timed all the same."""
+        try:
+            call, read = prepare()
+            self.add(name, call, expected, read)
+        except Exception as error:  # of code that is not ours, on a device that it may not know
+            warnings.warn(f"{name} is not timed: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def _compare(entry: Contender, found: Tensor, expected: Tensor) -> None:
-    found = found[: len(expected)].to(expected.device)
-    if expected.is_floating_point():
-        entry.error = float((found.double() - expected).norm() / expected.double().norm())
-    else:
-        entry.equal = float((found == expected).all(dim=-1).double().mean())
-
-
-def ours(name: str, x: Tensor, *about) -> str:
-    """``vqkv`` and which twin of the kernel serves a tensor like ``x``; ``about``: see ``kernels.which``."""
-    return f"vqkv ({kernels.which(name, x, *about)})"
+def ours(kernel: str, like: Tensor, *about) -> str:
+    """``vqkv`` and which twin of the kernel serves a tensor like this; ``about``: see ``kernels.which``."""
+    return f"vqkv ({kernels.which(kernel, like, *about)})"
 
 
 def gaussian(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
     """Standard normal float32, the same numbers on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-@cache
-def skip(name: str, reason: str) -> None:
-    """Say once a process that something is not timed, and why."""
-    print(f"skipped {name}: {reason}")

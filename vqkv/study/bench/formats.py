@@ -63,21 +63,16 @@ FORMATS: dict[str, Callable[..., KernelView]] = {
     "residual 8x2048 d=32": partial(coded, 1, 8, 2048, 32),
     "live 2.25": partial(grouped, 2.25),
 }
-TURNED = ("grid", "residual")  # formats whose keys are stored before RoPE, as their systems do
-BY_BLOCK = "live 2.25"  # whose keys are rotated back by the position of their block's first token
+BEFORE_ROPE = {"grid": 1, "residual": 1, "live": 16}  # formats whose keys are stored so -> tokens rotated by one angle
 STRIDED = "residual 8x2048 d=32"  # whose keys are grouped so
 
 
 def keys_and_values(name: str, shape: tuple[int, ...], device: str) -> tuple[KernelView, KernelView, Rope | None]:
-    """Both in this format, and the keys' RoPE where they are stored before it."""
+    """Both in this format, and the keys' RoPE (Llama 3's frequencies) where they are stored before it."""
     keys = FORMATS[name](shape, device, seed=1, **({"strided": True} if name == STRIDED else {}))
-    turned = {BY_BLOCK: 16}.get(name, 1 if name.startswith(TURNED) else None)
-    return keys, FORMATS[name](shape, device, seed=2), turned and rope(shape[-1], device, turned)
-
-
-def rope(head_dim: int, device: str, block: int = 1) -> Rope:
-    """Llama 3's frequencies."""
-    return Rope(500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim).float(), block=block)
+    values, block = FORMATS[name](shape, device, seed=2), BEFORE_ROPE.get(name.split()[0])
+    channels = torch.arange(0, shape[-1], 2, device=device) / shape[-1]
+    return keys, values, Rope((500000.0**-channels).float(), block=block) if block else None
 
 
 def grid(size: int, device: str) -> Tensor:

@@ -1,64 +1,65 @@
-"""Time that a cache adds to generation, as page 08 has it.
+"""What a cache costs while a random Llama generates greedily, as page 08 has it: time, all systems taking turns in one
+process, and memory at its peak, each system in a process of its own."""
 
-A random Llama generates greedily, prefill and decoding timed apart, all systems in one process: prefills in turn, then
-``TURN`` tokens of each system in turn, so that a busy machine slows all of them alike. Milliseconds of wall time.
-"""
-
-import time
+import ctypes
+import multiprocessing
+import pickle
+import re
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from vqkv.study.bench.caches import (
-    PEER,
-    REFERENCE,
-    prepared,
-    random_llama,
-    random_tokens,
-    stored_bytes,
-)
+from vqkv.study.allocator import M_MMAP_MAX, give_back
+from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens, stored_bytes
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.provenance import device_name, versions
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
+FIRST_CHUNKS = 4  # before measuring: torch sets up and compiles what packs and reads, once a process
+CLEAR_PEAK, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux: writing 5 forgets the peak
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
     threads: int, dtype: str, device: str, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]. ``attention``: the
-    model's.
+    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]. Prefills take
+    turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``attention``: the model's.
 
-    One row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and transformers' quanto cache of 4
-    bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``: median over the generated tokens,
-    with quartiles ``decode_q1`` and ``decode_q3``; ``mean_ms``: their mean, which has the steps that pack a block, too.
-    ``added_prefill_ms``, ``added_ms`` and ``added_mean_ms``: median, median and mean of the differences from
-    ``DynamicCache``'s time for the same prefill or token of the same turn, which a machine that is busy now and then
-    disturbs less than the difference of medians. ``added_vs_quanto`` and ``added_mean_vs_quanto``: those over what
-    transformers' quanto cache adds in the same run (NaN without it). ``slowdown``, ``slowdown_q1``, ``slowdown_q3``:
-    median and quartiles over tokens of a system's time over ``DynamicCache``'s; ``prefill_slowdown``: of prompts.
-    ``stored_bytes``: what the cache holds in the end; ``fit_s``: seconds of calibration (NaN: none). Presets that
-    learn are fitted on random text, which changes no time but those of ``vqq_product`` and entropy codes: how many of
-    its blocks stay in fp16, and what escapes from their tables, depends on the data.
-    Raises ``UnknownNameError`` for other systems.
+    Milliseconds of wall time, a row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and
+    transformers' quanto cache of 4 bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``:
+    median over the generated tokens, with quartiles ``decode_q1`` and ``decode_q3``; ``mean_ms``: their mean, which has
+    the steps that pack a block, too. ``added_ms`` and ``added_mean_ms``: median and mean of the differences from
+    ``DynamicCache``'s time for the same token, which a machine that is busy now and then disturbs less than the
+    difference of medians. ``stored_bytes``: what the cache holds in the end. Presets that learn are fitted on random
+    text, which changes no time but those of ``vqq_product`` and entropy codes: how many of its blocks stay in fp16,
+    and what escapes from their tables, depends on the data. Raises ``UnknownNameError`` for other systems.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
         model.set_attn_implementation(attention)
-        seconds: dict[str, float] = {}
-        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed, seconds)
-        shared = {"geometry": geometry, "dtype": dtype, "device": device_name(model.device), "threads": threads}
-        rows = []
+        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
+        shared, rows = _machine(geometry, dtype, device, threads), []
         going = {label: Generation(model, system) for label, system in compared.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
-            label = {"batch": batch, "context": context, "generated": generated}
+            run = {"batch": batch, "context": context, "generated": generated}
             found = timed_run(going, random_tokens(model, batch, context, seed), generated, rounds)
-            shared |= {"versions": versions(*PACKAGES)}
-            rows += [label | row | {"fit_s": seconds.get(row["system"])} | shared for row in found]
+            rows += [run | row | shared for row in found]
     return rows
+
+
+def _machine(geometry: str, dtype: str, device: str, threads: int) -> dict:
+    machine = {"device": device_name(device), "threads": threads, "versions": versions(*PACKAGES)}
+    return {"geometry": geometry, "dtype": dtype} | machine
 
 
 def timed_run(going: dict[str, "Generation"], tokens: torch.Tensor, generated: int, rounds: int) -> list[dict]:
@@ -70,24 +71,29 @@ def timed_run(going: dict[str, "Generation"], tokens: torch.Tensor, generated: i
     for _ in range(rounds):
         for label, generation in going.items():
             prefills[label].append(generation.prefill(tokens))
-    steps = {label: [] for label in going}
+    steps: dict[str, list[float]] = {label: [] for label in going}
     for done in tqdm(range(0, generated, TURN), desc="tokens", unit="turn", leave=False, disable=None):
         for label, generation in going.items():
             steps[label] += [generation.step() for _ in range(min(TURN, generated - done))]
-    added = {label: _added(prefills, steps, label) for label in going}
     return [
-        {"system": label}
-        | _times(prefills[label], steps[label])
-        | added[label]
-        | _beside_peer(added[label], added.get(PEER))
-        | _slowdown(prefills, steps, label)
+        {"system": label, "prefill_ms": float(np.median(prefills[label]))}
+        | _times(np.array(steps[label]), np.array(steps[REFERENCE]))
         | {"stored_bytes": generation.stored_bytes}
         for label, generation in going.items()
     ]
 
 
+def _times(steps: np.ndarray, uncompressed: np.ndarray) -> dict[str, float]:
+    first, middle, third = np.percentile(steps, (25, 50, 75)).tolist()
+    found = {"decode_ms": middle, "decode_q1": first, "decode_q3": third, "mean_ms": steps.mean()}
+    added = steps - uncompressed
+    return found | {"added_ms": np.median(added), "added_mean_ms": added.mean()}
+
+
 class Generation:
     """One system that generates greedily; every call returns its milliseconds."""
+
+    now = staticmethod(timer)  # seconds, when everything asked for has been computed
 
     def __init__(self, model, system):
         self.model, self.system = model, system
@@ -114,38 +120,86 @@ class Generation:
         """Bytes that the cache holds now."""
         return stored_bytes(self.cache, self.system)
 
-    def now(self) -> float:
-        """Seconds, when everything asked for has been computed."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+
+def peak_memory(
+    sizes: list[int], chunk_size: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
+    threads: int, dtype: str, device: str,
+) -> list[dict]:  # fmt: skip
+    """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system (all
+    if ``systems`` is empty), in units of 10^6 bytes. ``sizes``: [batch size, tokens of context, generated tokens].
+
+    ``prefill_mb`` and ``decode_mb``: the largest memory in each phase, less what the process took with model and
+    codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end;
+    ``resident_mb``: with side information and the tables made from it (``Report.resident_bytes``). Raises
+    ``UnknownNameError`` for other systems.
+    """
+    random = geometry, dtype, device, seed
+    with num_threads(threads):
+        model = random_llama(*random)
+        made = {label: pickle.dumps(each) for label, each in prepared(model, systems, codebook_sizes, seed).items()}
+    about = dict(zip(("batch", "context", "generated"), sizes, strict=True)) | {"chunk_size": chunk_size}
+    about |= _machine(geometry, dtype, device, threads)
+    del model
+    fresh, rows = multiprocessing.get_context("spawn"), []
+    with ProcessPoolExecutor(1, mp_context=fresh, max_tasks_per_child=1) as pool:
+        for label, system in tqdm(made.items(), desc="peak", leave=False, disable=None):
+            found = pool.submit(generate_once, random, system, sizes, chunk_size, threads).result()
+            rows.append({"system": label} | found | about)
+    return rows
 
 
-def _times(prefills: list[float], steps: list[float]) -> dict[str, float]:
-    first, middle, third = np.percentile(steps, (25, 50, 75)).tolist()
-    return {
-        "prefill_ms": float(np.median(prefills)),
-        "decode_ms": middle,
-        "decode_q1": first,
-        "decode_q3": third,
-        "mean_ms": float(np.mean(steps)),
-    }
+def generate_once(random: tuple, pickled: bytes, sizes: list[int], chunk_size: int, threads: int) -> dict[str, float]:
+    """In a fresh process: load, generate, and say how much memory it took in between."""
+    _keep_nothing_freed()
+    batch, context, generated = sizes
+    with num_threads(threads):
+        model, system = random_llama(*random), pickle.loads(pickled)
+        chunks = random_tokens(model, batch, context).split(chunk_size, dim=1)
+        _prefilled(model, system, [chunk[:1] for chunk in chunks[:FIRST_CHUNKS]]).step()
+        before = _start_measuring(model.device)
+        generation = _prefilled(model, system, chunks)
+        prefill = _peak(model.device) - before
+        _start_measuring(model.device)
+        for _ in range(generated):
+            generation.step()
+        decode = _peak(model.device) - before
+    stored, report = generation.stored_bytes, getattr(generation.cache, "report", None)
+    found = {"stored": stored, "resident": report().resident_bytes if report else stored}
+    return {f"{name}_mb": size / 1e6 for name, size in (found | {"prefill": prefill, "decode": decode}).items()}
 
 
-def _added(prefills: dict, steps: dict, label: str) -> dict[str, float]:
-    """Times that a system adds to the uncompressed cache's."""
-    prefill, step = (np.subtract(times[label], times[REFERENCE]) for times in (prefills, steps))
-    return {"added_prefill_ms": np.median(prefill), "added_ms": np.median(step), "added_mean_ms": np.mean(step)}
+def _keep_nothing_freed() -> None:
+    """From now on glibc gives large blocks that are freed back to the system at once, whatever it was told before: else
+    it keeps some, by chance up to twice what is in use."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 1 << 16)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # where large begins; told so, glibc does not raise it
 
 
-def _slowdown(prefills: dict, steps: dict, label: str) -> dict[str, float]:
-    """Times over the uncompressed cache's."""
-    prefill, step = (np.divide(times[label], times[REFERENCE]) for times in (prefills, steps))
-    first, middle, third = np.percentile(step, (25, 50, 75)).tolist()
-    found = {"slowdown": middle, "slowdown_q1": first, "slowdown_q3": third}
-    return found | {"prefill_slowdown": float(np.median(prefill))}
+def _prefilled(model, system, chunks: list[torch.Tensor]) -> Generation:
+    generation = Generation(model, system)
+    generation.prefill(chunks[0])
+    for chunk in chunks[1:]:
+        generation.feed(chunk)
+    return generation
 
 
-def _beside_peer(added: dict, peer: dict | None) -> dict[str, float]:
-    of = {"added_vs_quanto": "added_ms", "added_mean_vs_quanto": "added_mean_ms"}
-    return {name: added[which] / peer[which] if peer else float("nan") for name, which in of.items()}
+def _start_measuring(device: torch.device) -> int:
+    """Give freed memory back and forget the peak so far; bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    give_back()
+    with suppress(OSError):
+        CLEAR_PEAK.write_text("5")
+    return _peak(device)
+
+
+def _peak(device: torch.device) -> int:
+    """The most bytes in use so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):  # of a process that exec started, ru_maxrss begins with its parent's
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", STATUS.read_text())[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels import naive as reference
+from vqkv.kernels.decoding.naive import decode_affine
 from vqkv.kernels.view import Affine, Coded, KernelView
 
 ROWS = 8192  # whose distances are held at a time
@@ -74,13 +75,7 @@ def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
 
 def decode(packed: KernelView) -> Tensor:
     """Restore values as ``reference.decode`` does."""
-    return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
-
-
-def _affine(packed: Affine) -> Tensor:
-    codes = unpack_codes(packed.codes, packed.bits, packed.shape[-1]).unflatten(-1, (-1, packed.group_size))
-    low, high = packed.low.float().unsqueeze(-1), packed.high.float().unsqueeze(-1)
-    return (codes * ((high - low) / (2**packed.bits - 1)) + low).flatten(-2)
+    return decode_affine(packed, unpack_codes) if isinstance(packed, Affine) else _coded(packed)
 
 
 def _coded(packed: Coded) -> Tensor:

@@ -1,21 +1,12 @@
 """Speed of an operation at best on this machine: what it must move over the rate of a copy, or what it must
-multiply over the rate of a matrix product, whichever takes longer. Both rates are measured beside the operations."""
+multiply over the rate of a matrix product, whichever takes longer. Both rates are measured in turn with operations."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
 from vqkv.kernels.view import Affine, KernelView, Mapped
-from vqkv.study.bench.timing import measure
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: far more than any cache holds
-SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices that are multiplied
-HOPELESS = 10  # times slower than the fastest product: a dtype that the processor has no instructions for
 
 
 @dataclass(frozen=True)
@@ -36,44 +27,12 @@ class Roofline:
     copy: float
     matmul: dict[str, float]
 
-    @classmethod
-    def of(cls, probed: dict[str, tuple[float, list[float]]]) -> "Roofline":
-        """The rates of the fastest repetitions of ``probe``."""
-        rates = {label: count / min(taken) * 1e3 for label, (count, taken) in probed.items()}
-        copy = rates.pop("copy")
-        return cls(copy, {label.removeprefix("matmul "): rate for label, rate in rates.items()})
-
     def bound(self, work: Demand) -> tuple[float, str]:
         """The least milliseconds that the work takes, and what limits it: ``copy`` or ``matmul``."""
         rate = self.matmul["float32"] if work.exact else max(self.matmul.values())
         times = {"copy": work.bytes / self.copy * 1e3, "matmul": work.flops / rate * 1e3}
         limit = max(times, key=times.get)
         return times[limit], limit
-
-
-def probes(device: str) -> dict[str, tuple]:
-    """Calls that measure the rates: label -> (call, what it moves in bytes or does in flops)."""
-    source = torch.ones(COPIED[device] // 4, device=device)
-    target, side = torch.empty_like(source), SIDE[device]
-    made = {"copy": (lambda: target.copy_(source), 2 * source.nbytes)}
-    for name, dtype in DTYPES.items():
-        a, out = torch.ones(2, side, side, dtype=dtype, device=device)
-        made[f"matmul {name}"] = (partial(torch.mm, a, a, out=out), 2 * side**3)
-    return made
-
-
-def probe(device: str, repetitions: int, leave_out: Collection[str]) -> dict[str, tuple[float, list[float]]]:
-    """On as many threads as torch has now, by label: what was counted, and the milliseconds of every repetition."""
-    made = {label: each for label, each in probes(device).items() if label not in leave_out}
-    times = measure([call for call, _ in made.values()], repetitions, device)
-    return {label: (count, taken) for (label, (_, count)), taken in zip(made.items(), times, strict=True)}
-
-
-def hopeless(probed: dict[str, tuple[float, list[float]]]) -> set[str]:
-    """Labels of products that are so slow in their dtype that they bound nothing, and need not be probed again; fp32
-    ones bound what is exact."""
-    rates = {label: count / min(taken) for label, (count, taken) in probed.items() if label.startswith("matmul")}
-    return {label for label, rate in rates.items() if rate * HOPELESS < max(rates.values())} - {"matmul float32"}
 
 
 def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -> Demand:
@@ -85,44 +44,18 @@ def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -
     return Demand(2 * rows * dim * codebook_size * searches, moved, rows * dim, exact=True)
 
 
-def sum_of_codes(codes: Tensor, codebooks: Tensor) -> Demand:
-    """Codes (rows, num_quantizers) -> fp32 sums of codes: one addition a value and stage."""
-    values = len(codes) * codebooks.shape[-1]
-    return Demand(values * len(codebooks), codes.nbytes + codebooks.nbytes + 4 * values, values)
-
-
-def statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> Demand:
-    """Counts and sums of residuals by code: a subtraction and an addition a value and stage, fp32 results."""
-    results = 4 * (codebooks.numel() + codebooks.shape[0] * codebooks.shape[1])
-    flops = 2 * x.numel() * len(codebooks)
-    return Demand(flops, x.nbytes + codes.nbytes + codebooks.nbytes + results, x.numel())
-
-
-def pack(codes: Tensor, bits: int) -> Demand:
-    """Codes -> bits, or back: no arithmetic that counts."""
-    return Demand(0, codes.nbytes + codes.numel() * bits / 8, codes.numel())
-
-
-def affine_encode(x: Tensor, packed: Affine) -> Demand:
-    """Two comparisons for the ends, a subtraction and a multiplication a value."""
-    return Demand(4 * x.numel(), x.nbytes + tensor_bytes(packed), x.numel())
-
-
-def decode(packed: KernelView, itemsize: int = 4, base: Tensor | None = None, turned: bool = False) -> Demand:
-    """KernelView -> values of ``itemsize`` bytes, added to ``base`` and rotated (cos and sin in fp32 are read)."""
+def decode(packed: KernelView) -> Demand:
+    """KernelView -> values in fp32."""
     values = packed.shape.numel()
-    angles = 8 * packed.shape[2] * packed.shape[3] if turned else 0
-    flops = values * (_flops(packed) + (base is not None) + 4 * turned)
-    moved = tensor_bytes(packed) + itemsize * values + (0 if base is None else base.nbytes) + angles
-    return Demand(flops, moved, values)
+    return Demand(values * _flops(packed), tensor_bytes(packed) + 4 * values, values)
 
 
-def attention(query: Tensor, keys, values, turned: bool = False) -> Demand:
+def attention(query: Tensor, keys, values, rotated: bool = False) -> Demand:
     """Query (batch, heads, new_tokens, head_dim) against keys and values, packed or plain: two products a query and
-    key; what is packed is decoded once. The result has the query's size."""
-    seq_len, stored = keys.shape[2], keys.shape.numel()
-    products = 4 * query.shape[0] * query.shape[1] * query.shape[2] * seq_len * query.shape[3]
-    decoding = 0 if isinstance(keys, Tensor) else stored * (_flops(keys) + _flops(values) + 4 * turned)
+    key; what is packed is decoded once, and keys are ``rotated``. The result has the query's size."""
+    stored = keys.shape.numel()
+    products = 4 * query.numel() * keys.shape[2]
+    decoding = 0 if isinstance(keys, Tensor) else stored * (_flops(keys) + _flops(values) + 4 * rotated)
     return Demand(products + decoding, tensor_bytes(keys, values) + 2 * query.nbytes, 2 * stored)
 
 

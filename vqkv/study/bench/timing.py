@@ -1,63 +1,38 @@
-"""Wall time of calls that take turns (A B C A B C ...), so that a busy machine slows all of them alike."""
+"""Times by ``torch.utils.benchmark`` of calls that take turns (A B C A B C ...): a busy machine slows all alike."""
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 
 import torch
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.common import set_torch_threads as num_threads
 
-PATIENCE = 1.0  # seconds: what has taken so long is not repeated again
-LEAST = 3  # repetitions that everything gets all the same
-FLUSHED = 2**28  # bytes written before a call on a GPU: more than its cache holds
+__all__ = ["in_turn", "num_threads"]
+
+SHORTEST = 2e-3  # seconds that one turn takes at least, in a call or many
+PATIENCE = 1e3  # milliseconds: what has taken so long gets no further turn
+LEAST = 3  # turns that everything gets all the same
 
 
-def measure(calls: Sequence[Callable], repetitions: int, device: str, ready: Sequence[int] = ()) -> list[list[float]]:
-    """Milliseconds of every call, ``repetitions`` of each after one that warms up, which those at the places ``ready``
-    do without. Calls so slow that they have used up ``PATIENCE`` are repeated ``LEAST`` times all the same."""
-    clock = GpuClock() if device.startswith("cuda") else wall_clock
+def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[list[float]]:
+    """Milliseconds of every call, each at ``repetitions`` turns after a warm-up, slow ones at fewer."""
+    clock = gpu_times if device.startswith("cuda") else cpu_times
     times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repetitions + 1):
-        for place, (call, taken) in enumerate(zip(calls, times, strict=True)):
-            if turn == 0 and place not in ready:
-                clock(call)
-            elif turn and not _enough(taken):
-                taken.append(clock(call))
+    for turn in range(repetitions):
+        for call, taken in zip(calls, times, strict=True):
+            if turn < LEAST or sum(taken) < PATIENCE:
+                taken += clock(call)
     return times
 
 
-def _enough(taken: list[float]) -> bool:
-    return len(taken) >= LEAST and sum(taken) > PATIENCE * 1e3
+def cpu_times(call: Callable) -> list[float]:
+    """Milliseconds, by torch's ``Timer``."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return [1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=SHORTEST).times]
 
 
-def wall_clock(call: Callable) -> float:
-    """Milliseconds of a call that has ended when it returns."""
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+def gpu_times(call: Callable) -> list[float]:
+    """Milliseconds on a GPU whose cache is cleared before every call, which ``Timer`` cannot do: a layer that it had
+    just read would still be there."""
+    from triton.testing import do_bench
 
-
-class GpuClock:
-    """Milliseconds between two events of the GPU, whose cache has been written over before."""
-
-    def __init__(self):
-        self._other = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, call: Callable) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._other.zero_()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-
-
-@contextmanager
-def num_threads(threads: int):
-    """Within the context torch computes on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return do_bench(call, warmup=1, rep=10, return_mode="all")

@@ -8,64 +8,47 @@ import torch
 from torch import Tensor
 
 from vqkv import kernels
-from vqkv.kernels import cpu
 from vqkv.kernels import naive as reference
 from vqkv.study.bench import peers, roofline
-from vqkv.study.bench.case import BenchCase, Sizes, ours
+from vqkv.study.bench.case import Problem, Sizes, gaussian, ours
+from vqkv.study.bench.roofline import Demand
 
 CHECKED = 512  # rows whose codes are compared with brute force's
 BEAM = 4
 PART = 2048  # rows multiplied at a time
 
 
-def problem(sizes: Sizes, rows: int, num_quantizers: int, codebook_size: int) -> tuple[Tensor, Tensor]:
-    """Gaussian vectors (rows, dim), and codebooks (num_quantizers, codebook_size, dim) drawn from the residuals."""
-    generator = torch.Generator().manual_seed(sizes.seed)
-    x = torch.randn(rows, sizes.group, generator=generator)
-    residual = torch.randn(4 * codebook_size, sizes.group, generator=generator)
-    codebooks = []
-    for _ in range(num_quantizers):
-        sample = residual[torch.randperm(len(residual), generator=generator)[:codebook_size]]
-        codebook = sample * 0.7  # shrunk towards the mean, as k-means would
-        residual = residual - codebook[cpu.rvq_encode(residual, codebook[None]).squeeze(-1)]
-        codebooks.append(codebook)
-    return x.to(sizes.device), torch.stack(codebooks).to(sizes.device)
+def problem(sizes: Sizes, rows: int, num_quantizers: int = 0, codebook_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Gaussian vectors (rows, dim), and random codebooks (num_quantizers, codebook_size, dim), about as large as the
+    residuals: by default as many and as large ones as there are."""
+    num_quantizers, codebook_size = num_quantizers or max(sizes.depths), codebook_size or max(sizes.codebook_sizes)
+    codebooks = gaussian(num_quantizers, codebook_size, sizes.group, seed=sizes.seed + 1)
+    codebooks *= 0.7 * 0.8 ** torch.arange(num_quantizers)[:, None, None]
+    return gaussian(rows, sizes.group, seed=sizes.seed, device=sizes.device), codebooks.to(sizes.device)
 
 
-def name(x: Tensor, codebooks: Tensor) -> tuple[str, str]:
-    """Names of the format and of the shape."""
-    num_quantizers, codebook_size, dim = codebooks.shape
-    return (
-        f"residual {num_quantizers}x{codebook_size} d={dim}",
-        f"N={len(x)} d={dim} K={num_quantizers} C={codebook_size}",
-    )
+def named(operation: str, x: Tensor, codebooks: Tensor, work: Demand) -> Problem:
+    """A problem with the names of its format and shape."""
+    depth, size, dim = codebooks.shape
+    return Problem(operation, f"residual {depth}x{size} d={dim}", f"N={len(x)} d={dim} K={depth} C={size}", work)
 
 
-def _deepest(sizes: Sizes, rows: int) -> tuple[Tensor, Tensor]:
-    return problem(sizes, rows, max(sizes.depths), max(sizes.codebook_sizes))
-
-
-def encode(sizes: Sizes) -> Iterator[BenchCase]:
+def encode(sizes: Sizes) -> Iterator[Problem]:
     """The deepest, and fewer rows by size and number of codebooks."""
-    x, codebooks = _deepest(sizes, sizes.rows)
-    case = _encode(x, codebooks)
-    case.add("matrix products alone", partial(products, x, codebooks.mT.contiguous()))
-    yield case
-    whole = (max(sizes.depths), max(sizes.codebook_sizes), sizes.rows)
-    pairs = [(max(sizes.depths), size) for size in sizes.codebook_sizes]
-    pairs += [(depth, max(sizes.codebook_sizes)) for depth in sizes.depths]
-    for pair in dict.fromkeys(pairs):
-        if (*pair, sizes.sweep_rows) != whole:
-            yield _encode(*problem(sizes, sizes.sweep_rows, *pair))
-
-
-def _encode(x: Tensor, codebooks: Tensor) -> BenchCase:
-    case = BenchCase("rvq_encode", *name(x, codebooks), roofline.encode(x, codebooks))
-    expected = reference.rvq_encode(x[:CHECKED], codebooks)
-    case.add_both("rvq_encode", x, x, codebooks, expected=expected)
-    peers.add(peers.VECTOR_QUANTIZE, peers.vector_quantize_encode, case, x, codebooks, expected)
-    peers.add(peers.FAISS, peers.faiss_encode, case, x, codebooks, expected)
-    return case
+    deepest, largest = max(sizes.depths), max(sizes.codebook_sizes)
+    shapes = [(sizes.rows, deepest, largest)]
+    shapes += [(sizes.sweep_rows, deepest, size) for size in sizes.codebook_sizes]
+    shapes += [(sizes.sweep_rows, depth, largest) for depth in sizes.depths]
+    for shape in dict.fromkeys(shapes):
+        x, codebooks = problem(sizes, *shape)
+        found = named("rvq_encode", x, codebooks, roofline.encode(x, codebooks))
+        expected = reference.rvq_encode(x[:CHECKED], codebooks)
+        found.add_ours("rvq_encode", x, x, codebooks, expected=expected)
+        found.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, x=x), expected)
+        found.add_peer("faiss beam 1", partial(peers.faiss_encode, codebooks, x), expected)
+        if shape == shapes[0]:
+            found.add("matrix products alone", partial(products, x, codebooks.mT.contiguous()))
+        yield found
 
 
 def products(x: Tensor, weights: Tensor) -> None:
@@ -76,67 +59,42 @@ def products(x: Tensor, weights: Tensor) -> None:
             torch.mm(part, weight, out=buffer[: len(part)])
 
 
-def encode_packed(sizes: Sizes) -> Iterator[BenchCase]:
-    """Codes that leave the kernel as the bits that are stored."""
-    x, codebooks = _deepest(sizes, sizes.rows)
-    bits, groups = (codebooks.shape[1] - 1).bit_length(), max(1, sizes.head_dim // sizes.group)
-    tokens = x[: len(x) // groups * groups].unflatten(0, (-1, groups))
-    work = roofline.encode(x, codebooks, code_bytes=bits / 8)
-    case = BenchCase("rvq_encode_packed", *name(x, codebooks), work)
-    encode = kernels.rvq_encode_packed
-    expected = reference.rvq_encode_packed(tokens[: CHECKED // groups], codebooks, bits)
-    case.add(ours("rvq_encode_packed", x), partial(encode, tokens, codebooks, bits), expected)
-    whole = reference.rvq_encode(x[:CHECKED], codebooks)
-    peers.add(peers.FAISS, peers.faiss_encode, case, x, codebooks, whole)
-    yield case
-
-
-def encode_beam(sizes: Sizes) -> Iterator[BenchCase]:
+def encode_beam(sizes: Sizes) -> Iterator[Problem]:
     """Beam search, which keeps four candidates."""
-    x, codebooks = _deepest(sizes, max(1, sizes.sweep_rows // BEAM))
-    case = BenchCase("rvq_encode_beam4", *name(x, codebooks), roofline.encode(x, codebooks, BEAM))
+    x, codebooks = problem(sizes, max(1, sizes.sweep_rows // BEAM))
+    found = named(f"rvq_encode_beam{BEAM}", x, codebooks, roofline.encode(x, codebooks, BEAM))
     expected = reference.rvq_encode(x[:64], codebooks, BEAM)
-    case.add(ours("rvq_encode", x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
-    peers.add(peers.FAISS, peers.faiss_encode, case, x, codebooks, expected, BEAM)
-    yield case
+    found.add(ours("rvq_encode", x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
+    found.add_peer(f"faiss beam {BEAM}", partial(peers.faiss_encode, codebooks, x, beam=BEAM), expected)
+    yield found
 
 
-def decode(sizes: Sizes) -> Iterator[BenchCase]:
+def decode(sizes: Sizes) -> Iterator[Problem]:
     """Sums of codes."""
-    x, codebooks = _deepest(sizes, sizes.rows)
-    codes = kernels.rvq_encode(x, codebooks)
-    expected = reference.rvq_decode(codes, codebooks)
-    case = BenchCase("rvq_decode", *name(x, codebooks), roofline.sum_of_codes(codes, codebooks))
-    case.add_both("rvq_decode", x, codes, codebooks, expected=expected)
-    peers.add(peers.VECTOR_QUANTIZE, peers.vector_quantize_decode, case, codes, codebooks, expected)
-    peers.add(peers.FAISS, peers.faiss_decode, case, codes, codebooks, expected)
-    yield case
+    x, codebooks = problem(sizes, sizes.rows)
+    codes, values = kernels.rvq_encode(x, codebooks), x.numel()
+    work = Demand(values * len(codebooks), codes.nbytes + codebooks.nbytes + 4 * values, values)  # an addition a stage
+    found, expected = named("rvq_decode", x, codebooks, work), reference.rvq_decode(codes, codebooks)
+    found.add_ours("rvq_decode", x, codes, codebooks, expected=expected)
+    found.add_peer("vector-quantize-pytorch", partial(peers.vector_quantize, codebooks, codes=codes), expected)
+    found.add_peer("faiss", partial(peers.faiss_decode, codebooks, codes), expected)
+    yield found
 
 
-def statistics(sizes: Sizes) -> Iterator[BenchCase]:
+def statistics(sizes: Sizes) -> Iterator[Problem]:
     """Counts and sums of a step of learning codebooks by moving averages."""
-    x, codebooks = _deepest(sizes, sizes.rows)
+    x, codebooks = problem(sizes, sizes.rows)
     codes = kernels.rvq_encode(x, codebooks)
-    case = BenchCase("rvq_statistics", *name(x, codebooks), roofline.statistics(x, codes, codebooks))
-    expected = reference.rvq_statistics(x, codes, codebooks)[1]
-    case.add_both("rvq_statistics", x, x, codes, codebooks, expected=expected, read=itemgetter(1))
-    case.add("one-hot products", partial(one_hot_statistics, x, codes, codebooks))
-    yield case
-
-
-def one_hot_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> list[Tensor]:
-    """As vector-quantize-pytorch sums: a matrix product of each stage's residuals with ones and zeros."""
-    residual, sums = x, []
-    for codebook, chosen in zip(codebooks, codes.unbind(-1), strict=True):
-        onehot = torch.nn.functional.one_hot(chosen, len(codebook)).to(x.dtype)
-        sums.append(onehot.mT @ residual)
-        residual = residual - codebook[chosen]
-    return sums
+    expected = reference.rvq_statistics(x, codes, codebooks)
+    moved = x.nbytes + codes.nbytes + codebooks.nbytes + sum(each.nbytes for each in expected) // 2  # fp32 would do
+    work = Demand(2 * x.numel() * len(codebooks), moved, x.numel())  # a subtraction and an addition a stage
+    found = named("rvq_statistics", x, codebooks, work)
+    found.add_ours("rvq_statistics", x, x, codes, codebooks, expected=expected[1], read=itemgetter(1))
+    yield found
 
 
 OPERATIONS = {
     "rvq_encode": encode,
-    "rvq_encode_packed": encode_packed,
     "rvq_encode_beam4": encode_beam,
     "rvq_decode": decode,
     "rvq_statistics": statistics,

@@ -2,9 +2,9 @@
 
 import pandas as pd
 
-from vqkv.study.bench.attention import DECODED, OPERATION, SDPA
 from vqkv.study.bench.formats import bits_per_value
-from vqkv.study.bench.speed import sizes_of, speed
+from vqkv.study.bench.speed import ROOFLINE, speed
+from vqkv.study.bench.stored import ATTENTION, DECODED, SDPA
 from vqkv.study.experiments.common import frame
 from vqkv.study.tables import with_numbers
 
@@ -14,13 +14,13 @@ OURS = "vqkv"
 def kernel_speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> pd.DataFrame:
     """Times by ``vqkv.study.bench.speed.speed``, which no two runs have alike; ``operations``: [] for all; ``sizes``:
     fields of ``vqkv.study.bench.case.Sizes``."""
-    return frame(speed(sizes_of(geometry, **sizes), operations, threads, repetitions), {})
+    return frame(speed(geometry, operations, threads, repetitions, **sizes), {})
 
 
 def against_ours(table: pd.DataFrame) -> pd.DataFrame:
     """Time of every other implementation over that of this library's kernel: a row per operation and format
     (the largest problem of several), a column per implementation; attention aside."""
-    rows = table[~table["operation"].isin(["roofline", OPERATION])]
+    rows = table[~table["operation"].isin([ROOFLINE, ATTENTION])]
     keys = ["operation", "format"]
     rows = rows[rows["bound_ms"] == rows.groupby(keys)["bound_ms"].transform("max")]
     rows = rows.assign(implementation=rows["implementation"].str.replace(r" \(.*| beam \d+", "", regex=True))
@@ -39,7 +39,7 @@ def trade(table: pd.DataFrame) -> pd.DataFrame:
     of fp16 SDPA: ``packed`` by the kernel that reads packed keys and values, ``decoded`` first and then attended;
     ``possible``: the roofline's, if both formats reached it.
     """
-    rows = with_numbers(table[table["operation"] == OPERATION], "batch", "context")
+    rows = with_numbers(table[table["operation"] == ATTENTION], "batch", "context")
     rows = rows[rows["batch"] == 1]
     rows = rows[rows["context"] == rows["context"].max()]
     exact = rows[(rows["format"] == "fp16") & (rows["implementation"] == SDPA)]
