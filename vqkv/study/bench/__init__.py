@@ -1,6 +1,6 @@
-"""Timings and peak memory beside other people's code, each system in turn in one process.
+"""Timings and peak memory beside other people's code, by ``torch.utils.benchmark``; systems take turns in one process.
 
 ``python -m vqkv.study.bench [--only OPERATION ...] [--out FILE.csv]``: kernels against other libraries, fp16 attention
-and the machine's roofline, as page 09 has them. Page 08 has what a cache adds to the time of a generated token
-(``generation``), and how much memory that takes at its peak (``peak``).
+and the machine's roofline, as page 09 has them (``speed``). Page 08 has what a cache adds to the time of a generated
+token and how much memory that takes at its peak (``generation``), page 13 prompts that come back (``restoring``).
 """

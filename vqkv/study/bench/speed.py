@@ -1,6 +1,7 @@
 """Speed of the kernels beside other libraries, plain torch and the roofline of the same machine, all in one process;
 one tidy row per operation, format, implementation and shape."""
 
+import math
 import statistics
 from collections import defaultdict
 from functools import partial
@@ -85,7 +86,7 @@ def _row(case: Case, taken: list[float], median: float, fp16: float | None, line
     about = {"operation": problem.operation, "format": problem.format, "implementation": case.implementation}
     about |= {"shape": problem.shape, "dtype": problem.dtype, "repetitions": len(taken)}
     about |= {"median": median, "min": min(taken), "max": max(taken), "throughput": problem.work.values / median / 1e3}
-    about |= {"ratio_to_fp16": median / fp16 if fp16 else None, "ratio_to_bound": bound / median if bound else None}
+    about |= {"ratio_to_fp16": median / fp16 if fp16 else math.nan, "ratio_to_bound": bound / median if bound else None}
     return about | {"bound_ms": bound, "limited_by": limit, "equal": case.equal, "error": case.error}
 
 

@@ -44,15 +44,13 @@ def rans(direction: str, sizes: Sizes) -> Iterator[Problem]:
         values = kernels.rans_decode(words, lengths, code, BLOCK)[0].mT.contiguous()
         work = Demand(0, words.nbytes + values.nbytes, values.numel())
         shape = f"streams={len(values)} tokens={BLOCK} channels={channels}"
-        problem = Problem(f"rans_{direction}", name, shape, work)
+        kernel, problem = f"rans_{direction}", Problem(f"rans_{direction}", name, shape, work)
         if direction == "encode":
-            expected = reference.rans_encode(values[:1], code)[0][:, None]
-            call = partial(kernels.rans_encode, values, code)
-            problem.add(ours("rans_encode", values), call, expected, lambda found: found[0][:, None])
+            given, first = (values, code), (values[:1], code)
         else:
-            expected = reference.rans_decode(words[: lengths[0]], lengths[:1], code, BLOCK)[0]
-            call = partial(kernels.rans_decode, words, lengths, code, BLOCK)
-            problem.add(ours("rans_decode", words), call, expected, itemgetter(0))
+            given, first = (words, lengths, code, BLOCK), (words[: lengths[0]], lengths[:1], code, BLOCK)
+        expected = getattr(reference, kernel)(*first)[0]
+        problem.add(ours(kernel, words), partial(getattr(kernels, kernel), *given), expected, itemgetter(0))
         problem.add_peer("constriction", partial(peers.constriction, direction, values, codec.quantizer))
         yield problem
 
