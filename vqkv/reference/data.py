@@ -1,41 +1,25 @@
-"""The text and the tokenizer that the reference models are trained on."""
+"""The tokenizer of the bundled models, and the files of token ids that they are trained on."""
 
-import argparse
-import os
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from vqkv.data.bundled import documents
-from vqkv.data.splits import SPLITS
+from vqkv.runtime.files import replacing
 
-VOCAB_SIZE = 4096
-BOS = "<|bos|>"
 CORPORA = ("python", "prose-files")
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 
 
 def train_tokenizer(max_documents: int = 3000) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with 4,096 tokens, so that no text is unknown; one special token marks where a document begins."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[BOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = (text for name in CORPORA for text, _ in zip(documents(name, "train"), range(max_documents)))
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=BOS, pad_token=BOS, model_max_length=1024
-    )
+    """Train a tokenizer of the stored one's kind and size: byte-level BPE, so that no text is unknown, digits one by
+    one, and a special token that marks where a document begins."""
+    stored = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
+    texts = (text for name in CORPORA for text in islice(documents(name, "train"), max_documents))
+    return stored.train_new_from_iterator(texts, len(stored), show_progress=False)
 
 
 def token_bytes(tokenizer) -> np.ndarray:
@@ -46,44 +30,14 @@ def token_bytes(tokenizer) -> np.ndarray:
     return sizes
 
 
-def write_stream(path: Path, tokenizer, split: str) -> int:
-    """Tokenise every document of one split of source and prose to a uint16 file; return the number of tokens."""
-    total, temporary = 0, path.with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(temporary, "wb") as out:
+def write_stream(path: Path, tokenizer, split: str) -> None:
+    """Write the token ids of every document of one split, source and prose, to a uint16 file."""
+    with replacing(path) as file:
         for name in CORPORA:
-            batch = []
             for text in tqdm(documents(name, split), desc=f"tokenise {name} {split}", unit=" documents"):
-                batch.append(text)
-                if len(batch) == 256:
-                    total += _write(batch, tokenizer, out)
-                    batch = []
-            total += _write(batch, tokenizer, out)
-    os.replace(temporary, path)
-    return total
-
-
-def _write(texts, tokenizer, out) -> int:
-    if not texts:
-        return 0
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    ids = np.concatenate([np.array([tokenizer.bos_token_id, *row], dtype=np.uint16) for row in rows])
-    out.write(ids.tobytes())
-    return len(ids)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for SPLIT.bin (uint16 token ids)")
-    parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer first and store it")
-    args = parser.parse_args()
-    if args.new_tokenizer:
-        train_tokenizer().save_pretrained(TOKENIZER_DIR)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-    for split in SPLITS:
-        count = write_stream(args.out / f"{split}.bin", tokenizer, split)
-        print(f"{split}: {count:,} tokens in {args.out / f'{split}.bin'}")
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                file.write(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16).tobytes())
 
 
 if __name__ == "__main__":
-    main()
+    train_tokenizer().save_pretrained(TOKENIZER_DIR)

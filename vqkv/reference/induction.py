@@ -6,8 +6,10 @@ over to others. Begun with, the circuit serves the whole vocabulary from the fir
 it. Other weights begin as the architecture says, but for louder embeddings and a last norm that makes up for it.
 """
 
+from pathlib import Path
+
 import torch
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 LOUD = 8  # times an embedding's usual size, and the last norm as much smaller: so small a thing as a usual one is
 # overwritten by AdamW's first steps on text, whose size does not depend on it
@@ -85,3 +87,17 @@ def _subspaces(dim: int, hidden: int, among: torch.Tensor) -> tuple[torch.Tensor
     parts[: 2 * dim, among] = torch.nn.init.orthogonal_(torch.empty(2 * dim, len(among)))
     parts[2 * dim :, among] = torch.nn.init.orthogonal_(torch.empty(dim, len(among)))
     return parts[:dim], parts[dim : 2 * dim], parts[2 * dim :]
+
+
+CIRCUITS = {"llama-mini": begin_llama, "gpt2-mini": begin_gpt2}
+
+
+def untrained(name: str):
+    """Make the model that training begins with, in fp32; its shape is in the bundled model's ``config.json``.
+
+    The Llama's hidden size is three times its KV width, so that no layer's keys and values determine its input.
+    """
+    config = AutoConfig.from_pretrained(Path(__file__).parent / name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    CIRCUITS[name](model)
+    return model

@@ -5,6 +5,7 @@ sharpen the induction that the models begin with. Everything is a function of a 
 was.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer) -> "Words":
-        """All words of the tokenizer."""
+        """Split all words of the tokenizer."""
         words = np.array(single_token_words(tokenizer))
         (newline,) = tokenizer.encode("\n", add_special_tokens=False)
         return cls(words[::2], words[1::2], newline, tokenizer.bos_token_id)
@@ -40,7 +41,7 @@ class Words:
 
 
 def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, labels), both (seq_len,): segments of random tokens, each copied until a coin ends it; labels on the
+    """Draw (row, labels), both (seq_len,): segments of random tokens, each copied until a coin ends it; labels on the
     copies, except their first token, which nothing foretells."""
     row, labels = [], []
     while len(row) < seq_len:
@@ -54,7 +55,7 @@ def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple
 
 
 def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, labels): one long segment of random tokens and its copies, half a row apart at most."""
+    """Draw (row, labels): one long segment of random tokens and its copies, half a row apart at most."""
     segment = rng.choice(tokens, rng.integers(8, seq_len // 2 + 1))
     row = np.resize(segment, seq_len)
     labels = np.where(np.arange(seq_len) >= len(segment), row, IGNORE)
@@ -64,26 +65,19 @@ def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tu
 
 def recall(
     rng: np.random.Generator, seq_len: int, words: Words, num_pairs: int, filler: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, labels, distance), each (seq_len,): BOS, lines of ``key value``, the filler, then the lines again in random
-    orders, the values labelled. ``distance``: how many tokens back the value stands in the list, 0 elsewhere."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw (row, labels): BOS, lines of ``key value``, the filler, then the lines again in random orders, the values
+    labelled. The list and the filler must leave room for a query."""
     keys, values = rng.permutation(words.keys)[:num_pairs], rng.choice(words.values, num_pairs)
     lines = np.stack([keys, values, np.full(num_pairs, words.newline)], 1)
     filler = np.empty(0, dtype=np.int64) if filler is None else np.append(filler, words.newline)
-    room = seq_len - 1 - lines.size - len(filler)
-    if room < 3:
-        raise ValueError(f"{num_pairs} pairs and {len(filler)} other tokens leave no room for a query in {seq_len}")
-    rounds = -(-room // lines.size)
+    start = 1 + lines.size + len(filler)
+    rounds = math.ceil((seq_len - start) / lines.size)
     asked = np.concatenate([rng.permutation(num_pairs) for _ in range(rounds)])
     row = np.concatenate([[words.bos], lines.ravel(), filler, lines[asked].ravel()])[:seq_len]
-    start = 1 + lines.size + len(filler)
-    at = start + 3 * np.arange(len(asked)) + 1
-    inside = at < seq_len
-    at, asked = at[inside], asked[inside]
-    labels, distance = np.full(seq_len, IGNORE), np.zeros(seq_len, dtype=np.int64)
-    labels[at] = row[at]
-    distance[at] = at - (2 + 3 * asked)
-    return row, labels, distance
+    labels = np.full(seq_len, IGNORE)
+    labels[start + 1 :: 3] = row[start + 1 :: 3]
+    return row, labels
 
 
 class TokenStream:
@@ -93,29 +87,27 @@ class TokenStream:
         self.ids = np.memmap(path, dtype=np.uint16, mode="r")
         self.bos = tokenizer.bos_token_id
         (self.newline,) = tokenizer.encode("\n", add_special_tokens=False)
-        begins = [
-            token[-1] for text in ("\ndef", "\n def") if (token := tokenizer.encode(text, add_special_tokens=False))
-        ]
+        begins = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("\ndef", "\n def")]
         self.functions = np.flatnonzero(np.isin(self.ids, begins))
 
     def span(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """``length`` consecutive ids from a random place."""
+        """Draw ``length`` consecutive ids from a random place."""
         start = rng.integers(0, len(self.ids) - length)
         return self.ids[start : start + length].astype(np.int64)
 
     def window(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, labels): BOS and text."""
+        """Draw (row, labels): BOS and text."""
         row = np.append(self.bos, self.span(rng, seq_len - 1))
         return row, row
 
     def function(self, rng: np.random.Generator, longest: int) -> np.ndarray:
-        """A function of the source, from its ``def`` to the next, at most ``longest`` tokens."""
+        """Draw a function of the source, from its ``def`` to the next, at most ``longest`` tokens."""
         i = rng.integers(0, len(self.functions) - 1)
         start, end = self.functions[i], self.functions[i + 1]
         return self.ids[start : min(end, start + longest)].astype(np.int64)
 
     def copied(self, rng: np.random.Generator, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, labels): BOS and text in which a chunk or function comes back twice or more, other text in between."""
+        """Draw (row, labels): BOS and text in which a chunk or function comes back, other text in between."""
         if rng.random() < 0.5:
             part = self.function(rng, seq_len // 3)
         else:
