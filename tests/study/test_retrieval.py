@@ -25,7 +25,7 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task()
     assert table["questions"].tolist() == [32, 2] * 3
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
     names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
-    assert len(figures.told_lines(table, 1, 150, names).axes) == 2
+    assert len(figures.told_bars(table, names).axes) == 1
 
 
 def test_episodes_too_few_to_tell_points_apart_are_refused():

@@ -16,7 +16,7 @@ from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_
 from vqkv.study.figures.restoring import chat_lines, waiting
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style
-from vqkv.study.figures.tasks import told_lines, tuning_dots
+from vqkv.study.figures.tasks import told_bars, tuning_dots
 from vqkv.study.figures.thresholds import (
     eviction_curves,
     ladder_bars,

@@ -1,6 +1,7 @@
 """Figures of notebook 10."""
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from vqkv.study.figures.style import PALETTE, look
 
@@ -23,24 +24,25 @@ def tuning_dots(table):
     return fig
 
 
-def told_lines(table, num_facts: int, text_len: int, names: dict[tuple[str, float], str]):
-    """Facts told by each way to store a cache, with the 95% interval of what it loses: left, ``num_facts`` of them in
-    longer and longer texts; right, more and more of them in ``text_len`` tokens. ``names``: (system, nominal bits) ->
-    label; the others are left out."""
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    facts = table[table["task"] == "facts"]
-    panels = (("text_len", "num_facts", num_facts, "tokens of the text"), ("num_facts", "text_len", text_len, "facts"))
-    for ax, (along, fixed, value, label) in zip(axes, panels, strict=True):
-        mine = facts[facts[fixed] == value]
-        for (system, bits), name in names.items():
-            rows = mine[(mine["system"] == system) & (mine["nominal_bits"] == bits)].sort_values(along)
-            error = [(rows["lost_high"] - rows["lost"]).clip(0), (rows["lost"] - rows["lost_low"]).clip(0)]
-            style = {"color": PALETTE["fp16"], "marker": "o"} if system == "fp16" else look(system)
-            ax.errorbar(rows[along], 100 * rows["told"], error, capsize=2, label=name, **style | {"ms": 6})
-        ax.set(xscale="log", xlabel=label, ylim=(-4, 104))
-        ax.set_xticks(sorted(set(mine[along])), [f"{x:,}" for x in sorted(set(mine[along]))], minor=False)
-        ax.minorticks_off()
-    axes[0].set(title=f"{num_facts} facts", ylabel="facts told (%)")
-    axes[1].set(title=f"in {text_len} tokens")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
+def told_bars(table, names: dict[tuple[str, float], str]):
+    """Draw the facts told by each way to store a cache, with the 95% interval of what it loses to the exact cache: a
+    panel for each length of text and number of facts. ``names``: (system, nominal bits) -> label, the exact cache
+    (dotted line) first; others are left out."""
+    cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
+    size, places = (11, 1.1 + 0.3 * len(names)), range(len(names))
+    fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)
+    colours = [PALETTE["fp16"], *(look(system)["color"] for system, _ in [*names][1:])]
+    for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
+        rows = rows.reindex([*names])
+        told, lost = 100 * rows["told"], rows["lost"]
+        error = [(rows["lost_high"] - lost).clip(0), (lost - rows["lost_low"]).clip(0)]
+        ax.barh(places, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
+        ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
+        for place in np.flatnonzero(told.isna()):
+            ax.text(4, place, "not measured", color=PALETTE["published"], fontsize=8, va="center")
+        ax.set(title=f"{number} facts in\n{length:,} tokens", xlim=(0, 104), xticks=[0, 50, 100])
+        ax.grid(axis="y", visible=False)
+    axes[0, 0].set_yticks(places, names.values())
+    axes[0, 0].invert_yaxis()
+    fig.supxlabel("facts told (%)", fontsize=11)
     return fig
