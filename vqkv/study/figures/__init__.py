@@ -12,7 +12,7 @@ from vqkv.study.figures.injected import kl_by_size
 from vqkv.study.figures.learning import learning_curves, unused_codes
 from vqkv.study.figures.phenomena import magnitudes_by_layer
 from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_inputs
-from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane, propagation
+from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane
 from vqkv.study.figures.restoring import chat_lines, waiting
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
 from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.style import PALETTE, look
+from vqkv.study.figures.style import PALETTE, look, whiskers
 
 FILLS = ("full", "none", "left")  # of the markers of the calibrations
 
@@ -36,6 +36,5 @@ def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: flo
             times.text(1, place, "  refuses", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
-        error = [[row.ratio - row.low], [row.high - row.ratio]]
-        times.errorbar(row.ratio, place, xerr=error, capsize=3, elinewidth=1, **style)
+        times.errorbar(row.ratio, place, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style)
         bits.plot(row.more_bits, place, **style)

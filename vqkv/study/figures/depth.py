@@ -5,7 +5,7 @@ import math
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.style import PALETTE, interval
 
 SIZE_COLOURS = ("#bd1f01", "#ffa90e", "#3f90da")  # of codebooks, the largest first
 
@@ -35,12 +35,9 @@ def depth_curves(table, metrics: dict[str, str]):
     colours = _size_colours(table)
     for ax, (column, axis_label) in zip(axes[0], metrics.items(), strict=True):
         for size, rows in table.groupby("codebook_size"):
-            rows, error = rows.sort_values("bits_per_value"), None
-            if column != "key_mse":
-                ends = [rows[column.removesuffix("_mean") + end] for end in ("_low", "_high")]
-                error = [(rows[column] - ends[0]).clip(0), (ends[1] - rows[column]).clip(0)]
+            rows = rows.sort_values("bits_per_value")
             look = {"fmt": "o-", "color": colours[size], "label": f"{size:,} codes", "capsize": 2}
-            ax.errorbar(rows["bits_per_value"], rows[column], error, **look)
+            ax.errorbar(rows["bits_per_value"], rows[column], interval(rows, column), **look)
         ax.set(xlabel="stored bits per value", ylabel=axis_label, yscale="linear" if "lost" in column else "log")
     axes[0, -1].legend(fontsize=9)
     return fig

@@ -1,12 +1,10 @@
 """Figures of notebook 11."""
 
-import itertools
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.lines import Line2D
 
-from vqkv.study.figures.style import PALETTE, basename, look, mark_floor, short
+from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, whiskers
 
 FAMILIES = ("best", "live", "kvtc", "aqua higgs", "vqllm")  # all others are grey points
 LABELS = {"best": "best (ours)", "live": "live (ours)", "kvtc": "KVTC", "aqua higgs": "AQUA-KV", "vqllm": "residual VQ"}
@@ -18,12 +16,8 @@ PROXIES = {
     "ppl_increase": "perplexity",
     "top1": "top-1 agreement",
     "attention_mse": "error of attention output",
-    "key_mse": "relative MSE of K",
-    "value_mse": "relative MSE of V",
-    "unexplained": "1 - EVR",
+    "unexplained": "1 - EVR",  # what a quantizer sees by itself: shaded
 }
-STORED = ("key_mse", "value_mse", "unexplained")  # what a quantizer sees by itself
-TASKS = {"facts": "facts in text"}
 QUANTIZERS = {  # of a design -> palette key, marker and label of the search's figure
     "trellis": ("crossed 2", "o", "trellis or uniform"),
     "uniform": ("crossed 2", "o", "trellis or uniform"),
@@ -44,7 +38,7 @@ def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
     for row, model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
         for ax, (bits, title) in zip(row, contexts.items(), strict=True):
-            _systems(ax, mine, bits, ["kl_mean", "kl_low", "kl_high"], families, own)
+            _systems(ax, mine, bits, "kl_mean", families, own)
             ax.set(yscale="log", title=title if len(models) == 1 else f"{basename(model)}: {title}")
             mark_floor(ax, mine)
         row[0].set_ylabel("KL to the exact cache (nats)")
@@ -58,10 +52,10 @@ def overview(table, bits: str, families=FAMILIES):
     fig, axes = plt.subplots(len(models), 2, figsize=(11.2, 3.4 * len(models) + 0.6), sharex=True, squeeze=False)
     for (left, right), model in zip(axes, models, strict=True):
         mine = table[table["model"] == model]
-        _systems(left, mine, bits, ["kl_mean", "kl_low", "kl_high"], families)
+        _systems(left, mine, bits, "kl_mean", families)
         left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=basename(model))
         mark_floor(left, mine)
-        _systems(right, mine, bits, ["facts_lost", "facts_lost_low", "facts_lost_high"], families)
+        _systems(right, mine, bits, "facts_lost", families)
         _points(right, LOST, basename(model))
         for points in TELLING:
             right.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
@@ -84,20 +78,17 @@ def _finished(fig, axes):
     return fig
 
 
-def _systems(ax, rows, bits: str, y: list[str], families, own: str = "") -> None:
-    """Every system of one model, columns ``y`` (a number and its interval) against a column of bits."""
-    rows = rows.assign(**dict(zip(("x", "y", "low", "high"), (rows[name] for name in (bits, *y)))))
-    groups = rows.groupby(["family", "system", "nominal_bits"], sort=False)
-    mean = groups[["x", "y", "low", "high"]].mean().reset_index()
+def _systems(ax, rows, bits: str, y: str, families, own: str = "") -> None:
+    """Draw every system of one model, column ``y`` with its interval against a column of bits."""
+    mean = rows.groupby(["family", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()
     labels = {name: LABELS.get(name, name) for name in families} | ({own: f"yours: {own}"} if own else {})
     others = mean[~mean["family"].isin(labels)]
     if len(others):
-        ax.plot(others["x"], others["y"], "o", color=PALETTE["other"], ms=5, label="other systems")
+        ax.plot(others[bits], others[y], "o", color=PALETTE["other"], ms=5, label="other systems")
     for family, label in labels.items():
-        mine = mean[mean["family"] == family].sort_values("x")
-        error = [(mine["y"] - mine["low"]).clip(0), (mine["high"] - mine["y"]).clip(0)]
+        mine = mean[mean["family"] == family].sort_values(bits)
         style = OWN if family == own else look(family)
-        ax.errorbar(mine["x"], mine["y"], error, label=label, capsize=2, lw=2.2, **style)
+        ax.errorbar(mine[bits], mine[y], interval(mine, y), label=label, capsize=2, lw=2.2, **style)
 
 
 def ablation_dots(pairs, contexts: dict[str, str]):
@@ -124,28 +115,19 @@ def ablation_dots(pairs, contexts: dict[str, str]):
 
 
 def proxy_dots(correlations):
-    """Spearman's correlation of each proxy with what a task loses, with its 95% interval: a row of panels for each band
-    of bits, a column for each task; 1 is a proxy that ranks systems as the task does. Shaded: proxies that look at
-    keys and values alone."""
-    bands, tasks = (list(dict.fromkeys(correlations[column])) for column in ("bits", "task"))
-    known = [proxy for proxy in PROXIES if proxy in set(correlations["proxy"])]
-    stored = [place for place, proxy in enumerate(known) if proxy in STORED]
-    size = (4.6 * len(tasks) + 1.8, 0.38 * len(known) * len(bands) + 1.4)
-    fig, axes = plt.subplots(len(bands), len(tasks), figsize=size, sharex=True, sharey=True, squeeze=False)
-    for (i, band), (j, task) in itertools.product(enumerate(bands), enumerate(tasks)):
-        ax, mine = axes[i, j], correlations[(correlations["bits"] == band) & (correlations["task"] == task)]
-        for k, (model, rows) in enumerate(mine.groupby("model", sort=False)):
-            rows = rows.set_index("proxy").loc[known]
-            places = np.arange(len(known)) + 0.3 * (k - 0.5)
-            error = [(rows["correlation"] - rows["low"]).clip(0), (rows["high"] - rows["correlation"]).clip(0)]
-            style = {"fmt": "o", "color": PALETTE[short(model)], "label": basename(model), "ms": 8, "elinewidth": 1.8}
-            ax.errorbar(rows["correlation"], places, xerr=error, **style)
-        if stored:
-            ax.axhspan(min(stored) - 0.5, max(stored) + 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
-        ax.set(title=f"{TASKS[task]}, {band} ({mine['systems'].max()} systems)", xlim=(-0.1, 1))
-        ax.set_yticks(range(len(known)), [PROXIES[proxy] for proxy in known])
-    axes[0, 0].invert_yaxis()
-    for ax in axes[-1]:
-        ax.set_xlabel("rank correlation with what is lost")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    """Draw Spearman's correlation of each proxy with what a task loses, with its 95% interval: 1 is a proxy that ranks
+    systems as the task does. Shaded: the proxy that looks at keys and values alone. ``correlations``: of one task and
+    one band of bits."""
+    rows = correlations.set_index("proxy").loc[list(PROXIES)]
+    (model,), places = set(rows["model"]), np.arange(len(rows))
+    fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))
+    error = whiskers(rows["correlation"], rows["low"], rows["high"])
+    style = {"fmt": "o", "color": model_colour(model), "label": basename(model), "ms": 8, "elinewidth": 1.8}
+    ax.errorbar(rows["correlation"], places - 0.15, xerr=error, **style)
+    ax.axhspan(len(rows) - 1.5, len(rows) - 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
+    ax.set(title=f"facts in text, {rows['bits'].iloc[0]} ({rows['systems'].max()} systems)", xlim=(-0.1, 1))
+    ax.set_yticks(places, PROXIES.values())
+    ax.invert_yaxis()
+    ax.set_xlabel("rank correlation with what is lost")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig

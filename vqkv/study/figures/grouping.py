@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 
 from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, by_model, interval, mark_floor
+from vqkv.study.figures.style import PALETTE, interval, mark_floor, model_of
 
 GROUPING_COLOURS = {
     "key (contiguous)": "contiguous",
@@ -16,8 +16,8 @@ PANELS = {"kl_mean": "KL (nats)", "facts_lost": "facts lost (points)", "stored_m
 
 
 def grouping_bars(table):
-    """A bar per row of Table 1, a panel per measure: KL and facts lost with 95% intervals over windows and texts, and
-    the error of the role that is stored."""
+    """Draw a bar per row of Table 1, a panel per measure: KL and facts lost with 95% intervals over windows and texts,
+    and the error of the role that is stored."""
     rows = table.set_index("quantised").loc[list(GROUPING_COLOURS)]
     rows["stored_mse"] = rows["key_mse"].where(rows.index != "value", rows["value_mse"])
     rows.loc[rows.index.str.contains("+", regex=False), "stored_mse"] = float("nan")
@@ -25,8 +25,7 @@ def grouping_bars(table):
     fig, axes = plt.subplots(1, len(shown), figsize=(11, 2.8), sharey=True)
     colours = [PALETTE[name] for name in GROUPING_COLOURS.values()]
     for ax, (column, label) in zip(axes, shown.items(), strict=True):
-        low, high = (column.removesuffix("_mean") + end for end in ("_low", "_high"))
-        error = [(rows[column] - rows[low]).clip(0), (rows[high] - rows[column]).clip(0)] if low in rows else None
+        error = interval(rows, column)
         ax.barh(rows.index, rows[column], 0.7, xerr=error, color=colours, error_kw={"capsize": 3})
         ax.set_xlabel(label)
     axes[0].invert_yaxis()
@@ -34,28 +33,25 @@ def grouping_bars(table):
 
 
 def group_size_lines(table, num_quantizers: int):
-    """KL of shared codebooks against the channels of a group, 95% intervals over windows, a panel per model: a line for
+    """Draw KL of shared codebooks against the channels of a group, 95% intervals over windows: a line for
     ``num_quantizers`` codebooks, with their bits, and one for the bits that they make in some other groups as well."""
-    fig, axes, panels = by_model(table[table["codebooks"] == "shared"], (7, 4.1))
-    for ax, model, mine in panels:
-        bits = mine["bits_per_value"].mode()[0]
-        usual = mine[mine["num_quantizers"] == num_quantizers]
-        _line(ax, usual, "contiguous", f"{num_quantizers} codebooks (numbers: bits per value)")
-        _line(ax, mine[mine["bits_per_value"] == bits], "bound", f"{bits:g} bits per value (codebooks in proportion)")
-        for (size, rate), kl in usual.groupby(["group_size", "bits_per_value"])["kl_mean"].max().items():
-            ax.annotate(f"{rate:g}", (size, kl), (8, -11), textcoords="offset points", fontsize=9)
-        ax.set(title=basename(model), xlabel="channels of a group", xscale="log", yscale="log")
-        ax.set_xticks(sorted(set(mine["group_size"])), sorted(set(mine["group_size"])))
-        ax.xaxis.minorticks_off()
-        plain_numbers(ax.yaxis)
-        ax.margins(y=0.12)
-        mark_floor(ax, mine)
-    axes[0, 0].set_ylabel("KL (nats)")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    fig, ax = plt.subplots(figsize=(7, 4.1))
+    rows = table[table["codebooks"] == "shared"].sort_values("group_size")
+    bits = rows["bits_per_value"].mode()[0]
+    usual = rows[rows["num_quantizers"] == num_quantizers]
+    for colour, mine, label in (
+        ("contiguous", usual, f"{num_quantizers} codebooks (numbers: bits per value)"),
+        ("bound", rows[rows["bits_per_value"] == bits], f"{bits:g} bits per value (codebooks in proportion)"),
+    ):
+        look = {"fmt": "o-", "color": PALETTE[colour], "label": label, "capsize": 3}
+        ax.errorbar(mine["group_size"], mine["kl_mean"], interval(mine), **look)
+    for (size, rate), kl in usual.groupby(["group_size", "bits_per_value"])["kl_mean"].max().items():
+        ax.annotate(f"{rate:g}", (size, kl), (8, -11), textcoords="offset points", fontsize=9)
+    ax.set(title=model_of(rows), xlabel="channels of a group", ylabel="KL (nats)", xscale="log", yscale="log")
+    ax.set_xticks(sorted(set(rows["group_size"])), sorted(set(rows["group_size"])))
+    ax.xaxis.minorticks_off()
+    plain_numbers(ax.yaxis)
+    ax.margins(y=0.12)
+    mark_floor(ax, rows)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
-
-
-def _line(ax, rows, colour: str, label: str) -> None:
-    rows = rows.sort_values("group_size")
-    look = {"color": PALETTE[colour], "label": label, "capsize": 3}
-    ax.errorbar(rows["group_size"], rows["kl_mean"], interval(rows), fmt="o-", **look)

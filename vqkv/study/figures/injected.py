@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, interval, mark_floor, where
+from vqkv.study.figures.style import PALETTE, interval, mark_floor
 
 LOOKS = {  # palette key, marker and line
     "vqllm contiguous": ("contiguous", "s", "-"),
@@ -33,7 +33,7 @@ def kl_by_size(table):
     """KL against the size of each phenomenon of ``SHOWN``, a line for each system; bars: 95% intervals over windows."""
     fig, axes = plt.subplots(1, len(SHOWN), figsize=(11, 5), sharey=True)
     for ax, (phenomenon, (label, systems)) in zip(axes, SHOWN.items(), strict=True):
-        mine = where(table, {"phenomenon": phenomenon})
+        mine = table[table["phenomenon"] == phenomenon]
         for system in systems:
             colour, marker, line = LOOKS[system]
             rows = mine[mine["system"] == system].sort_values("size")

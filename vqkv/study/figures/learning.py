@@ -1,9 +1,10 @@
 """Figures of notebook 02."""
 
 import matplotlib.pyplot as plt
+import pandas as pd
 
 from vqkv.study.figures.labels import name_ends
-from vqkv.study.figures.style import PALETTE, where
+from vqkv.study.figures.style import PALETTE, whiskers
 
 
 def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float | None = None):
@@ -16,8 +17,8 @@ def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float
     fig, axes = plt.subplots(1, len(groups), figsize=(11, 3.8), sharey=True, squeeze=False)
     for number, (ax, (title, variants)) in enumerate(zip(axes[0], groups.items(), strict=True)):
         for i, (label, chosen) in enumerate(variants):
-            curves, colour = where(last, chosen).groupby("step")["loss"].agg(["mean", "min", "max"]), f"C{i}"
-            colour = colour if number == 0 or i == 0 else f"C{i + 2}"
+            curves = _where(last, chosen).groupby("step")["loss"].agg(["mean", "min", "max"])
+            colour = f"C{i}" if number == 0 or i == 0 else f"C{i + 2}"
             ax.plot(curves.index, curves["mean"], label=label, color=colour, lw=2.5)
             ax.fill_between(curves.index, curves["min"], curves["max"], color=colour, alpha=0.25, linewidth=0)
         ax.axvline(50, color=PALETTE["published"], linestyle="--", linewidth=1)
@@ -34,9 +35,14 @@ def unused_codes(table, variants: list[tuple[str, dict]]):
     last = table[table["step"] == table["step"].max()]
     fig, ax = plt.subplots(figsize=(7, 3.6))
     for i, (label, chosen) in enumerate(variants):
-        stages = 100 * where(last, chosen).groupby("stage")["unused"].agg(["mean", "min", "max"])
-        error = [stages["mean"] - stages["min"], stages["max"] - stages["mean"]]
+        stages = 100 * _where(last, chosen).groupby("stage")["unused"].agg(["mean", "min", "max"])
+        error = whiskers(stages["mean"], stages["min"], stages["max"])
         ax.errorbar(stages.index, stages["mean"], error, fmt="o-", color=f"C{i}", label=label, capsize=3, lw=2.5, ms=7)
     ax.set(ylabel="codes that no vector chose (%)", xlabel="stage", ylim=(0, None))
     ax.legend()
     return fig
+
+
+def _where(table, chosen: dict):
+    """Return the rows in which every column has its chosen value."""
+    return table[(table[[*chosen]] == pd.Series(chosen)).all(axis=1)]

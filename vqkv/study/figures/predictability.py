@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, basename, by_model, short
+from vqkv.study.figures.style import PALETTE, basename, model_colour, model_of
 
 ROLES = {"K": "keys", "V": "values"}
 OPEN_QUESTIONS = {("V", "V-1+K"), ("V", "K-1+V-1")}  # what the AQUA-KV deck asks for and does not answer
@@ -10,22 +10,19 @@ CLOSE_TO_ONE = 0.9995
 
 
 def evr_bars(table, quantizers):
-    """Mean EVR of keys and of values by source: a bar per trained model, a diamond for its shape with random weights
-    (mean and range over seeds); at the right the bits per value that the trained model's dependency is worth.
+    """Draw the mean EVR of keys and of values by source: a bar for the trained model, a diamond for its shape with
+    random weights (mean and range over seeds); at the right the bits per value that the dependency is worth.
 
     Stars mark the two open questions of the source. ``quantizers``: columns ``bits``, ``explained_variance``, drawn as
     lines.
     """
-    models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 5.2 if len(models) == 1 else 7))
+    (model,) = set(table["model"])
+    fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 5.2))
     for ax, target in zip(axes, ROLES, strict=True):
         rows = table[table["target"] == target]
-        groups = rows.groupby("sources")["group"].first().loc[_present(rows, target)]
+        groups = rows.groupby("sources")["group"].first().reindex(_chosen(target)).dropna()
         places = _places(groups)
-        for i, model in enumerate(models):
-            _model_bars(
-                ax, rows[rows["model"] == model], places, (i - (len(models) - 1) / 2) * 0.38, PALETTE[short(model)]
-            )
+        _bars(ax, rows, places, model_colour(model))
         for group in dict.fromkeys(groups):
             top = min(place for place, name in zip(places.values(), groups, strict=True) if name == group)
             ax.text(0, top - 0.45, group, fontsize=10, style="italic", va="bottom", clip_on=False)
@@ -37,10 +34,7 @@ def evr_bars(table, quantizers):
         ax.set(xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(places.values()) + 0.5, -1))
         ax.set_title(f"{ROLES[target]} predicted from", loc="left")
         ax.grid(axis="y", visible=False)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, color=PALETTE[short(model)], label=f"{basename(model)}, trained")
-        for model in models
-    ]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=model_colour(model), label=f"{basename(model)}, trained")]
     handles += axes[0].plot([], [], "D", color="w", mec="k", label="same shape, random weights (range over seeds)")
     handles += axes[0].plot([], [], ":", color=PALETTE["bound"], label="a quantizer, as published")
     handles += axes[0].plot([], [], "*", color="k", ms=9, label="open question of the source")
@@ -54,18 +48,19 @@ def _places(groups) -> dict[str, float]:
     return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
 
 
-def _model_bars(ax, rows, places: dict[str, float], offset: float, colour: str) -> None:
+def _bars(ax, rows, places: dict[str, float], colour: str) -> None:
     trained = rows[rows["variant"] == "trained"].groupby("sources")[["evr", "bits"]].mean()
-    random = rows[rows["variant"] == "untrained"].groupby(["sources", "seed"])["evr"].mean().groupby("sources")
+    random = rows[rows["variant"] == "untrained"].groupby(["sources", "seed"])["evr"].mean()
+    random = random.groupby("sources").agg(["min", "mean", "max"])
     for sources, place in places.items():
         evr, bits = trained.loc[sources]
-        ax.barh(place + offset, evr, 0.36, color=colour)
+        ax.barh(place, evr, 0.36, color=colour)
         worth = "exact" if evr > CLOSE_TO_ONE else f"{bits:.1f} bits"
-        ax.text(1.03, place + offset, worth, color=colour, fontsize=9, va="center", clip_on=False)
-        if sources in random.groups:
-            low, mean, high = (random.agg(how)[sources] for how in ("min", "mean", "max"))
-            ax.plot([low, high], [place + offset] * 2, color="k", linewidth=1.2)
-            ax.plot(mean, place + offset, "D", color="w", mec="k", ms=5.5, clip_on=False)
+        ax.text(1.03, place, worth, color=colour, fontsize=9, va="center", clip_on=False)
+        if sources in random.index:
+            low, mean, high = random.loc[sources]
+            ax.plot([low, high], [place] * 2, color="k", linewidth=1.2)
+            ax.plot(mean, place, "D", color="w", mec="k", ms=5.5, clip_on=False)
 
 
 def evr_by_layer(table, sources: dict[str, list[str]]):
@@ -87,20 +82,19 @@ BIT_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):
-    """EVR of values, mean over layers, by the precision of what they are predicted from; a panel per model. Right axis:
-    the bits per value that the prediction saves."""
+    """Draw the EVR of values, mean over layers, by the precision of what they are predicted from. Right axis: the bits
+    per value that the prediction saves."""
     inputs = list(dict.fromkeys(table["inputs"]))
-    fig, axes, panels = by_model(table, (10.5, 4))
-    for ax, model, mine in panels:
-        for sources, (colour, marker) in QUANTISED.items():
-            rows = mine[(mine["target"] == "V") & (mine["sources"] == sources)]
-            means = rows.groupby("inputs", sort=False)["evr"].mean().loc[inputs]
-            ax.plot(range(len(inputs)), means, f"{marker}-", color=PALETTE[colour], label=_label(sources, "V"), ms=7)
-        ax.set_xticks(range(len(inputs)), inputs)
-        ax.set(title=basename(model), xlabel="precision of the sources (keys and values through HIGGS)")
-    axes[0, 0].set_ylabel("explained variance ratio of values")
-    axes[0, 0].legend(title="predicted from")
-    right = axes[0, -1].secondary_yaxis("right")
+    fig, ax = plt.subplots(figsize=(10.5, 4))
+    for sources, (colour, marker) in QUANTISED.items():
+        rows = table[(table["target"] == "V") & (table["sources"] == sources)]
+        means = rows.groupby("inputs", sort=False)["evr"].mean().loc[inputs]
+        ax.plot(range(len(inputs)), means, f"{marker}-", color=PALETTE[colour], label=_label(sources, "V"), ms=7)
+    ax.set_xticks(range(len(inputs)), inputs)
+    ax.set(title=model_of(table), xlabel="precision of the sources (keys and values through HIGGS)")
+    ax.set_ylabel("explained variance ratio of values")
+    ax.legend(title="predicted from")
+    right = ax.secondary_yaxis("right")
     right.set_yticks([1 - 4.0**-bits for bits in BIT_TICKS], [f"{bits:g}" for bits in BIT_TICKS])
     right.set_ylabel("bits saved per value")
     return fig
@@ -114,10 +108,6 @@ def _chosen(target: str) -> list[str]:
         f"{target}@T-1+{target}@T-2+{target}@T-3", other, f"{target}-1+{other}", f"K-1+V-1+{other}",
         f"{target}-1+{target}@T-1",
     ]  # fmt: skip
-
-
-def _present(rows, target: str) -> list[str]:
-    return [sources for sources in _chosen(target) if (rows["sources"] == sources).any()]
 
 
 def _label(sources: str, target: str) -> str:

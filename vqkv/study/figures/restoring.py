@@ -10,14 +10,14 @@ from vqkv.study.figures.style import PALETTE
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}
 
 
-def waiting(table, slowest: float = 5, fastest: float = 2000):
+def waiting(table):
     """Milliseconds until the first token after a prompt, restored by each system and computed again (dashed): against
     the prompt's length, files in memory; and for the longest prompt against the bandwidth (MB/s) that its file comes
     with, bytes over bandwidth added. ``table``: from ``restoring_times``, of one model."""
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True)
     again = table.drop_duplicates("tokens")
     longest = table[table["tokens"] == table["tokens"].max()]
-    speeds = np.geomspace(slowest, fastest, 60)
+    speeds = np.geomspace(5, 2000, 60)
     axes[0].plot(again["tokens"], again["again_ms"], **AGAIN)
     axes[1].plot(speeds, np.full_like(speeds, longest["again_ms"].iloc[0]), **AGAIN)
     for system, rows in table.groupby("system", sort=False):
@@ -54,4 +54,4 @@ def chat_lines(table):
 
 def _look(system: str) -> dict:
     colour, marker = style_of(system)
-    return {"color": colour, "marker": marker, "ms": 7, "lw": 2.2, "label": system.removeprefix("best 1.8 ")}
+    return {"color": colour, "marker": marker, "ms": 7, "lw": 2.2, "label": system}

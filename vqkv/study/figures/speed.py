@@ -100,12 +100,12 @@ def format_look(stored: str) -> tuple[str, str]:
     return PALETTE[colour], marker
 
 
-def attention_lines(table, without=("int8",)):
+def attention_lines(table):
     """Time of one token's attention over that of fp16 SDPA (black; grey: faster), by context; a column per batch size.
     Above: packed keys and values are read as they are; below: they are decoded first. Bars: fastest and slowest
-    repetition. ``without``: formats that are left to the table."""
+    repetition. int8 is left to the table."""
     table = with_numbers(table[table["operation"] == "decode_attention"], "batch", "context")
-    table, batches = table[~table["format"].isin(without)], sorted(set(table["batch"]))
+    table, batches = table[table["format"] != "int8"], sorted(set(table["batch"]))
     fig, axes = plt.subplots(2, len(batches), figsize=(11, 7), sharex="col", sharey=True, squeeze=False)
     ways = {"vqkv": "packed keys and values", "decode, then": "decoded, then SDPA"}
     for row, (start, title) in zip(axes, ways.items(), strict=True):

@@ -139,53 +139,47 @@ def render(fig, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def by_model(table, size: tuple[float, float], sharex: bool = False):
-    """A figure with a panel for each model, side by side: figure, axes (1, models), and (panel, model, its rows) of
-    each."""
-    models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(1, len(models), figsize=size, sharex=sharex, sharey=True, squeeze=False)
-    return fig, axes, [(ax, name, table[table["model"] == name]) for ax, name in zip(axes[0], models, strict=True)]
-
-
 def look(system: str) -> dict:
     """Colour, marker and its size of a system, in the arguments of ``plot``."""
     colour, marker = next((style for part, style in LOOKS.items() if part in system), ("published", "o"))
     return {"color": PALETTE[colour], "marker": marker, "ms": 10 if marker in "*P" else 7}
 
 
-def where(table, conditions: dict):
-    """The rows in which every column has its value."""
-    for column, value in conditions.items():
-        table = table[table[column] == value]
-    return table
+def whiskers(middle, low, high) -> np.ndarray:
+    """Return the lengths (2, rows) of error bars from numbers to the ends of their intervals."""
+    return np.stack(np.atleast_1d(middle - low, high - middle)).clip(0)
 
 
-def interval(rows):
-    """Lengths (2, rows) of error bars from the mean KL to the ends of its 95% bootstrap interval over sequences."""
-    return np.stack([rows["kl_mean"] - rows["kl_low"], rows["kl_high"] - rows["kl_mean"]]).clip(0)
+def interval(rows, column: str = "kl_mean") -> np.ndarray | None:
+    """Return the error bars of a column with ``_low`` and ``_high`` beside it, or None for a column without."""
+    low, high = (column.removesuffix("_mean") + end for end in ("_low", "_high"))
+    return whiskers(rows[column], rows[low], rows[high]) if low in rows else None
 
 
-def mark_floor(ax, rows, across: bool = True) -> None:
-    """Shade what lies below the KL of an fp16 cache, on a KL axis that is the vertical one or (not ``across``) the
-    horizontal one: no storage error is told from rounding there. Where all is far above it, or the axis linear, its
-    number must do."""
-    span = ax.axhspan if across else ax.axvspan
-    low, high = ax.get_ylim() if across else ax.get_xlim()
-    floor, scale = rows["kl_floor"].max(), ax.get_yscale() if across else ax.get_xscale()
-    if low > 10 * floor or scale == "linear":
+def mark_floor(ax, rows) -> None:
+    """Shade what lies below the KL of an fp16 cache, on a vertical axis of KL: no storage error is told from rounding
+    there. Where all is far above it, or the axis linear, its number must do."""
+    (low, high), floor = ax.get_ylim(), rows["kl_floor"].max()
+    if low > 10 * floor or ax.get_yscale() == "linear":
         look = {"transform": ax.transAxes, "ha": "right", "fontsize": 8, "color": PALETTE["published"]}
-        ax.text(0.99, 0.02 if across else 0.93, f"fp16's own error: {floor:.1g}", **look)
+        ax.text(0.99, 0.02, f"fp16's own error: {floor:.1g}", **look)
         return
-    span(min(low, floor / 2), floor, color=PALETTE["published"], alpha=0.2, lw=0, zorder=0, label="fp16's own error")
-    (ax.set_ylim if across else ax.set_xlim)(min(low, floor / 2), high)
+    shade = {"color": PALETTE["published"], "alpha": 0.2, "lw": 0, "zorder": 0, "label": "fp16's own error"}
+    ax.axhspan(min(low, floor / 2), floor, **shade)
+    ax.set_ylim(min(low, floor / 2), high)
 
 
 def basename(model: str) -> str:
-    """A model's name as its card writes it, or without its owner or folder."""
+    """Return a model's name as its card writes it, or without its owner or folder."""
     return TITLES.get(model, model.split("/")[-1])
 
 
-def short(model: str) -> str:
-    """A model's palette key."""
-    name = model.split("/")[-1]
-    return name if name in PALETTE else "llama-mini"
+def model_of(table) -> str:
+    """Return the name of the one model of a table."""
+    (model,) = set(table["model"])
+    return basename(model)
+
+
+def model_colour(model: str) -> str:
+    """Return the colour of a model; others than this study's have that of ``llama-mini``."""
+    return PALETTE.get(model.split("/")[-1], PALETTE["llama-mini"])

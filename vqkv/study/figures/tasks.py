@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from vqkv.study.figures.style import PALETTE, look
+from vqkv.study.figures.style import PALETTE, look, whiskers
 
 
 def tuning_dots(table):
@@ -15,7 +15,7 @@ def tuning_dots(table):
         kinds = table[table["num_quantizers"] == depth].groupby(["label", "learning_rate"], sort=False)
         for y, (_, rows) in enumerate(kinds):
             share, colour = rows["given_back"], PALETTE["kivi" if "control" in rows["label"].iloc[0] else "vqllm"]
-            spread = [[share.mean() - share.min()], [share.max() - share.mean()]]
+            spread = whiskers(share.mean(), share.min(), share.max())
             ax.errorbar([share.mean()], [y], xerr=spread, fmt="D", ms=8, color=colour, capsize=4)
             ax.plot(share, [y] * len(share), "o", ms=4, color=PALETTE["fp16"])
         ax.axvline(0, color=PALETTE["fp16"], linewidth=1)
@@ -34,8 +34,7 @@ def told_bars(table, names: dict[tuple[str, float], str]):
     colours = [PALETTE["fp16"], *(look(system)["color"] for system, _ in [*names][1:])]
     for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
         rows = rows.reindex([*names])
-        told, lost = 100 * rows["told"], rows["lost"]
-        error = [(rows["lost_high"] - lost).clip(0), (lost - rows["lost_low"]).clip(0)]
+        told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
         ax.barh(places, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
         ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
         for place in np.flatnonzero(told.isna()):
