@@ -2,21 +2,8 @@
 
 import matplotlib.pyplot as plt
 
-from vqkv.study.figures.style import PALETTE, interval, mark_floor
+from vqkv.study.figures.style import PALETTE, interval, look, mark_floor
 
-LOOKS = {  # palette key, marker and line
-    "vqllm contiguous": ("contiguous", "s", "-"),
-    "vqllm strided": ("strided", "o", "-"),
-    "transformers int4": ("quanto", "v", ":"),
-    "quanto 4": ("quanto", "v", "-"),
-    "turboquant 4": ("turboquant", "P", "-"),
-    "higgs 2": ("higgs", "D", "-"),
-    "higgs 4, mean kept": ("higgs", "D", ":"),
-    "higgs 4": ("higgs", "D", "-"),
-    "kivi 2": ("kivi", "^", "-"),
-    "Fisher-weighted PCA 2": ("crossed", "*", "-"),
-    "live 2.25": ("live", "d", "-"),
-}
 SHOWN = {  # phenomenon -> what its size is, and systems
     "outlier channels": (
         "outlier channels, times as loud",
@@ -35,10 +22,10 @@ def kl_by_size(table):
     for ax, (phenomenon, (label, systems)) in zip(axes, SHOWN.items(), strict=True):
         mine = table[table["phenomenon"] == phenomenon]
         for system in systems:
-            colour, marker, line = LOOKS[system]
             rows = mine[mine["system"] == system].sort_values("size")
-            look = {"color": PALETTE[colour], "marker": marker, "ls": line, "ms": 10 if marker == "*" else 6}
-            ax.errorbar(rows["size"], rows["kl_mean"], interval(rows), label=system, capsize=2, **look)
+            style = look(system) | ({"ls": ":"} if "mean kept" in system else {})
+            style |= {"color": PALETTE["contiguous"]} if "contiguous" in system else {}
+            ax.errorbar(rows["size"], rows["kl_mean"], interval(rows), label=system, capsize=2, **style)
         sizes = sorted(set(mine["size"]))
         ax.set_xscale("symlog", linthresh=min(size for size in sizes if size))  # logarithmic, with 0
         ax.set(yscale="log", xlabel=label)

@@ -3,9 +3,8 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from vqkv.study.figures.generation import style_of
 from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.style import PALETTE, look
 
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}
 
@@ -53,5 +52,4 @@ def chat_lines(table):
 
 
 def _look(system: str) -> dict:
-    colour, marker = style_of(system)
-    return {"color": colour, "marker": marker, "ms": 7, "lw": 2.2, "label": system}
+    return look(system) | {"lw": 2.2, "label": system}

@@ -31,7 +31,7 @@ def told_bars(table, names: dict[tuple[str, float], str]):
     cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
     size, places = (11, 1.1 + 0.3 * len(names)), range(len(names))
     fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)
-    colours = [PALETTE["fp16"], *(look(system)["color"] for system, _ in [*names][1:])]
+    colours = [look(system)["color"] for system, _ in names]
     for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
         rows = rows.reindex([*names])
         told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
