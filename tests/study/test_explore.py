@@ -118,13 +118,17 @@ def test_the_calculator_s_controls_change_its_rows(monkeypatch):
     assert "best-mid 0.5" in list(explore.calculator(**given)["system"])
     monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
     monkeypatch.delenv("VQKV_OUT", raising=False)
-    model, context, sequences, memory, shown = explore.calculator(**given).children
-    before = shown.value
-    sequences.value = 2
-    assert shown.value != before and "best-long 0.5" in shown.value
-    memory.value = 10.0
-    assert "best-long 0.5" not in shown.value  # the weights alone are more
-    model.value = "mistralai/Mistral-7B-v0.1"
-    assert "sliding window" in shown.value
-    model.value, context.value = "vqkv/llama-mini", 512
-    assert "higgs 2" in shown.value
+    calculator = explore.calculator(**given)
+    model, context, sequences, memory, _ = calculator.children
+
+    def shown(**values) -> str:
+        for name, value in values.items():
+            {"model": model, "context": context, "sequences": sequences, "memory": memory}[name].value = value
+        calculator.update()
+        return calculator.result.to_string()
+
+    before = shown()
+    assert before != shown(sequences=2) and "best-long 0.5" in shown()
+    assert "best-long 0.5" not in shown(memory=10.0)  # the weights alone are more
+    assert "sliding window" in shown(model="mistralai/Mistral-7B-v0.1")
+    assert "higgs 2" in shown(model="vqkv/llama-mini", context=512)

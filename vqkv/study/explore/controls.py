@@ -32,33 +32,23 @@ def widgets(**chosen):
 
 
 def calculator(model: str, context: int, memory_gb: float):
-    """The recommended rows of ``vqkv.recommend``: under controls where a front end has opened the page, else for what
-    is given."""
+    """Return the recommended rows of ``vqkv.recommend``, under controls where a front end has opened the page."""
     if not _opened():
         return _ways(model, context, 1, memory_gb)
-    controls = {
-        "model": ipywidgets.Dropdown(options=list(dict.fromkeys([model, *KNOWN_CONFIGS, *BUNDLED])), value=model),
-        "context": ipywidgets.SelectionSlider(options=[2**n for n in range(9, 21)], value=context),
-        "sequences": ipywidgets.IntSlider(value=1, min=1, max=64),
-        "memory_gb": ipywidgets.FloatSlider(value=memory_gb, min=1, max=192, step=1),
-    }
-    shown = ipywidgets.HTML()
-
-    def refresh(change=None) -> None:
-        try:
-            shown.value = _ways(**{name: control.value for name, control in controls.items()}).to_html(index=False)
-        except DataError as error:
-            shown.value = f"<b>{html.escape(str(error))}</b>"
-
-    for name, control in controls.items():
-        control.description = name.replace("_gb", ", GB")
-        control.observe(refresh, "value")
-    refresh()
-    return ipywidgets.VBox([*controls.values(), shown])
+    return ipywidgets.interactive(
+        _ways,
+        model=ipywidgets.Dropdown(options=list(dict.fromkeys([model, *KNOWN_CONFIGS, *BUNDLED])), value=model),
+        context=ipywidgets.SelectionSlider(options=[2**n for n in range(9, 21)], value=context),
+        sequences=ipywidgets.IntSlider(value=1, min=1, max=64),
+        memory_gb=ipywidgets.FloatSlider(value=memory_gb, min=1, max=192, step=1),
+    )
 
 
 def _ways(model: str, context: int, sequences: int, memory_gb: float) -> pd.DataFrame:
-    table = recommend(model, context, sequences, memory_gb)
+    try:
+        table = recommend(model, context, sequences, memory_gb)
+    except DataError as error:
+        return pd.DataFrame({"": [str(error)]})
     return table[table["recommended"]].drop(columns=["preset", "recommended"]).reset_index(drop=True)
 
 

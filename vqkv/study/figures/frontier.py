@@ -4,12 +4,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.lines import Line2D
 
-from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, whiskers
+from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, model_of, whiskers
 
 FAMILIES = ("best", "live", "kvtc", "aqua higgs", "vqllm")  # all others are grey points
 LABELS = {"best": "best (ours)", "live": "live (ours)", "kvtc": "KVTC", "aqua higgs": "AQUA-KV", "vqllm": "residual VQ"}
 OWN = {"color": PALETTE["own"], "marker": "X", "ms": 9, "zorder": 5}
-LOST = "facts no longer told (points)"
+POINTS = (0, 1, 2, 5, 10, 20, 50, 100)
 TELLING = (2, 10)  # points whose first loss the table names
 PROXIES = {
     "kl_mean": "KL",
@@ -46,27 +46,22 @@ def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
 
 
 def overview(table, bits: str, families=FAMILIES):
-    """As ``frontier`` at one column of bits: KL on the left, facts lost on the right, a row for each model; lines: 2
-    and 10 points."""
-    models = list(dict.fromkeys(table["model"]))
-    fig, axes = plt.subplots(len(models), 2, figsize=(11.2, 3.4 * len(models) + 0.6), sharex=True, squeeze=False)
-    for (left, right), model in zip(axes, models, strict=True):
-        mine = table[table["model"] == model]
-        _systems(left, mine, bits, "kl_mean", families)
-        left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=basename(model))
-        mark_floor(left, mine)
-        _systems(right, mine, bits, "facts_lost", families)
-        _points(right, LOST, basename(model))
-        for points in TELLING:
-            right.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
+    """Draw one model's systems as ``frontier`` does at one column of bits: KL on the left, facts lost on the right.
+
+    Lines: 2 and 10 points. Their axis is linear up to 2, then logarithmic.
+    """
+    fig, axes = plt.subplots(1, 2, figsize=(11.2, 4), sharex=True, squeeze=False)
+    left, right = axes[0]
+    _systems(left, table, bits, "kl_mean", families)
+    left.set(yscale="log", ylabel="KL to the exact cache (nats)", title=model_of(table))
+    mark_floor(left, table)
+    _systems(right, table, bits, "facts_lost", families)
+    right.set_yscale("symlog", linthresh=2)
+    right.set(ylim=(-2, 110), title=model_of(table), ylabel="facts no longer told (points)")
+    right.set_yticks(POINTS, map(str, POINTS))
+    for points in TELLING:
+        right.axhline(points, color=PALETTE["bound"], lw=0.8, ls=":")
     return _finished(fig, axes)
-
-
-def _points(ax, label: str, title: str) -> None:
-    """Points of accuracy lost, up from zero: linear up to 2, then logarithmic."""
-    ax.set_yscale("symlog", linthresh=2)
-    ax.set(ylim=(-2, 110), title=title, ylabel=label)
-    ax.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])
 
 
 def _finished(fig, axes):

@@ -64,8 +64,8 @@ MEMORY = {"stored_mb": {"mfc": "white"}, "resident_mb": {"alpha": 0.4}, "peak_mb
 
 def in_place(times, losses):
     """Draw transformers' int4 and what attention reads where it lies: bits a value of 8,192 tokens with side
-    information, what a token takes longer than with ``DynamicCache`` after few (hollow) and many tokens (filled), and KL with its
-    95% interval. ``times``: of one shape; ``losses``: of ``frontier``."""
+    information, what a token takes longer than with ``DynamicCache`` after few (hollow) and many tokens (filled), and
+    KL with its 95% interval. ``times``: of one shape; ``losses``: of ``frontier``."""
     fig, axes = plt.subplots(1, 3, figsize=(11, 2.6), sharey=True)
     systems = [system for system in IN_PLACE if system in set(times["system"])]
     lost = losses.set_index("system").loc[[system.removeprefix("transformers ") for system in systems]]

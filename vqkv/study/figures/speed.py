@@ -5,7 +5,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE
+from vqkv.study.figures.style import PALETTE, whiskers
 from vqkv.study.tables import with_numbers
 
 LOOKS = {  # start of an implementation's name -> palette key, marker, label
@@ -64,25 +64,23 @@ def bound_dots(table):
         ax.set(title=title, xscale="log", xlabel="share of the machine's bound", ylim=(len(names) - 0.5, -0.5))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
     axes[0].set_xlim(left=axes[0].get_xlim()[0] / 2)  # room for names
-    labels = {"vqkv": "vqkv", "plain torch": "plain torch", "faiss": "fastest other library (named)"}
-    handles = [
-        Line2D([], [], ls="", ms=9, color=look_of(name)[0], marker=look_of(name)[1], label=label)
-        for name, label in labels.items()
-    ]
+    handles = []
+    for name in ("vqkv", "plain torch", "faiss"):
+        colour, marker, label = look_of(name)
+        label = "fastest other library (named)" if name == "faiss" else label
+        handles.append(Line2D([], [], ls="", ms=9, color=colour, marker=marker, label=label))
     fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return fig
 
 
 def _bound_row(ax, place: int, rows) -> None:
-    rows = rows.sort_values("median")
-    others = rows["implementation"].str.startswith(LIBRARIES)
-    for row in (*rows[~others].itertuples(), *rows[others].head(1).itertuples()):
+    names = rows.sort_values("median")["implementation"]
+    others = names[names.str.startswith(LIBRARIES)].head(1)
+    ours = names[names.str.startswith(("vqkv", "plain torch"))]
+    for row in rows.loc[[*ours.index, *others.index]].itertuples():
         known, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
-        if not known and not row.implementation.startswith(("vqkv", "plain torch")):
-            continue
         colour, marker, name = look_of("faiss" if known else row.implementation)
-        # a median that equals an end may be rounded beyond it
-        ends = [[max(0.0, share - row.bound_ms / row.max)], [max(0.0, row.bound_ms / row.min - share)]]
+        ends = whiskers(share, row.bound_ms / row.max, row.bound_ms / row.min)
         ax.errorbar(share, place, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
         if known:
             ax.annotate(look_of(row.implementation)[2], (share, place), (0, 7), textcoords="offset points", ha="center")
@@ -92,12 +90,6 @@ def look_of(implementation: str) -> tuple[str, str, str]:
     """Colour, marker and label of an implementation, the same in every figure of the page."""
     colour, marker, label = next(look for start, look in LOOKS.items() if implementation.startswith(start))
     return PALETTE[colour], marker, label
-
-
-def format_look(stored: str) -> tuple[str, str]:
-    """Colour and marker of a format."""
-    colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
-    return PALETTE[colour], marker
 
 
 def attention_lines(table):
@@ -131,11 +123,10 @@ def _attention_panel(ax, table) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(set(table["context"])), [f"{n:,}" for n in sorted(set(table["context"]))])
     for stored, rows in table.groupby("format", sort=False):
-        colour, marker = format_look(stored)
+        colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
         ratio = rows["ratio_to_fp16"]
-        scale = ratio / rows["median"]
-        ends = [ratio - rows["min"] * scale, rows["max"] * scale - ratio]
-        look = {"fmt": marker + "-", "color": colour, "elinewidth": 1, "label": stored}
+        ends = whiskers(*(ratio * rows[end] / rows["median"] for end in ("median", "min", "max")))
+        look = {"fmt": marker + "-", "color": PALETTE[colour], "elinewidth": 1, "label": stored}
         ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
 
 
@@ -150,9 +141,10 @@ def search_lines(table):
         shown = rows[rows[fixed] == rows[fixed].max()].sort_values(along)
         for name, line in shown.groupby("implementation", sort=False):
             colour, marker, known = look_of(name)
-            ends = [line["median"] - line["min"], line["max"] - line["median"]]
-            x = line[along].astype(int)
-            ax.errorbar(x, line["median"], ends, fmt=marker + "-", color=colour, label=known, elinewidth=1)
+            ends = whiskers(line["median"], line["min"], line["max"])
+            ax.errorbar(
+                line[along].astype(int), line["median"], ends, fmt=marker + "-", color=colour, label=known, elinewidth=1
+            )
         bound = shown.groupby(along)["bound_ms"].max()
         ax.plot(bound.index.astype(int), bound, ":", color=PALETTE["bound"], label="bound")
         ax.set(xscale="log", yscale="log", xlabel=label.format(rows[fixed].max()))

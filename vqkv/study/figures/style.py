@@ -50,8 +50,7 @@ PALETTE = {
     "contiguous": "#bd1f01",
     "strided": "#3f90da",
     "random": "#94a4a2",
-    # where codebooks start, and where numbers come from
-    "kmeans": "#3f90da",
+    # where numbers come from
     "published": "#717581",
     "bound": "#222222",
     "llama-mini": "#3f90da",
