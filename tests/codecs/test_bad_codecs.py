@@ -23,7 +23,6 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import HalfQuadratic, VectorScale
 from vqkv.codecs.transform import Grouping
-from vqkv.study.snapshots import SnapshotReader, SnapshotWriter
 
 
 @cache
@@ -169,20 +168,6 @@ def test_too_little_to_learn_from_is_named(name, tokens):
         codec.fit(gaussian(1, 1, tokens, 32))
     except DataError as error:
         assert "distinct" in str(error) or "shorter than the codec's block" in str(error)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_every_codec_can_write_a_snapshot_stream(name, tmp_path):
-    codec, steps = fitted(name), [gaussian(2, 2, 20, 32, seed=seed) for seed in range(4)]
-    with SnapshotWriter(tmp_path / "s", keyframes=codec, deltas=codec, interval=3) as writer:
-        for x in steps:
-            writer.append([x], [x])
-    stream = SnapshotReader(tmp_path / "s")
-    assert len(stream) == 4
-    keys, _ = stream.state(2)
-    whole = 60 - 60 % codec.tokens_per_row
-    exact = torch.cat(steps[:3], dim=2)[:, :, :whole]
-    torch.testing.assert_close(keys[0][:, :, :whole], codec.decode(codec.encode(exact)))
 
 
 SEEDS, DECAYS = (-1, 2**63, "a", 1.0, None, True), (1, -0.1, float("nan"), "x", None)

@@ -1,188 +1,251 @@
-"""Keyframe + delta streams of a growing KV cache: one append-only file that a crash cannot spoil.
+"""Keyframe + delta streams of a growing KV cache, as files: what page 05 weighs.
 
 The VQ quality framework's temporal state compression (section 1): the cache is snapshotted at every step. Every
 ``interval`` steps, counted from 1, all of it is written, in between only the tokens that the step appended.
 
 File: ``MAGIC``, then a record for the header and one for each step: three little-endian words (length, tokens, CRC32)
-and ``length`` bytes. A CRC32 goes on from the one before, so that no step is moved, repeated or left out unseen.
+and ``length`` bytes. A CRC32 goes on from the one before. The header is one safetensors blob: the codecs' learned
+tensors and, as ``header``, JSON. A step is the tensors of its payloads and nothing else: their sizes follow from the
+codecs and the number of tokens.
 """
 
+import io
+import json
+import math
 import os
 import struct
 import zlib
-from mmap import ACCESS_READ, mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from vqkv.errors import DataError, FormatError
-from vqkv.runtime.checks import check_whole
-from vqkv.study.snapshot_format import DELTA, KEYFRAME, KINDS, StreamLayout, check_stored, header_of
+from vqkv import presets
+from vqkv.codecs.base import Codec
+from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.payload import Payload
+from vqkv.errors import FormatError
+from vqkv.runtime.files import claim, raw_bytes
 
 MAGIC = b"vqkvsnp3"
 WORDS = struct.Struct("<3Q")
-MOST = 1 << 32  # steps
-
-State = tuple[list[Tensor], list[Tensor]]
-
-
-class Step(NamedTuple):
-    """Contents of one step of a stream. ``tokens``: its own; ``seq_len``: those of the snapshot it completes."""
-
-    kind: str
-    tokens: int
-    seq_len: int
-    contents: memoryview
+KINDS = KEYFRAME, DELTA = ("keyframes", "deltas")
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
-def _checksum(before: int, tokens: int, contents) -> int:
-    """CRC32 of a record; ``before``: that of the one before it."""
-    return zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
+@dataclass(eq=False)
+class Verbatim(Codec):
+    """Values as they are in ``dtype``."""
+
+    head_dim: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        self.ready = True
+
+    def _encode(self, x: Tensor) -> Payload:
+        return Payload({"values": x.to(DTYPES[self.dtype])})
+
+    def _decode(self, payload: Payload) -> Tensor:
+        return payload.fields["values"].float()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Contents of a header. ``keyframes`` and ``deltas``: which of ``codecs`` each tensor of such a step goes through,
+    layer by layer, keys before values; ``id`` distinguishes the stream from others that begin alike."""
+
+    num_layers: int
+    batch_size: int
+    num_kv_heads: int
+    head_dim: int
+    interval: int
+    keyframes: list[int]
+    deltas: list[int]
+    dtype: str
+    codecs: list[Codec]
+    id: str
+
+    @classmethod
+    def of(cls, new: list[Tensor], keyframes, deltas, interval: int) -> "Layout":
+        """The layout of a stream whose first step has the tensors ``new``."""
+        batch, heads, _, head_dim = new[0].shape
+        chosen = [_codecs(stored, new) for stored in (keyframes, deltas)]
+        codecs = {id(codec): codec for own in chosen for codec in own}
+        numbers = [[list(codecs).index(id(codec)) for codec in own] for own in chosen]
+        sizes = len(new) // 2, batch, heads, head_dim, interval
+        return cls(*sizes, *numbers, _name(new[0].dtype), list(codecs.values()), os.urandom(8).hex())
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Layout":
+        """Read a header's bytes."""
+        tensors = load_tensors(data)
+        about = json.loads(raw_bytes(tensors.pop("header")).tobytes())
+        codecs = [codec_from_config(config, claim(tensors, f"{i}.")) for i, config in enumerate(about["codecs"])]
+        return cls(**about | {"codecs": codecs})
+
+    def header(self) -> bytes:
+        """What ``parse`` reads."""
+        about = vars(self) | {"codecs": [codec.config() for codec in self.codecs]}
+        tensors = {
+            f"{i}.{name}": x.detach().to("cpu", copy=True).contiguous()
+            for i, codec in enumerate(self.codecs)
+            for name, x in codec.state_dict().items()
+        }
+        text = bytearray(json.dumps(about).encode())
+        return save_tensors(tensors | {"header": torch.frombuffer(text, dtype=torch.uint8)})
+
+    def kind(self, number: int) -> str:
+        """Of step ``number``, counted from 1."""
+        return DELTA if number % self.interval else KEYFRAME
+
+    def encode(self, kind: str, tensors: list[Tensor]) -> bytes:
+        """A step's bytes."""
+        pieces = []
+        for codec, places in self._shares(kind):
+            payload = codec.encode(torch.cat([tensors[i] for i in places]))
+            for group in (payload.fields, payload.ragged):
+                pieces += [raw_bytes(x) for _, x in sorted(group.items())]
+        return b"".join(pieces)
+
+    def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
+        """The tensors of a step of so many tokens."""
+        left, found = io.BytesIO(data), {}
+        for codec, places in self._shares(kind):
+            payload = self._read(left, codec, self.batch_size * len(places), tokens)
+            for i, own in zip(places, torch.arange(self.batch_size * len(places)).split(self.batch_size), strict=True):
+                found[i] = codec.decode(payload.batch_select(own), DTYPES[self.dtype])
+        return [found[i] for i in range(2 * self.num_layers)]
+
+    def _shares(self, kind: str) -> Iterator[tuple[Codec, list[int]]]:
+        """A codec and its tensors, which are stored as one batch: a step of one token is many small ones."""
+        numbers = getattr(self, kind)
+        for number in dict.fromkeys(numbers):
+            yield self.codecs[number], [i for i, other in enumerate(numbers) if other == number]
+
+    def _read(self, left: io.BytesIO, codec: Codec, batch_size: int, tokens: int) -> Payload:
+        """The next payload, of the shapes and types of one that the codec makes of zeros."""
+
+        def take(x: Tensor, *shape: int) -> Tensor:
+            piece = bytearray(left.read(math.prod(shape) * x.dtype.itemsize))
+            return torch.frombuffer(piece, dtype=x.dtype).reshape(shape) if piece else x.new_empty(shape)
+
+        like = codec.encode(torch.zeros(1, self.num_kv_heads, codec.tokens_per_row, self.head_dim))
+        rows = tokens // codec.tokens_per_row
+        fields = {n: take(x, batch_size, x.shape[1], rows, *x.shape[3:]) for n, x in sorted(like.fields.items())}
+        counts = replace(like, fields=fields, ragged={}).counts
+        ragged = {n: take(x, int(counts(n).sum()), *x.shape[1:]) for n, x in sorted(like.ragged.items())}
+        return replace(like, fields=fields, ragged=ragged)
+
+
+def _codecs(stored, new: list[Tensor]) -> list[Codec]:
+    """The codec of each tensor of a step."""
+    head_dim = new[0].shape[-1]
+    if stored == "int4":
+        stored = presets.quanto(4).key_codec(head_dim).fit(new[0][:1, :, :1])  # it has nothing to learn
+    elif isinstance(stored, str):
+        stored = Verbatim(head_dim, {"fp32": "float32", "exact": _name(new[0].dtype)}[stored])
+    return [stored] * len(new) if isinstance(stored, Codec) else [codec for pair in stored for codec in pair]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class SnapshotWriter:
-    """Writes a stream of snapshots; also a context manager. It keeps the live cache itself, exactly, in CPU memory. The
-    file appears with the first ``append``. One writer at a time.
+    """Writes a stream of snapshots; a context manager. It keeps the live cache itself in CPU memory.
 
-    ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"fp16"``,
-    ``"int4"`` (4-bit affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over
-    layers of (key codec, value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps
-    per keyframe. A codec that encodes blocks of tokens gets whole blocks; the tokens after the last are stored exactly:
-    so a one-token delta under such a codec is exact.
+    ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"int4"`` (4-bit
+    affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over layers of (key codec,
+    value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps per keyframe. A codec
+    that encodes blocks of tokens takes steps of whole blocks. Raises ``FileExistsError`` for a file that exists.
     """
 
     def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
-        check_whole("interval", interval, 1, MOST)
-        self.path = Path(path)
-        self.steps = self.seq_len = self._crc = 0
-        self._stored, self._interval = {KEYFRAME: check_stored(keyframes), DELTA: check_stored(deltas)}, interval
-        self._layout, self._file, self._live, self._closed = None, None, None, False
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
+        self._file.write(MAGIC)
+        self._settings, self._layout, self._live, self._steps, self._crc = (keyframes, deltas, interval), None, [], 0, 0
 
     def append(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Write one step: the appended tokens, over layers (batch, num_kv_heads, new_tokens, head_dim).
-
-        Raises ``DataError`` for tensors that do not fit the stream, that hold NaN or infinity, or that are beyond
-        fp16's range where a codec is to store them: then nothing was written or kept.
-        """
-        if self._closed:
-            raise RuntimeError(f"this writer of {self.path} is closed: begin another file with the whole live cache")
-        if not len(keys) or len(keys) != len(values):
-            raise DataError(f"{len(keys)} layers of keys, {len(values)} of values: give as many, at least one")
-        pairs = zip(keys, values, strict=True)
-        new = [x.detach().to("cpu", copy=True).contiguous() for pair in pairs for x in pair]
-        if self._file is None:
-            self._begin(new)
-        else:
-            self._layout.check(new)
-        live = [[*chunks, x] for chunks, x in zip(self._live or [[]] * len(new), new, strict=True)]
-        if (kind := self._layout.kind(self.steps + 1)) == KEYFRAME:
-            live = [[torch.cat(chunks, dim=2)] for chunks in live]
-        stored = [chunks[-1] for chunks in live]
+        """Write one step: the appended tokens, over layers (batch, num_kv_heads, new_tokens, head_dim)."""
+        new = [x.detach().to("cpu", copy=True) for pair in zip(keys, values, strict=True) for x in pair]
+        if self._layout is None:
+            self._layout = Layout.of(new, *self._settings)
+            self._write(0, self._layout.header())
+        self._live.append(new)
+        self._steps += 1
+        if (kind := self._layout.kind(self._steps)) == KEYFRAME:
+            self._live = [[torch.cat(chunks, dim=2) for chunks in zip(*self._live, strict=True)]]
+        stored = self._live[-1]
         self._write(stored[0].shape[2], self._layout.encode(kind, stored))
-        self._live, self.steps, self.seq_len = live, self.steps + 1, self.seq_len + new[0].shape[2]
-
-    def close(self) -> None:
-        """Wait for the disk and close the file."""
-        if self._file is not None and not self._file.closed:
-            with self._file:
-                os.fsync(self._file.fileno())
-        self._closed, self._live = True, None
 
     def __enter__(self) -> "SnapshotWriter":
         return self
 
     def __exit__(self, *error) -> None:
-        self.close()
-
-    def _begin(self, new: list[Tensor]) -> None:
-        contents = header_of(new, self._stored, self._interval)
-        self._layout = StreamLayout.parse(contents)  # codecs of our own, rebuilt as a reader does
-        self._layout.check(new)
-        try:
-            self._file = open(self.path, "xb")  # noqa: SIM115 - closed by close()
-        except FileExistsError as error:
-            raise FormatError(f"{self.path} exists: name another file") from error
-        self._file.write(MAGIC)
-        self._write(0, contents)
+        self._file.close()
 
     def _write(self, tokens: int, contents: bytes) -> None:
-        crc = _checksum(self._crc, tokens, contents)
-        self._closed = True  # unless all of it reaches the file
-        self._file.write(WORDS.pack(len(contents), tokens, crc) + contents)
-        self._file.flush()
-        self._crc, self._closed = crc, False
+        self._crc = _checksum(self._crc, tokens, contents)
+        self._file.write(WORDS.pack(len(contents), tokens, self._crc) + contents)
 
 
 class SnapshotReader:
-    """Opens a stream, verifies every checksum and reads any snapshot back: ``len()`` whole steps, of caches as
-    ``layout`` describes them. What follows the last whole step, ``tail_bytes`` of ``report``, is left aside. Raises
-    ``FormatError`` where not even the header is whole."""
+    """Reads any snapshot of a stream back: ``len()`` steps, of caches as ``layout`` describes them. A file that was cut
+    or altered has the steps before the damage. Raises ``FormatError`` where not even the header is whole."""
 
     def __init__(self, path):
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise FormatError(f"{path} is no file: write a stream with SnapshotWriter")
-        with open(self.path, "rb") as file:
-            data = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ) if os.path.getsize(path) else b"")
-        records, end, crc = [], len(MAGIC), 0
-        while len(words := data[end : end + WORDS.size]) == WORDS.size and data[: len(MAGIC)] == MAGIC:
-            length, tokens, found = WORDS.unpack(words)
+        data = Path(path).read_bytes()
+        end, crc, self._records = len(MAGIC), 0, []
+        while data.startswith(MAGIC) and end + WORDS.size <= len(data):
+            length, tokens, found = WORDS.unpack_from(data, end)
             contents = data[end + WORDS.size : end + WORDS.size + length]
             crc = _checksum(crc, tokens, contents)
             if len(contents) < length or crc != found:
                 break
             end += WORDS.size + length
-            records.append((contents, tokens))
-        if not records:
+            self._records.append((tokens, contents))  # the header's, then step 1's
+        if not self._records:
             raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
-        self.layout, self.header_bytes = StreamLayout.parse(bytes(records[0][0])), len(records[0][0])
-        self.file_bytes, self.tail_bytes = end, len(data) - end
-        self._steps, seq_len = [], 0
-        for number, (contents, tokens) in enumerate(records[1:], 1):
-            kind = self.layout.kind(number)
-            seq_len = tokens + (seq_len if kind == DELTA else 0)
-            self._steps.append(Step(kind, tokens, seq_len, contents))
+        self.layout, self.file_bytes = Layout.parse(self._records[0][1]), end
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._records) - 1
 
-    def state(self, step: int = -1) -> State:
+    def state(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
         """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the stream's dtype: the
-        cache after ``step``, counted from 0 or, if negative, from the end. Raises ``IndexError`` beyond the stream."""
-        if not -len(self) <= step < len(self):
-            raise IndexError(f"step {step} of a stream of {len(self)} steps")
-        number = step % len(self) + 1
-        first = max(1, number - number % self.layout.interval)
-        parts = [self.layout.decode(part.kind, part.tokens, part.contents) for part in self._steps[first - 1 : number]]
+        cache after ``step``, counted from 0."""
+        last, interval = step + 1, self.layout.interval
+        numbers = range(max(1, last - last % interval), last + 1)
+        parts = [self.layout.decode(self.layout.kind(number), *self._records[number]) for number in numbers]
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
 
-    def report(self) -> dict:
-        """Bytes on disk by kind, and ratios, header apart: against every snapshot in fp32 (the source's baseline) or
-        fp16, and against the last one alone, the cache that a server really holds, in fp16."""
-        keyframes, deltas = ([step for step in self._steps if step.kind == kind] for kind in KINDS)
-        states, values = sum(step.seq_len for step in self._steps), self.layout.token_values
-        seq_len = self._steps[-1].seq_len if self._steps else 0
-        baselines = {
-            "every_fp32": states * values * 4,
-            "every_fp16": states * values * 2,
-            "live_fp16": seq_len * values * 2,
-        }
+    def report(self) -> dict[str, int]:
+        """Bytes on disk by kind; those of every snapshot in fp32, the source's baseline, and those of the last one
+        alone in fp16, the cache that a server really holds."""
+        about, written, seq_len, every = self.layout, dict.fromkeys(KINDS, 0), 0, 0
+        for number, (tokens, contents) in enumerate(self._records[1:], 1):
+            kind = about.kind(number)
+            written[kind] += len(contents)
+            seq_len = tokens + (seq_len if kind == DELTA else 0)
+            every += seq_len
+        values = 2 * about.num_layers * about.batch_size * about.num_kv_heads * about.head_dim  # of one token
         return {
-            "steps": len(self),
-            "seq_len": seq_len,
-            "token_states": states,
-            "keyframe_token_states": sum(step.tokens for step in keyframes),
-            "delta_tokens": sum(step.tokens for step in deltas),
-            "keyframe_bytes": sum(len(step.contents) for step in keyframes),
-            "delta_bytes": sum(len(step.contents) for step in deltas),
-            "framing_bytes": len(MAGIC) + WORDS.size * (len(self) + 1),
-            "header_bytes": self.header_bytes,
-            "side_bytes": self.layout.side_bytes,
+            "keyframe_bytes": written[KEYFRAME],
+            "delta_bytes": written[DELTA],
+            "header_bytes": len(self._records[0][1]),
+            "side_bytes": sum(codec.side_bytes for codec in about.codecs),
             "file_bytes": self.file_bytes,
-            "tail_bytes": self.tail_bytes,
-            **{f"{name}_bytes": count for name, count in baselines.items()},
-            **{f"ratio_{name}": count / (self.file_bytes - self.header_bytes) for name, count in baselines.items()},
+            "every_fp32_bytes": every * values * 4,
+            "live_fp16_bytes": seq_len * values * 2,
         }
+
+
+def _checksum(before: int, tokens: int, contents: bytes) -> int:
+    """CRC32 of a record; ``before``: that of the one before it."""
+    return zlib.crc32(contents, zlib.crc32(WORDS.pack(len(contents), tokens, before)))
