@@ -2,6 +2,7 @@
 
 import linecache
 
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,11 +11,11 @@ import torch
 from vqkv.codecs.part import Part
 from vqkv.errors import DataError
 from vqkv.study.experiments import defining_text, neighbours, own_preset
-from vqkv.study.pages import read, source_of, tags_of
 from vqkv.study.tables import repository_root
 
 (PAGE,) = (repository_root() / "notebooks").glob("15*.ipynb")
-(CELL,) = (source_of(cell) for cell in read(PAGE)["cells"] if "defines-quantizer" in tags_of(cell))
+CELLS = nbformat.read(PAGE, as_version=4).cells
+(CELL,) = (cell.source for cell in CELLS if "defines-quantizer" in cell.metadata.get("tags", []))
 NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]  # Dettmers et al. 2023, appendix E
 NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 

@@ -1,4 +1,4 @@
-"""``python -m vqkv.study``: the notebooks, run through papermill, become committed pages, tables and figures.
+"""``python -m vqkv.study``: the notebooks, run by papermill's parameters and nbclient, become pages, tables and figures.
 
 The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
 or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
@@ -8,20 +8,22 @@ Every page has a kernel of its own, so several can run at a time (``jobs``) with
 times runs alone. Pages that read the others' tables come last.
 """
 
-import contextlib
 import os
-import tempfile
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated
 
+import nbformat
 import typer
+from nbclient import NotebookClient
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study.page_parameters import fit, load_profile, parse_assignments
-from vqkv.study.pages import CLAIM_ERRORS, broken_claims, is_tagged, notebook_parameters, read, select, strip, written
+from vqkv.study.pages import CLAIM_ERRORS, broken_claims, is_tagged, notebook_parameters, select, strip, written
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
 
@@ -49,32 +51,29 @@ class Study:
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
         self.notebooks = select(self.root / "notebooks", self.only)
-        settings = load_profile(self.profile)
-        self.defaults = {path: notebook_parameters(path) for path in self.notebooks}
-        known = set().union(*self.defaults.values())
+        settings, defaults = load_profile(self.profile), {path: notebook_parameters(path) for path in self.notebooks}
+        known = set().union(*defaults.values())
         for name in self.parameters:
             if name not in known:
                 raise UnknownNameError("parameter", name, known, "Choose notebooks by --only.")
-        self.injected = {path: self._injected(path, settings) for path in self.notebooks}
+        self.injected = {}  # of the profile's '*' entries, its own and further parameters those that the notebook has
+        for path, own in defaults.items():
+            given = settings.get("*", {}) | settings.get(path.stem, {}) | self.parameters
+            self.injected[path] = {k: fit(x, own[k], f"{path.stem}: {k}") for k, x in given.items() if k in own}
         self.in_place = self.out is None and not settings and not self.parameters
         label = "custom" if self.profile == "default" else self.profile
         other = self.out or self.root / "runs" / f"{label}-{digest([settings, self.parameters])}"
-        self.broken_claims: dict[str, list[str]] = {}
         self.target = self.root if self.in_place else Path(other).resolve()
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
+        self.broken_claims: dict[str, list[str]] = {}
         check(self.scheduler, self.workers)
-
-    def _injected(self, path: Path, settings: dict[str, dict]) -> dict:
-        """Those that the notebook has of the profile's '*' entries, its own, and the further parameters."""
-        given = settings.get("*", {}) | settings.get(path.stem, {}) | self.parameters
-        defaults = self.defaults[path]
-        return {k: fit(value, defaults[k], f"{path.stem}: {k}") for k, value in given.items() if k in defaults}
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures = {}
-        with self._surroundings(), tqdm(total=len(self.notebooks), unit="notebook") as bar:
+        failures: dict[str, str] = {}
+        self.target.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=len(self.notebooks), unit="notebook") as bar:
 
             def attempt(path: Path) -> None:
                 bar.set_description(path.stem)
@@ -96,73 +95,41 @@ class Study:
         others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
         return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
-    @contextlib.contextmanager
-    def _surroundings(self):
-        """Environment and folder that kernels inherit, set once: they belong to the process, not to a thread of it."""
-        before = dict(os.environ)
-        os.environ |= {
+    def _run_one(self, path: Path) -> None:
+        """Execute one notebook and write its page; what was there stays if it fails."""
+        notebook = load_notebook_node(str(path))
+        if self.injected[path]:
+            notebook = parameterize_notebook(notebook, self.injected[path], kernel_name="python3", language="python")
+        try:
+            self._execute(notebook)
+            claims = broken_claims(notebook)
+        except Exception as error:
+            kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
+            write_atomically(kept, written(notebook))
+            raise RuntimeError(f"{str(error).strip()}\nThe partly executed notebook is {kept}") from error
+        if claims:
+            self.broken_claims[path.stem] = claims
+        write_atomically(self.target / "notebooks" / path.name, written(strip(notebook)))
+
+    def _execute(self, notebook: nbformat.NotebookNode) -> None:
+        """Run a notebook's cells in a new kernel, which is told by its environment where tables go and who computes
+        them."""
+        environment = {
             "VQKV_OUT": str(self.target),
             "VQKV_RECOMPUTE": "1" if self.recompute else "0",
             "VQKV_SCHEDULER": self.scheduler,
             "VQKV_WORKERS": str(self.workers or ""),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-            "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's python3 kernel, not one in the user's home
         }
-        try:
-            with contextlib.chdir(self.root / "notebooks"):
-                yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-
-    def _run_one(self, path: Path) -> None:
-        """Execute one notebook in a temporary file and move it to its place; what was there stays if it fails."""
-        scratch = self.target / "runs" if self.in_place else self.target
-        scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=scratch, prefix=".study-") as folder:
-            executed = Path(folder) / path.name
-            try:
-                self._execute(path, executed)
-            except Exception as error:
-                if not self.in_place:
-                    self.broken_claims[path.stem] = broken_claims(executed)
-                if not self.broken_claims.get(path.stem):
-                    raise RuntimeError(_failure(error, executed, scratch / "failed" / path.name)) from error
-            notebook = strip(read(executed), keep_injected=not self.in_place)
-        write_atomically(self.target / "notebooks" / path.name, written(notebook))
-
-    def _execute(self, path: Path, executed: Path) -> None:
-        import papermill  # two seconds, which a dry run need not spend
-
-        papermill.execute_notebook(
-            str(path),
-            str(executed),
-            parameters=self.injected[path],
+        client = NotebookClient(
+            notebook,
             kernel_name="python3",
-            language="python",
-            progress_bar=False,
+            resources={"metadata": {"path": str(self.root / "notebooks")}},
+            record_timing=False,
             coalesce_streams=True,
             allow_error_names=[] if self.in_place else CLAIM_ERRORS,
         )
-
-
-def _failure(error: Exception, executed: Path, keep: Path) -> str:
-    if not executed.is_file():
-        return str(error)
-    keep.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(executed, keep)
-    return f"{str(error).strip()}\nThe partly executed notebook is {keep}"
-
-
-def _show(study: Study) -> None:
-    """Show a study page by page, run nothing; ends with 1 where something cannot be reached."""
-    from vqkv.study.dry_run import dry_run  # loads datasets, which else only the kernels do
-
-    lines, missing = dry_run({path.stem: study.defaults[path] | study.injected[path] for path in study.notebooks})
-    typer.echo("\n".join(lines))
-    for reason in missing:
-        typer.echo(f"cannot be reached: {reason}", err=True)
-    raise typer.Exit(1 if missing else 0)
+        client.execute(env=os.environ | environment)
 
 
 app = typer.Typer(add_completion=False)
@@ -178,19 +145,14 @@ def main(
     scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; reach for it.")] = False,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
-        study = Study(
-            only=only, profile=profile, parameters=parse_assignments(parameter), out=out, recompute=recompute,
-            scheduler=scheduler, workers=workers, jobs=jobs,
-        )  # fmt: skip
+        parameters = parse_assignments(parameter)
+        study = Study(None, only, profile, parameters, out, recompute, scheduler, workers, jobs)
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    if dry_run:
-        return _show(study)
     failures = study.run()
     for name, error in failures.items():
         typer.echo(f"\n{name} failed: {error}", err=True)
