@@ -1,4 +1,4 @@
-"""``python -m vqkv.study``: the notebooks, run by papermill's parameters and nbclient, become pages, tables and figures.
+"""``python -m vqkv.study``: the notebooks, run by papermill and nbclient, become committed pages, tables and figures.
 
 The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
 or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
@@ -161,7 +161,3 @@ def main(
             typer.echo(f"\n{name}: with these parameters this does not hold:\n{claim}", err=True)
     typer.echo(f"{len(study.notebooks) - len(failures)} of {len(study.notebooks)} notebooks done, in {study.target}")
     raise typer.Exit(1 if failures else 0)
-
-
-if __name__ == "__main__":
-    app()
