@@ -25,38 +25,33 @@ SYSTEMS = {
     **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
-# What the matrices of ``best``'s designs grow with.
 GROW = {"best-short": "by head", "best-mid": "predictors", "best-long": "by layer"}
+DESIGNS = {
+    f"{design} {bits}": ("best", {"bits": bits, "trellis": True}, grows)
+    for design, grows in GROW.items()
+    for bits in (0.5, 0.9, 1.8, 2.6)
+}
 
 
 def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFrame) -> pd.DataFrame:
     """``recommend.measurements`` out of page 11's table and page 08's times, of a history decoded and read in place."""
     means = frontier.groupby(["system", "nominal_bits"]).mean(numeric_only=True)
     beside = in_place[in_place["geometry"] == latency["geometry"].iloc[0]]
-    times, rows = _ns_per_value(latency) | _ns_per_value(beside[beside["context"] == latency["context"].max()]), []
-    for label, (system, nominal, name, arguments, grows) in _listed().items():
-        if (system, nominal) not in means.index:
+    times = _ns_per_value(latency) | _ns_per_value(beside[beside["context"] == latency["context"].max()])
+    rows = []
+    for label, (name, arguments, grows) in (SYSTEMS | DESIGNS).items():
+        system, bits = label.rsplit(" ", 1) if label in DESIGNS else (label, 0)
+        key = system, float(bits)  # page 11's system and nominal bits
+        if key not in means.index:
             continue
-        found = means.loc[(system, nominal)]
+        found = means.loc[key]
         row = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
         if grows:
-            row |= {
-                "bits_per_value": found["bits_per_value"],
-                "side_bytes_each": found["side_bytes"] / GROWS[grows](SHAPE),
-            }
+            row["bits_per_value"] = found["bits_per_value"]
+            row["side_bytes_each"] = found["side_bytes"] / GROWS[grows](SHAPE)
         row["ns_per_value"] = times.get(label) if name != "best" else None  # page 08 times it without a trellis
         rows.append(row | {"kl": found["kl_mean"], "facts_lost": found["facts_lost"]})
     return pd.DataFrame(rows)
-
-
-def _listed() -> dict[str, tuple[str, float, str, dict, str]]:
-    """Label -> page 11's system and nominal bits, preset, its arguments, and what its matrices grow with."""
-    found = {label: (label, 0.0, *made) for label, made in SYSTEMS.items()}
-    for design, grows in GROW.items():
-        for bits in (0.5, 0.9, 1.8, 2.6):
-            arguments = {"bits": bits, "trellis": True}
-            found[f"{design} {bits}"] = (design, bits, "best", arguments, grows)
-    return found
 
 
 def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
@@ -64,13 +59,8 @@ def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
     of one sequence, half of the generated tokens in it."""
     longest = latency[(latency["context"] == latency["context"].max()) & (latency["batch"] == 1)].set_index("system")
     exact = longest.loc["DynamicCache"]  # whose bytes are those of all its tokens, in fp32
-    read = (
-        exact["stored_bytes"]
-        / 4
-        * (exact["context"] + exact["generated"] / 2)
-        / (exact["context"] + exact["generated"])
-    )
-    return (1e6 * longest["added_ms"] / read).to_dict()
+    share = (exact["context"] + exact["generated"] / 2) / (exact["context"] + exact["generated"])
+    return (1e6 * longest["added_ms"] / (exact["stored_bytes"] / 4 * share)).to_dict()
 
 
 if __name__ == "__main__":

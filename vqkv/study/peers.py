@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,12 +13,9 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantizedCache, Quantize
 
 from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.settings import CacheSettings
-from vqkv.errors import DataError, UnknownNameError
-from vqkv.runtime.checks import check_whole
+from vqkv.errors import DataError
 
 LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
-MOST = 1 << 31  # values of a group, or tokens
-PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq.core.quantize", "hqq")}
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,8 @@ class TransformersQuantized:
     zero points and tokens not yet packed keep the model's dtype, so compare bytes on a model loaded with
     ``dtype="bfloat16"``. hqq's 3 bits take 3.5: ten codes to an int32, 64 codes to seven of them.
 
-    Raises ``UnknownNameError`` for another backend, ``DataError`` for settings that it does not take, ``ImportError``
-    where its package is missing.
+    Raises ``ImportError`` where the backend's package is missing, transformers' ``ValueError`` for bits or an axis that
+    it does not take.
     """
 
     backend: str = "quanto"
@@ -52,16 +48,14 @@ class TransformersQuantized:
     side_bytes: ClassVar[int] = 0
 
     def __post_init__(self):
-        if self.backend not in LAYERS:
-            raise UnknownNameError("backend", self.backend, LAYERS)
-        check_whole("q_group_size", self.q_group_size, 1, MOST)
-        check_whole("residual_length", self.residual_length, 1, MOST)
-        _load(self.backend)
         trial = torch.arange(8.0 * self.q_group_size).view(1, 1, -1, 8)
         try:
-            self.reconstruct(0, trial, trial)
-        except (ValueError, RuntimeError) as error:  # hqq packs 3 bits at axis 1 and then cannot read them
-            raise DataError(f"{self.name} cannot store and read with these settings: {error}") from error
+            with _scripts_on_path():  # quanto compiles a C++ extension at its first use
+                self.reconstruct(0, trial, trial)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ImportError(
+                f"{self.name} needs pip install 'vqkv[peers]', quanto also a C++ compiler, which failed: {error}"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -76,10 +70,7 @@ class TransformersQuantized:
     def new_cache(self, model, in_place: bool = False) -> "MeteredQuantizedCache":
         """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do."""
         if in_place:
-            raise DataError(
-                f"{self.name} hands the first tokens back exact, so it has no in-place protocol: use 'chunked' or "
-                "'snapshot'"
-            )
+            raise DataError(f"{self.name} hands the first tokens back exact: it has no in-place protocol")
         return MeteredQuantizedCache(self.backend, model.config, **self._arguments())
 
     def new_pass(self) -> None:
@@ -88,12 +79,9 @@ class TransformersQuantized:
     def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor, known=None) -> tuple:
         """Values that one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once,
         all together: without the error of storing a growing history again and again."""
-        store = self._layer()
+        store = LAYERS[self.backend](**self._arguments())
         store.update(keys, values)
         return store.update(keys[..., :0, :], values[..., :0, :])
-
-    def _layer(self) -> QuantizedLayer:
-        return LAYERS[self.backend](**self._arguments())
 
     def _arguments(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "backend"}
@@ -107,20 +95,12 @@ class MeteredQuantizedCache(QuantizedCache):
         layers = [layer for layer in self.layers if layer.is_initialized]
         packed = [x for layer in layers for x in (layer._quantized_keys, layer._quantized_values)]
         window = [x for layer in layers for x in (layer.keys, layer.values)]
-        kinds = Counter(window=tensor_bytes(window), beam_order=tensor_bytes([x._pending_beam_idx for x in layers]))
-        for stored in packed:
-            kinds.update({name: tensor_bytes(part) for name, part in _parts(stored).items()})
+        kinds = {"packed": tensor_bytes(packed), "window": tensor_bytes(window)}
+        kinds["beam_order"] = tensor_bytes([layer._pending_beam_idx for layer in layers])
         packed_values = sum(_shape(stored).numel() for stored in packed)
         values = packed_values + sum(x.numel() for x in window)
         shape = self.get_seq_length(), _shape(packed[0])[0] if packed else 0
-        return Report(dict(kinds), tensor_bytes(packed), packed_values, values, *shape, 0, values)
-
-
-def _parts(stored) -> dict[str, torch.Tensor]:
-    """The tensors that a backend keeps of one layer's keys or values."""
-    if isinstance(stored, tuple):  # hqq: codes and a dict about them
-        return {"codes": stored[0], "scale": stored[1]["scale"], "zero": stored[1]["zero"]}
-    return {"codes": stored._data, "scale": stored._scale, "shift": stored._shift}
+        return Report(kinds, kinds["packed"], packed_values, values, *shape, 0, values)
 
 
 def _shape(stored) -> torch.Size:
@@ -128,29 +108,11 @@ def _shape(stored) -> torch.Size:
     return stored[1]["shape"] if isinstance(stored, tuple) else stored.shape
 
 
-def _load(backend: str) -> None:
-    """Import a backend and build quanto's C++ extension. Raises ``ImportError`` that says what to install."""
-    module, package = PACKAGES[backend]
-    try:
-        import_module(module)
-    except ImportError as error:
-        raise ImportError(f"backend {backend!r} needs {package}: pip install 'vqkv[peers]'") from error
-    if backend == "quanto":
-        try:
-            with _scripts_on_path():
-                torch.ops.quanto.unpack(torch.zeros(1, 1, dtype=torch.uint8), 4)
-        except (RuntimeError, OSError) as error:
-            raise ImportError(
-                "optimum-quanto compiles a C++ extension at its first use, which failed: install a C++ compiler (on "
-                "Debian: apt install g++) and pip install ninja"
-            ) from error
-
-
 @contextmanager
-def _scripts_on_path():
+def _scripts_on_path() -> Iterator[None]:
     """pip puts ninja beside python, where it is not found unless the environment is activated."""
     before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([*filter(None, [before]), str(Path(sys.executable).parent)])
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
     try:
         yield
     finally:

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import platform
+import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,16 +29,14 @@ def describe(name: str, function: Callable, parameters: dict) -> dict:
 
 def version(package: str) -> str | None:
     """Of an installed package; None for another."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def versions(*packages: str) -> str:
     """Python and those of the ``packages`` that are installed, as ``name version; ...``."""
-    found = {name: version(name) for name in packages}
-    return "; ".join([f"python {platform.python_version()}", *(f"{name} {v}" for name, v in found.items() if v)])
+    found = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    return "; ".join(f"{name} {number}" for name, number in found.items() if number)
 
 
 def device_name(device: torch.device | str) -> str:
@@ -51,17 +51,15 @@ def _device() -> str:
 
 
 def _commit() -> dict:
-    """Commit and dirty flag of the code. Tables, figures and pages change while a study runs, so they do not count."""
+    """Commit and dirty flag of the code, None where git knows none. Tables, figures and pages change while a study
+    runs, so they do not count."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return {"commit": None, "dirty": None}
     commit = _git(root, "rev-parse", "--verify", "HEAD")
-    status = _git(root, "status", "--porcelain", "--", "vqkv", "pyproject.toml", "constraints.txt")
-    return {"commit": commit or None, "dirty": None if status is None else bool(status)}
+    changes = _git(root, "status", "--porcelain", "--", "vqkv", "pyproject.toml", "constraints.txt")
+    return {"commit": commit or None, "dirty": bool(changes) if commit else None}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True).stdout.strip()
