@@ -16,9 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import KVLayer, kv_layers
+from vqkv.models.layers import kv_layers
 from vqkv.models.plain import plain
-from vqkv.models.rope import rotations
 
 SEPARATE, FUSED = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"c_attn", "c_proj"}
 Rows = tuple[Tensor, Tensor | None]  # weight, a row for each output channel, and bias
@@ -26,37 +25,41 @@ Rows = tuple[Tensor, Tensor | None]  # weight, a row for each output channel, an
 
 @torch.no_grad()
 def inject(model, keys=None, values=None, key_bias=None):
-    """A deep copy of ``model`` with other keys and values, before RoPE: keys times ``keys`` plus ``key_bias``, values
+    """Make a copy of ``model`` with other keys and values, before RoPE: keys times ``keys`` plus ``key_bias``, values
     times ``values``; queries and the output projection are divided by the same.
 
-    All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output. A bias changes none
-    without RoPE, and is nearly invisible with it in channels that rotate slowly. The copy's configuration does not know
-    of a new bias: save its weights, not the model. Takes attention with ``q_proj``, ``k_proj``, ``v_proj`` and
-    ``o_proj`` (Llama, Mistral, Qwen2) or GPT-2's. Raises ``DataError`` for any other, for numbers that are not finite
-    or do not fit, and for unequal multipliers of channels that RoPE rotates together.
+    All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output, if channels that RoPE
+    rotates together have the same. A bias changes none without RoPE, and is nearly invisible with it in channels that
+    rotate slowly. The copy's configuration does not know of a new bias: save its weights, not the model. Raises
+    ``DataError`` for attention that is not four linear layers (Llama, Mistral, Qwen2) or GPT-2's, and for weights that
+    are not in memory.
     """
-    model = plain(model)
+    model = copy.deepcopy(plain(model))
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: inject into a model that fits on its devices twice")
-    layers, name = kv_layers(model), getattr(model, "vqkv_name", type(model).__name__)
-    keys, values = _spread("keys", keys, layers, 1), _spread("values", values, layers, 2)
-    biases = _spread("key_bias", key_bias, layers, 1)
-    if keys is not None:
-        _check_pairs(model, keys)
-    model = copy.deepcopy(model)
-    for i, layer in enumerate(kv_layers(model)):
-        queries, key, value, output = _projections(layer.attention, with_bias=biases is not None)
-        if keys is not None:
-            _times(queries, 1 / keys[i].repeat_interleave(len(queries[0]) // keys[i].numel(), dim=0))
-            _times(key, keys[i])
-        if values is not None:
-            _times(value, values[i])
-            _times((output, None), 1 / values[i].repeat_interleave(len(output) // values[i].numel(), dim=0))
-        if biases is not None:
-            key[1].add_(biases[i].flatten().to(key[1]))
-    made = [*(keys or []), *(values or []), *(biases or [])]
-    model.vqkv_name = f"{name} injected {hashlib.sha256(str([x.tolist() for x in made]).encode()).hexdigest()[:8]}"
+    layers, made = kv_layers(model), hashlib.sha256()
+    shape = len(layers), *layers[0].shape[:2]
+    for role, x in (("keys", keys), ("values", values), ("bias", key_bias)):
+        if x is not None:
+            x = torch.as_tensor(x, dtype=torch.float64).broadcast_to(shape)
+            made.update(f"{role} {x.tolist()}".encode())
+            for layer, own in zip(layers, x, strict=True):
+                _change(layer.attention, role, own)
+    model.vqkv_name = f"{getattr(model, 'vqkv_name', type(model).__name__)} injected {made.hexdigest()[:8]}"
     return model
+
+
+def _change(attention: nn.Module, role: str, x: Tensor) -> None:
+    """Multiply keys or values of one layer, or add a bias to its keys; ``x`` is (num_kv_heads, head_dim)."""
+    queries, key, value, output = _projections(attention, with_bias=role == "bias")
+    if role == "keys":
+        _times(queries, 1 / x.repeat_interleave(len(queries[0]) // x.numel(), dim=0))
+        _times(key, x)
+    elif role == "values":
+        _times(value, x)
+        _times((output, None), 1 / x.repeat_interleave(len(output) // x.numel(), dim=0))
+    else:
+        key[1].add_(x.flatten().to(key[1]))
 
 
 class HeadNorm(nn.Module):
@@ -89,52 +92,19 @@ def normed(model, tokens: Tensor, roles: list[str]):
     return model
 
 
-def _spread(name: str, x, layers: list[KVLayer], part: int) -> list[Tensor] | None:
-    """(num_kv_heads, head_dim) of each layer; ``part`` of its shape is the head_dim."""
-    if x is None:
-        return None
-    x = torch.as_tensor(x, dtype=torch.float64)
-    shapes = [(len(layers), layer.num_kv_heads, layer.shape[part]) for layer in layers]
-    ends = [zip(reversed(x.shape), reversed(shape)) for shape in shapes]
-    fits = x.ndim <= 3 and all(given in (1, wanted) for pairs in ends for given, wanted in pairs)
-    if not fits or not x.isfinite().all() or (name != "key_bias" and not x.all()):
-        raise DataError(
-            f"{name} of shape {tuple(x.shape)}: give finite numbers (multipliers: none of them 0) that broadcast to "
-            f"(num_layers, num_kv_heads, head_dim), here {shapes[0]}"
-        )
-    return [x.broadcast_to(shape)[i] for i, shape in enumerate(shapes)]
-
-
-def _check_pairs(model, keys: list[Tensor]) -> None:
-    for i, (turn, factors) in enumerate(zip(rotations(model), keys, strict=True)):
-        if turn is None:
-            continue
-        uneven = (factors[:, turn.first] != factors[:, turn.second]).any(dim=0).nonzero()
-        if len(uneven):
-            a, b = (int(channels[uneven[0, 0]]) for channels in (turn.first, turn.second))
-            raise DataError(
-                f"RoPE rotates channels {a} and {b} of layer {i} together: give them the same key multiplier, or the "
-                "outputs would change"
-            )
-
-
 def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Tensor]:
     """Queries, keys (with a bias, if one is wanted), values; of the output projection a row for each input channel."""
     parts: dict[str, Any] = {name: part for name, part in attention.named_children() if [*part.parameters()]}
     kinds = {type(part) for part in parts.values()}
-    bare = not [*attention.parameters(recurse=False)] and not getattr(attention.config, "clip_qkv", None)
-    if bare and parts.keys() == SEPARATE and kinds == {nn.Linear}:
+    if parts.keys() == SEPARATE and kinds == {nn.Linear} and not getattr(attention.config, "clip_qkv", None):
         if with_bias and parts["k_proj"].bias is None:
             parts["k_proj"].bias = nn.Parameter(torch.zeros_like(parts["k_proj"].weight[:, 0]))
         q, k, v = ((parts[name].weight, parts[name].bias) for name in ("q_proj", "k_proj", "v_proj"))
         return q, k, v, parts["o_proj"].weight.T
-    if bare and parts.keys() == FUSED and kinds == {Conv1D}:
+    if parts.keys() == FUSED and kinds == {Conv1D}:
         q, k, v = zip(parts["c_attn"].weight.T.chunk(3), parts["c_attn"].bias.chunk(3), strict=True)
         return q, k, v, parts["c_proj"].weight
-    raise DataError(
-        f"inject knows no {type(attention).__name__}, with {', '.join(sorted(parts))}: it takes attention that is four "
-        "linear layers without norms (LlamaAttention, Qwen2Attention) and GPT2Attention"
-    )
+    raise DataError(f"inject knows no {type(attention).__name__}, with {', '.join(sorted(parts))}")
 
 
 def _times(rows: Rows, factors: Tensor) -> None:
