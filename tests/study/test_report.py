@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from vqkv.errors import DataError
 from vqkv.study import report
-from vqkv.study.tables import stored
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n a figure").decode()
 FIRST = "# 01 First: a title\n\n**Question.** How *large*\nis it?\n\n**Published claim.** 5.5 at $5 or $6 each."
@@ -54,7 +53,7 @@ def parsed(path) -> BeautifulSoup:
 
 def test_pages_hold_what_the_notebooks_hold(files):
     assert [file.name for file in files] == [
-        "index.html", "01_first.html", "02_second.html", "03_third.html", "claims.html",
+        "index.html", "01_first.html", "02_second.html", "03_third.html",
     ]  # fmt: skip
     first = parsed(files[1])
     assert first.title.text == "01 First: a title" and first.h1.text == "01 First: a title"
@@ -76,24 +75,16 @@ def test_every_link_leads_somewhere_and_none_to_a_network(files):
             assert (file.parent / target).is_file() and (not fragment or fragment in ids[target or file.name]), tag
         assert not loaded.search(file.read_text())
     titles = [tag.text for tag in parsed(files[0]).find_all("h2")]
-    assert titles == ["01 First: a title", "02 Second", "03 Third & last", "All claims"]
+    assert titles == ["01 First: a title", "02 Second", "03 Third & last"]
     assert "".join(parsed(files[0]).h2.find_next("p").text.split()) == "Question.Howlargeisit?"
-    assert [tag.text for tag in parsed(files[0]).find_all("p")[-3:-1]] == ["No question.", "Found. It is large."]
+    assert [tag.text for tag in parsed(files[0]).find_all("p")[-2:]] == ["No question.", "Found. It is large."]
     assert "See a file." in parsed(files[3]).text and not parsed(files[3]).find("details")
     second = files[2].read_text()
     assert 'href="01_first.html#cell-id=code-2"' in second and "a.ipynb" in second
 
 
-def test_every_claim_is_in_the_table(files):
-    claims = stored("12_claims")[0]
-    (table,) = parsed(files[0].with_name("claims.html")).find_all("table", class_="claims")
-    heads = [head.text for head in table.thead.find_all("th")]
-    quotes = [row.find_all("td")[heads.index("quote")].text for row in table.tbody.find_all("tr")]
-    assert quotes == claims["quote"].fillna("").tolist()
-
-
 def test_command_line(pages, tmp_path):
     run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(pages)])
-    assert run.exit_code == 0 and "4 pages" in run.output and (tmp_path / "out/index.html").is_file()
+    assert run.exit_code == 0 and "3 pages" in run.output and (tmp_path / "out/index.html").is_file()
     with pytest.raises(DataError, match="no notebooks in"):
         report.report(tmp_path, tmp_path)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """An index, two pages and the claims."""
+    """An index and two pages."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "notebooks").mkdir()
     for name in ("02_codebook_learning", "12_claims_audit"):
@@ -63,7 +63,7 @@ def look(file: Path, width: int, profile: Path) -> dict:
 
 def test_pages_are_whole(seen):
     _, pages = seen
-    assert pages.keys() == {"index", "02_codebook_learning", "12_claims_audit", "claims"}
+    assert pages.keys() == {"index", "02_codebook_learning", "12_claims_audit"}
     for name, page in pages.items():
         (line,) = page["console"]  # ours
         assert line.startswith('"all seen"'), (name, line)

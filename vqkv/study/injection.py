@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
@@ -62,34 +61,28 @@ def _change(attention: nn.Module, role: str, x: Tensor) -> None:
         key[1].add_(x.flatten().to(key[1]))
 
 
-class HeadNorm(nn.Module):
-    """Each head's vector over its root mean square, without a weight, as Gemma 4 does to its values."""
-
-    def __init__(self, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., num_kv_heads * head_dim), the same shape."""
-        return F.rms_norm(x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-6).flatten(-2)
-
-
 @torch.no_grad()
 def normed(model, tokens: Tensor, roles: list[str]):
-    """A copy of a trained Llama with ``HeadNorm`` after its keys, its values or both (``roles``). The mean size of a
-    head's vectors over ``tokens`` moves to queries and output projections; nothing is trained afterwards."""
+    """Make a copy of a trained Llama whose keys, values or both (``roles``) are divided by each head's root mean square,
+    as Gemma 4 does to its values. The mean size of a head's vectors over ``tokens`` moves to queries and output
+    projections; nothing is trained afterwards."""
     captured = dict(zip(("key", "value"), capture(model, tokens), strict=True))
     model = copy.deepcopy(model)
     for i, layer in enumerate(model.model.layers):
         own, sizes = layer.self_attn, {role: captured[role][i].square().mean(-1).sqrt().mean((0, 2)) for role in roles}
         if "key" in sizes:
             own.q_proj.weight.unflatten(0, (len(sizes["key"]), -1)).mul_(sizes["key"][:, None, None])
-            own.k_proj = nn.Sequential(own.k_proj, HeadNorm(own.head_dim))
+            own.k_proj = _with_norms(own.k_proj, own.head_dim)
         if "value" in sizes:
             own.o_proj.weight.unflatten(1, (len(sizes["value"]), -1)).mul_(sizes["value"][:, None])
-            own.v_proj = nn.Sequential(own.v_proj, HeadNorm(own.head_dim))
+            own.v_proj = _with_norms(own.v_proj, own.head_dim)
     model.vqkv_name = f"{getattr(model, 'vqkv_name', type(model).__name__)}, {' and '.join(roles)} normed"
     return model
+
+
+def _with_norms(projection: nn.Module, head_dim: int) -> nn.Sequential:
+    norm = nn.RMSNorm(head_dim, eps=1e-6, elementwise_affine=False)
+    return nn.Sequential(projection, nn.Unflatten(-1, (-1, head_dim)), norm, nn.Flatten(-2))
 
 
 def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Tensor]:

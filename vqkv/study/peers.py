@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +13,8 @@ from vqkv.cache.meter import Report, tensor_bytes
 from vqkv.cache.settings import CacheSettings
 from vqkv.errors import DataError
 
+# quanto compiles C++ at its first use by ninja, which pip puts beside python: only an activated shell finds it there.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
 
 
@@ -50,8 +50,7 @@ class TransformersQuantized:
     def __post_init__(self):
         trial = torch.arange(8.0 * self.q_group_size).view(1, 1, -1, 8)
         try:
-            with _scripts_on_path():  # quanto compiles a C++ extension at its first use
-                self.reconstruct(0, trial, trial)
+            self.reconstruct(0, trial, trial)
         except (ImportError, OSError, RuntimeError) as error:
             raise ImportError(
                 f"{self.name} needs pip install 'vqkv[peers]', quanto also a C++ compiler, which failed: {error}"
@@ -106,14 +105,3 @@ class MeteredQuantizedCache(QuantizedCache):
 def _shape(stored) -> torch.Size:
     """(batch, num_kv_heads, seq_len, head_dim) of what was quantised."""
     return stored[1]["shape"] if isinstance(stored, tuple) else stored.shape
-
-
-@contextmanager
-def _scripts_on_path() -> Iterator[None]:
-    """pip puts ninja beside python, where it is not found unless the environment is activated."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before

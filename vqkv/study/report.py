@@ -1,7 +1,7 @@
 """``python -m vqkv.study.report``: the executed pages as a folder of HTML, for people without Jupyter.
 
 Every page is one file that needs no network: figures are embedded, code is folded away. ``index.html`` lists the pages
-with what they ask and found, ``claims.html`` all audited claims.
+with what they ask and found.
 """
 
 import re
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import nbformat
-import pandas as pd
 import typer
 from nbconvert import HTMLExporter
 
 from vqkv.study.pages import all_notebooks
-from vqkv.study.tables import repository_root, stored, with_interval, write_atomically
+from vqkv.study.tables import repository_root, write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_LINK = re.compile(r"\]\(((?:\./)?[\w.-]+)\.ipynb(#[^)\s]*)?\)")
@@ -24,18 +23,12 @@ ABOUT = """# vqkv: the study's pages
 
 Ways to store a KV cache, on one harness, under one byte meter. Every page asks one question; its tables and figures
 were computed by the code folded away beside them."""
-CLAIMS = """# All claims
-
-**Question.** Which claims of the four sources hold? Page 12 has the rule that makes the verdicts."""
-COLUMNS = ["source", "section", "claim", "quote", "published", "recomputed", "unit", "verdict", "where", "reason"]
 
 
 def report(out: Path, notebooks: Path | None = None) -> list[Path]:
     """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files. Raises
     ``DataError`` if there are no notebooks."""
     pages = {path.stem: _page(path) for path in all_notebooks(notebooks or repository_root() / "notebooks")}
-    if audited := stored("12_claims"):
-        pages["claims"] = _claims(audited[0])
     exporter = HTMLExporter(
         template_name="basic",
         template_file="page.html.j2",
@@ -59,15 +52,6 @@ def _page(path: Path) -> nbformat.NotebookNode:
             cell.source = REPOSITORY_LINK.sub(r"\1", PAGE_LINK.sub(r"](\1.html\2)", cell.source))
     notebook.metadata["title"] = notebook.cells[0].source.splitlines()[0].lstrip("# ")
     return notebook
-
-
-def _claims(audited: pd.DataFrame) -> nbformat.NotebookNode:
-    """Make a page of every audited claim, in one table."""
-    claims = with_interval(audited, "recomputed", "low", "high")[COLUMNS]
-    table = claims.to_html(classes="claims", index=False, border=0, float_format="{:.4g}".format, na_rep="")
-    shown = nbformat.v4.new_output("display_data", {"text/html": table})
-    cells = [nbformat.v4.new_markdown_cell(CLAIMS), nbformat.v4.new_code_cell(outputs=[shown])]
-    return nbformat.v4.new_notebook(cells=cells, metadata={"title": "All claims"})
 
 
 def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vqkv import presets
 from vqkv.codecs.base import Codec
+from vqkv.codecs.exact import Fp16
 from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.payload import Payload
 from vqkv.errors import FormatError
@@ -38,20 +39,13 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 
 
 @dataclass(eq=False)
-class Verbatim(Codec):
+class Verbatim(Fp16):
     """Values as they are in ``dtype``."""
 
-    head_dim: int | None = None
     dtype: str = "float32"
-
-    def __post_init__(self):
-        self.ready = True
 
     def _encode(self, x: Tensor) -> Payload:
         return Payload({"values": x.to(DTYPES[self.dtype])})
-
-    def _decode(self, payload: Payload) -> Tensor:
-        return payload.fields["values"].float()
 
 
 @dataclass(frozen=True)
@@ -156,42 +150,24 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class SnapshotWriter:
-    """Writes a stream of snapshots; a context manager. It keeps the live cache itself in CPU memory.
+def write_stream(path, live: list[list[Tensor]], keyframes="fp32", deltas="int4", interval: int = 64) -> None:
+    """Write a cache, keys and values over layers (batch, num_kv_heads, seq_len, head_dim), as it grows: a token a step.
 
     ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"int4"`` (4-bit
     affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over layers of (key codec,
-    value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps per keyframe. A codec
-    that encodes blocks of tokens takes steps of whole blocks. Raises ``FileExistsError`` for a file that exists.
+    value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps per keyframe.
     """
-
-    def __init__(self, path, keyframes="fp32", deltas="int4", interval: int = 64):
-        self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
-        self._file.write(MAGIC)
-        self._settings, self._layout, self._live, self._steps, self._crc = (keyframes, deltas, interval), None, [], 0, 0
-
-    def append(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Write one step: the appended tokens, over layers (batch, num_kv_heads, new_tokens, head_dim)."""
-        new = [x.detach().to("cpu", copy=True) for pair in zip(keys, values, strict=True) for x in pair]
-        if self._layout is None:
-            self._layout = Layout.of(new, *self._settings)
-            self._write(0, self._layout.header())
-        self._live.append(new)
-        self._steps += 1
-        if (kind := self._layout.kind(self._steps)) == KEYFRAME:
-            self._live = [[torch.cat(chunks, dim=2) for chunks in zip(*self._live, strict=True)]]
-        stored = self._live[-1]
-        self._write(stored[0].shape[2], self._layout.encode(kind, stored))
-
-    def __enter__(self) -> "SnapshotWriter":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._file.close()
-
-    def _write(self, tokens: int, contents: bytes) -> None:
-        self._crc = _checksum(self._crc, tokens, contents)
-        self._file.write(WORDS.pack(len(contents), tokens, self._crc) + contents)
+    tensors = [x.detach().cpu() for pair in zip(*live, strict=True) for x in pair]
+    layout, crc = Layout.of(tensors, keyframes, deltas, interval), 0
+    with open(path, "wb") as file:
+        file.write(MAGIC)
+        for number in range(tensors[0].shape[2] + 1):
+            kind = layout.kind(number)
+            tokens = number if kind == KEYFRAME else 1  # the header's are 0
+            new = [x[:, :, number - tokens : number] for x in tensors]
+            contents = layout.encode(kind, new) if number else layout.header()
+            crc = _checksum(crc, tokens, contents)
+            file.write(WORDS.pack(len(contents), tokens, crc) + contents)
 
 
 class SnapshotReader:
@@ -225,9 +201,9 @@ class SnapshotReader:
         whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
         return whole[0::2], whole[1::2]
 
-    def report(self) -> dict[str, int]:
-        """Bytes on disk by kind; those of every snapshot in fp32, the source's baseline, and those of the last one
-        alone in fp16, the cache that a server really holds."""
+    def report(self) -> dict:
+        """Bytes on disk by kind, and ratios, header apart, against every snapshot in fp32, the source's baseline, and
+        the last one alone in fp16, the cache that a server really holds."""
         about, written, seq_len, every = self.layout, dict.fromkeys(KINDS, 0), 0, 0
         for number, (tokens, contents) in enumerate(self._records[1:], 1):
             kind = about.kind(number)
@@ -235,14 +211,16 @@ class SnapshotReader:
             seq_len = tokens + (seq_len if kind == DELTA else 0)
             every += seq_len
         values = 2 * about.num_layers * about.batch_size * about.num_kv_heads * about.head_dim  # of one token
+        header = len(self._records[0][1])
+        baselines = {"every_fp32": every * values * 4, "live_fp16": seq_len * values * 2}
         return {
             "keyframe_bytes": written[KEYFRAME],
             "delta_bytes": written[DELTA],
-            "header_bytes": len(self._records[0][1]),
+            "header_bytes": header,
             "side_bytes": sum(codec.side_bytes for codec in about.codecs),
             "file_bytes": self.file_bytes,
-            "every_fp32_bytes": every * values * 4,
-            "live_fp16_bytes": seq_len * values * 2,
+            **{f"{name}_bytes": count for name, count in baselines.items()},
+            **{f"ratio_{name}": count / (self.file_bytes - header) for name, count in baselines.items()},
         }
 
 

@@ -15,7 +15,7 @@ from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
 from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
-from vqkv.study.snapshots import SnapshotReader, SnapshotWriter
+from vqkv.study.snapshots import SnapshotReader, write_stream
 from vqkv.study.sweep import per_process, sweep
 
 KEPT = (
@@ -93,9 +93,7 @@ def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) ->
     """A file of a cache (keys and values, each layer's) that grows by one token a step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stream"
-        with SnapshotWriter(path, keyframes, deltas, interval) as writer:
-            for step in range(live[0][0].shape[2]):
-                writer.append(*([x[:, :, step : step + 1] for x in role] for role in live))
+        write_stream(path, live, keyframes, deltas, interval)
         yield SnapshotReader(path)
 
 
