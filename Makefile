@@ -43,6 +43,7 @@ bench: $(READY)
 
 report: $(READY)
 	$(BIN)/python -m vqkv.study.report --out report
+	@echo open report/index.html
 
 # torch and triton go first, at their pins: what else is installed then builds on these and not on another build of torch.
 $(READY): pyproject.toml constraints.txt

@@ -10,8 +10,7 @@ from vqkv.evaluation.capacity import architecture
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.study.driver import Study
 from vqkv.study.experiments.audit.shapes import CONFIGS
-from vqkv.study.page_parameters import load_profile
-from vqkv.study.pages import notebook_parameters
+from vqkv.study.pages import load_profile, notebook_parameters
 from vqkv.study.tables import repository_root
 
 NAMES = {

@@ -6,7 +6,6 @@ import re
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from typer.testing import CliRunner
 
 from vqkv.errors import DataError
 from vqkv.study import report
@@ -83,8 +82,6 @@ def test_every_link_leads_somewhere_and_none_to_a_network(files):
     assert 'href="01_first.html#cell-id=code-2"' in second and "a.ipynb" in second
 
 
-def test_command_line(pages, tmp_path):
-    run = CliRunner().invoke(report.app, ["--out", str(tmp_path / "out"), "--notebooks", str(pages)])
-    assert run.exit_code == 0 and "3 pages" in run.output and (tmp_path / "out/index.html").is_file()
+def test_a_folder_without_notebooks(tmp_path):
     with pytest.raises(DataError, match="no notebooks in"):
         report.report(tmp_path, tmp_path)

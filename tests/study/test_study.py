@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.study import driver as study
-from vqkv.study import page_parameters
+from vqkv.study import pages
 from vqkv.study.pages import strip, written
 
 PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"\nsteps = 3\nsay = None'
@@ -114,7 +114,7 @@ def test_selection(root):
     [("rate=1", 1.0), ("rate=1e-3", 0.001), ("sizes=[3]", [3]), ("name=b", "b"), ("steps=4", 4), ("say=[1]", [1])],
 )
 def test_parameters_are_literals_of_the_default_s_type(root, given, taken):
-    (injected,) = study.Study(root, parameters=study.parse_assignments([given])).injected.values()
+    (injected,) = study.Study(root, parameters=pages.parse_assignments([given])).injected.values()
     assert list(injected.values()) == [taken] and type(next(iter(injected.values()))) is type(taken)
 
 
@@ -127,7 +127,7 @@ def test_parameters_are_literals_of_the_default_s_type(root, given, taken):
 )  # fmt: skip
 def test_parameters_of_another_kind_or_name_are_rejected(root, given, error, message):
     with pytest.raises(error, match=message):
-        study.Study(root, parameters=study.parse_assignments([given]))
+        study.Study(root, parameters=pages.parse_assignments([given]))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_study_that_cannot_be_run_is_refused(root, arguments, error, message, 
 
 
 def test_profiles(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_parameters, "PROFILES", tmp_path)
+    monkeypatch.setattr(pages, "PROFILES", tmp_path)
     (tmp_path / "small.yaml").write_text("'*': {steps: 1, foreign: 2}\n01_first: {rate: 0.1}\n")
     small = study.Study(root, profile="small", parameters={"steps": 9})
     assert list(small.injected.values()) == [{"steps": 9, "rate": 0.1}] and small.target.name.startswith("small-")
@@ -174,7 +174,7 @@ def test_several_pages_at_a_time_leave_what_one_at_a_time_does(tmp_path):
         notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": [tag]}))
         path.write_bytes(written(notebook))
     assert study.Study(tmp_path, jobs=2).run() == {}
-    pages = contents(tmp_path, "notebooks")
+    made = contents(tmp_path, "notebooks")
     last = (tmp_path / "notebooks/_.ipynb").read_bytes()
     assert all(f"{name}.ended".encode() in last for name in "abxy")
-    assert study.Study(tmp_path).run() == {} and contents(tmp_path, "notebooks") == pages
+    assert study.Study(tmp_path).run() == {} and contents(tmp_path, "notebooks") == made

@@ -22,8 +22,7 @@ from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study.page_parameters import fit, load_profile, parse_assignments
-from vqkv.study.pages import CLAIM_ERRORS, broken_claims, is_tagged, notebook_parameters, select, strip, written
+from vqkv.study import pages
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
 
@@ -50,8 +49,9 @@ class Study:
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
-        self.notebooks = select(self.root / "notebooks", self.only)
-        settings, defaults = load_profile(self.profile), {path: notebook_parameters(path) for path in self.notebooks}
+        self.notebooks = pages.select(self.root / "notebooks", self.only)
+        settings = pages.load_profile(self.profile)
+        defaults = {path: pages.notebook_parameters(path) for path in self.notebooks}
         known = set().union(*defaults.values())
         for name in self.parameters:
             if name not in known:
@@ -59,7 +59,7 @@ class Study:
         self.injected = {}  # of the profile's '*' entries, its own and further parameters those that the notebook has
         for path, own in defaults.items():
             given = settings.get("*", {}) | settings.get(path.stem, {}) | self.parameters
-            self.injected[path] = {k: fit(x, own[k], f"{path.stem}: {k}") for k, x in given.items() if k in own}
+            self.injected[path] = {k: pages.fit(x, own[k], f"{path.stem}: {k}") for k, x in given.items() if k in own}
         self.in_place = self.out is None and not settings and not self.parameters
         label = "custom" if self.profile == "default" else self.profile
         other = self.out or self.root / "runs" / f"{label}-{digest([settings, self.parameters])}"
@@ -71,7 +71,7 @@ class Study:
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures: dict[str, str] = {}
+        failures = {}
         self.target.mkdir(parents=True, exist_ok=True)
         with tqdm(total=len(self.notebooks), unit="notebook") as bar:
 
@@ -91,7 +91,8 @@ class Study:
     def _batches(self) -> list[tuple[int, list[Path]]]:
         """How many at a time, and which: the later notebooks first, as they compute more; those that take times, alone;
         then those that read the others' tables."""
-        timing, reading = ([p for p in self.notebooks if is_tagged(p, tag)] for tag in ("takes-times", "reads-tables"))
+        timing = [path for path in self.notebooks if pages.is_tagged(path, "takes-times")]
+        reading = [path for path in self.notebooks if pages.is_tagged(path, "reads-tables")]
         others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
         return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
@@ -102,19 +103,18 @@ class Study:
             notebook = parameterize_notebook(notebook, self.injected[path], kernel_name="python3", language="python")
         try:
             self._execute(notebook)
-            claims = broken_claims(notebook)
+            claims = pages.broken_claims(notebook)
         except Exception as error:
             kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
-            write_atomically(kept, written(notebook))
+            write_atomically(kept, pages.written(notebook))
             raise RuntimeError(f"{str(error).strip()}\nThe partly executed notebook is {kept}") from error
         if claims:
             self.broken_claims[path.stem] = claims
-        write_atomically(self.target / "notebooks" / path.name, written(strip(notebook)))
+        write_atomically(self.target / "notebooks" / path.name, pages.written(pages.strip(notebook)))
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
-        """Run a notebook's cells in a new kernel, which is told by its environment where tables go and who computes
-        them."""
-        environment = {
+        """Run a notebook's cells in a new kernel, whose environment says where tables go and who computes them."""
+        environment = os.environ | {
             "VQKV_OUT": str(self.target),
             "VQKV_RECOMPUTE": "1" if self.recompute else "0",
             "VQKV_SCHEDULER": self.scheduler,
@@ -127,9 +127,9 @@ class Study:
             resources={"metadata": {"path": str(self.root / "notebooks")}},
             record_timing=False,
             coalesce_streams=True,
-            allow_error_names=[] if self.in_place else CLAIM_ERRORS,
+            allow_error_names=[] if self.in_place else pages.CLAIM_ERRORS,
         )
-        client.execute(env=os.environ | environment)
+        client.execute(env=environment)
 
 
 app = typer.Typer(add_completion=False)
@@ -148,7 +148,7 @@ def main(
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
-        parameters = parse_assignments(parameter)
+        parameters = pages.parse_assignments(parameter)
         study = Study(None, only, profile, parameters, out, recompute, scheduler, workers, jobs)
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)

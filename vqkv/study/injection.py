@@ -63,8 +63,8 @@ def _change(attention: nn.Module, role: str, x: Tensor) -> None:
 
 @torch.no_grad()
 def normed(model, tokens: Tensor, roles: list[str]):
-    """Make a copy of a trained Llama whose keys, values or both (``roles``) are divided by each head's root mean square,
-    as Gemma 4 does to its values. The mean size of a head's vectors over ``tokens`` moves to queries and output
+    """Make a copy of a trained Llama whose keys, values or both (``roles``) are divided by their head's root mean
+    square, as Gemma 4 does to its values. The mean size of a head's vectors over ``tokens`` moves to queries and output
     projections; nothing is trained afterwards."""
     captured = dict(zip(("key", "value"), capture(model, tokens), strict=True))
     model = copy.deepcopy(model)

@@ -25,10 +25,9 @@ SYSTEMS = {
     **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
-GROW = {"best-short": "by head", "best-mid": "predictors", "best-long": "by layer"}
 DESIGNS = {
     f"{design} {bits}": ("best", {"bits": bits, "trellis": True}, grows)
-    for design, grows in GROW.items()
+    for design, grows in (("best-short", "by head"), ("best-mid", "predictors"), ("best-long", "by layer"))
     for bits in (0.5, 0.9, 1.8, 2.6)
 }
 

@@ -1,14 +1,17 @@
-"""Pages as files: which there are, their parameters, and what of an executed one is kept."""
+"""Pages as files: which there are, their parameters and values for them, and what of an executed one is kept."""
 
 import ast
+import contextlib
 from pathlib import Path
 
 import nbformat
+import yaml
 from nbformat import NotebookNode
 from papermill import inspect_notebook
 
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
+PROFILES = Path(__file__).parent / "profiles"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 METADATA |= {"language_info": {"name": "python"}}
 CLAIM_ERRORS = ["AssertionError", "KeyError"]  # of a claim that does not hold, or is about a setting that was not tried
@@ -35,6 +38,45 @@ def select(folder: Path, only: list[str]) -> list[Path]:
 def notebook_parameters(path: Path) -> dict:
     """Read {parameter: default} from a notebook's ``parameters`` cell, which assigns literals."""
     return {name: ast.literal_eval(found["default"]) for name, found in inspect_notebook(str(path)).items()}
+
+
+def load_profile(name: str) -> dict[str, dict]:
+    """Read {notebook or "*": {parameter: value}}; what a profile leaves out it has from the one that it is ``like``. Raises
+    ``UnknownNameError`` for an unknown profile."""
+    known = [path.stem for path in PROFILES.glob("*.yaml")]
+    if name not in known:
+        raise UnknownNameError("profile", name, known)
+    own = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    base = load_profile(own.pop("like")) if "like" in own else {}
+    return base | {page: base.get(page, {}) | parameters for page, parameters in own.items()}
+
+
+def parse_assignments(assignments: list[str]) -> dict:
+    """Read ``["seeds=[0, 1]", "model=gpt2"]`` as parameters. Raises ``FormatError`` for what is not NAME=YAML."""
+    parameters = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        try:
+            if not equals or not name.strip():
+                raise yaml.YAMLError("no name, or no value")
+            parameters[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise FormatError(f"-p {assignment}: write it as name=value, the value as a YAML literal") from error
+    return parameters
+
+
+def fit(value, default, what: str):
+    """Return ``value`` if it has the default's type. An int also serves as a float, and so does 1e-3, a string in YAML."""
+    if isinstance(default, float) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    if isinstance(default, list) and isinstance(value, list):
+        return [fit(entry, default[0], f"{what}[{i}]") if default else entry for i, entry in enumerate(value)]
+    if default is None or type(value) is type(default):
+        return value
+    raise DataError(
+        f"{what} = {value!r} is {type(value).__name__}; the notebook has {default!r} ({type(default).__name__})"
+    )
 
 
 def is_tagged(path: Path, tag: str) -> bool:

@@ -24,18 +24,15 @@ class TransformersQuantized:
     tokens)``. It is what ``generate(cache_implementation="quantized")`` makes; the arguments are its own.
 
     Affine codes in groups of ``q_group_size`` values, keys after RoPE. ``backend`` "quanto" (2, 4 bits) takes scale and
-    shift from a group's ends; a group at axis 0 is consecutive values of one sequence. "hqq" (1, 2, 3, 4, 8 bits) then
-    moves the zero point by a half-quadratic solver; its group at axis 0 is values that lie numel / q_group_size apart,
-    across tokens, heads and the *sequences of the batch*, and consecutive ones at axis 1.
+    shift from a group's ends; a group at axis 0 is consecutive values of one sequence. "hqq" (1, 2, 3, 4, 8 bits) moves
+    the zero point by a half-quadratic solver; its group at axis 0 is values that lie numel / q_group_size apart, across
+    tokens, heads and the *sequences of the batch*, and consecutive ones at axis 1.
 
-    Measured as it is: the first update hands its tokens back exact, so one pass scores as fp16 at any bits; it packs
-    all of them, and whenever ``residual_length`` more have come quantises the whole history again, which costs hqq
-    about one more quantization's error every time and quanto nothing; every step decodes the whole history. Scales,
-    zero points and tokens not yet packed keep the model's dtype, so compare bytes on a model loaded with
-    ``dtype="bfloat16"``. hqq's 3 bits take 3.5: ten codes to an int32, 64 codes to seven of them.
-
-    Raises ``ImportError`` where the backend's package is missing, transformers' ``ValueError`` for bits or an axis that
-    it does not take.
+    Measured as it is: the first update packs all tokens and hands them back exact, so one pass scores as fp16 at any
+    bits. Whenever ``residual_length`` more have come it quantizes the whole history again, which costs hqq another
+    error every time and quanto nothing. Every step decodes the whole history. Scales, zero points and tokens not yet
+    packed keep the model's dtype, so compare bytes on a model in bfloat16. Raises ``ImportError`` where the backend's
+    package is missing, transformers' ``ValueError`` for bits or an axis that it does not take.
     """
 
     backend: str = "quanto"

@@ -6,7 +6,6 @@ with what they ask and found.
 
 import re
 from pathlib import Path
-from typing import Annotated
 
 import nbformat
 import typer
@@ -25,9 +24,8 @@ Ways to store a KV cache, on one harness, under one byte meter. Every page asks 
 were computed by the code folded away beside them."""
 
 
-def report(out: Path, notebooks: Path | None = None) -> list[Path]:
-    """Render every notebook of a folder (None: the repository's) into the folder ``out``; returns the files. Raises
-    ``DataError`` if there are no notebooks."""
+def report(out: Path = Path("report"), notebooks: Path | None = None) -> list[Path]:
+    """Render every notebook of a folder (by default the repository's) into the folder ``out``; returns the files."""
     pages = {path.stem: _page(path) for path in all_notebooks(notebooks or repository_root() / "notebooks")}
     exporter = HTMLExporter(
         template_name="basic",
@@ -66,18 +64,5 @@ def _index(pages: dict[str, nbformat.NotebookNode]) -> nbformat.NotebookNode:
     return nbformat.v4.new_notebook(cells=cells, metadata={"title": "vqkv: the study's pages"})
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    notebooks: Annotated[Path | None, typer.Option(help="Folder of executed notebooks, as of another study.")] = None,
-):
-    """Render the study's pages as HTML that needs neither Jupyter nor a network."""
-    files = report(out, notebooks)
-    typer.echo(f"{len(files) - 1} pages: open {files[0]}")
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(report)

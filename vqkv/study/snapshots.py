@@ -66,7 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, new: list[Tensor], keyframes, deltas, interval: int) -> "Layout":
-        """The layout of a stream whose first step has the tensors ``new``."""
+        """Make the layout of a stream of tensors like ``new``."""
         batch, heads, _, head_dim = new[0].shape
         chosen = [_codecs(stored, new) for stored in (keyframes, deltas)]
         codecs = {id(codec): codec for own in chosen for codec in own}
@@ -83,7 +83,7 @@ class Layout:
         return cls(**about | {"codecs": codecs})
 
     def header(self) -> bytes:
-        """What ``parse`` reads."""
+        """Make the bytes that ``parse`` reads."""
         about = vars(self) | {"codecs": [codec.config() for codec in self.codecs]}
         tensors = {
             f"{i}.{name}": x.detach().to("cpu", copy=True).contiguous()
@@ -98,7 +98,7 @@ class Layout:
         return DELTA if number % self.interval else KEYFRAME
 
     def encode(self, kind: str, tensors: list[Tensor]) -> bytes:
-        """A step's bytes."""
+        """Make a step's bytes."""
         pieces = []
         for codec, places in self._shares(kind):
             payload = codec.encode(torch.cat([tensors[i] for i in places]))
@@ -107,12 +107,11 @@ class Layout:
         return b"".join(pieces)
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
-        """The tensors of a step of so many tokens."""
+        """Read the tensors of a step of so many tokens."""
         left, found = io.BytesIO(data), {}
         for codec, places in self._shares(kind):
             payload = self._read(left, codec, self.batch_size * len(places), tokens)
-            for i, own in zip(places, torch.arange(self.batch_size * len(places)).split(self.batch_size), strict=True):
-                found[i] = codec.decode(payload.batch_select(own), DTYPES[self.dtype])
+            found |= zip(places, codec.decode(payload, DTYPES[self.dtype]).split(self.batch_size), strict=True)
         return [found[i] for i in range(2 * self.num_layers)]
 
     def _shares(self, kind: str) -> Iterator[tuple[Codec, list[int]]]:
@@ -171,22 +170,18 @@ def write_stream(path, live: list[list[Tensor]], keyframes="fp32", deltas="int4"
 
 
 class SnapshotReader:
-    """Reads any snapshot of a stream back: ``len()`` steps, of caches as ``layout`` describes them. A file that was cut
-    or altered has the steps before the damage. Raises ``FormatError`` where not even the header is whole."""
+    """Reads any snapshot of a stream back: ``len()`` steps, of caches as ``layout`` describes them. Raises
+    ``FormatError`` for a file that was cut or altered."""
 
     def __init__(self, path):
-        data = Path(path).read_bytes()
-        end, crc, self._records = len(MAGIC), 0, []
-        while data.startswith(MAGIC) and end + WORDS.size <= len(data):
+        data, crc, end, self._records = Path(path).read_bytes(), 0, len(MAGIC), []
+        while end + WORDS.size <= len(data):
             length, tokens, found = WORDS.unpack_from(data, end)
-            contents = data[end + WORDS.size : end + WORDS.size + length]
-            crc = _checksum(crc, tokens, contents)
-            if len(contents) < length or crc != found:
-                break
             end += WORDS.size + length
-            self._records.append((tokens, contents))  # the header's, then step 1's
-        if not self._records:
-            raise FormatError(f"{path} does not start with a whole snapshot header: cut, altered or no stream")
+            self._records.append((tokens, data[end - length : end]))  # the header's, then step 1's
+            crc = _checksum(crc, *self._records[-1])
+            if crc != found or end > len(data):
+                raise FormatError(f"{path} was cut or altered, or is no stream")
         self.layout, self.file_bytes = Layout.parse(self._records[0][1]), end
 
     def __len__(self) -> int:
