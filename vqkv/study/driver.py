@@ -74,18 +74,12 @@ class Study:
         failures = {}
         self.target.mkdir(parents=True, exist_ok=True)
         with tqdm(total=len(self.notebooks), unit="notebook") as bar:
-
-            def attempt(path: Path) -> None:
-                bar.set_description(path.stem)
-                try:
-                    self._run_one(path)
-                except Exception as error:  # a failing page, or a dead kernel, must not stop the others
-                    failures[path.stem] = str(error)
-
             for jobs, paths in self._batches():
                 with ThreadPool(jobs) as pool:  # the work is done in kernels, which die with this process
-                    for _ in pool.imap_unordered(attempt, paths):
+                    for name, error in pool.imap_unordered(self._run_one, paths):
+                        bar.set_description(f"{name} {'failed' if error else 'done'}")
                         bar.update()
+                        failures |= {name: error} if error else {}
         return dict(sorted(failures.items()))
 
     def _batches(self) -> list[tuple[int, list[Path]]]:
@@ -96,21 +90,20 @@ class Study:
         others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
         return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
-    def _run_one(self, path: Path) -> None:
-        """Execute one notebook and write its page; what was there stays if it fails."""
+    def _run_one(self, path: Path) -> tuple[str, str]:
+        """Execute one notebook and write its page; returns its name and what went wrong: then it is kept."""
         notebook = load_notebook_node(str(path))
         if self.injected[path]:
             notebook = parameterize_notebook(notebook, self.injected[path], kernel_name="python3", language="python")
         try:
             self._execute(notebook)
-            claims = pages.broken_claims(notebook)
-        except Exception as error:
+            self.broken_claims[path.stem] = pages.broken_claims(notebook)
+        except Exception as error:  # a failing page, or a dead kernel, must not stop the others
             kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
             write_atomically(kept, pages.written(notebook))
-            raise RuntimeError(f"{str(error).strip()}\nThe partly executed notebook is {kept}") from error
-        if claims:
-            self.broken_claims[path.stem] = claims
+            return path.stem, f"{str(error).strip()}\nThe partly executed notebook is {kept}"
         write_atomically(self.target / "notebooks" / path.name, pages.written(pages.strip(notebook)))
+        return path.stem, ""
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
         """Run a notebook's cells in a new kernel, whose environment says where tables go and who computes them."""

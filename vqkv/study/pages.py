@@ -41,8 +41,7 @@ def notebook_parameters(path: Path) -> dict:
 
 
 def load_profile(name: str) -> dict[str, dict]:
-    """Read {notebook or "*": {parameter: value}}; what a profile leaves out it has from the one that it is ``like``. Raises
-    ``UnknownNameError`` for an unknown profile."""
+    """Read {notebook or "*": {parameter: value}}; what a profile leaves out it has from the one that it is ``like``."""
     known = [path.stem for path in PROFILES.glob("*.yaml")]
     if name not in known:
         raise UnknownNameError("profile", name, known)
@@ -66,7 +65,7 @@ def parse_assignments(assignments: list[str]) -> dict:
 
 
 def fit(value, default, what: str):
-    """Return ``value`` if it has the default's type. An int also serves as a float, and so does 1e-3, a string in YAML."""
+    """Return ``value`` if it has the default's type. An int is a float too, and so is 1e-3, a string in YAML."""
     if isinstance(default, float) and not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
             return float(value)

@@ -43,6 +43,7 @@ class TransformersQuantized:
     axis_value: int = 0
 
     side_bytes: ClassVar[int] = 0
+    settings: ClassVar[CacheSettings] = CacheSettings(pre_rope=False)  # the nearest in this library's words
 
     def __post_init__(self):
         trial = torch.arange(8.0 * self.q_group_size).view(1, 1, -1, 8)
@@ -57,11 +58,6 @@ class TransformersQuantized:
     def name(self) -> str:
         """``transformers-quanto`` or ``transformers-hqq``."""
         return f"transformers-{self.backend}"
-
-    @property
-    def settings(self) -> CacheSettings:
-        """The nearest in this library's words: no sinks, tokens packed ``residual_length`` at a time, after RoPE."""
-        return CacheSettings(flush_block=self.residual_length, pre_rope=False)
 
     def new_cache(self, model, in_place: bool = False) -> "MeteredQuantizedCache":
         """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do."""

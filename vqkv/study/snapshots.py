@@ -4,9 +4,8 @@ The VQ quality framework's temporal state compression (section 1): the cache is 
 ``interval`` steps, counted from 1, all of it is written, in between only the tokens that the step appended.
 
 File: ``MAGIC``, then a record for the header and one for each step: three little-endian words (length, tokens, CRC32)
-and ``length`` bytes. A CRC32 goes on from the one before. The header is one safetensors blob: the codecs' learned
-tensors and, as ``header``, JSON. A step is the tensors of its payloads and nothing else: their sizes follow from the
-codecs and the number of tokens.
+and ``length`` bytes. The header is one safetensors blob: the codecs' learned tensors and, as ``header``, JSON. A step
+is the tensors of its payloads: their sizes follow from the codecs and the number of tokens.
 """
 
 import io
@@ -35,7 +34,6 @@ from vqkv.runtime.files import claim, raw_bytes
 MAGIC = b"vqkvsnp3"
 WORDS = struct.Struct("<3Q")
 KINDS = KEYFRAME, DELTA = ("keyframes", "deltas")
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
 @dataclass(eq=False)
@@ -45,7 +43,7 @@ class Verbatim(Fp16):
     dtype: str = "float32"
 
     def _encode(self, x: Tensor) -> Payload:
-        return Payload({"values": x.to(DTYPES[self.dtype])})
+        return Payload({"values": x.to(getattr(torch, self.dtype))})
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ class Layout:
         codecs = {id(codec): codec for own in chosen for codec in own}
         numbers = [[list(codecs).index(id(codec)) for codec in own] for own in chosen]
         sizes = len(new) // 2, batch, heads, head_dim, interval
-        return cls(*sizes, *numbers, _name(new[0].dtype), list(codecs.values()), os.urandom(8).hex())
+        dtype = str(new[0].dtype).removeprefix("torch.")
+        return cls(*sizes, *numbers, dtype, list(codecs.values()), os.urandom(8).hex())
 
     @classmethod
     def parse(cls, data: bytes) -> "Layout":
@@ -108,10 +107,10 @@ class Layout:
 
     def decode(self, kind: str, tokens: int, data: bytes) -> list[Tensor]:
         """Read the tensors of a step of so many tokens."""
-        left, found = io.BytesIO(data), {}
+        left, found, dtype = io.BytesIO(data), {}, getattr(torch, self.dtype)
         for codec, places in self._shares(kind):
             payload = self._read(left, codec, self.batch_size * len(places), tokens)
-            found |= zip(places, codec.decode(payload, DTYPES[self.dtype]).split(self.batch_size), strict=True)
+            found |= zip(places, codec.decode(payload, dtype).split(self.batch_size), strict=True)
         return [found[i] for i in range(2 * self.num_layers)]
 
     def _shares(self, kind: str) -> Iterator[tuple[Codec, list[int]]]:
@@ -141,12 +140,9 @@ def _codecs(stored, new: list[Tensor]) -> list[Codec]:
     if stored == "int4":
         stored = presets.quanto(4).key_codec(head_dim).fit(new[0][:1, :, :1])  # it has nothing to learn
     elif isinstance(stored, str):
-        stored = Verbatim(head_dim, {"fp32": "float32", "exact": _name(new[0].dtype)}[stored])
+        exact = str(new[0].dtype).removeprefix("torch.")
+        stored = Verbatim(head_dim, {"fp32": "float32", "exact": exact}[stored])
     return [stored] * len(new) if isinstance(stored, Codec) else [codec for pair in stored for codec in pair]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def write_stream(path, live: list[list[Tensor]], keyframes="fp32", deltas="int4", interval: int = 64) -> None:
