@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vqkv import DataError, UnknownNameError, load_corpus
-from vqkv.data.corpus import HUB_CORPORA, SPLITS, check_corpus, documents
+from vqkv.data.corpus import HUB_CORPORA, SPLITS, documents
 from vqkv.data.windows import tokenizer_hash
 from vqkv.reference.data import TOKENIZER_DIR
 
@@ -105,16 +105,12 @@ def test_every_known_corpus_says_what_is_wrong_offline(tokenizer):
     for name in HUB_CORPORA:
         with pytest.raises(DataError, match=rf"corpus '{name}'.*offline.*NAME@FOLDER"):
             load_corpus(name, tokenizer)
-        with pytest.raises(DataError, match="offline"):
-            check_corpus(name, "test")
 
 
 def test_folders_that_are_not_what_they_should_be(tokenizer, tmp_path, monkeypatch):
     def fails(name, message, error=DataError, **more):
         with pytest.raises(error, match=message):
             load_corpus(name, tokenizer, **{"seq_len": 16, "num_seqs": 2} | more)
-        with pytest.raises(error, match=message):
-            check_corpus(name, more.get("split", "train"))
 
     fails(f"slimpajma@{tmp_path}", "Did you mean 'slimpajama'", UnknownNameError)
     fails(f"slimpajama@{tmp_path}/none", "there is no folder")

@@ -25,7 +25,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.files import raw_bytes
 
 __all__ = [
-    "CORPORA", "HUB_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "check_corpus", "documents", "fingerprint",
+    "CORPORA", "HUB_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "documents", "fingerprint",
     "load_corpus", "of_split",
 ]  # fmt: skip
 
@@ -94,15 +94,6 @@ def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
     if isinstance(corpus, HubCorpus):
         return texts(corpus, split, seed, corpus.packing == "joined")
     return bundled.documents(name, split, seed) if corpus is None else local_documents(corpus, split, seed)
-
-
-def check_corpus(name: str, split: str) -> str:
-    """The first text of a corpus, which shows that it can be reached. Raises what ``load_corpus`` would."""
-    _check_apart(name)
-    text = next((text for text in documents(name, split) if text.strip()), None)
-    if text is None:
-        raise DataError(f"corpus {name!r} has no text in its {split} split: name a larger one")
-    return text
 
 
 def of_split(name: str, split: str) -> str:
