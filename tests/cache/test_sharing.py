@@ -22,7 +22,8 @@ def test_the_card_names_model_text_bits_and_losses(llama, compressor, tmp_path):
     compressor.save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.library_name == "vqkv"
-    for part in ("random tokens", "384 tokens", "num_quantizers=2", "| bits a value, without side information | 1.5 |", "nats"):
+    bits = "| bits a value, without side information | 1.5 |"
+    for part in ("random tokens", "384 tokens", "num_quantizers=2", bits, "nats"):
         assert part in card.text, part
     row = Compressor.from_pretrained(tmp_path).notes["measured"]
     assert f"| {row['kl_mean']:.4g} |" in card.text
