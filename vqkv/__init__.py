@@ -11,6 +11,7 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 if TYPE_CHECKING:
     from vqkv.cache.compressed import CompressedCache
     from vqkv.cache.compressor import Compressor
+    from vqkv.cache.generating import compressed
     from vqkv.calibration.calibrate import calibrate
     from vqkv.data.corpus import load_corpus
     from vqkv.evaluation.capacity import capacity
@@ -24,8 +25,9 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 _MODULES = {  # imported when the name is first asked for: torch and transformers take seconds
     "CompressedCache": "cache.compressed", "Compressor": "cache.compressor", "calibrate": "calibration.calibrate",
-    "capacity": "evaluation.capacity", "capture": "models.capture", "evaluate": "evaluation.evaluate",
-    "load_corpus": "data.corpus", "load_model": "models.load", "recommend": "evaluation.recommend",
+    "capacity": "evaluation.capacity", "capture": "models.capture", "compressed": "cache.generating",
+    "evaluate": "evaluation.evaluate", "load_corpus": "data.corpus", "load_model": "models.load",
+    "recommend": "evaluation.recommend",
 }  # fmt: skip
 _PACKAGES = ("cache", "calibration", "codecs", "data", "evaluation", "kernels", "models", "presets", "runtime")
 
@@ -36,7 +38,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 __all__ = [
     "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
-    "evaluate", "load_corpus", "load_model", "recommend",
+    "compressed", "evaluate", "load_corpus", "load_model", "recommend",
 ]  # fmt: skip
 
 

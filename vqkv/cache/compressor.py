@@ -5,12 +5,16 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from vqkv.cache.card import model_card
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
@@ -23,10 +27,11 @@ from vqkv.kernels.derived import tables_of
 from vqkv.models.load import difference
 from vqkv.models.plain import plain
 from vqkv.runtime.checks import whole_blocks
-from vqkv.runtime.files import claim, load_checked, save_checked, tensors_sha256
+from vqkv.runtime.files import claim, load_checked, replacing, save_checked, tensors_sha256
 
 FORMAT, VERSION = "vqkv-compressor", 3
 FILE = "compressor.safetensors"
+REMEDY = "save a compressor with compressor.save_pretrained(...)"
 
 
 class Compressor:
@@ -140,14 +145,25 @@ class Compressor:
             )
 
     def save_pretrained(self, folder) -> None:
-        """Write ``compressor.safetensors`` into ``folder``; an older one stays until it is whole. Raises
-        ``FormatError`` if ``folder`` is a file."""
+        """Write ``compressor.safetensors`` and a model card, ``README.md``, into ``folder``; older ones stay until the
+        new ones are complete. ``notes["measured"]``, a row of ``evaluate``, goes into the card. Raises ``FormatError``
+        if ``folder`` is a file."""
         folder = Path(folder)
         if folder.is_file():
             raise FormatError(f"{folder} is a file: name a folder for the compressor")
         folder.mkdir(parents=True, exist_ok=True)
         about, own = self._saved()
         save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
+        with replacing(folder / "README.md") as file:
+            file.write(str(model_card(self)).encode())
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address."""
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
 
     def _saved(self) -> tuple[dict, dict[str, Tensor]]:
         about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
@@ -159,10 +175,17 @@ class Compressor:
         return self._restored, (json.dumps(about), save(own))
 
     @classmethod
-    def from_pretrained(cls, folder) -> "Compressor":
-        """Load what ``save_pretrained`` wrote. Raises ``FormatError`` for anything missing, cut or altered."""
-        remedy = "save a compressor with compressor.save_pretrained(...)"
-        return cls._of(*load_checked(Path(folder) / FILE, FORMAT, VERSION, remedy))
+    def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
+        """Load what ``save_pretrained`` wrote, from a folder, or from a name on the hub ("owner/name"). Raises
+        ``FormatError`` for anything missing, cut or altered, or a hub that cannot be reached."""
+        path = Path(folder) / FILE
+        if not Path(folder).exists():
+            try:
+                path = Path(hf_hub_download(str(folder), FILE, revision=revision, token=token))
+            except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+                reason = str(error).strip().split("\n")[0][:200]
+                raise FormatError(f"{folder} is no folder, and not on the hub ({reason}): {REMEDY}") from error
+        return cls._of(*load_checked(path, FORMAT, VERSION, REMEDY))
 
     @classmethod
     def _restored(cls, about: str, tensors: bytes) -> "Compressor":
