@@ -67,9 +67,9 @@ def test_evaluate_prints_one_json_row(saved):
         (["calibrate", "vqkv/llama-mni", "x"], "Did you mean 'vqkv/llama-mini'"),
         (["calibrate", "vqkv/llama-mini", "x", "--preset", "vqlm"], "Did you mean 'vqllm'"),
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebooksize=2"], "codebook_size"),
-        (["calibrate", "vqkv/llama-mini", "x", "-p", "codebook_size"], "write name=value"),
+        (["calibrate", "vqkv/llama-mini", "x", "-p", "codebook_size"], "name=value"),
         (["calibrate", "vqkv/llama-mini", __file__], "is a file"),
-        (["inspect", "nowhere"], "nowhere is not there"),
+        (["inspect", "nowhere"], "nowhere is missing"),
         (["inspect", "."], "compressor.safetensors is missing"),
     ],
 )

@@ -39,7 +39,7 @@ def test_the_studys_driver_imports_nothing_that_only_pages_need():
 
 
 def test_functions_win_on_modules_of_their_name_and_every_name_is_there():
-    script = "import vqkv.calibration.calibrate, vqkv.evaluation.capacity, vqkv.models.capture, vqkv\n"
+    script = "import vqkv.calibration.calibrate, vqkv.evaluation.evaluate, vqkv.models.capture, vqkv\n"
     script += "from vqkv import *\nassert all(callable(getattr(vqkv, n)) and n in dir(vqkv) for n in vqkv.__all__)\n"
     script += "assert calibrate is vqkv.calibrate and vqkv.presets.make and vqkv.capture.__name__ == 'capture'"
     assert imported(script, "torch") == ["torch"]

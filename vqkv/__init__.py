@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from vqkv.cache.generating import compressed
     from vqkv.calibration.calibrate import calibrate
     from vqkv.data.corpus import load_corpus
-    from vqkv.evaluation.capacity import capacity
     from vqkv.evaluation.evaluate import evaluate
-    from vqkv.evaluation.recommend import recommend
+    from vqkv.evaluation.recommend import capacity, recommend
     from vqkv.models.capture import capture
     from vqkv.models.load import load_model
 
@@ -25,7 +24,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 _MODULES = {  # imported when the name is first asked for: torch and transformers take seconds
     "CompressedCache": "cache.compressed", "Compressor": "cache.compressor", "calibrate": "calibration.calibrate",
-    "capacity": "evaluation.capacity", "capture": "models.capture", "compressed": "cache.generating",
+    "capacity": "evaluation.recommend", "capture": "models.capture", "compressed": "cache.generating",
     "evaluate": "evaluation.evaluate", "load_corpus": "data.corpus", "load_model": "models.load",
     "recommend": "evaluation.recommend",
 }  # fmt: skip

@@ -9,9 +9,9 @@ from projections import kv_sources
 
 from vqkv import DataError, calibrate, presets
 from vqkv.calibration.costs import cost_curves, fisher_metrics
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.load import describe
+from vqkv.models.metrics import token_kl
 
 TOKENS = torch.randint(1, 4096, (8, 40), generator=torch.Generator().manual_seed(0))
 SINKS, BLOCK = 2, 4

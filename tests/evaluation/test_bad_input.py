@@ -40,13 +40,10 @@ def compressor(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_size": 48}, "leaves none of 48 tokens"),  # would read no packed history and look perfect
-        ({"chunk_size": 0}, "chunk_size 0"),
+        ({"chunk_size": 48}, "chunk_size 48 .* from 1 to 47"),  # would read no packed history and look perfect
         ({"batch_size": 0}, "batch_size 0"),
-        ({"protocol": "snapshot", "prompt_len": 0}, "prompt_len 0"),
         ({"protocol": "snapshot", "prompt_len": 47}, "prompt_len 47"),
-        ({"protocol": "snapshot", "step_size": 0}, "step_size 0"),
-        ({"answers": torch.zeros(4, 48, dtype=torch.bool)}, "booleans"),
+        ({"answers": torch.zeros(4, 48, dtype=torch.bool)}, "nothing is left to score"),
         ({"tokens": TOKENS.int()}, "int64"),
         ({"tokens": TOKENS + 4096}, "the model knows 0 to 4095"),
     ],
@@ -128,10 +125,6 @@ def test_local_text_has_two_splits_and_many_windows(tmp_path):
 
 
 def test_arguments_of_presets_are_checked():
-    with pytest.raises(DataError, match="must be float"):
-        presets.make("vqllm", decay="fast")
-    with pytest.raises(UnknownNameError, match="Did you mean 'codebook_size'"):
-        presets.make("vqllm", codebooksize=3)
     with pytest.raises(DataError, match="flush_block 0"):
         presets.Preset("x", Fp16, Fp16, flush_block=0)
     with pytest.raises(DataError, match="pre_rope 0"):

@@ -16,8 +16,8 @@ from vqkv.cache.store import ForwardPass
 from vqkv.codecs.predictive import Known
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
+from vqkv.models.metrics import token_kl
 from vqkv.study import metrics
 from vqkv.study.experiments.phenomena import noise_floor
 
@@ -138,11 +138,9 @@ def test_bootstrap_interval_is_scipys(count):
     assert bootstrap_interval(x) == pytest.approx((made.low, made.high), rel=1e-12)  # which rounds in another order
 
 
-def test_unknown_protocol_and_tokens_too_few_or_too_many(mini, one_bit, tokens):
+def test_unknown_protocol_and_tokens_too_many(mini, one_bit, tokens):
     with pytest.raises(UnknownNameError, match="Did you mean 'chunked'"):
         evaluate(mini[0], one_bit, tokens, "chunkd")
-    with pytest.raises(DataError, match="at least 3 tokens"):
-        evaluate(mini[0], one_bit, tokens[:, :2])
     with pytest.raises(DataError, match="windows of 1025 tokens, but the model has 1024 positions"):
         evaluate(mini[0], one_bit, torch.ones(1, 1025, dtype=torch.int64))
     with pytest.raises(DataError, match="calibrate"):
@@ -196,7 +194,6 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
 
 def test_in_place_with_less_than_a_block_reads_nothing_packed(mini, tokens):
     compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)
-    assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0
     with pytest.raises(DataError, match="no packed token was read"):
         evaluate(mini[0], compressor, tokens[:, :60], "in_place", reconstruction=False)
 

@@ -1,32 +1,34 @@
-"""The model of lm_eval answers what the model answers when it reads that cache, whatever shares its batch."""
+"""The model of lm_eval answers what the model answers when it reads that cache; suites, on data of the real layout."""
 
+import json
 import math
 from functools import cache
 
+import datasets
+import leaderboard_data
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from small_models import load
-from transformers import AutoTokenizer
+from small_models import COMMON, load
+from transformers import LlamaConfig
+from typer.testing import CliRunner
 
-from vqkv import presets
+from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model, presets
 from vqkv.cache.meter import total
-from vqkv.calibration.calibrate import calibrate
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.evaluation.harness import VqkvLM, entries, run_tasks
-from vqkv.evaluation.harness.model import PROTOCOLS, Tally
-from vqkv.evaluation.harness.tasks import manager
-from vqkv.models.load import load_model, values_per_token
+from vqkv.cli import app
+from vqkv.data.recall import recall_questions
+from vqkv.evaluation import harness
+from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, run_tasks
+from vqkv.models.load import values_per_token
 from vqkv.study.peers import TransformersQuantized
 
 ROUNDED = {"atol": 1e-9, "rtol": 1e-6}  # fp32, which some processors sum differently in larger batches
 PRESETS = {
     "vqllm": presets.vqllm(num_quantizers=2, codebook_size=16, group_size=16),
     "kivi": presets.kivi(bits=2, group_size=16, recent_window=16),  # packs blocks of tokens
-    "aqua": presets.aqua(
-        presets.quanto(bits=2, group_size=32), recent_window=8
-    ),  # layers read each other; sinks and a window
+    # layers read each other; sinks and a window
+    "aqua": presets.aqua(presets.quanto(bits=2, group_size=32), recent_window=8),
 }
 LENGTHS = [(5, 3), (40, 2), (41, 9), (70, 1), (33, 33), (12, 4), (64, 1), (20, 50)]  # (context, continuation)
 
@@ -35,11 +37,6 @@ LENGTHS = [(5, 3), (40, 2), (41, 9), (70, 1), (33, 33), (12, 4), (64, 1), (20, 5
 def model(request, tmp_path_factory):
     """In fp64: in fp32, rounding that depends on the shape of a batch now and then turns a code over."""
     return load(request.param, tmp_path_factory.mktemp(request.param)).double()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(load_model("vqkv/llama-mini")[1].name_or_path)
 
 
 def tokens(shape, seed=0):
@@ -76,33 +73,25 @@ def by_hand(model, compressor, protocol, context, continuation, chunk=32):
     return scores.gather(1, torch.tensor(continuation)[:, None]).sum().item()
 
 
-def documents(task, limit):
-    """What lm_eval asks of a task's first documents."""
-    (found,) = manager(task, {}).load([task])["tasks"].values()
-    found.set_config("num_fewshot", 0)
-    found.build_all_requests(limit=limit, rank=0, world_size=1)
-    return found.instances
+# The model
 
 
 @pytest.mark.parametrize("name", ["vqkv/llama-mini", "vqkv/gpt2-mini"])
-def test_uncompressed_is_hflm_on_the_local_tasks(name):
+def test_uncompressed_is_hflm(name):
     model, tokenizer = load_model(name)
-    asked = [instance for entry in entries("local") for instance in documents(entry.task, 1)]
+    (asked,) = recall_questions(tokenizer, 16, 1)
+    scored = [Instance("loglikelihood", {}, (asked["context"], choice), 0) for choice in asked["choices"]]
+    continued = [Instance("generate_until", {}, (asked["context"], {"until": ["\n"], "max_gen_toks": 8}), 0)]
+    rolling = [Instance("loglikelihood_rolling", {}, (asked["context"],), 0)]
     theirs = HFLM(model, tokenizer=tokenizer, batch_size=3)
-    scored = [x for x in asked if x.request_type == "loglikelihood"]
-    continued = [x for x in asked if x.request_type == "generate_until"]
-    rolling = [Instance("loglikelihood_rolling", {}, (x.args[0],), 0) for x in scored[:2]]
-    expected = theirs.loglikelihood(scored, disable_tqdm=True)
-    written = theirs.generate_until(continued, disable_tqdm=True)
-    whole = theirs.loglikelihood_rolling(rolling, disable_tqdm=True)
+    expected, written = theirs.loglikelihood(scored), theirs.generate_until(continued)
     for protocol in PROTOCOLS:
-        ours = VqkvLM(model, None, protocol, tokenizer=tokenizer)
-        found = ours.loglikelihood(scored, disable_tqdm=True)
-        assert max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True)) < 1e-4
+        ours = CompressedLM(model, tokenizer, None, protocol)
+        found = ours.loglikelihood(scored)
+        assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-        assert ours.generate_until(continued, disable_tqdm=True) == written
-        pairs = zip(ours.loglikelihood_rolling(rolling), whole, strict=True)
-        assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+        assert ours.generate_until(continued) == written
+        assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), rel=1e-6)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -110,11 +99,11 @@ def test_uncompressed_is_hflm_on_the_local_tasks(name):
 def test_answers_are_those_of_each_text_alone(model, tokenizer, name, protocol):
     fitted, asked = compressor(model, name), requests()
     expected = torch.tensor([by_hand(model, fitted, protocol, *pair) for _, *pair in asked], dtype=torch.float64)
-    lm = VqkvLM(model, fitted, protocol, tokenizer=tokenizer)
+    lm = CompressedLM(model, tokenizer, fitted, protocol)
     torch.testing.assert_close(answers(lm, asked), expected, **ROUNDED)
-    exact = answers(VqkvLM(model, None, protocol, tokenizer=tokenizer), asked)
+    exact = answers(CompressedLM(model, tokenizer, None, protocol), asked)
     assert (exact - expected).abs().max() > 1e-4  # the cache was read
-    assert {each.batch_size for each in lm.tally.reports} == {1}
+    assert {each.batch_size for each in lm.reports} == {1}
 
 
 def test_a_prompt_goes_in_by_pieces(model, tokenizer):
@@ -123,61 +112,106 @@ def test_a_prompt_goes_in_by_pieces(model, tokenizer):
     with torch.no_grad():
         for piece in prompt.split(32, dim=1):
             logits = model(piece, past_key_values=cache, use_cache=True).logits[:, -1]
-    lm = VqkvLM(model, fitted, tokenizer=tokenizer)
+    lm = CompressedLM(model, tokenizer, fitted)
     out = lm._model_generate(prompt, 71, [], attention_mask=torch.ones_like(prompt))
     assert out.shape == (1, 71) and out[0, :70].equal(prompt[0]) and out[0, -1] == logits.argmax()
-    assert total(lm.tally.reports).values == 70 * values_per_token(fitted.model)
+    assert total(lm.reports).values == 70 * values_per_token(fitted.model)
 
 
 def test_a_peer_reads_one_text_at_a_time(model, tokenizer):
     peer, asked = TransformersQuantized("hqq", nbits=4, q_group_size=16, residual_length=16, axis_key=1), requests()[:9]
     alone = torch.tensor([by_hand(model, peer, "chunked", *pair) for _, *pair in asked], dtype=torch.float64)
-    lm = VqkvLM(model, peer, tokenizer=tokenizer)
-    torch.testing.assert_close(answers(lm, asked), alone, **ROUNDED)
-    assert {report.batch_size for report in lm.tally.reports} == {1}
+    torch.testing.assert_close(answers(CompressedLM(model, tokenizer, peer), asked), alone, **ROUNDED)
     with pytest.raises(DataError, match="in-place"):
-        VqkvLM(model, peer, "in_place", tokenizer=tokenizer)
+        CompressedLM(model, tokenizer, peer, "in_place")
 
 
-def test_records_say_what_was_compressed_and_how_far(model, tokenizer):
-    lm = VqkvLM(model, compressor(model, "vqllm"), tokenizer=tokenizer, max_length=60)
+def test_rows_say_how_far_caches_were_compressed(model, tokenizer):
+    lm = CompressedLM(model, tokenizer, compressor(model, "vqllm"), max_length=60)
     answers(lm, requests())
-    about = lm.get_model_info()
-    assert about["compressor"] == "vqllm" and about["protocol"] == "chunked"
+    about = lm.measured()
     assert about["bits_per_value"] == pytest.approx(2 * 4 / 16 + 16 / 32)
     assert 0 < about["packed_share"] < 1 and about["ratio"] > 10
-    assert math.isnan(Tally().as_dict()["bits_per_value"])
-
-
-def test_bytes_of_the_uncompressed_cache_are_those_it_has(model, tokenizer):
-    lm = VqkvLM(model, tokenizer=tokenizer)
-    answers(lm, requests())
-    about = lm.tally.as_dict()
-    assert (about["bits_per_value"], about["ratio"], about["packed_share"]) == (64, 0.25, 0)
-    short = VqkvLM(model, compressor(model, "vqllm"), tokenizer=tokenizer)
+    exact = CompressedLM(model, tokenizer)
+    assert math.isnan(exact.measured()["bits_per_value"])
+    answers(exact, requests())
+    assert exact.measured() == {"bits_per_value": 64, "ratio": 0.25, "side_bytes": 0, "packed_share": 0}
+    short = CompressedLM(model, tokenizer, compressor(model, "vqllm"))
     answers(short, [(None, [1, 2, 3], [4, 5])])
-    assert short.tally.read == 4 and short.tally.read_packed == 0
+    assert short.read == 4 and short.read_packed == 0
 
 
-def test_bad_arguments(model, tokenizer, tmp_path):
-    fitted = compressor(model, "vqllm")
-    for wrong, error, words in (
-        ({"protocol": "snapshot"}, UnknownNameError, "in_place"),
-        ({"chunk_size": 0}, DataError, "chunk_size 0"),
-        ({"max_lenght": 5}, UnknownNameError, "max_length"),
-        ({"compresor": "folder"}, UnknownNameError, "Did you mean 'compressor'"),
-        ({"tokenizer": None}, DataError, "tokenizer"),
-        ({"compressor": str(tmp_path)}, FormatError, "no vqkv-compressor"),
-    ):
-        with pytest.raises(error, match=words):
-            VqkvLM(model, **{"compressor": fitted, "tokenizer": tokenizer} | wrong)
+def test_bad_arguments(model, tokenizer):
+    with pytest.raises(UnknownNameError, match="in_place"):
+        CompressedLM(model, tokenizer, None, "snapshot")
     with pytest.raises(FormatError, match="fitted to"):
-        VqkvLM("vqkv/llama-mini", fitted)
-    with pytest.raises(UnknownNameError, match="llama-mini"):
-        VqkvLM("vqkv/lama-mini")
+        CompressedLM(load_model("vqkv/llama-mini")[0], tokenizer, compressor(model, "vqllm"))
 
 
-@pytest.mark.parametrize("count", [{"limit": 0}, {"limit": -3}, {"limit": "x"}, {"num_fewshot": -2}])
-def test_counts_of_documents_and_shots(model, tokenizer, count):
-    with pytest.raises(DataError, match=f"{next(iter(count))} .* must be an integer"):
-        run_tasks(model, tokenizer, None, "vqkv_recall_16", **count)
+# The tasks
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A random model with room for 25 examples, its tokenizer and a compressor."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = load("llama", folder, config=LlamaConfig(**COMMON | {"max_position_embeddings": 4096}))
+    return model, load_model(str(folder))[1], compressor(model, "vqllm")
+
+
+def test_lm_eval_knows_every_name():
+    assert harness._spelt_out([*SUITES, "boolq"], "{}").keys() >= {"boolq", "niah_single_1", *LOCAL}
+    assert len(SUITES["longbench"]) == 14 and len(SUITES["old-leaderboard"]) == 6
+    with pytest.raises(UnknownNameError, match="'arc_chalenge'. Did you mean 'arc_challenge'") as error:
+        harness._spelt_out("arc_chalenge", "{}")
+    assert len(str(error.value)) < 400
+
+
+def test_the_real_leaderboard_tasks(small, tmp_path, monkeypatch):
+    leaderboard_data.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
+    shots = SUITES["old-leaderboard"] | {"mmlu_anatomy": 5}
+    del shots["mmlu"]  # a group of 57 of these
+    monkeypatch.setitem(SUITES, "small", shots)
+    rows = run_tasks(*small, ["small", "wikitext"], limit=1, max_length=1300)
+    assert {row["task"]: row["num_fewshot"] for row in rows} == shots | {"wikitext": 0}
+    metrics = {task: {row["metric"] for row in rows if row["task"] == task} for task in shots}
+    assert all({"acc", "acc_norm"} <= metrics[task] for task in ("arc_challenge", "hellaswag"))
+    assert {row["filter"] for row in rows if row["task"] == "gsm8k"} == {"strict-match", "flexible-extract"}
+    assert {row["metric"] for row in rows if row["task"] == "wikitext"} >= {"word_perplexity", "bits_per_byte"}
+    assert all(row["n"] == 1 for row in rows)
+    assert all(row["bits_per_value"] == pytest.approx(1) and row["packed_share"] > 0.4 for row in rows)
+
+
+def test_data_out_of_reach_is_named_with_a_remedy(small):
+    with pytest.raises(DataError, match=r"'hellaswag': .*Rowan/hellaswag.*hf download"):
+        run_tasks(*small, "hellaswag", limit=1)
+
+
+def test_local_tasks_are_the_same_each_time(small, capfd):
+    first = run_tasks(*small, limit=2)
+    assert run_tasks(*small, limit=2) == first and capfd.readouterr().out == ""
+    assert {row["task"] for row in first} == LOCAL.keys()
+    assert all(row["n"] == 2 and 0 <= row["value"] <= 1 and row["num_fewshot"] == 0 for row in first)
+
+
+@pytest.mark.parametrize("distance", [16, 64, 256])
+def test_values_stand_at_their_distance(mini, distance):
+    tokenizer, back = mini[1], 3 * round(distance / 3)  # whole lines of a key, its value and a newline
+    for row in recall_questions(tokenizer, distance, 20):
+        ids = tokenizer(row["context"] + row["choices"][row["answer"]])["input_ids"]
+        assert ids[-2:] == ids[-2 - back : -back] and ids[:-1].count(ids[-1]) - ids[:-1:3].count(ids[-1]) == 1
+        assert len(ids) <= 1024
+        assert len(set(row["choices"])) == 4 and all(row["context"].count(f"{x}\n") == 1 for x in row["choices"])
+
+
+def test_tasks_command(small, tmp_path):
+    model, _, fitted = small
+    fitted.save_pretrained(tmp_path)
+    arguments = ["tasks", model.vqkv_name, "--compressor", str(tmp_path), "-t", "vqkv_recall_16", "--limit", "2"]
+    found = CliRunner().invoke(app, arguments)
+    (row,) = json.loads(found.stdout)
+    assert row["task"] == "vqkv_recall_16" and row["n"] == 2 and row["bits_per_value"] == pytest.approx(1)
+    found = CliRunner().invoke(app, [*arguments, "--protocol", "snapshot"])
+    assert found.exit_code == 2 and "in_place" in found.stderr and "Traceback" not in found.stderr

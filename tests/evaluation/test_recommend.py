@@ -1,7 +1,6 @@
 """What ``recommend`` says, against caches that are filled, and against the tables that its losses come from."""
 
 import dataclasses
-import math
 
 import pandas as pd
 import pytest
@@ -82,7 +81,7 @@ def test_what_is_scaled_is_what_was_measured():
 
 def test_a_step_needs_more_the_more_layers_are_read_for_one():
     model, _ = load_model("vqkv/llama-mini")
-    known = {each.system: each.needed.working for each in candidates(model, 1 << 20)}
+    known = {name: needed.working for tokens in (1, 1 << 20) for name, _, needed, _ in candidates(model, tokens)}
     assert known["kvtc 2"] > known["best-long 1.8"] == known["aqua higgs 2"] > known["best-short 1.8"]
 
 
@@ -101,12 +100,11 @@ def test_of_equal_bytes_the_exact_one_is_recommended():
 
 def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
     assert table["bits_all_told"].is_monotonic_increasing and table.loc[BASELINE, "bits_all_told"] == 16
-    assert not table.loc[table["longest"] < 32768, "recommended"].any()
-    table = table[table["longest"] >= 32768]
-    losses = table[["kl"]]
-    for place, (_, row) in enumerate(losses.iterrows()):
-        beaten = (losses.iloc[:place] <= row).all(axis=1).any()
-        assert table["recommended"].iloc[place] == (not beaten)
+    fits = table["longest"] >= 32768
+    assert not table.loc[~fits, "recommended"].any()
+    losses = table.loc[fits, "kl"].tolist()
+    beaten = [any(other <= loss for other in losses[:place]) for place, loss in enumerate(losses)]
+    assert table.loc[fits, "recommended"].tolist() == [not each for each in beaten]
 
 
 def test_limits_leave_out_what_does_not_fit(table):
@@ -139,9 +137,6 @@ def test_break_even_is_where_the_cache_gets_smaller(block, side, tokens):
     [
         ({"context": 0}, "context"),
         ({"batch_size": 1.5}, "batch_size"),
-        ({"memory_gb": -1}, "memory_gb -1 must be a number above 0"),
-        ({"memory_gb": 1e300}, "memory_gb 1e.300 must be a number above 0 and below"),
-        ({"ms_per_token": math.nan}, "ms_per_token nan must be"),
         ({"model_or_config": "no/such/model"}, "config of 'no/such/model' cannot be reached"),
         ({"model_or_config": "mistralai/Mistral-7B-v0.1"}, "sliding window"),
     ],

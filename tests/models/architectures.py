@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vqkv import DataError, calibrate, presets
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.layers import kv_layers
+from vqkv.models.metrics import token_kl
 from vqkv.models.rope import rotations
 
 README = Path(__file__).parents[2] / "vqkv" / "models" / "README.md"

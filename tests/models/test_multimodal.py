@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from vqkv import calibrate, presets
-from vqkv.evaluation.metrics import token_kl
+from vqkv.models.metrics import token_kl
 
 IMAGE = 5  # token id
 TOKENS = torch.randint(6, 100, (16, 40), generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import vqkv
-from vqkv.evaluation.metrics import token_nll
 from vqkv.models.load import BUNDLED, describe
+from vqkv.models.metrics import token_nll
 from vqkv.reference import data as data_module
 from vqkv.reference import measure, rows, train
 from vqkv.reference.data import token_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vqkv.codecs.learning.kmeans import KMeans
-from vqkv.evaluation.metrics import top1_agreement, top2_agreement
+from vqkv.models.metrics import top1_agreement, top2_agreement
 from vqkv.study import experiments
 from vqkv.study.experiments import product_codes, sequences
 

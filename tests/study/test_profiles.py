@@ -6,7 +6,7 @@ import small_models
 from transformers import AutoConfig
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
-from vqkv.evaluation.capacity import architecture
+from vqkv.evaluation.footprint import architecture
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.study.driver import Study
 from vqkv.study.experiments.audit.shapes import CONFIGS

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.runtime.registry import parse_assignments
 from vqkv.study import driver as study
 from vqkv.study import pages
 from vqkv.study.pages import strip, written
@@ -114,7 +115,7 @@ def test_selection(root):
     [("rate=1", 1.0), ("rate=1e-3", 0.001), ("sizes=[3]", [3]), ("name=b", "b"), ("steps=4", 4), ("say=[1]", [1])],
 )
 def test_parameters_are_literals_of_the_default_s_type(root, given, taken):
-    (injected,) = study.Study(root, parameters=pages.parse_assignments([given])).injected.values()
+    (injected,) = study.Study(root, parameters=parse_assignments([given])).injected.values()
     assert list(injected.values()) == [taken] and type(next(iter(injected.values()))) is type(taken)
 
 
@@ -127,7 +128,7 @@ def test_parameters_are_literals_of_the_default_s_type(root, given, taken):
 )  # fmt: skip
 def test_parameters_of_another_kind_or_name_are_rejected(root, given, error, message):
     with pytest.raises(error, match=message):
-        study.Study(root, parameters=pages.parse_assignments([given]))
+        study.Study(root, parameters=parse_assignments([given]))
 
 
 @pytest.mark.parametrize(

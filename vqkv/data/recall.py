@@ -9,6 +9,8 @@ import torch
 from vqkv.errors import DataError
 
 VOCABULARY = 128  # keys, and values: chance is 1 in 128; the earliest tokens of a BPE vocabulary are its most frequent
+CHOICES = 4  # of a question
+EARLIER = 8
 WORD = re.compile(r"^[a-z]{3,9}$")
 
 
@@ -65,6 +67,24 @@ class RecallTask:
                 tokens, distance = tokens + text, distance + [0] * len(text)
             rng.shuffle(order)
         return tokens, distance
+
+
+def recall_questions(tokenizer, distance: int, num_docs: int) -> list[dict]:
+    """Write the same questions each time: ``context`` (lines of a key and its value, then one of the keys), ``choices``
+    (its value and those of three other keys) and ``answer``, the right one's place. A value stands ``distance`` tokens
+    before its answer, as nearly as whole lines allow; ``EARLIER`` pairs at most stand before it."""
+    task, rng = RecallTask(tokenizer), random.Random(f"recall/{distance}")
+    keys, values = ([tokenizer.decode([word]) for word in half] for half in (task.keys, task.values))
+    later, newline, rows = round(distance / task.line) - 1, tokenizer.decode(task.newline), []
+    for _ in range(num_docs):
+        pairs = later + 1 + rng.randrange(EARLIER + 1)
+        listed, told = rng.sample(keys, pairs), rng.sample(values, pairs)
+        asked = pairs - 1 - later
+        lines = "".join(f"{key}{value}{newline}" for key, value in zip(listed, told, strict=True))
+        choices = [told[asked], *rng.sample([value for value in told if value != told[asked]], CHOICES - 1)]
+        rng.shuffle(choices)
+        rows.append({"context": lines + listed[asked], "choices": choices, "answer": choices.index(told[asked])})
+    return rows
 
 
 def single_token_words(tokenizer) -> list[int]:

@@ -1,24 +1,26 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from vqkv.cache.meter import total
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
-from vqkv.evaluation.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.models.capture import check_batch_size, check_tokens
 from vqkv.models.layers import kv_layers, max_positions
+from vqkv.models.metrics import token_kl, token_nll, top1_agreement, top2_agreement
+from vqkv.runtime.checks import check_whole
 
 PROTOCOLS = ("in_place", "chunked", "snapshot")
-MEASURED = ("packed_bytes", "packed_values", "dynamic_values", "cache_bytes", "seq_len", "side_bytes")  # of a report
 ROLES_MSE = ("key_mse", "value_mse")
 TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
-Sums = dict[str, Tensor]  # what one batch adds to a row
+Sums = dict[str, Any]  # what one batch adds to a row: tensors and the byte meter's report
 NOTHING_LEFT = (
     "nothing is left to score behind the tokens that read nothing packed: use longer sequences, or a smaller window or "
     "flush block"
@@ -57,20 +59,19 @@ def evaluate(
     MSE of K, V and attention output; the byte meter's numbers; how many tokens of a sequence were scored, and how many
     exact tokens (its own piece's included) such a token saw on average.
 
-    Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score,
-    or too few for any packed token to be read.
+    Raises ``UnknownNameError`` for another protocol, ``DataError`` for tokens too short to score, or too few for any
+    packed token to be read.
     """
     exact = ExactPass(model) if exact is None else exact
     model = exact.model if model is exact.given else model
-    _check_arguments(model, compressor, tokens, protocol, answers, exact)
+    _check_arguments(model, compressor, tokens, protocol, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
     check_batch_size(batch_size)
     pieces = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     marked = [None] * len(tokens) if answers is None else answers.split(batch_size)
     measure = partial(_measured, exact, compressor, protocol, *pieces, reconstruction)
-    totals = [measure(*batch) for batch in zip(tokens.split(batch_size), marked)]
-    return _row(protocol, totals, per_sequence)
+    return _row(protocol, [measure(*batch) for batch in zip(tokens.split(batch_size), marked)], per_sequence)
 
 
 def _measured(exact, compressor, protocol, pieces, start, reconstruction: bool, batch, marks) -> Sums:
@@ -82,29 +83,14 @@ def _measured(exact, compressor, protocol, pieces, start, reconstruction: bool, 
     return sums | (_reconstruction(exact, compressor, batch) if reconstruction else {})
 
 
-def _row(protocol: str, totals: list[Sums], per_sequence: bool) -> dict:
-    recall = tuple(name for name in ("recall", "recall_exact") if name in totals[0])
-    if recall and not any(len(batch["recall"]) for batch in totals):
-        raise DataError(NOTHING_LEFT)
-    row = {"protocol": protocol, **_summary(totals)}
-    if per_sequence:
-        names = ("kl", "top1", "top2", *recall)
-        row |= {f"{name}_each": torch.cat([batch[name] for batch in totals]).tolist() for name in names}
-    return row | (_mean_ratios(totals, *ROLES_MSE) if ROLES_MSE[0] in totals[0] else {})
-
-
-def _check_arguments(model, compressor, tokens: Tensor, protocol: str, answers: Tensor | None, exact) -> None:
+def _check_arguments(model, compressor, tokens: Tensor, protocol: str, exact: ExactPass) -> None:
     if protocol not in PROTOCOLS:
         raise UnknownNameError("protocol", protocol, PROTOCOLS)
     if not hasattr(compressor, "new_cache"):
         raise DataError(f"{type(compressor).__name__} stores nothing yet: vqkv.calibrate(model, text, preset) fits one")
     check_tokens(model, tokens)
-    if tokens.shape[1] < 3:
-        raise DataError(f"tokens of shape {tuple(tokens.shape)}: need at least 3 tokens each")
     if (longest := max_positions(model)) < tokens.shape[1]:
         raise DataError(f"windows of {tokens.shape[1]} tokens, but the model has {longest} positions: use shorter ones")
-    if answers is not None and (answers.dtype is not torch.bool or answers.shape != tokens.shape or not answers.any()):
-        raise DataError(f"answers must be booleans of shape {tuple(tokens.shape)}, some of them True")
     if exact.model is not model:
         raise DataError("exact= is an ExactPass of another model: make one of this")
 
@@ -169,20 +155,16 @@ def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None
     if protocol == "in_place":
         return [seq_len], 0
     if protocol == "chunked":
-        if type(chunk_size) is not int or not 0 < chunk_size < seq_len:
-            raise DataError(
-                f"chunk_size {chunk_size} leaves none of {seq_len} tokens that reads packed history: "
-                f"use 1 to {seq_len - 1}"
-            )
-        whole, rest = divmod(seq_len, chunk_size)
-        return [chunk_size] * whole + [rest] * (rest > 0), 0
+        check_whole("chunk_size", chunk_size, 1, seq_len - 1)  # a single piece reads no packed history
+        return _steps(seq_len, chunk_size), 0
     prompt_len = seq_len * 3 // 4 if prompt_len is None else prompt_len
-    if type(prompt_len) is not int or not 0 < prompt_len < seq_len - 1:
-        raise DataError(f"prompt_len {prompt_len} must leave at least two of the {seq_len} tokens to decode")
-    if type(step_size) is not int or step_size < 1:
-        raise DataError(f"step_size {step_size!r} must be a positive integer")
-    whole, rest = divmod(seq_len - prompt_len, step_size)
-    return [prompt_len] + [step_size] * whole + [rest] * (rest > 0), prompt_len
+    check_whole("prompt_len", prompt_len, 1, seq_len - 2)
+    check_whole("step_size", step_size, 1, seq_len)
+    return [prompt_len, *_steps(seq_len - prompt_len, step_size)], prompt_len
+
+
+def _steps(tokens: int, size: int) -> list[int]:
+    return [min(size, tokens - start) for start in range(0, tokens, size)]
 
 
 def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Sums:
@@ -210,7 +192,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
                 for layer in exact_attention
             ]
         ),
-        "report": torch.tensor([getattr(cache.report(), name) for name in MEASURED] + [targets.shape[1]]),
+        "scored_tokens": torch.full((len(tokens),), targets.shape[1]),
+        "report": cache.report(),
     }
     if answers is not None:
         marked = answers[:, start + 1 :]
@@ -247,30 +230,34 @@ def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Te
     return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 
 
-def _summary(batches: list[Sums]) -> dict:
-    kept_apart = ("report", "attention_mse", *ROLES_MSE)
-    joined = {k: torch.cat([b[k].float() for b in batches]) for k in batches[0] if k not in kept_apart}
-    names = (*MEASURED, "scored_tokens")
-    report = dict(zip(names, sum(b["report"] for b in batches).tolist(), strict=True))
-    first = dict(zip(names, batches[0]["report"].tolist(), strict=True))
-    packed, kl = report["packed_values"], joined["kl"]
-    recall = {name: joined[name].mean().item() for name in ("recall_exact", "recall") if name in joined}
-    return {
-        "num_seqs": len(kl),
-        "seq_len": first["seq_len"],
-        "scored_tokens": first["scored_tokens"],
-        "exact_neighbours": joined["exact_neighbours"].mean().item(),
+def _row(protocol: str, batches: list[Sums], per_sequence: bool) -> dict:
+    joined = {
+        name: torch.cat([batch[name] for batch in batches])
+        for name in batches[0]
+        if name not in ("report", "attention_mse", *ROLES_MSE)
+    }
+    means = {name: x.float().mean().item() for name, x in joined.items()}
+    recall = [name for name in ("recall_exact", "recall") if name in joined]
+    if recall and not len(joined["recall"]):
+        raise DataError(NOTHING_LEFT)
+    report = total([batch["report"] for batch in batches])
+    row = {
+        "protocol": protocol,
+        "num_seqs": len(joined["kl"]),
+        "seq_len": report.seq_len,
+        "scored_tokens": int(joined["scored_tokens"][0]),
+        "exact_neighbours": means["exact_neighbours"],
         "ppl_exact": joined["nll_exact"].mean().exp().item(),
         "ppl": joined["nll"].mean().exp().item(),
-        **_spread(kl),
-        "kl_floor": joined["kl_floor"].mean().item(),
-        "top1": joined["top1"].mean().item(),
+        **_spread(joined["kl"]),
+        **{name: means[name] for name in ("kl_floor", "top1")},
         **_mean_ratios(batches, "attention_mse"),
-        "bits_per_value": 8 * report["packed_bytes"] / packed if packed else float("nan"),
-        "ratio": 2 * report["dynamic_values"] / report["cache_bytes"],
-        "side_bytes": first["side_bytes"],
-        **recall,
+        **{name: getattr(report, name) for name in ("bits_per_value", "ratio", "side_bytes")},
+        **{name: means[name] for name in recall},
     }
+    if per_sequence:
+        row |= {f"{name}_each": joined[name].tolist() for name in ("kl", "top1", "top2", *reversed(recall))}
+    return row | (_mean_ratios(batches, *ROLES_MSE) if ROLES_MSE[0] in batches[0] else {})
 
 
 def _squares(x: Tensor, x_hat: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from vqkv.cache.meter import tensor_bytes
 from vqkv.errors import DataError
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
+from vqkv.models.metrics import token_kl
 from vqkv.models.plain import evaluating
 
 REMEMBERED = 1 << 31  # bytes

@@ -1,27 +1,48 @@
-"""Bytes of a model and a cache, measured: tensors of the model's shape are encoded and their payloads weighed."""
+"""Bytes of a model and a cache, asked of the byte meter: codecs of the model's shape encode random values, and their
+payloads are weighed.
 
+Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
+not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
+values of the layer that is being read, decoded in the model's dtype, and where layers are predicted from others seven
+fp32 tensors of that size. Of ``DynamicCache`` it is the keys of a layer, which ``torch.cat`` copies. Sequences have no
+padding and grow token by token.
+
+Not counted: activations and logits, above all of a prompt in one piece; decoded tokens that a cache is told to keep;
+the framework itself, and memory that its allocator cannot use.
+"""
+
+import copy
 import json
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import tensor_bytes
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
 from vqkv.codecs.part import part_from_config
+from vqkv.codecs.predictive import ROLES, Prediction
 from vqkv.errors import DataError, FormatError
 from vqkv.models.layers import kv_layers
+from vqkv.models.load import REFUSALS, config_of
+from vqkv.models.plain import plain
 from vqkv.presets import Preset
-from vqkv.presets.plans import RolePlan
+from vqkv.presets.plans import Unpredicted
 
+GB = 10**9
+EXACT = 2  # bytes of an exact value
 PREDICTING = 7  # fp32 tensors of a layer's keys: three sources, two of them side by side, the prediction, what is left
-EXPECTED = "vqkv.recommend expects as many as SmolLM2-135M needs, cache.report() tells those of your text"
+UNKNOWN = (
+    "how many bytes a token takes depends on what is stored: vqkv.recommend expects as many as SmolLM2-135M needs, "
+    "cache.report() tells those of your text"
+)
 ENOUGH = 1 << 24  # random values that a codec is given to learn from, at most
 
 
@@ -51,7 +72,7 @@ class Footprint:
 
     weights: int
     side_information: int
-    block_bytes: int | Fraction
+    block_bytes: float
     block: int
     exact: int
     working: int
@@ -62,7 +83,7 @@ class Footprint:
     @property
     def bits_per_value(self) -> float:
         """Stored bits for each value of the packed tokens."""
-        return float(8 * self.block_bytes / (self.block * self.values))
+        return 8 * self.block_bytes / (self.block * self.values)
 
     def parts(self, seq_len: int) -> tuple[int, int, int]:
         """Of ``seq_len`` tokens, those in the sinks, packed, and in the window: tokens are packed in whole blocks."""
@@ -97,35 +118,35 @@ class Footprint:
 
 
 def footprint(model, preset: Preset | Compressor) -> Footprint:
-    """Bytes of ``model``, which may lie on the ``meta`` device, and of a cache of this preset or compressor. Raises
-    what ``capacity`` does."""
-    shape, settings = model_shape(model), preset.settings
-    if isinstance(preset, Compressor):
-        _check_fits(preset, model, shape)
-        codecs, side = [codec for pair in preset.codecs for codec in pair], preset.side_bytes
-        predicted = bool(preset.predictions) * (shape.num_layers if preset.joint else 1)
-    else:
-        codecs, predictors = _arranged(preset, shape)
-        side, predicted = sum(codec.side_bytes for codec in codecs) + sum(predictors), bool(predictors)
-    block = math.lcm(settings.flush_block, *(codec.tokens_per_row for codec in codecs))
-    return _of(model, settings, block, _block_bytes(codecs, block, shape), side, predicted)
+    """Weigh ``model``, which may lie on the ``meta`` device, and a cache of this preset or compressor. Raises
+    ``DataError`` for sizes that depend on the text, ``FormatError`` for a compressor of another model."""
+    shape = model_shape(model)
+    compressor = preset if isinstance(preset, Compressor) else _untrained(preset, shape)
+    if compressor is preset:
+        _check_fits(compressor, model, shape)
+    codecs = [codec for pair in compressor.codecs for codec in pair]
+    rows = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
+    block = math.lcm(compressor.settings.flush_block, compressor.tokens_per_row)
+    stored = sum(rows[codec] * (block // codec.tokens_per_row) for codec in codecs)
+    predicted = bool(compressor.predictions) * (shape.num_layers if compressor.joint else 1)
+    return _footprint(model, compressor.settings, block, stored, compressor.side_bytes, predicted)
 
 
-def expected(model, preset: Preset, bits_per_value: Fraction, side_information: int, predicted: int) -> Footprint:
+def expected(model, preset: Preset, bits_per_value: float, side_information: int, predicted: int) -> Footprint:
     """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
     and tables so many bytes. ``predicted``: layers that are put together from others while one is read."""
     block, values = preset.settings.flush_block, model_shape(model).values
-    return _of(model, preset.settings, block, bits_per_value * block * values / 8, side_information, predicted)
+    return _footprint(model, preset.settings, block, bits_per_value * block * values / 8, side_information, predicted)
 
 
-def _of(model, settings: CacheSettings, block: int, stored: int | Fraction, side: int, predicted: int) -> Footprint:
+def _footprint(model, settings: CacheSettings, block: int, stored: float, side: int, predicted: int) -> Footprint:
     shape = model_shape(model)
     return Footprint(
         weights=weight_bytes(model),
         side_information=side,
         block_bytes=stored,
         block=block,
-        exact=_token_bytes(shape, model),
+        exact=EXACT * shape.values,
         working=shape.width * (2 * model.dtype.itemsize + 4 * PREDICTING * predicted),
         values=shape.values,
         sink_tokens=settings.sink_tokens,
@@ -134,14 +155,44 @@ def _of(model, settings: CacheSettings, block: int, stored: int | Fraction, side
 
 
 def dynamic_footprint(model) -> Footprint:
-    """Bytes of ``model`` and transformers' ``DynamicCache`` in 16 bits, which copies a layer's keys to append to."""
+    """Weigh ``model`` and transformers' ``DynamicCache`` in 16 bits, which copies a layer's keys to append to."""
     shape = model_shape(model)
-    token = _token_bytes(shape, model)
-    return Footprint(weight_bytes(model), 0, token, 1, token, token // (2 * shape.num_layers), shape.values)
+    token = EXACT * shape.values
+    return Footprint(weight_bytes(model), 0, token, 1, token, EXACT * shape.width, shape.values)
+
+
+def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+    """Return a loaded model as it is; lay out one known by its name, its config or the contents of that, a dict, on the
+    ``meta`` device. ``dtype``: of the weights to lay out, by default the config's own, else float16.
+
+    Raises ``DataError`` for sliding windows, encoders, and layers without KV heads or with unequal ones."""
+    model = plain(config_of(model_or_config) if isinstance(model_or_config, str) else model_or_config)
+    if dtype is not None or not isinstance(model, PreTrainedModel):
+        model = _laid_out(getattr(model, "config", model), dtype)
+    model_shape(model)
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers):
+        raise DataError(
+            f"{type(model).__name__} has layers with a sliding window or states, whose DynamicCache stops growing: "
+            "every token is counted with sliding_window=None and layer_types full_attention in the config"
+        )
+    return model
+
+
+def _laid_out(config: PreTrainedConfig | dict, dtype: torch.dtype | str | None) -> PreTrainedModel:
+    try:
+        config = AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config)
+        dtype = dtype or config.dtype or torch.float16
+        if config.is_encoder_decoder or getattr(config, "quantization_config", None):
+            raise ValueError("neither what is kept of an encoder nor quantized weights are counted")
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    except REFUSALS as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DataError(f"no causal language model can be laid out of this config in {dtype}: {reason}") from error
 
 
 def model_shape(model) -> Shape:
-    """Raises ``DataError`` for a model without KV heads, or with layers of unequal ones."""
+    """Read the shape of a model's cache. Raises ``DataError`` for no KV heads, or layers of unequal ones."""
     layers = kv_layers(model)
     shapes = {layer.shape for layer in layers}
     heads, key_dim, value_dim = next(iter(shapes))
@@ -152,21 +203,15 @@ def model_shape(model) -> Shape:
 
 
 def weight_bytes(model) -> int:
-    """Bytes of a model's parameters and buffers, tied ones once."""
+    """Weigh a model's parameters and buffers, tied ones once."""
     held = [*model.parameters(), *model.buffers()]
     if model.device.type == "meta":  # where every storage lies at address 0
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
     return tensor_bytes(held)
 
 
-def _token_bytes(shape: Shape, model) -> int:
-    """Bytes of an exact token in all layers: in the model's dtype if that has 16 bits, else in fp16."""
-    dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
-    return tensor_bytes(torch.empty(shape.values, dtype=dtype))
-
-
 def _check_fits(compressor: Compressor, model, shape: Shape) -> None:
-    """Raises ``FormatError`` for a compressor of another model, as far as a model without weights can tell."""
+    """Raise ``FormatError`` for a compressor of another model, as far as a model without weights can tell."""
     if model.device.type != "meta":
         compressor.check(model)
     elif compressor.model["shapes"] != [[shape.num_kv_heads, shape.head_dim, shape.head_dim]] * shape.num_layers:
@@ -177,7 +222,7 @@ def _check_fits(compressor: Compressor, model, shape: Shape) -> None:
 
 
 class _AnyModel:
-    """Answers to what plans ask about a model of which only the depth is known; sizes do not depend on them."""
+    """Answers what plans ask of a model, where sizes do not depend on it."""
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
@@ -188,34 +233,31 @@ class _AnyModel:
     def similarity(self, plan) -> float:
         return 1.0
 
-    @property
-    def shapes(self) -> list:
-        """Raises ``DataError``: who stores layers together stores what it depends on."""
-        raise DataError(f"how many bytes a token takes depends on what is stored: {EXPECTED}")
-
-    def cost_curves(self, preset, plan) -> dict:
-        """Raises ``DataError``: these answers do change sizes."""
-        raise DataError(f"how many bits each layer gets depends on what errors cost the model: {EXPECTED}")
+    def __getattr__(self, asked: str):
+        raise DataError(UNKNOWN)  # shapes, cost_curves: the bits of each layer follow from the text
 
 
-def _arranged(preset: Preset, shape: Shape) -> tuple[list[Codec], list[int]]:
-    """The codec of each role of each layer, untrained, and the bytes of each predictor."""
-    layers = [{"key": RolePlan(preset.key_codec), "value": RolePlan(preset.value_codec)}] * shape.num_layers
-    if preset.plan is not None:
-        layers = preset.plan.arrange(preset, _AnyModel(shape.num_layers))
-    plans = [plan for layer in layers for plan in layer.values()]
-    configs = [json.dumps(plan.make_codec(shape.head_dim).config()) for plan in plans]
-    codecs = [_untrained(config, shape.num_kv_heads, shape.head_dim) for config in configs]
-    layouts = [x.predictor.layout(shape.width * len(x.sources), shape.width) for x in plans if x.predictor is not None]
-    return codecs, [sum(math.prod(size) * dtype.itemsize for size, dtype in each.values()) for each in layouts]
+def _untrained(preset: Preset, shape: Shape) -> Compressor:
+    """``preset`` as it would be fitted to a model of this shape, but for what is learned."""
+    layers = (preset.plan or Unpredicted()).arrange(preset, _AnyModel(shape.num_layers))
+    codecs, predictions = [], {}
+    for layer, roles in enumerate(layers):
+        made = (json.dumps(roles[role].make_codec(shape.head_dim).config()) for role in ROLES)
+        codecs.append(tuple(_fitted(config, shape.num_kv_heads, shape.head_dim) for config in made))
+        for role, plan in roles.items():
+            if plan.predictor is not None:
+                learned = plan.predictor.layout(shape.width * len(plan.sources), shape.width).items()
+                plan.predictor.keep(**{x: torch.empty(size, dtype=t, device="meta") for x, (size, t) in learned})
+                predictions[role, layer] = Prediction(plan.predictor, plan.sources)
+    return Compressor(preset.name, codecs, preset.settings, {}, predictions=predictions)
 
 
 @cache
-def _untrained(config: str, num_kv_heads: int, head_dim: int) -> Codec:
+def _fitted(config: str, num_kv_heads: int, head_dim: int) -> Codec:
     """The codec that ``config`` (JSON) describes, fitted to as few random values as it takes."""
-    settings, tokens = _hasty(json.loads(config)), 1
+    config, tokens = config.replace('"init": "kmeans"', '"init": "random"'), 1  # codebooks as large, in less time
     while True:
-        codec = part_from_config(settings)
+        codec = part_from_config(json.loads(config))
         codec.weigh(torch.eye(head_dim).expand(num_kv_heads, -1, -1))
         x = _random(num_kv_heads, math.ceil(tokens / codec.tokens_per_row) * codec.tokens_per_row, head_dim)
         try:
@@ -226,29 +268,14 @@ def _untrained(config: str, num_kv_heads: int, head_dim: int) -> Codec:
         tokens *= 2
 
 
-def _hasty(config):
-    """The same settings, but codebooks are drawn, not learned: no better, and as large."""
-    if isinstance(config, list):
-        return [_hasty(item) for item in config]
-    if not isinstance(config, dict):
-        return config
-    return {key: "random" if key == "init" else _hasty(value) for key, value in config.items()}
-
-
 def _random(num_kv_heads: int, tokens: int, head_dim: int) -> Tensor:
     return torch.randn(1, num_kv_heads, tokens, head_dim, generator=torch.Generator().manual_seed(0))
 
 
-def _block_bytes(codecs: list[Codec], block: int, shape: Shape) -> int:
-    """Bytes of ``block`` packed tokens in all layers; a codec with the settings of another is weighed once."""
-    each = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
-    return sum(each[codec] * block // codec.tokens_per_row for codec in codecs)
-
-
 def _row_bytes(codec: Codec, shape: Shape) -> int:
-    """Bytes of a row of the codec's payload. Raises ``DataError`` if they depend on what is in the row."""
+    """Weigh a row of the codec's payload. Raises ``DataError`` if its size depends on what is in it."""
     heads = codec.num_kv_heads or shape.num_kv_heads  # more where layers are stored together
-    one, two = (codec.encode(_random(heads, n * codec.tokens_per_row, shape.head_dim)) for n in (1, 2))
-    if one.ragged or two.nbytes != 2 * one.nbytes:
-        raise DataError(f"how many bytes a token takes depends on what is stored: {EXPECTED}")
-    return one.nbytes
+    payload = codec.encode(_random(heads, codec.tokens_per_row, shape.head_dim))
+    if payload.ragged:
+        raise DataError(UNKNOWN)
+    return payload.nbytes

@@ -1,69 +1,133 @@
-"""Which way of storing a cache suits a model: bytes by its shape, losses by page 11, on SmolLM2-135M.
+"""What fits a memory, and which way of storing a cache suits a model: bytes by ``footprint``, losses by page 11.
 
 ``measured.csv`` is that page in short (``python -m vqkv.study.measured`` writes it), so that the answer needs no
-checkout. Sizes that depend on shapes alone are measured (``footprint``). What entropy coders store depends on the text:
-they are taken to need the bits that they needed on SmolLM2-135M, and as many bytes
-for each number of the matrices that ``GROWS`` counts.
+checkout. What entropy coders store depends on the text: they are taken to need the bits that they needed on
+SmolLM2-135M, and as many bytes for each number of the matrices that ``GROWS`` counts.
 """
 
 import json
-import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
-from torch import nn
+import torch
 
 from vqkv import presets
+from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.evaluation.capacity import GB, MOST, architecture, largest
-from vqkv.evaluation.footprint import Footprint, Shape, dynamic_footprint, expected, footprint, model_shape
-from vqkv.models.load import config_of
-from vqkv.presets.crosses import PAYS
+from vqkv.evaluation.footprint import (
+    GB,
+    Footprint,
+    Shape,
+    architecture,
+    dynamic_footprint,
+    expected,
+    footprint,
+    model_shape,
+)
+from vqkv.presets import Preset
+from vqkv.presets.crosses import best_for
 from vqkv.runtime.checks import check_whole
 
+MOST = 1 << 40  # tokens or sequences, where a search ends
 MEASURED = Path(__file__).parent / "measured.csv"
 BASELINE = "fp16 (DynamicCache)"
+LOSSES = ["ns_per_value", "kl", "facts_lost"]
 GROWS: dict[str, Callable[[Shape], int]] = {  # numbers in a design's matrices, but for a factor
     "by head": lambda shape: shape.num_layers * shape.num_kv_heads * shape.head_dim**2,
     "predictors": lambda shape: shape.num_layers * shape.width * (3 * shape.width + 8 * shape.head_dim) // 2,
     "by layer": lambda shape: shape.num_layers * shape.width**2,
     "all layers": lambda shape: (shape.num_layers * shape.width) ** 2,
 }
-READS: dict[str, Callable[[Shape], int]] = {  # layers that are put together from others while one is read
-    "by head": lambda shape: 0,
-    "predictors": lambda shape: 1,
-    "by layer": lambda shape: 1,
-    "all layers": lambda shape: shape.num_layers,
-}
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way to store a cache: page 11's system, the call that makes it, what it occupies, what was measured, and for
-    how many tokens that share the side information it is meant: ``least`` or more, and fewer than ``below``."""
+class Capacity:
+    """The most that fits ``memory_bytes``: ``context`` tokens in each of as many sequences, or ``batch_size`` sequences
+    of as many tokens, as were asked for; 0 if not even one does. ``kinds``: bytes by kind at ``context``.
+    ``fp16_...``: the same with transformers' ``DynamicCache`` in 16 bits. ``model_limit``: positions that the model was
+    made for, of which memory knows nothing; None where its config does not say."""
 
-    system: str
-    call: str
-    needed: Footprint
-    measured: dict[str, float]
-    least: int = 0
-    below: int = MOST**2
+    model: str
+    dtype: str
+    preset: str
+    memory_bytes: int
+    context: int
+    batch_size: int
+    kinds: dict[str, int]
+    bits_per_value: float
+    side_bytes: int
+    fp16_context: int
+    fp16_batch_size: int
+    model_limit: int | None
 
-    def row(self, context: int, batch_size: int, memory: int | None) -> dict:
-        """As ``recommend`` says, but for what depends on other rows."""
-        needed, tokens = self.needed, context * batch_size
-        stored = needed.cache_bytes(context, batch_size) + needed.side_information
-        row = {"system": self.system, "preset": self.call, "bits_all_told": 8 * stored / (tokens * needed.values)}
-        row |= {"bits_per_value": needed.bits_per_value, "cache_gb": stored / GB}
-        row |= {"side_mb": needed.side_information / 1e6, "break_even": break_even(needed)}
-        if memory is not None:
-            row["longest"] = largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory)
-        losses = dict(self.measured)
-        return row | {"ms_per_token": losses.pop("ns_per_value") * tokens * needed.values / 1e6} | losses
+
+def capacity(
+    model_or_config,
+    preset: Preset | Compressor,
+    memory_gb: float,
+    batch_size: int = 1,
+    context: int = 8192,
+    dtype: torch.dtype | str | None = None,
+    reserve_gb: float = 0,
+) -> Capacity:
+    """Find the longest context of ``batch_size`` sequences, and the largest batch of ``context`` tokens each, that fit.
+
+    ``model_or_config``: a loaded model, a transformers config or its contents as a dict; or a name, of which the config
+    alone is read. ``memory_gb``: in GB of 10^9 bytes (a GPU's: ``torch.cuda.get_device_properties(0).total_memory /
+    1e9``). ``dtype``: of the weights, by default the config's own, else float16. ``reserve_gb``: left free for what
+    ``vqkv.evaluation.footprint`` does not count.
+
+    Raises ``DataError`` if the model alone does not fit, for sizes that depend on the text, and for sliding windows,
+    encoders or no KV heads; ``FormatError`` for a compressor of another model.
+    """
+    check_whole("batch_size", batch_size, 1, MOST)
+    check_whole("context", context, 1, MOST)
+    if not isinstance(preset, (Preset, Compressor)):
+        raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
+    model = architecture(model_or_config, dtype)
+    name = getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__)
+    memory, reserve = round(memory_gb * GB), round(reserve_gb * GB)
+    needed, exact = footprint(model, preset), dynamic_footprint(model)
+    sizes = {"weights": needed.weights, "side information": needed.side_information, "reserve": reserve}
+    if sum(sizes.values()) > memory:
+        raise DataError(
+            f"{name} in {model.dtype} does not fit a memory of {memory / GB:.4g} GB: "
+            f"{', '.join(f'{kind} of {size / GB:.4g} GB' for kind, size in sizes.items())}. "
+            "Name more memory, fewer bits or a smaller model"
+        )
+    longest, most = _largest(needed, memory - reserve, batch_size, context)
+    fp16_longest, fp16_most = _largest(exact, memory - reserve, batch_size, context)
+    return Capacity(
+        model=name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        preset=preset.name,
+        memory_bytes=memory,
+        context=longest,
+        batch_size=most,
+        kinds=needed.kinds(longest, batch_size) | {"reserve": reserve},
+        bits_per_value=needed.bits_per_value,
+        side_bytes=needed.side_information,
+        fp16_context=fp16_longest,
+        fp16_batch_size=fp16_most,
+        model_limit=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
+
+
+def _largest(needed: Footprint, memory: int, batch_size: int, context: int) -> tuple[int, int]:
+    """The longest context at ``batch_size`` and the largest batch at ``context``."""
+    return (
+        largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory),
+        largest(lambda sequences: needed.peak(context, sequences) <= memory),
+    )
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """Find the largest number below ``MOST`` that fits, if all smaller ones do; 0 if none."""
+    return bisect_right(range(1, MOST), False, key=lambda count: not fits(count))
 
 
 def recommend(
@@ -73,10 +137,9 @@ def recommend(
     memory_gb: float | None = None,
     ms_per_token: float | None = None,
 ) -> pd.DataFrame:
-    """Ways to store a cache of ``batch_size`` sequences of ``context`` tokens, a row each, the fewest bytes first.
+    """List ways to store a cache of ``batch_size`` sequences of ``context`` tokens, the fewest bytes first.
 
-    ``model_or_config``: a loaded model, a transformers config or its contents as a dict; or the name of a bundled
-    model, a local folder or a model of the hub, of which the config alone is read.
+    ``model_or_config``: as ``capacity`` takes it.
 
     ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
@@ -87,57 +150,52 @@ def recommend(
     ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_all_told`` and no
     more KL. Presets that cannot store the model's shape have no row.
 
-    Raises ``DataError`` for a model that ``capacity`` refuses, a name that cannot be reached, and limits that are none.
+    Raises ``DataError`` for a model that ``capacity`` refuses, and a name that cannot be reached.
     """
     check_whole("context", context, 1, MOST)
     check_whole("batch_size", batch_size, 1, MOST)
-    for label, limit in (("memory_gb", memory_gb), ("ms_per_token", ms_per_token)):
-        if limit is not None and not (type(limit) in (int, float) and 0 < limit < MOST):
-            raise DataError(f"{label} {limit!r} must be a number above 0 and below 2^40, or None for no limit")
-    model = architecture(config_of(model_or_config) if isinstance(model_or_config, str) else model_or_config)
-    memory = None if memory_gb is None else round(memory_gb * GB)
-    tokens = context * batch_size
-    found = [each for each in candidates(model, tokens) if each.least <= tokens < each.below]
-    table = pd.DataFrame([each.row(context, batch_size, memory) for each in found])
-    table = table.sort_values(["bits_all_told", "kl"], ignore_index=True)
-    fits = (table["longest"] >= context) if memory is not None else table["system"].notna()
+    tokens, rows = context * batch_size, []
+    for system, call, needed, measured in candidates(architecture(model_or_config), tokens):
+        stored = needed.cache_bytes(context, batch_size) + needed.side_information
+        row = {"system": system, "preset": call, "bits_all_told": 8 * stored / (tokens * needed.values)}
+        row |= {"bits_per_value": needed.bits_per_value, "cache_gb": stored / GB}
+        row |= {"side_mb": needed.side_information / 1e6, "break_even": break_even(needed)}
+        if memory_gb is not None:
+            row["longest"], _ = _largest(needed, round(memory_gb * GB), batch_size, context)
+        ms_per_step = measured.pop("ns_per_value") * tokens * needed.values / 1e6
+        rows.append(row | {"ms_per_token": ms_per_step} | measured)
+    table = pd.DataFrame(rows).sort_values(["bits_all_told", "kl"], ignore_index=True)
+    fits = table["kl"].notna() if memory_gb is None else table["longest"] >= context
     if ms_per_token is not None:
         fits &= table["ms_per_token"] <= ms_per_token
-    return table.assign(recommended=fits & _undominated(table[fits]).reindex(table.index, fill_value=False))
+    least = table["kl"].where(fits).cummin().shift(fill_value=float("inf")).ffill()  # of the rows before that fit
+    return table.assign(recommended=fits & (table["kl"] < least))
 
 
-def candidates(model: nn.Module, tokens: int) -> list[Candidate]:
-    """Ways to store a cache of ``model``, which may lie on the ``meta`` device, of which ``tokens`` tokens share the
-    side information; also those of ``best``'s designs that it would not choose for so many."""
-    known = measurements()
-    numbers = ["ns_per_value", "kl", "facts_lost"]
-    found = [Candidate(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(numbers, 0.0))]
-    for _, row in known.iterrows():
+def candidates(model, tokens: int) -> list[tuple[str, str, Footprint, dict[str, float]]]:
+    """Ways to store a cache of ``model`` whose side information ``tokens`` tokens share: page 11's system, the call
+    that makes it, what it occupies, and what was measured."""
+    shape = model_shape(model)
+    found = [(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(LOSSES, 0.0))]
+    for row in measurements().to_dict("records"):
         name, arguments = json.loads(row["preset"])
-        meant: dict[str, int] = {}
         if name == "best":
-            meant, more = _chosen_for(row["system"].split()[0], model_shape(model).width, tokens)
-            arguments |= more
+            if row["system"].split()[0] != best_for(tokens, shape.width):
+                continue
+            arguments |= {"context": min(tokens, MOST), "kv_width": shape.width}
         try:
-            preset, shape = presets.make(name, **arguments), model_shape(model)
-            if row["grows"]:
-                side = round(row["side_bytes_each"] * GROWS[row["grows"]](shape))
-                needed = expected(model, preset, Fraction(row["bits_per_value"]), side, READS[row["grows"]](shape))
+            preset = presets.make(name, **arguments)
+            if grows := row["grows"]:
+                side = round(row["side_bytes_each"] * GROWS[grows](shape))
+                read = {"by head": 0, "all layers": shape.num_layers}.get(grows, 1)  # to put together a layer
+                needed = expected(model, preset, row["bits_per_value"], side, read)
             else:
                 needed = footprint(model, preset)
         except DataError:  # group sizes that do not divide head_dim
             continue
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        measured = {name: float(row[name]) for name in numbers}
-        found.append(Candidate(row["system"], f"presets.{name}({shown})", needed, measured, **meant))
+        found.append((row["system"], f"presets.{name}({shown})", needed, {loss: row[loss] for loss in LOSSES}))
     return found
-
-
-def _chosen_for(design: str, width: int, tokens: int) -> tuple[dict, dict]:
-    """For how many tokens ``best`` is this one of its designs, and arguments that make it so."""
-    first = [*PAYS].index(design)
-    least, below = (width * pays for pays in [*PAYS.values(), MOST][first : first + 2])
-    return {"least": least, "below": below}, {"context": min(max(1, least, tokens), below - 1, MOST), "kv_width": width}
 
 
 @cache
@@ -145,7 +203,7 @@ def measurements() -> pd.DataFrame:
     """``measured.csv``: ``system``, ``preset`` (name and arguments as JSON), what its side information ``grows`` with
     (a name in ``GROWS``; empty where its size depends on shapes alone), ``bits_per_value`` and ``side_bytes_each`` of
     those that grow, and numbers as in ``recommend``."""
-    return pd.read_csv(MEASURED, keep_default_na=True).fillna({"grows": ""})
+    return pd.read_csv(MEASURED).fillna({"grows": ""})
 
 
 def break_even(needed: Footprint) -> int:
@@ -153,9 +211,3 @@ def break_even(needed: Footprint) -> int:
     if needed.bits_per_value >= 16:
         return 0
     return largest(lambda tokens: needed.cache_bytes(tokens) + needed.side_information >= tokens * needed.exact) + 1
-
-
-def _undominated(table: pd.DataFrame) -> pd.Series:
-    """Rows, sorted by bits, than which no row before loses as little."""
-    least = table["kl"].cummin().shift(fill_value=math.inf)
-    return table["kl"] < least

@@ -1,11 +1,14 @@
 """Functions called by name, with arguments that are checked before: what the command line and saved notes give."""
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable
 from typing import get_args
 
-from vqkv.errors import DataError, UnknownNameError
+import yaml
+
+from vqkv.errors import DataError, FormatError, UnknownNameError
 
 
 def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
@@ -44,3 +47,20 @@ def check_type(label: str, value, parameter: inspect.Parameter) -> None:
     fits = isinstance(value, (*kinds, int) if float in kinds else kinds) and (type(value) is not bool or bool in kinds)
     if not fits or (type(value) is float and not math.isfinite(value)):
         raise DataError(f"{label} must be {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")
+
+
+def parse_assignments(assignments: list[str]) -> dict:
+    """``["seeds=[0, 1]", "model=gpt2"]`` -> values by name, as YAML reads them. Raises ``FormatError`` for others."""
+    found = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name.strip():
+            raise FormatError(f"-p {assignment}: write it as name=value")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise FormatError(f"-p {assignment}: the value is not a YAML literal ({error})") from error
+        if isinstance(value := found[name.strip()], str):
+            with contextlib.suppress(ValueError):  # 1e-3 is a word to YAML
+                found[name.strip()] = float(value)
+    return found

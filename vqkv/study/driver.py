@@ -22,6 +22,7 @@ from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
 from vqkv.study.tables import digest, repository_root, write_atomically
 from vqkv.study.workers import check
@@ -141,7 +142,7 @@ def main(
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
-        parameters = pages.parse_assignments(parameter)
+        parameters = parse_assignments(parameter)
         study = Study(None, only, profile, parameters, out, recompute, scheduler, workers, jobs)
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)

@@ -9,7 +9,7 @@ import yaml
 from nbformat import NotebookNode
 from papermill import inspect_notebook
 
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, UnknownNameError
 
 PROFILES = Path(__file__).parent / "profiles"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
@@ -48,20 +48,6 @@ def load_profile(name: str) -> dict[str, dict]:
     own = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
     base = load_profile(own.pop("like")) if "like" in own else {}
     return base | {page: base.get(page, {}) | parameters for page, parameters in own.items()}
-
-
-def parse_assignments(assignments: list[str]) -> dict:
-    """Read ``["seeds=[0, 1]", "model=gpt2"]`` as parameters. Raises ``FormatError`` for what is not NAME=YAML."""
-    parameters = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        try:
-            if not equals or not name.strip():
-                raise yaml.YAMLError("no name, or no value")
-            parameters[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise FormatError(f"-p {assignment}: write it as name=value, the value as a YAML literal") from error
-    return parameters
 
 
 def fit(value, default, what: str):

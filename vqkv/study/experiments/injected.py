@@ -14,9 +14,9 @@ from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.exact import Fp16
 from vqkv.evaluation.exact import ExactPass
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
+from vqkv.models.metrics import token_kl
 from vqkv.models.rope import rotations
 from vqkv.study.experiments.common import Subject, bare, by_window, frame, subject
 from vqkv.study.injection import inject, normed

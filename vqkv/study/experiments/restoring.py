@@ -9,7 +9,7 @@ import torch
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.prompts import PromptCache
 from vqkv.evaluation.evaluate import bootstrap_interval
-from vqkv.evaluation.metrics import token_kl
+from vqkv.models.metrics import token_kl
 from vqkv.study.bench.caches import Uncompressed, chosen
 from vqkv.study.bench.generation import Generation
 from vqkv.study.bench.restoring import EVERYTHING, FP16, timed_prompts

@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from vqkv.evaluation.capacity import architecture
-from vqkv.evaluation.footprint import Shape, model_shape
+from vqkv.evaluation.footprint import Shape, architecture, model_shape
 from vqkv.models.load import config_of
 from vqkv.presets.crosses import best_for
 from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family, windows

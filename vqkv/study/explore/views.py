@@ -23,8 +23,8 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import RoundedCache
-from vqkv.evaluation.metrics import token_kl
 from vqkv.models.capture import check_tokens
+from vqkv.models.metrics import token_kl
 from vqkv.runtime.checks import check_whole, whole_blocks
 from vqkv.study.experiments.common import Subject, bare, calibrated, explained_by_layer, frame, subject
 from vqkv.study.sweep import per_process

@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from vqkv.evaluation.capacity import architecture, capacity
-from vqkv.evaluation.footprint import Footprint, dynamic_footprint, footprint
+from vqkv.evaluation.footprint import Footprint, architecture, dynamic_footprint, footprint
+from vqkv.evaluation.recommend import capacity
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.presets import Preset, fp16
 
