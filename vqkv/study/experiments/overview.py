@@ -57,8 +57,8 @@ def _facts(frontier: pd.DataFrame) -> list[dict]:
     ours = frontier["system"].isin(BEST) | frontier["system"].str.startswith("live")
     two_bits, predicted = frontier["bits_per_value"].between(*TWO_BITS), frontier["system"].str.startswith("aqua")
     kinds = {
-        "facts lost, published, no predictors, 2 to 2.5 bits": ~ours & ~predicted & two_bits,
-        "facts lost, AQUA-KV, 2 to 2.5 bits": predicted & two_bits,
+        "facts lost, published, no predictors, 2-2.5 bits": ~ours & ~predicted & two_bits,
+        "facts lost, AQUA-KV, 2-2.5 bits": predicted & two_bits,
         "facts lost, best-long at 0.9 bits": (frontier["system"] == "best-long") & (frontier["nominal_bits"] == 0.9),
     }
     return [_row(name, frontier.loc[kind, "facts_lost"], "points", "11", MODEL) for name, kind in kinds.items()]
