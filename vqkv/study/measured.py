@@ -22,7 +22,7 @@ SYSTEMS = {
     **{f"aqua higgs {n}": ("aqua", {"backbone": {"name": "higgs", "bits": n}, **AQUA[n]} | BARE, "") for n in AQUA},
     "fp8": ("fp8", {}, ""),
     "turboquant 3": ("turboquant", {"bits": 3}, ""),
-    **{f"live {bits}": ("live", {"bits": bits}, "") for bits in (2.25, 3.25)},
+    **{f"live {bits}": ("live", {"bits": bits}, "by head") for bits in (2.25, 3.25)},
     **{f"kvtc {bits}": ("kvtc", {"bits": bits} | BARE, "all layers") for bits in (0.5, 1, 2)},
 }
 DESIGNS = {
