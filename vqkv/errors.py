@@ -13,7 +13,7 @@ class UnknownNameError(ValueError):
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}")
 
     def __reduce__(self):  # from a worker process it comes back with its words, not to be put together again
-        return _with_words, (type(self), str(self))
+        return _with_words, (type(self), str(self)), self.__dict__  # with its notes
 
 
 def _with_words(kind: type, words: str):

@@ -24,7 +24,8 @@ from tqdm import tqdm
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
-from vqkv.study.tables import digest, repository_root, write_atomically
+from vqkv.study.literals import digest
+from vqkv.study.tables import repository_root, write_atomically
 from vqkv.study.workers import check
 
 

@@ -1,7 +1,7 @@
 """``python -m vqkv.study.reproduce``: one case of every stored table is computed again and compared.
 
 All cases take hours (``python -m vqkv.study --recompute``). ``--seed`` draws which, and the order of tables; tables
-without a sweep are computed whole. Left out: times and peaks of memory, which belong to a machine, and what
+that are no experiments are computed whole. Left out: times and peaks of memory, which belong to a machine, and what
 ``--minutes`` do not reach.
 """
 
@@ -15,10 +15,10 @@ import pandas as pd
 import typer
 from tqdm import tqdm
 
-from vqkv.study.experiments import common
-from vqkv.study.sweep import OneCase, one_case
+from vqkv.study import subject, workers
+from vqkv.study.shared import forget
+from vqkv.study.sweep import Experiment, with_subject
 from vqkv.study.tables import provenance, stored, stored_names
-from vqkv.study.workers import in_processes
 
 OF_A_MACHINE = (
     "generation_latency", "generation_peak", "read_in_place", "peak_by_batch", "kernel_speed", "restoring_times",
@@ -33,19 +33,21 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     ``column``; NaN, and nothing else, where ``until`` (of ``time.time``) is over."""
     if time.time() > until:
         return {"table": name, "case": "not reached", "difference": math.nan}
-    common.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run beside it
+    subject.EXACT_BYTES = 1 << 30  # one case reads a model's own logits once, and other tables run beside it
     record, start = provenance(name), time.perf_counter()
     module, _, function = record["function"].rpartition(".")
-    token = one_case.set(lambda cases: random.Random(f"{seed} {name}").choice(cases))
     try:
-        table = getattr(importlib.import_module(module), function)(**record["parameters"])
-        case, rows = "all", table.reset_index(drop=table.index.names == [None])
-    except OneCase as found:
-        case, rows = found.case, pd.DataFrame(found.rows)
+        function, parameters = getattr(importlib.import_module(module), function), with_subject(record["parameters"])
+        if isinstance(function, Experiment):
+            chosen = random.Random(f"{seed} {name}").choice(function.cases(**parameters))
+            case, rows = chosen.name, pd.DataFrame(chosen.result()["rows"])
+        else:
+            table = function(**parameters)
+            case, rows = "all", table.reset_index(drop=table.index.names == [None])
     except Exception as error:  # one table that fails must not hide the others
         return {"table": name, "case": f"{type(error).__name__}: {error}", "difference": math.inf}
     finally:
-        one_case.reset(token)
+        forget()
     about = {"table": name, "case": case, "rows": len(rows), "device": record["device"]}
     return about | {"seconds": time.perf_counter() - start} | compared(rows, stored(name)[0])
 
@@ -90,9 +92,8 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
-    calls = {record["name"]: (record["name"], seed, until) for record in records}
-    found = []
-    for _, row in tqdm(in_processes(jobs, again, calls), "reproduce", len(calls), unit="table"):
+    calls, found = [(record["name"], seed, until) for record in records], []
+    for row in tqdm(workers.results(again, calls, jobs), "reproduce", len(calls), unit="table"):
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
         found.append(row["difference"])
     reached = [each for each in found if not math.isnan(each)]

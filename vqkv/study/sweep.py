@@ -1,4 +1,5 @@
-"""A table's rows, case by case: in this process, in several or on a Dask cluster, and after a kill from where it was.
+"""Tables of experiments, case by case: in this process, in several or on a Dask cluster, and after a kill from where
+it was.
 
 ``VQKV_WORKERS`` in the environment is a number of processes on this machine, ``VQKV_SCHEDULER`` the address of a Dask
 scheduler; without either, cases run one after another in this process. ``vqkv.study`` sets them.
@@ -11,28 +12,31 @@ same packages and the same kind of processor or GPU; their version of this libra
 """
 
 import hashlib
+import inspect
+import itertools
 import json
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from tqdm import tqdm
 
 from vqkv.errors import DataError
-from vqkv.study.allocator import give_back, keep_freed_memory
-from vqkv.study.tables import plain, unfinished, write_atomically
-from vqkv.study.workers import in_processes, on_cluster
+from vqkv.runtime.files import replacing
+from vqkv.study import workers
+from vqkv.study.allocator import keep_freed_memory
+from vqkv.study.literals import plain
+from vqkv.study.shared import forget
+from vqkv.study.subject import Subject
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _one_at_a_time = threading.Lock()
-_held: list[OrderedDict] = []  # what ``per_process`` keeps in this process
 
 
 def _code() -> str:
@@ -47,141 +51,145 @@ def _code() -> str:
 CODE = _code()  # when it was imported: a file that changes later is not the code that runs
 
 
-@dataclass(frozen=True)
-class SweepCase:
-    """One call of ``compute``, a function of a module that returns (rows, sources), with plain literals; ``name`` is
-    what errors call it."""
+class Experiment:
+    """A table of the study: called with the table's parameters, plain literals and a ``subject``, it is a DataFrame of
+    the rows of every case. ``attrs["sources"]`` has the hashes of models and texts. Made by ``experiment``."""
 
-    compute: Callable
+    def __init__(self, row: Callable, cases: Callable, then: Callable | None, finish: Callable | None):
+        update_wrapper(self, row)
+        self.row, self.listed, self.then, self.finish = row, cases, then, finish
+
+    def __reduce__(self) -> str:  # a worker imports it
+        return self.__qualname__
+
+    def __call__(self, **parameters) -> pd.DataFrame:
+        return self.run(parameters)
+
+    def cases(self, **parameters) -> list["Case"]:
+        """The cases of these parameters; of an experiment that goes on by what it found, the first ones."""
+        parts = [part for part in (self.row, self.listed, self.then, self.finish) if part]
+        if unknown := parameters.keys() - {name for part in parts for name in inspect.signature(part).parameters}:
+            raise TypeError(f"{self.__name__} takes no {', '.join(sorted(unknown))}")
+        return self._cases(self.listed, parameters)
+
+    def _cases(self, listing: Callable, parameters: dict) -> list["Case"]:
+        parameters = with_subject(parameters)
+        listed, settings = listing(**_taken(listing, parameters)), _taken(self.row, parameters)
+        found = []
+        for number, case in enumerate(listed, 1):
+            about = ", ".join(f"{name}={value}" for name, value in case.items())
+            name = f"{self.__name__}, case {number} of {len(listed)} ({about})"
+            found.append(Case(self, plain(settings | case, name), name))
+        return found
+
+    def run(self, parameters: dict, folder: Path | None = None) -> pd.DataFrame:
+        """The table. A finished case is kept in ``folder``: a run that was killed goes on from there, unless code or
+        arguments have changed.
+
+        What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
+        literals, or sources that are not the same for all cases, ``RuntimeError`` where a process died.
+        """
+        cases, results, rows, sweeps = self.cases(**parameters), {}, [], 0
+        while cases:
+            found, sweeps = _computed(self.__name__, cases, folder), sweeps + 1
+            results |= found
+            rows += [row for result in found.values() for row in result["rows"]]
+            known = parameters | {"rows": rows, "sweeps": sweeps}
+            cases = self._cases(self.then, known) if self.then else []
+        if self.finish:
+            rows = self.finish(**_taken(self.finish, parameters | {"rows": rows}))
+        table = pd.DataFrame(rows)
+        table.attrs["sources"] = _sources(results)
+        return table
+
+
+def experiment(
+    cases: Callable = lambda: [{}], then: Callable | None = None, finish: Callable | None = None
+) -> Callable:
+    """Decorator: make a table of a function that computes the row, or the rows, of a case.
+
+    Each of these functions gets those of the table's parameters that it names. ``cases`` lists the arguments that the
+    row function gets in each case, in place of parameters of these names or beside them (``product`` helps); there is
+    one case by default.
+    ``then`` lists further cases of the ``rows`` that so many ``sweeps`` made, until there are none; ``finish`` makes
+    the table's rows of all ``rows``.
+    """
+    return lambda row: Experiment(row, cases, then, finish)
+
+
+def product(**choices) -> list[dict]:
+    """Every combination of arguments, the last of which changes fastest: ``product(bits=[2, 3], seed=[0, 1])``."""
+    return [dict(zip(choices, chosen)) for chosen in itertools.product(*choices.values())]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of an experiment: arguments of its row function as plain literals; ``name`` is what errors call it."""
+
+    experiment: Experiment
     arguments: dict
     name: str
 
     def result(self) -> dict:
-        """``rows`` and ``sources``, exactly as JSON gives them back."""
-        rows, sources = self.compute(**self.arguments)
+        """Compute ``rows`` and ``sources``, exactly as JSON gives them back."""
+        arguments = with_subject(self.arguments)
+        rows = self.experiment.row(**arguments)
+        rows = [rows] if isinstance(rows, dict) else rows
         rows = [{k: v.item() if isinstance(v, np.generic) else v for k, v in row.items()} for row in rows]
-        return {"rows": rows, "sources": plain(sources, f"{self.name}: sources")}
+        return {"rows": rows, "sources": arguments["subject"].sources if "subject" in arguments else {}}
 
     def identity(self, threads: int) -> str:
         """A hash of all that its rows depend on but for its sources, whose own hashes are compared with the other
         cases'; the last bits of sums depend on the ``threads`` of whoever computes them."""
-        function = f"{self.compute.__module__}.{self.compute.__qualname__}"
+        function = f"{self.experiment.__module__}.{self.experiment.__qualname__}"
         about = json.dumps([function, CODE, self.arguments, threads])
         return hashlib.sha256(about.encode()).hexdigest()[:32]
 
 
-# Chooses one of a sweep's cases, which then is computed alone.
-one_case: ContextVar[Callable[[list[SweepCase]], SweepCase] | None] = ContextVar("vqkv_one_case", default=None)
+def with_subject(arguments: dict) -> dict:
+    """The arguments with the subject that its literals stand for."""
+    literals = arguments.get("subject")
+    return arguments | {"subject": Subject(**literals)} if isinstance(literals, dict) else arguments
 
 
-class OneCase(Exception):
-    """Rows of the ``case`` that ``one_case`` chose, on their way past what a table makes of all its rows."""
-
-    def __init__(self, case: str, rows: list[dict]):
-        super().__init__(case)
-        self.case, self.rows = case, rows
+def _taken(function: Callable, parameters: dict) -> dict:
+    """The parameters that a function takes."""
+    return {name: parameters[name] for name in inspect.signature(function).parameters if name in parameters}
 
 
-def sweep(compute: Callable, cases: list[dict], settings: dict, desc: str) -> tuple[list[dict], dict]:
-    """The rows of every case, in the order of ``cases``, and the sources of all of them.
-
-    ``compute``, a function of a module, is called as ``compute(**settings, **case)`` and returns (rows, sources): dicts
-    of numbers, booleans and words, and the hashes of the models and texts behind them. All arguments are plain
-    literals. Within ``tables.table`` a finished case is kept beside the table until that is stored: a run that was
-    killed goes on from there, unless code or arguments have changed. ``desc`` is the bar's.
-
-    What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
-    literals, or sources that are not the same for all cases, ``RuntimeError`` where a process died.
-    """
-    listed = [", ".join(f"{name}={value!r}" for name, value in case.items()) for case in cases]
-    names = [f"{desc}, case {i} of {len(cases)} ({about})" for i, about in enumerate(listed, 1)]
-    arguments = [plain(settings | case, f"{desc}: {case}") for case in cases]
-    cases = [SweepCase(compute, *about) for about in zip(arguments, names)]
-    if choose := one_case.get():
-        case = choose(cases)
-        raise OneCase(case.name, next(_here({case.name: case}))[1]["rows"])
-    folder, threads = unfinished.get(), torch.get_num_threads()
+def _computed(desc: str, cases: list[Case], folder: Path | None) -> dict[str, dict]:
+    """Results by the names of these cases, in their order, computed where the environment says or found in a folder."""
+    threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
-    missing = {case.name: case for case in cases if case.name not in found}
-    with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
-        for name, result in _computed(missing):
-            if kept:
-                write_atomically(kept[name], json.dumps(result).encode())
-            found[name] = result
-            bar.update()
-    return [row for case in cases for row in found[case.name]["rows"]], _sources(found)
-
-
-def per_process(maxsize: int) -> Callable:
-    """Decorator: the last ``maxsize`` results of a function of plain literals, given by keyword, are kept in this
-    process until its sweep ends. What several cases need goes here (a model, a calibration), so that memory stays
-    bounded; an old result goes before a new one is made. The result must depend on the arguments alone."""
-
-    def decorate(function: Callable) -> Callable:
-        held: OrderedDict = OrderedDict()
-        _held.append(held)
-
-        @wraps(function)
-        def remembered(**arguments):
-            key = json.dumps(plain(arguments, f"arguments of {function.__name__}"), sort_keys=True)
-            if key in held:
-                value = held.pop(key)
-            else:
-                while len(held) >= maxsize:
-                    held.popitem(last=False)
-                value = function(**arguments)
-            held[key] = value
-            return value
-
-        return remembered
-
-    return decorate
-
-
-def forget() -> None:
-    """Drop what ``per_process`` keeps in this process, and its memory."""
-    for held in _held:
-        held.clear()
-    give_back()
-
-
-def _computed(cases: dict[str, SweepCase]) -> Iterator[tuple[str, dict]]:
-    """(name, result) of these cases as they finish, computed where the environment says."""
-    scheduler, workers = (os.environ.get(f"VQKV_{name}", "").strip() for name in ("SCHEDULER", "WORKERS"))
-    calls = {name: (case, CODE, torch.get_num_threads()) for name, case in cases.items()}
-    if not calls:
-        return
-    if scheduler:
-        yield from on_cluster(scheduler, _on_worker, calls, forget)
-    elif workers:
-        yield from in_processes(int(workers), _on_worker, calls)
-    else:
-        yield from _here(cases)
-
-
-def _here(cases: dict[str, SweepCase]) -> Iterator[tuple[str, dict]]:
-    keep_freed_memory()
+    calls = [(case, CODE, threads) for case in cases if case.name not in found]
+    processes, scheduler = (os.environ.get(f"VQKV_{name}", "").strip() for name in ("WORKERS", "SCHEDULER"))
     try:
-        for name, case in cases.items():
-            try:
-                result = case.result()
-            except Exception as error:
-                error.add_note(f"in {name}")
-                raise
-            yield name, result
+        with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
+            for name, result in workers.results(_result, calls, int(processes or 1), scheduler, forget):
+                if folder:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with replacing(kept[name]) as file:
+                        file.write(json.dumps(result).encode())
+                found[name] = result
+                bar.update()
     finally:
         forget()
+    return {case.name: found[case.name] for case in cases}
 
 
-def _on_worker(case: SweepCase, code: str, threads: int) -> dict:
-    """A case in another process, one at a time: threads of a Dask worker would share models."""
+def _result(case: Case, code: str, threads: int) -> tuple[str, dict]:
+    """Name and result of a case, one at a time: threads of a Dask worker would share models."""
     if code != CODE:
         raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
     keep_freed_memory()
     with _one_at_a_time:
         torch.set_num_threads(threads)
-        return case.result()
+        try:
+            return case.name, case.result()
+        except Exception as error:
+            error.add_note(f"in {case.name}")
+            raise
 
 
 def _sources(results: dict[str, dict]) -> dict:
@@ -192,7 +200,7 @@ def _sources(results: dict[str, dict]) -> dict:
             if known.setdefault(name, value) != value:
                 raise DataError(
                     f"{name} is {value} for {case} but {known[name]} for {first[name]}: it changed meanwhile, or "
-                    "workers have another one; begin anew with --recompute"
+                    "workers have another one; begin again with --recompute"
                 )
             first.setdefault(name, case)
     return known

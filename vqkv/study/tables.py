@@ -11,27 +11,25 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.runtime.files import replacing
+from vqkv.study.literals import digest, plain
 from vqkv.study.provenance import describe
-
-# Folder in which the function of the table that is being computed keeps what it has finished, for later runs until the
-# table is stored; None outside ``table``.
-unfinished: ContextVar[Path | None] = ContextVar("vqkv_unfinished", default=None)
+from vqkv.study.sweep import Experiment
 
 
 def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
     """The stored table ``name`` if it was made with these parameters, else ``function(**parameters)``, then stored.
 
     A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
-    unless ``VQKV_OUT`` names a folder. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
+    unless ``VQKV_OUT`` names a folder. The rows that an experiment has finished are kept beside it until the table is
+    stored. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
     Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
     parameters are not plain literals or a column holds what a CSV cannot.
     """
@@ -41,8 +39,8 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
     record, start = describe(name, function, wanted), time.perf_counter()
-    with _working(root, record, recompute) as folder:
-        frame = function(**parameters)
+    folder = _rows_folder(root, record, recompute)
+    frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
     _store(root, name, frame, record | {"wall_seconds": round(time.perf_counter() - start, 2)})
     _clear(folder)
     return _load(root, name, _provenance(root, name), fresh=True)
@@ -101,11 +99,6 @@ def output_root() -> Path:
     return Path(out).resolve() if out else repository_root()
 
 
-def digest(value) -> str:
-    """Ten hex digits that name a set of parameters."""
-    return hashlib.sha256(json.dumps(plain(value, "parameters"), sort_keys=True).encode()).hexdigest()[:10]
-
-
 def write_atomically(path: Path, data: bytes) -> str:
     """Write the whole file or leave the old one (``replacing``); folders are made. Returns the sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,17 +115,6 @@ def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
         _write_provenance(root, name, provenance | {"figures": figures})
 
 
-def plain(value, what: str):
-    """``value`` as JSON would give it back (tuples become lists). Raises ``DataError`` for what JSON cannot hold."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{what}: {error}. They are stored as JSON: "
-            "use finite numbers, strings, booleans, None, and lists or mappings of these."
-        ) from error
-
-
 def _paths(root: Path, name: str) -> tuple[Path, Path]:
     return root / "results" / f"{name}.csv", root / "results" / f"{name}.json"
 
@@ -145,16 +127,10 @@ def _root_for(name: str, parameters: dict) -> Path:
     return root / "runs" / f"{name}-{digest(parameters)}"
 
 
-@contextmanager
-def _working(root: Path, record: dict, recompute: bool) -> Iterator[Path]:
-    """The folder that is ``unfinished`` meanwhile: of this table, these parameters, computed in this way."""
+def _rows_folder(root: Path, record: dict, recompute: bool) -> Path:
+    """Where finished rows of this table are kept, of these parameters, computed in this way."""
     same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
-    folder = root / "results" / ".rows" / record["name"] / digest(same)
-    token = unfinished.set(folder)
-    try:
-        yield folder
-    finally:
-        unfinished.reset(token)
+    return root / "results" / ".rows" / record["name"] / digest(same)
 
 
 def _clear(folder: Path) -> None:

@@ -1,14 +1,14 @@
-"""Calls in processes of this machine, or on a Dask cluster (``pip install 'vqkv[cluster]'``)."""
+"""Calls in this process, in processes of this machine, or on a Dask cluster (``pip install 'vqkv[cluster]'``)."""
 
-import multiprocessing
-import os
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from urllib.parse import urlsplit
+
+import torch
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky import get_reusable_executor
 
 from vqkv.errors import DataError
 
@@ -25,45 +25,40 @@ def check(scheduler: str, workers: int) -> None:
         _reach(scheduler)
 
 
-def in_processes(workers: int, function: Callable, calls: dict[str, tuple]) -> Iterator[tuple[str, object]]:
-    """Yields (name, ``function(*arguments)``) for every ``{name: arguments}``, as they finish, of fresh processes.
+def results(
+    function: Callable,
+    calls: Iterable[tuple],
+    workers: int = 1,
+    scheduler: str = "",
+    afterwards: Callable | None = None,
+) -> Iterator:
+    """Yield ``function(*call)`` of every call as they finish, in so many processes, or on the workers of the Dask
+    scheduler at an address, on each of which ``afterwards`` is called once. Raises what a call raises, and
+    ``RuntimeError`` when a process died; Dask gives a dead worker's calls to others."""
+    waiting = [delayed(function)(*call) for call in calls]
+    if scheduler:
+        yield from _on_cluster(scheduler, waiting, afterwards)
+        return
+    try:
+        with parallel_config("loky", inner_max_num_threads=torch.get_num_threads() if workers > 1 else None):
+            yield from Parallel(workers, return_as="generator_unordered", batch_size=1)(waiting)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker died. Most often that is memory: use fewer workers, or smaller settings. What has finished "
+            "is kept"
+        ) from error
+    finally:
+        if workers > 1:  # they would keep their models for five minutes
+            get_reusable_executor().shutdown(kill_workers=True)
 
-    What a call raises is raised here, with its name in a note; ``RuntimeError`` when a process died."""
-    context = multiprocessing.get_context("spawn")
-    count = min(workers, len(calls))  # a process takes seconds to start
-    with ProcessPoolExecutor(count, context, _end_with_parent) as pool:
-        names = {pool.submit(function, *arguments): name for name, arguments in calls.items()}
-        try:
-            yield from _results(as_completed(names), names)
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                "a worker died. Most often that is memory: use fewer workers, or smaller settings. What has finished "
-                "is kept"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
 
-
-def _results(futures: Iterable, names: dict) -> Iterator[tuple[str, object]]:
-    for future in futures:
-        try:
-            yield names[future], future.result()
-        except Exception as error:
-            error.add_note(f"in {names[future]}")
-            raise
-
-
-def on_cluster(
-    address: str, function: Callable, calls: dict[str, tuple], afterwards: Callable
-) -> Iterator[tuple[str, object]]:
-    """``in_processes``, on the workers of the Dask scheduler at ``address``; ``afterwards`` is called once on each.
-    Dask gives a dead worker's calls to others."""
+def _on_cluster(address: str, waiting: list, afterwards: Callable | None) -> Iterator:
     import distributed
 
-    with distributed.Client(address, timeout=CONNECT_SECONDS, name="vqkv") as client:
-        names = dict(zip(client.map(function, *zip(*calls.values()), pure=False), calls))
-        yield from _results(distributed.as_completed(names), names)
-        client.run(afterwards, on_error="ignore")
+    with distributed.Client(address, timeout=CONNECT_SECONDS, name="vqkv") as client, parallel_config("dask"):
+        yield from Parallel(return_as="generator_unordered", batch_size=1)(waiting)
+        if afterwards:
+            client.run(afterwards, on_error="ignore")
 
 
 def _reach(address: str) -> None:
@@ -77,13 +72,3 @@ def _reach(address: str) -> None:
             f"no Dask scheduler answers at {address!r} ({error}): start one with `dask scheduler`, and give the "
             "address that it prints (tcp://...)"
         ) from error
-
-
-def _end_with_parent() -> None:
-    """A process of the pool ends when the process that started it was killed."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -45,10 +45,11 @@ from vqkv.study.experiments.rule import (
     cache_shape,
     chosen,
     pays_from,
-    rule_search,
+    searched_systems,
     share_of_bits,
 )
 from vqkv.study.experiments.sequences import modes, sequence_damage
 from vqkv.study.experiments.speed import against_ours, kernel_speed, trade
 from vqkv.study.experiments.thresholds import claimed_sweep, threshold_sweep
 from vqkv.study.experiments.tuning import chosen_settings, tuning
+from vqkv.study.subject import Subject

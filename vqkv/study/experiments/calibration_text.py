@@ -5,64 +5,58 @@ import math
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.study.experiments.common import by_window, draw, frame, subject
+from vqkv.study.experiments.common import by_window
 from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.experiments.frontier import fitted_system
-from vqkv.study.sweep import sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 
 MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
 
 
-def calibration_text(
-    model: str, corpus: str, other_corpus: str, systems: list[str], designs: list[str], bits: float, train_seqs: int,
-    sizes: list[int], seed: int, seq_len: int, num_seqs: int, chunk_size: int, vqllm: dict[str, list[int]],
-    codebook_size: int, kmeans_iterations: int, sink_tokens: int, tuned: dict[str, dict], dtype: str, device: str,
-):  # fmt: skip
-    """Published ``systems`` and ``designs`` at nominal ``bits`` (see ``frontier``), calibrated on text of the ``train``
-    split and read on ``num_seqs`` windows of the ``test`` split, ``chunked`` protocol. A row per system, calibration
-    and text:
+def _cases(
+    subject: Subject, other_corpus: str, sizes: list[int], systems: list[str], designs: list[str], bits: float
+) -> list[dict]:
+    num_seqs, seq_len = subject.train_size
+    both = [subject.corpus, other_corpus]
+    fits = [(corpus, num_seqs, both) for corpus in both]
+    fits += [(subject.corpus, size, both[:1]) for size in sizes if size != num_seqs]
+    return [
+        {"subject": subject.changed(corpus=corpus, train_size=[size, seq_len]), "texts": texts}
+        | {"system": label, "bits": nominal}
+        for corpus, size, texts in fits  # outermost: keys and values are captured once for all systems
+        for label, nominal in [*((label, 0) for label in systems), *((label, bits) for label in designs)]
+    ]
 
-    - ``train_seqs`` sequences of either corpus, read on both;
-    - each of ``sizes`` of ``corpus``, read on ``corpus``; the fewer sequences are the first of the more.
+
+@experiment(_cases)
+def calibration_text(
+    subject: Subject, system: str, bits: float, texts: list[str], chunk_size: int, vqllm: dict, learning: dict
+) -> list[dict]:
+    """Published ``systems`` and ``designs`` at nominal ``bits`` (see ``frontier``), calibrated on text of the ``train``
+    split and read on windows of the ``test`` split, ``chunked`` protocol. A row per system, calibration and text:
+
+    - the subject's ``train_size`` of its corpus and of ``other_corpus``, read on both;
+    - each of ``sizes`` of its corpus, read on that; the fewer sequences are the first of the more.
 
     ``kl_each``: the KL of each window. ``refused``: the error where a system takes no calibration on so little
     text; its numbers are NaN. Designs that predict refuse nothing: too little text shows in
     ``bits_per_value``, which is what the text that is read takes.
     """
-    learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
-    text = {"test": [num_seqs, seq_len], "seed": seed, "dtype": dtype, "device": device}
-    settings = {"who": text | {"name": model}, "chunk_size": chunk_size, "vqllm": vqllm}
-    both = [corpus, other_corpus]
-    fits = [(source, train_seqs, both) for source in both]
-    fits += [(corpus, size, [corpus]) for size in sizes if size != train_seqs]
-    cases = [
-        {"system": label, "bits": nominal, "corpus": source, "train_seqs": size, "texts": texts}
-        for source, size, texts in fits  # outermost: keys and values are captured once for all systems
-        for label, nominal in [*((label, 0) for label in systems), *((label, bits) for label in designs)]
-    ]
-    return frame(*sweep(_rows, cases, settings | {"learning": learning, "tuned": tuned}, "calibration text"))
-
-
-def _rows(
-    system: str, bits: float, corpus: str, train_seqs: int, texts: list[str], who: dict, chunk_size: int,
-    vqllm: dict, learning: dict, tuned: dict,
-):  # fmt: skip
-    num_seqs, seq_len = who["test"]
-    who = who | {"corpus": corpus, "train": [train_seqs, seq_len]}
-    found, refused, compressor, rows = subject(**who), "", None, []
+    refused, compressor, rows = "", None, []
     try:
-        compressor = fitted_system(found, system, bits, who, vqllm, learning, tuned)
+        compressor = fitted_system(subject, system, bits, vqllm, learning)
     except DataError as error:
         refused = str(error)
-    for read in texts:
+    for corpus in texts:
         row = dict.fromkeys(MEASURED, math.nan) | {"kl_each": ""}
         if compressor:
-            tokens = draw(read, found.tokenizer, "test", seq_len, num_seqs, who["seed"], found.sources)
-            row = by_window(found, compressor, tokens, chunk_size=chunk_size, reconstruction=False)
-        label = {"model": who["name"], "system": system, "nominal_bits": bits, "train_corpus": corpus}
-        label |= {"test_corpus": read, "train_seqs": train_seqs}
+            tokens = subject.text("test", subject.test_size, subject.seed, corpus)
+            row = by_window(subject, compressor, tokens, chunk_size=chunk_size, reconstruction=False)
+        label = {"model": subject.name, "system": system, "nominal_bits": bits, "train_corpus": subject.corpus}
+        label |= {"test_corpus": corpus, "train_seqs": subject.train_size[0]}
         rows.append(label | {name: row[name] for name in MEASURED} | {"refused": refused})
-    return rows, found.sources
+    return rows
 
 
 def against_own(table: pd.DataFrame, train_seqs: int) -> pd.DataFrame:

@@ -11,26 +11,22 @@ from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.evaluation.evaluate import reconstruction_error
-from vqkv.study.experiments.common import by_window, calibrated, facts_told, frame, subject
+from vqkv.study.experiments.common import by_window, facts_answered
 from vqkv.study.metrics import relative_mse
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 
+@experiment(lambda seeds, codebook_sizes: product(seed=seeds, codebook_size=codebook_sizes))
 def gaussian_depth(
-    codebook_sizes: list[int], depths: list[int], beams: list[int], group_size: int, vectors: int, held_out: int,
-    seeds: list[int],
-):  # fmt: skip
+    seed: int, codebook_size: int, depths: list[int], beams: list[int], group_size: int, vectors: int, held_out: int
+) -> list[dict]:
     """Residual VQ of a standard Gaussian, the source whose best possible error is known: relative MSE and rate.
 
     One row per codebook size, beam, depth and seed. ``bits_per_value`` counts codes only; the bound at that rate is
     2^(-2 bits).
     """
-    settings = {"depths": depths, "beams": beams, "group_size": group_size, "vectors": vectors, "held_out": held_out}
-    cases = [{"seed": seed, "codebook_size": size} for seed in seeds for size in codebook_sizes]
-    return frame(*sweep(_gaussian_rows, cases, settings, "Gaussian"))
-
-
-def _gaussian_rows(seed: int, codebook_size: int, depths, beams, group_size: int, vectors: int, held_out: int):
     generator, rows = torch.Generator().manual_seed(seed), []
     train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
     codec = Chain([], ResidualVQ(max(depths), codebook_size, group_size, seed=seed)).fit(train)
@@ -40,51 +36,32 @@ def _gaussian_rows(seed: int, codebook_size: int, depths, beams, group_size: int
         bits = depth * cut.quantizer.code_bits / group_size
         label = {"codebook_size": codebook_size, "beam": beam, "num_quantizers": depth, "seed": seed}
         rows.append(label | {"bits_per_value": bits, "mse": error})
-    return rows, {}
+    return rows
 
 
+@experiment(lambda codebook_sizes, depths: product(codebook_size=codebook_sizes, num_quantizers=depths))
 def residual_depth(
-    models: list[str], corpus: str, codebook_sizes: list[int], depths: list[int], group_size: int,
-    kmeans_iterations: int, train_seqs: int, seq_len: int, num_seqs: int, facts: dict, chunk_size: int, seed: int,
-    dtype: str, device: str,
-):  # fmt: skip
-    """Table 2's question on both roles, a row per model, codebook size and depth: MSE, chunked perplexity and KL, facts
-    lost (``facts``: arguments of ``facts_told``; {} for none).
+    subject: Subject, codebook_size: int, num_quantizers: int, depths: list[int], group_size: int,
+    kmeans_iterations: int, facts: dict, chunk_size: int,
+) -> dict:  # fmt: skip
+    """Table 2's question on both roles, a row per codebook size and depth: MSE, chunked perplexity and KL, facts lost
+    (``facts``: arguments of ``facts_answered``; {} for none).
 
     Codebooks are learned once per size; a shallower quantizer is the first stages of the deepest, which is what
     learning fewer stages gives.
     """
-    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
-    settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "quantizer": {"group_size": group_size, "kmeans_iterations": kmeans_iterations, "deepest": max(depths)},
-        "facts": facts,
-        "chunk_size": chunk_size,
-    }
-    cases = [
-        {"model": name, "codebook_size": size, "num_quantizers": depth}
-        for name, size, depth in itertools.product(models, codebook_sizes, depths)
-    ]
-    return frame(*sweep(_depth_row, cases, settings, "depth"))
-
-
-def _depth_row(
-    model: str, codebook_size: int, num_quantizers: int, who: dict, quantizer: dict, facts: dict, chunk_size: int
-):
-    who = who | {"name": model}
-    found, deepest = subject(**who), _deepest(codebook_size=codebook_size, who=who, **quantizer)
+    learning = {"group_size": group_size, "kmeans_iterations": kmeans_iterations, "seed": subject.seed}
+    deepest = _deepest(subject=subject, num_quantizers=max(depths), codebook_size=codebook_size, **learning)
     compressor = shallower(deepest, num_quantizers)
-    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
-    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
-    row |= reconstruction_error(found.exact, compressor, found.test[:1])
-    label = {"model": model, "codebook_size": codebook_size, "num_quantizers": num_quantizers}
-    return [label | row], found.sources
+    row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    row |= facts_answered(subject, compressor, **facts) if facts else {}
+    row |= reconstruction_error(subject.exact, compressor, subject.test[:1])
+    return {"model": subject.name, "codebook_size": codebook_size, "num_quantizers": num_quantizers} | row
 
 
 @per_process(maxsize=1)
-def _deepest(codebook_size: int, deepest: int, group_size: int, kmeans_iterations: int, who: dict) -> Compressor:
-    learning = {"seed": who["seed"], "kmeans_iterations": kmeans_iterations}
-    return calibrated(presets.vqllm(deepest, codebook_size, group_size, **learning), who, who["train"][0])
+def _deepest(subject: Subject, **quantizer) -> Compressor:
+    return subject.calibrated(presets.vqllm(**quantizer), subject.train_size[0])
 
 
 def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:

@@ -78,12 +78,6 @@ def since(
     return found | {label: dataclasses.replace(preset, sink_tokens=sink_tokens) for label, preset in windows.items()}
 
 
-def first_layers(sink_tokens: int) -> dict[str, Preset]:
-    """As ``published``: AQUA-KV over HIGGS as it was published, but with a first layer of 2 bits (page 10)."""
-    found = {f"aqua higgs {bits}, first 2": presets.aqua(presets.higgs(bits), first_layer_bits=2) for bits in (2, 3)}
-    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-
-
 def factorial() -> dict[str, dict]:
     """Label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists of a quantizer, a
     rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,

@@ -6,50 +6,36 @@ import torch
 
 from vqkv import presets
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import calibrated, frame, subject
 from vqkv.study.metrics import code_perplexity
-from vqkv.study.sweep import sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 
-def code_entropy(
-    models: list[str], corpus: str, train_seqs: int, num_seqs: int, seq_len: int, codebook_size: int,
-    num_quantizers: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
-    """One row per model, codec, role and stage: ``entropy`` of the stage's held-out codes in bits, beside their width.
-
-    Beside it, the same for all stages, bits a value of the codes alone: packed, and by rANS with one table for each
-    stage (``by_stage``) and one for each place in a token (``by_place``; ``table_bytes`` of side information). Means
-    over layers.
-    """
-    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
-    settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "quantizer": {"codebook_size": codebook_size, "num_quantizers": num_quantizers, "seed": seed},
-    }
-    cases = [{"model": name, "codec": codec} for name in models for codec in _codecs(**settings["quantizer"])]
-    return frame(*sweep(_rows, cases, settings, "entropy"))
-
-
-def _rows(model: str, codec: str, who: dict, quantizer: dict):
-    who = who | {"name": model}
-    found, preset, rows = subject(**who), _codecs(**quantizer)[codec], []
-    fitted = [calibrated(presets.entropy_coded(preset, context=context), who) for context in ("stage", "position")]
-    preset = preset.fitting(found.model)
-    roles = capture(found.model, found.test, pre_rope=preset.pre_rope)
-    for i, role in enumerate(("key", "value")):
-        codecs = [[pair[i] for pair in compressor.codecs] for compressor in fitted]
-        layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
-        rows += [{"model": model, "codec": codec, "role": role} | row for row in _mean_rows(layers)]
-    return rows, found.sources
-
-
-def _codecs(codebook_size: int, num_quantizers: int, seed: int) -> dict[str, presets.Preset]:
+def _codecs(codebook_size: int, num_quantizers: int, seed: int = 0) -> dict[str, presets.Preset]:
     shared = {"codebook_size": codebook_size, "seed": seed}
     return {
         "VQ of 8 values": presets.vq(8, **shared),
         "2 residual stages of 8 values": presets.rvq2(**shared),
         "residual VQ": presets.vqllm(num_quantizers, **shared),
     }
+
+
+@experiment(lambda codebook_size, num_quantizers: product(codec=_codecs(codebook_size, num_quantizers)))
+def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizers: int) -> list[dict]:
+    """One row per codec, role and stage: ``entropy`` of the stage's held-out codes in bits, beside their width.
+
+    Beside it, the same for all stages, bits a value of the codes alone: packed, and by rANS with one table for each
+    stage (``by_stage``) and one for each place in a token (``by_place``; ``table_bytes`` of side information). Means
+    over layers.
+    """
+    preset, rows = _codecs(codebook_size, num_quantizers, subject.seed)[codec], []
+    coded = [subject.calibrated(presets.entropy_coded(preset, context=context)) for context in ("stage", "position")]
+    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope)
+    for i, role in enumerate(("key", "value")):
+        codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
+        layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
+        rows += [{"model": subject.name, "codec": codec, "role": role} | row for row in _mean_rows(layers)]
+    return rows
 
 
 def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:
@@ -69,6 +55,6 @@ def _code_bits(codec, x) -> float:
 
 
 def _mean_rows(layers: list[tuple[list[float], dict]]) -> list[dict]:
-    numbers = {name: statistics.mean(found[name] for _, found in layers) for name in layers[0][1]}
+    numbers = {name: statistics.mean(each[name] for _, each in layers) for name in layers[0][1]}
     by_stage = [statistics.mean(stage) for stage in zip(*(entropies for entropies, _ in layers), strict=True)]
     return [{"stage": i + 1, "entropy": entropy} | numbers for i, entropy in enumerate(by_stage)]

@@ -11,23 +11,18 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.models.load import describe
 from vqkv.study.experiments.common import (
-    Subject,
-    all_told,
+    bits_with_side,
     by_window,
-    calibrated,
     explained_by_layer,
-    facts_told,
-    frame,
-    kept_exact,
-    subject,
-    written,
+    facts_answered,
+    tokens_kept_exact,
 )
 from vqkv.study.experiments.depth import shallower
-from vqkv.study.experiments.designs import every, exists, factorial, first_layers, published, since
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.experiments.designs import every, exists, factorial, published, since
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 CONTEXTS = {"1k": 1024, "2k": 2048, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCHES = (1, 16)
@@ -36,10 +31,55 @@ BATCH = 16  # sequences at a time in calibration, so that memory does not grow w
 LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
 
+def _rung(subject: Subject, models: list[str], rung: dict, number: int, designs: list[str], seq_len: int) -> list[dict]:
+    """Cases of one rung of the search."""
+    sizes = {"train_size": [rung["train_seqs"], seq_len], "test_size": [rung["num_seqs"], seq_len]}
+    subjects = subject.changed(**sizes).each(name=models[: rung["models"]])
+    cases = product(subject=subjects, design=designs, bits=rung["bits"], rung=[number])
+    return [case for case in cases if exists(case["design"], case["bits"])]
+
+
+def _first_rung(subject: Subject, models: list[str], rungs: list[dict], seq_len: int) -> list[dict]:
+    return _rung(subject, models, rungs[0], 1, rungs[0].get("designs") or [*factorial()], seq_len)
+
+
+def _next_rung(
+    rows: list[dict], sweeps: int, subject: Subject, models: list[str], rungs: list[dict], contexts: list[str],
+    seq_len: int,
+) -> list[dict]:  # fmt: skip
+    kept = _left(rows, sweeps, rungs[sweeps - 1]["keep"], contexts)
+    return _rung(subject, models, rungs[sweeps], sweeps + 1, kept, seq_len) if sweeps < len(rungs) else []
+
+
+def _left(rows: list[dict], number: int, keep: int, contexts: list[str]) -> list[str]:
+    """The designs that a rung keeps. Raises ``DataError`` if it had none that works."""
+    tried = [row for row in rows if row["rung"] == number]
+    if not tried:
+        raise DataError(f"rung {number}: no design that is left works with these models and bits")
+    ranks = [_ranks(tried, f"equivalent_bits_{name}") for name in contexts]
+    designs = dict.fromkeys(row["design"] for row in tried)
+    return [design for design in designs if min(rank[design] for rank in ranks) <= keep]
+
+
+def _ranked(rows: list[dict], rungs: list[dict], contexts: list[str]) -> list[dict]:
+    """The rows with the columns that compare a rung's designs."""
+    found = []
+    for number, rung in enumerate(rungs, 1):
+        tried, kept = [row for row in rows if row["rung"] == number], _left(rows, number, rung["keep"], contexts)
+        columns = {}
+        for name in contexts:
+            columns[f"rank_{name}"] = _ranks(tried, f"equivalent_bits_{name}")
+            columns[f"rank_{name}_se"] = _rank_errors(tried, f"equivalent_bits_{name}")
+        for row in tried:
+            places = {name: column[row["design"]] for name, column in columns.items()}
+            found.append({"rung": number, "kept": row["design"] in kept} | places | row)
+    return found
+
+
+@experiment(_first_rung, then=_next_rung, finish=_ranked)
 def halving_search(
-    models: list[str], corpus: str, rungs: list[dict], contexts: list[str], seq_len: int, chunk_size: int,
-    codebook_size: int, kmeans_iterations: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
+    subject: Subject, design: str, bits: float, rung: int, contexts: list[str], chunk_size: int, learning: dict
+) -> list[dict]:
     """Successive halving (Jamieson & Talwalkar 2016) over ``designs.factorial``, scored on the validation split, on
     which no table reports. Each rung of ``rungs`` tries the designs that are left on more text, ``{"models": at most so
     many of them, "bits": [...], "train_seqs", "num_seqs", "keep"}``, and keeps for each of ``contexts`` (of
@@ -51,33 +91,16 @@ def halving_search(
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1, ``rank_CONTEXT_se``
     its standard error, over ``DRAWS`` bootstrap draws of the windows; ``kept`` whether it went on.
     """
-    designs, rows, sources = list(dict.fromkeys(rungs[0].get("designs") or factorial())), [], {}
-    for number, rung in enumerate(rungs, 1):
-        text = {"train": [rung["train_seqs"], seq_len], "test": [rung["num_seqs"], seq_len], "seed": seed}
-        settings = {
-            "who": text | {"corpus": corpus, "dtype": dtype, "device": device, "held_out": "validation"},
-            "chunk_size": chunk_size,
-            "learning": {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations},
-            "contexts": contexts,
-        }  # fmt: skip
-        cases = [
-            {"model": name, "design": design, "bits": bits}
-            for name, design, bits in itertools.product(models[: rung["models"]], designs, rung["bits"])
-            if exists(design, bits)
-        ]
-        found, drawn = sweep(_tried, cases, settings, f"rung {number}")
-        if not found:
-            raise DataError(f"rung {number}: no design that is left works with {models} at {rung['bits']} bits")
-        ranks = {name: _ranks(found, f"equivalent_bits_{name}") for name in contexts}
-        errors = {name: _rank_errors(found, f"equivalent_bits_{name}") for name in contexts}
-        designs = [name for name in designs if min(rank.get(name, math.inf) for rank in ranks.values()) <= rung["keep"]]
-        for row in found:
-            design = row["design"]
-            places = {f"rank_{name}": rank[design] for name, rank in ranks.items()}
-            places |= {f"rank_{name}_se": error[design] for name, error in errors.items()}
-            rows.append({"rung": number, "kept": design in designs} | places | row)
-        sources |= drawn
-    return frame(rows, sources)
+    try:
+        compressor = fitted(presets.crossed(**factorial()[design], bits=bits, seed=subject.seed, **learning), subject)
+    except DataError as error:
+        return without(subject.name, design, error)
+    row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    totals = total_bits(row, subject.about, tokens_kept_exact(compressor))
+    label = {"rung": rung, "model": subject.name, "design": design, "bits": bits}
+    label |= {f"equivalent_bits_{at}": equivalent_bits(totals[f"bits_{at}_x1"], row["kl_mean"]) for at in contexts}
+    columns = ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes", "kl_each")
+    return [label | {name: row[name] for name in columns}]
 
 
 def _ranks(rows: list[dict], column: str) -> dict[str, int]:
@@ -100,77 +123,49 @@ def _rank_errors(rows: list[dict], column: str) -> dict[str, float]:
     return pd.concat(places, axis=1).std(axis=1).to_dict()
 
 
-def _tried(model: str, design: str, bits: float, who: dict, chunk_size: int, learning: dict, contexts: list[str]):
-    who = who | {"name": model}
-    found = subject(**who)
-    preset = presets.crossed(**factorial()[design], bits=bits, seed=who["seed"], **learning)
-    try:
-        compressor = fitted(preset, who)
-    except DataError as error:
-        return without(model, design, error), found.sources
-    settings = {"chunk_size": chunk_size, "exact": found.exact, "per_sequence": True}
-    row = evaluate(found.model, compressor, found.test, reconstruction=False, **settings)
-    totals = total_bits(row, describe(found.model), kept_exact(compressor))
-    label = {"model": model, "design": design, "bits": bits}
-    label |= {
-        f"equivalent_bits_{name}": equivalent_bits(totals[f"bits_{name}_x1"], row["kl_mean"]) for name in contexts
-    }
-    label |= {name: row[name] for name in ("bits_per_value", "kl_mean", "kl_floor", "top1", "side_bytes")}
-    return [label | {"kl_each": written(row["kl_each"])}], found.sources
-
-
 def equivalent_bits(bits: float, kl: float) -> float:
     """What is left of ``bits`` when every one makes the KL four times smaller; ``MOST`` nats where it is no number."""
     return bits + math.log2(max(LEAST, kl) if math.isfinite(kl) else MOST) / 2
 
 
-def frontier(
-    models: list[str], corpus: str, designs: list[str], bits: list[float], seeds: list[int], train_seqs: int,
-    seq_len: int, num_seqs: int, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
-    codebook_size: int, kmeans_iterations: int, sink_tokens: int, systems: list[str], tuned: dict[str, dict],
-    dtype: str, device: str, test_len: int | None = None, held_out: str = "test",
-):  # fmt: skip
-    """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
-    row per model, seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the
-    text and starts k-means. ``tuned``: what ``tuning`` chose.
-
-    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
-    number for each held-out window of ``test_len`` (by default ``seq_len``) tokens, the same windows for all systems.
-    ``held_out``: their split, ``validation`` for what chooses among systems. ``facts``: see ``facts_told``, of as many
-    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
-    """
-    text = {"train": [train_seqs, seq_len], "test": [num_seqs, test_len or seq_len], "corpus": corpus}
-    learning = {"codebook_size": codebook_size, "kmeans_iterations": kmeans_iterations, "sink_tokens": sink_tokens}
-    settings = {
-        "who": text | {"dtype": dtype, "device": device, "held_out": held_out}, "vqllm": vqllm, "learning": learning,
-        "facts": facts, "chunk_size": chunk_size, "tuned": tuned,
-    }  # fmt: skip
-    known = [label for make in (published, since) for label in make(vqllm, sink_tokens, 0)]
+def _cases(
+    subject: Subject, seeds: list[int], systems: list[str], designs: list[str], bits: list[float], vqllm: dict,
+    learning: dict,
+) -> list[dict]:  # fmt: skip
+    known = [label for make in (published, since) for label in make(vqllm, learning["sink_tokens"], 0)]
     if unknown := set(systems) - set(known):
         raise UnknownNameError("system", min(unknown), known)
     wanted = [label for label in known if label in (systems or known)]
-    cases = [{"systems": [*vqllm], "bits": 0}] * any(label in vqllm for label in wanted)  # one calibration for all
-    cases += [{"systems": [label], "bits": 0} for label in wanted if label not in vqllm]
-    cases += [
-        {"systems": [design], "bits": nominal}
-        for nominal, design in itertools.product(bits, designs)
-        if exists(design, nominal)
+    listed = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
+    listed += [(design, rate) for rate, design in itertools.product(bits, designs) if exists(design, rate)]
+    return [
+        {"subject": each, "system": label, "bits": rate} for each in subject.each(seed=seeds) for label, rate in listed
     ]
-    cases = [{"model": name, "seed": seed} | case for name, seed, case in itertools.product(models, seeds, cases)]
-    return frame(*sweep(_rows, cases, settings, "frontier"))
 
 
-def _rows(model: str, seed: int, systems: list[str], bits: float, who: dict, **settings):
-    who = who | {"name": model, "seed": seed}
-    label = {"model": model, "seed": seed}
-    found = subject(**who)
-    rows = []
-    for system in systems:
-        try:
-            rows.append(label | _row(found, system, bits, who, **settings))
-        except DataError as error:
-            rows += without(model, system, error)
-    return rows, found.sources
+@experiment(_cases)
+def frontier(
+    subject: Subject, system: str, bits: float, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
+    learning: dict, tuned: dict[str, dict],
+) -> list[dict]:  # fmt: skip
+    """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
+    row per seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the text and
+    starts k-means. ``learning``: ``codebook_size`` and ``kmeans_iterations`` of residual VQ in designs,
+    ``sink_tokens``. ``tuned``: what ``tuning`` chose.
+
+    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
+    number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
+    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
+    """
+    try:
+        compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
+    except DataError as error:
+        return without(subject.name, system, error)
+    row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    row |= facts_answered(subject, compressor, **facts) if facts else {}
+    row |= total_bits(row, subject.about, tokens_kept_exact(compressor))
+    row["evr"] = math.nan if compressor.joint else _explained(subject, compressor)
+    return [{"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits} | row]
 
 
 def without(model: str, system: str, error: DataError) -> list[dict]:
@@ -179,68 +174,49 @@ def without(model: str, system: str, error: DataError) -> list[dict]:
     return []
 
 
-def _row(
-    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict,
-    facts: dict[str, int], chunk_size: int,
-) -> dict:  # fmt: skip
-    compressor = fitted_system(found, system, bits, who, vqllm, learning, tuned)
-    return {"system": system, "nominal_bits": bits} | measured(found, compressor, who, facts, chunk_size)
-
-
-def measured(found: Subject, compressor, who: dict, facts: dict[str, int], chunk_size: int) -> dict[str, float | str]:
-    """Columns of ``frontier`` but for the names."""
-    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
-    row |= facts_told(found, compressor, who["corpus"], seed=who["seed"], **facts) if facts else {}
-    row |= total_bits(row, describe(found.model), kept_exact(compressor))
-    return row | {"evr": math.nan if compressor.joint else _explained(found, compressor)}
-
-
 def fitted_system(
-    found: Subject, system: str, bits: float, who: dict, vqllm: dict, learning: dict, tuned: dict | None = None
-):
+    subject: Subject, system: str, bits: float, vqllm: dict, learning: dict, tuned: dict | None = None
+) -> Compressor:
     """A published system or a design, fitted."""
     if system in vqllm:
-        return _residual(system, who, vqllm, learning, tuned or {})
-    if system in (known := _known(vqllm, learning["sink_tokens"], who["seed"], tuned)):
-        return fitted(known[system], who)
-    return fitted(presets.crossed(**every()[system], bits=bits, seed=who["seed"], **learning), who)
+        return _residual(subject, system, vqllm, learning["sink_tokens"], tuned or {})
+    arguments = vqllm, learning["sink_tokens"], subject.seed, tuned
+    known = published(*arguments) | since(*arguments)
+    return fitted(
+        known.get(system) or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject
+    )
 
 
-def _known(vqllm: dict, sink_tokens: int, *more) -> dict[str, presets.Preset]:
-    arguments = vqllm, sink_tokens, *more
-    return published(*arguments) | since(*arguments) | first_layers(sink_tokens)
-
-
-def _residual(system: str, who: dict, vqllm: dict, learning: dict, tuned: dict) -> Compressor:
+def _residual(subject: Subject, system: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
     """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
     depth, size, *_ = vqllm[system]
     label = max((label for label, other in vqllm.items() if other[1] == size), key=lambda label: vqllm[label][0])
-    sinks = learning["sink_tokens"]
-    return shallower(_fitted(label=label, who=who, vqllm=vqllm, sink_tokens=sinks, tuned=tuned), depth)
+    return shallower(_fitted(subject=subject, label=label, vqllm=vqllm, sink_tokens=sink_tokens, tuned=tuned), depth)
 
 
 @per_process(maxsize=1)
-def _fitted(label: str, who: dict, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
-    """On the text of ``subject(**who)`` or, if it is told, on more of the same corpus, batch by batch."""
-    preset, (_, _, *more) = published(vqllm, sink_tokens, who["seed"], tuned)[label], vqllm[label]
-    found = subject(**who | {"train": [*more, who["train"][1]]} if more else who)
-    return calibrate(found.model, found.train, preset, min(BATCH, len(found.train)), progress=False)
+def _fitted(subject: Subject, label: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
+    """On the calibration text or, if ``vqllm`` has a third number, on as many sequences, batch by batch."""
+    preset, (_, _, *more) = published(vqllm, sink_tokens, subject.seed, tuned)[label], vqllm[label]
+    text = subject.text("train", [*more, subject.train_size[1]], subject.seed) if more else subject.train
+    return calibrate(subject.model, text, preset, min(BATCH, len(text)), progress=False)
 
 
-def fitted(preset: presets.Preset, who: dict) -> Compressor:
-    return calibrated(preset, who, min(BATCH, who["train"][0]))
+def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
+    """Calibrate in batches that do not grow with the text."""
+    return subject.calibrated(preset, min(BATCH, subject.train_size[0]))
 
 
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
     """Bits of a value, side information included, by context length and number of sequences that share it."""
     return {
-        f"bits_{name}_x{batch}": all_told(row, about, tokens, batch, exact_tokens)
+        f"bits_{name}_x{batch}": bits_with_side(row, about, tokens, batch, exact_tokens)
         for name, tokens in CONTEXTS.items()
         for batch in BATCHES
     }
 
 
-def _explained(found: Subject, compressor) -> float:
+def _explained(subject: Subject, compressor) -> float:
     """EVR of what is stored, mean over layers, keys and values, on one sequence."""
-    ratios = explained_by_layer(found, compressor, found.test[:1]).values()
+    ratios = explained_by_layer(subject, compressor, subject.test[:1]).values()
     return sum(ratios) / len(ratios)

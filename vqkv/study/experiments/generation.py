@@ -1,12 +1,9 @@
 """Notebook 08: what a compressed cache costs and saves while generating."""
 
-from functools import partial
-
 import pandas as pd
 
-from vqkv.study.bench.caches import contenders
 from vqkv.study.bench.generation import latency, peak_memory
-from vqkv.study.experiments.common import Subject, calibrated, frame
+from vqkv.study.experiments.common import frame
 
 BLOCK = 128  # tokens: every system packs in blocks that divide it
 
@@ -26,9 +23,3 @@ def read_in_place(geometries: list[str], **settings) -> pd.DataFrame:
 def generation_peak(**settings) -> pd.DataFrame:
     """Resident memory by ``bench.generation.peak_memory``, which differs a little from run to run; nor a sweep."""
     return frame(peak_memory(**settings), {})
-
-
-def fitted_contender(found: Subject, label: str, who: dict, fit: dict) -> dict:
-    """The system of this label by its name, fitted on the text of ``subject(**who)``; nothing for transformers' cache
-    with a package that is missing."""
-    return contenders(partial(calibrated, who=who, batch_size=len(found.train)), [label], **fit)

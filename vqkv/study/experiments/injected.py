@@ -1,28 +1,28 @@
 """Page 07: phenomena of larger models, put into a model without a change of its outputs."""
 
 import dataclasses
-import itertools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
 
 from vqkv import presets
-from vqkv.calibration.calibrate import calibrate
-from vqkv.calibration.spill import CapturedTokens
 from vqkv.codecs.exact import Fp16
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.metrics import token_kl
 from vqkv.models.rope import rotations
-from vqkv.study.experiments.common import Subject, bare, by_window, frame, subject
+from vqkv.study.experiments.common import bare, by_window
 from vqkv.study.injection import inject, normed
 from vqkv.study.metrics import code_perplexity, relative_mse
 from vqkv.study.peers import TransformersQuantized
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 
 PAIRS = 4  # neighbouring RoPE pairs of a head that are outliers
 GROUPINGS = {"contiguous": 16, "strided": 16, "contiguous, groups of 32": 32, "strided, groups of 32": 32}
@@ -33,73 +33,69 @@ MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_
 BY_HEAD = ("quiet_error", "loud_error", "quiet_codes", "quiet_effective", "quiet_most", "quiet_worst")
 
 
-def injected(
-    models: list[str], corpus: str, sizes: dict[str, list[float]], seeds: list[int], train_seqs: int, seq_len: int,
-    num_seqs: int, chunk_size: int, codebook_size: int, dtype: str, device: str,
-):  # fmt: skip
-    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes (0: none), in every model, and its systems
-    calibrated on that model: a row per model, phenomenon, size, system and seed. All but norms leave the model's
-    outputs as they were. ``chunked`` protocol, KL to the changed model's own exact cache, four sinks and no recent
-    window, except for transformers' cache. A seed draws the calibration text, the outlier channels and k-means' start;
-    systems without codebooks have the first alone. ``injection_kl``: what the injection itself does to the model;
-    ``warned``: whether ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
-    """
-    settings = {
-        "who": {"corpus": corpus, "train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "test_seed": 0}
-        | {"dtype": dtype, "device": device},
-        "chunk_size": chunk_size, "codebook_size": codebook_size,
-    }  # fmt: skip
-    cases = [
-        {"model": name, "phenomenon": phenomenon, "size": size, "seed": seed, "first": seed == seeds[0]}
-        for name, phenomenon in itertools.product(models, sizes)
-        for size, seed in itertools.product(sizes[phenomenon], seeds)
-    ]
-    return frame(*sweep(_rows, cases, settings, "injected"))
+@dataclass(frozen=True)
+class InjectedSubject(Subject):
+    """A subject whose model has a phenomenon in this size."""
+
+    phenomenon: str = ""
+    size: float = 0.0
+
+    def _load(self):
+        _, tokenizer, _ = super()._load()
+        model, exact = _injected(subject=self)
+        return model, tokenizer, exact
 
 
-def outlier_channels(found: Subject, size: float, seed: int):
-    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by ``seed``; without RoPE in as many
-    channels of either half."""
-    layers, generator = kv_layers(found.model), torch.Generator().manual_seed(seed)
+@per_process(maxsize=1)
+def _injected(subject: InjectedSubject):
+    unchanged = subject.changed(kind=Subject)
+    model = PHENOMENA[subject.phenomenon][0](unchanged, subject.size) if subject.size else unchanged.model
+    return model, ExactPass(model)
+
+
+def outlier_channels(subject: Subject, size: float):
+    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed; without RoPE
+    in as many channels of either half."""
+    layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
-    for turn, heads in zip(rotations(found.model), factors, strict=True):
+    for turn, heads in zip(rotations(subject.model), factors, strict=True):
         halves = torch.arange(heads.shape[1]).chunk(2) if turn is None else (turn.first, turn.second)
         for head in heads:
             start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
             for half in halves:
                 head[half[start : start + PAIRS]] = size
-    return inject(found.model, keys=factors)
+    return inject(subject.model, keys=factors)
 
 
-def loud_heads(found: Subject, size: float, seed: int):
+def loud_heads(subject: Subject, size: float):
     """Keys and values of one head of each layer times ``size``."""
-    factors = torch.where(_loud(found.model), size, 1.0)[:, :, None]
-    return inject(found.model, keys=factors, values=factors)
+    factors = torch.where(_loud(subject.model), size, 1.0)[:, :, None]
+    return inject(subject.model, keys=factors, values=factors)
 
 
-def key_bias(found: Subject, size: float, seed: int):
+def key_bias(subject: Subject, size: float):
     """``size`` added to one channel of each head: of the RoPE pair that rotates most slowly, or the last."""
-    layers = kv_layers(found.model)
+    layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
-    for turn, layer in zip(rotations(found.model), bias, strict=True):
+    for turn, layer in zip(rotations(subject.model), bias, strict=True):
         layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
-    return inject(found.model, key_bias=bias)
+    return inject(subject.model, key_bias=bias)
 
 
-def largest_magnitude(found: Subject, size: float, seed: int):
+def largest_magnitude(subject: Subject, size: float):
     """Keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
-    roles = capture(found.model, found.test, pre_rope=False)
-    return inject(found.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
+    roles = capture(subject.model, subject.test, pre_rope=False)
+    return inject(subject.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
 
 
-def keys_normed(found: Subject, size: float, seed: int):
+def keys_normed(subject: Subject, size: float):
     """Each head's keys over their root mean square, which queries take over; nothing is trained afterwards."""
-    return normed(found.model, found.train, ["key"])
+    return normed(subject.model, subject.train, ["key"])
 
 
-def both_normed(found: Subject, size: float, seed: int):
+def both_normed(subject: Subject, size: float):
     """The same, and values, whose size output projections take over."""
-    return normed(found.model, found.train, ["key", "value"])
+    return normed(subject.model, subject.train, ["key", "value"])
 
 
 def _loud(model) -> torch.Tensor:
@@ -154,56 +150,58 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
 }
 
 
-def _rows(
-    model: str, phenomenon: str, size: float, seed: int, first: bool, who: dict, chunk_size: int, codebook_size: int
-):
-    who = who | {"name": model, "seed": seed}
-    found, rows = _injected(who=who, phenomenon=phenomenon, size=size), []
-    damage = token_kl(subject(**who).exact(found.test)[0], found.exact(found.test)[0]).mean().item()
-    for system, preset in PHENOMENA[phenomenon][1](codebook_size, seed).items():
+def _cases(subject: Subject, sizes: dict[str, list[float]], seeds: list[int]) -> list[dict]:
+    return [
+        {"subject": each, "phenomenon": phenomenon, "size": size, "first": each.seed == seeds[0]}
+        for phenomenon in sizes
+        for size in sizes[phenomenon]
+        for each in subject.each(seed=seeds)
+    ]
+
+
+@experiment(_cases)
+def injected(
+    subject: Subject, phenomenon: str, size: float, first: bool, codebook_size: int, chunk_size: int
+) -> list[dict]:
+    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes (0: none), and its systems calibrated on
+    the changed model: a row per phenomenon, size, system and seed. All but norms leave the model's outputs as they
+    were. ``chunked`` protocol, KL to the changed model's own exact cache, four sinks and no recent window, except for
+    transformers' cache. A seed draws the calibration text, the outlier channels and k-means' start; systems without
+    codebooks have the first alone. ``injection_kl``: what the injection itself does to the model; ``warned``: whether
+    ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
+    """
+    changed, rows = subject.changed(kind=InjectedSubject, phenomenon=phenomenon, size=size), []
+    damage = token_kl(subject.exact(subject.test)[0], changed.exact(subject.test)[0]).mean().item()
+    for system, preset in PHENOMENA[phenomenon][1](codebook_size, subject.seed).items():
         if not first and not system.startswith("vq"):
             continue
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            maker = _fitted(preset, who, phenomenon, size)
-        row = by_window(found, maker, found.test, chunk_size=chunk_size, reconstruction=False)
-        label = {"model": model, "phenomenon": phenomenon, "size": size, "system": system, "seed": seed}
-        label |= {name: row[name] for name in MEASURED} | {"injection_kl": damage}
+            compressor = _fitted(changed, preset)
+        row = by_window(changed, compressor, chunk_size=chunk_size, reconstruction=False)
+        label = {"model": subject.name, "phenomenon": phenomenon, "size": size, "system": system}
+        label |= {"seed": subject.seed} | {name: row[name] for name in MEASURED} | {"injection_kl": damage}
         label["warned"] = any("of the variance of" in str(warning.message) for warning in said)
-        rows.append(label | (by_head(found, maker) if phenomenon == "loud heads" else dict.fromkeys(BY_HEAD, math.nan)))
-    return rows, found.sources
+        loud = phenomenon == "loud heads"
+        rows.append(label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan)))
+    return rows
 
 
-@per_process(maxsize=1)
-def _injected(who: dict, phenomenon: str, size: float) -> Subject:
-    found = subject(**who)
-    model = PHENOMENA[phenomenon][0](found, size, who["seed"]) if size else found.model
-    return found._replace(model=model, exact=ExactPass(model))
-
-
-@per_process(maxsize=2)
-def _captured(who: dict, phenomenon: str, size: float, pre_rope: int) -> CapturedTokens:
-    found = _injected(who=who, phenomenon=phenomenon, size=size)
-    return CapturedTokens(found.model, found.train, len(found.train), pre_rope, progress=False)
-
-
-def _fitted(preset, who: dict, phenomenon: str, size: float):
+def _fitted(subject: InjectedSubject, preset):
     """With four sinks; other people's caches as they are."""
     if not isinstance(preset, presets.Preset):
         return preset
-    found = _injected(who=who, phenomenon=phenomenon, size=size)
-    preset = dataclasses.replace(bare(preset), sink_tokens=4).fitting(found.model)
-    held = _captured(who=who, phenomenon=phenomenon, size=size, pre_rope=preset.pre_rope)
-    return calibrate(found.model, found.train, preset, len(found.train), progress=False, captured=held)
+    preset = dataclasses.replace(bare(preset), sink_tokens=4)
+    return subject.calibrated(preset, subject.train_size[0])
 
 
-def by_head(found: Subject, compressor) -> dict[str, float]:
+def by_head(subject: Subject, compressor) -> dict[str, float]:
     """Relative squared error of the quiet and of the loud heads (means over layers and roles). Of the quiet ones the
     codes that they use at all, in effect (2 to the entropy), and the fewest that make up ``COVERED`` of their blocks
     (means over heads, NaN where blocks may stay exact), and the largest error of a value in shares of its head's
     maximum in the keyframe."""
-    keys, values = found.exact.keys_and_values(found.test, pre_rope=compressor.settings.pre_rope)
-    loud, rows = _loud(found.model), []
+    keys, values = subject.exact.keys_and_values(subject.test, pre_rope=compressor.settings.pre_rope)
+    loud, rows = _loud(subject.model), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         read = compressor.reconstruct(layer, *pair)
         for x, x_hat, codec in zip(pair, read, compressor.codecs[layer], strict=True):

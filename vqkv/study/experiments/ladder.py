@@ -14,9 +14,11 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import Subject, calibrated, exact_compressor, frame, subject
+from vqkv.study.experiments.common import exact_compressor
+from vqkv.study.shared import per_process
 from vqkv.study.snapshots import SnapshotReader, write_stream
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 KEPT = (
     "file_bytes", "keyframe_bytes", "delta_bytes", "header_bytes", "side_bytes", "every_fp32_bytes", "live_fp16_bytes",
@@ -27,47 +29,42 @@ DAMAGE = ("kl_mean", "kl_low", "kl_high", "kl_std", "kl_worst", "kl_floor", "ppl
 EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
+def _with_evicted(rows: list[dict]) -> list[dict]:
+    """The rows with ratios; the evicted tier's bytes are those of the whole one, less what its last keyframe loses."""
+    whole = next((row for row in rows if row["tier"] == WHOLE), {})
+    for row in (row for row in rows if row["tier"] == EVICTED):
+        saved = row.pop("saved_bytes")
+        row |= whole | {name: whole[name] - saved for name in ("file_bytes", "keyframe_bytes")} | row
+    return [_ratios(row) for row in rows]
+
+
+@experiment(
+    lambda subject, interval, codebook_size: product(tier=[*EXACT, *_lossy(interval, codebook_size, 0), EVICTED]),
+    finish=_with_evicted,
+)
 def tier_ladder(
-    models: list[str], corpus: str, steps: int, interval: int, new_tokens: int, num_seqs: int, train_seqs: int,
-    retain: float, recent: float, codebook_size: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
+    subject: Subject, tier: str, steps: int, interval: int, retain: float, recent: float, codebook_size: int
+) -> dict:
     """Each tier as a snapshot stream of caches that grow by one token a step, and the KL of going on from one of them:
     the last but one, which with ``steps`` a multiple of ``interval`` has the most deltas.
 
-    One row per model and tier. Ratios are from bytes on disk, the header (codebooks) apart: against every snapshot in
-    fp32, the source's baseline, and against the live fp16 cache after the last step.
+    A row per tier. Ratios are from bytes on disk, the header (codebooks) apart: against every snapshot in fp32, the
+    source's baseline, and against the live fp16 cache after the last step.
     """
-    texts = {"train": [train_seqs, max(interval, steps)], "test": [num_seqs, steps + new_tokens], "seed": seed}
-    settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "stream": {"steps": steps, "interval": interval},
-        "codebook_size": codebook_size,
-        "kept": {"retain": retain, "recent": recent},
-    }
-    tiers = [*EXACT, *_lossy(interval, codebook_size, seed), EVICTED]
-    cases = [{"model": name, "tier": tier} for name in models for tier in tiers]
-    rows, sources = sweep(_tier_row, cases, settings, "tiers")
-    return frame([_ratios(row) for row in _with_evicted(rows)], sources)
-
-
-def _tier_row(model: str, tier: str, who: dict, stream: dict, codebook_size: int, kept: dict):
-    """Bytes and KL of a tier; of the evicted one KL, and how many bytes of the whole one it saves."""
-    who = who | {"name": model}
-    found, live = subject(**who), _live(who=who, steps=stream["steps"])
+    live = _live(subject=subject, steps=steps)
     if tier == EVICTED:
-        row = _evicted(found, live, stream["interval"], **kept)
+        row = _evicted(subject, live, interval, retain, recent)
     else:
-        lossy = _lossy(stream["interval"], codebook_size, who["seed"])
-        stored = EXACT.get(tier) or (calibrated(lossy[tier], who).codecs, "int4")
-        row, state = _stream(live, *stored, stream["interval"])
-        row |= evaluate_restored(found.exact, found.test, *state)
-    return [{"model": model, "tier": tier} | row], found.sources
+        lossy = _lossy(interval, codebook_size, subject.seed)
+        stored = EXACT.get(tier) or (subject.calibrated(lossy[tier]).codecs, "int4")
+        row, state = _stream(live, *stored, interval)
+        row |= evaluate_restored(subject.exact, subject.test, *state)
+    return {"model": subject.name, "tier": tier} | row
 
 
 @per_process(maxsize=1)
-def _live(who: dict, steps: int):
-    found = subject(**who)
-    return capture(found.model, found.test[:, :steps], batch_size=len(found.test), pre_rope=False)
+def _live(subject: Subject, steps: int):
+    return capture(subject.model, subject.test[:, :steps], batch_size=len(subject.test), pre_rope=False)
 
 
 def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Preset]:
@@ -97,29 +94,17 @@ def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) ->
         yield SnapshotReader(path)
 
 
-def _evicted(found: Subject, live, interval: int, retain: float, recent: float) -> dict:
+def _evicted(subject: Subject, live, interval: int, retain: float, recent: float) -> dict:
     """Bytes that a stream's last keyframe is smaller by once evicted, as the source does; KL of the evicted exact
     cache."""
-    steps = live[0][0].shape[2]
+    steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
-    kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(found.model, found.test[:, :last])]
+    kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
     whole, evicted = (_stream(_one_keyframe(live, last, index), "fp32", "exact", 1)[0] for index in (None, kept))
-    settings = {"prompt_len": steps, "batch_size": len(found.test), "reconstruction": False, "exact": found.exact}
-    row = evaluate(found.model, H2O(exact_compressor(found), retain, recent), found.test, "snapshot", **settings)
+    settings = {"prompt_len": steps, "batch_size": len(tokens), "reconstruction": False, "exact": subject.exact}
+    row = evaluate(subject.model, H2O(exact_compressor(subject), retain, recent), tokens, "snapshot", **settings)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
     return saved | {name: row[name] for name in DAMAGE}
-
-
-def _with_evicted(rows: list[dict]) -> list[dict]:
-    """The evicted tier's bytes: those of the whole one, less what its last keyframe has lost."""
-    whole = {row["model"]: row for row in rows if row["tier"] == WHOLE}
-    found = []
-    for row in rows:
-        if row["tier"] == EVICTED:
-            plain, saved = whole[row["model"]], row.pop("saved_bytes")
-            row = plain | {name: plain[name] - saved for name in ("file_bytes", "keyframe_bytes")} | row
-        found.append(row)
-    return found
 
 
 def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
@@ -136,47 +121,45 @@ def _ratios(row: dict) -> dict:
     return row | against | {"keyframe_share": row["keyframe_bytes"] / stored}
 
 
+def _codecs(codebook_size: int, num_quantizers: int, sink_tokens: int, seed: int = 0) -> dict[str, presets.Preset]:
+    chosen = (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed))
+    return {preset.name: dataclasses.replace(preset, sink_tokens=sink_tokens) for preset in chosen}
+
+
+def _eviction_cases(quantizer: dict, sink_tokens: int, retains: list[float]) -> list[dict]:
+    return product(codec=_codecs(**quantizer, sink_tokens=sink_tokens), retain=retains)
+
+
+@experiment(_eviction_cases)
 def eviction(
-    models: list[str], corpus: str, prompt_len: int, new_tokens: int, num_seqs: int, train_seqs: int,
-    retains: list[float], recent: float, sink_tokens: int, codebook_size: int, num_quantizers: int, seed: int,
-    dtype: str, device: str,
-):  # fmt: skip
+    subject: Subject, codec: str, retain: float, prompt_len: int, recent: float, sink_tokens: int, quantizer: dict
+) -> list[dict]:
     """Eviction alone and on top of codecs: KL against the share of tokens retained, heavy hitters and
-    SnapKV against random ones.
+    SnapKV against random ones. ``quantizer``: ``codebook_size`` and ``num_quantizers`` of residual VQ.
 
     ``snapshot`` protocol, evicted once after the prompt; the first ``sink_tokens`` always stay, also for the random
     rule, which would else show no more than what losing a sink costs. ``overlap``: the share of the tokens kept by
-    scores from exact keys that scores from this codec's keys would keep too. One row per model, codec, rule and share.
+    scores from exact keys that scores from this codec's keys would keep too. One row per codec, rule and share.
     """
-    length = prompt_len + new_tokens  # calibrated on as many: a model may tell positions apart
-    texts = {"train": [train_seqs, length], "test": [num_seqs, length], "seed": seed}
-    settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "quantizer": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "sink_tokens": sink_tokens},
-        "prompt_len": prompt_len,
-        "recent": recent,
-    }
-    codecs = _codecs(seed=seed, **settings["quantizer"])
-    cases = [{"model": name, "codec": codec, "retain": part} for name in models for codec in codecs for part in retains]
-    return frame(*sweep(_eviction_rows, cases, settings, "eviction"))
-
-
-def _eviction_rows(model: str, codec: str, retain: float, who: dict, quantizer: dict, prompt_len: int, recent: float):
-    who = who | {"name": model}
-    found, compressor = subject(**who), _evicted_codec(codec=codec, who=who, quantizer=quantizer)
-    settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(found.test), "reconstruction": False}
-    compared = compare_scores(found.model, compressor, found.test[:, :prompt_len], retain, recent)
+    compressor = _evicted_codec(subject=subject, codec=codec, sink_tokens=sink_tokens, **quantizer)
+    settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(subject.test), "reconstruction": False}
+    compared = compare_scores(subject.model, compressor, subject.test[:, :prompt_len], retain, recent)
     overlap = sum(compared) / len(compared)
     rows, rules = [], {
         "heavy hitters": H2O(compressor, retain, recent),
         "SnapKV": snapkv(compressor, retain),
-        "random": H2O(compressor, retain, recent, choose=random_tokens(who["seed"])),
+        "random": H2O(compressor, retain, recent, choose=random_tokens(subject.seed)),
     }  # fmt: skip
     for rule, policy in rules.items():
-        row = evaluate(found.model, policy, found.test, "snapshot", **settings, exact=found.exact)
-        label = {"model": model, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
+        row = evaluate(subject.model, policy, subject.test, "snapshot", **settings, exact=subject.exact)
+        label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
         rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})
-    return rows, found.sources
+    return rows
+
+
+@per_process(maxsize=1)
+def _evicted_codec(subject: Subject, codec: str, **settings) -> Compressor:
+    return subject.calibrated(_codecs(**settings, seed=subject.seed)[codec])
 
 
 def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
@@ -201,13 +184,3 @@ def compare_scores(
         ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
         shares.append((ours & theirs).sum().item() / ours.sum().item())
     return shares
-
-
-@per_process(maxsize=1)
-def _evicted_codec(codec: str, who: dict, quantizer: dict) -> Compressor:
-    return calibrated(_codecs(seed=who["seed"], **quantizer)[codec], who)
-
-
-def _codecs(num_quantizers: int, codebook_size: int, sink_tokens: int, seed: int) -> dict[str, presets.Preset]:
-    chosen = (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed))
-    return {preset.name: dataclasses.replace(preset, sink_tokens=sink_tokens) for preset in chosen}

@@ -4,42 +4,30 @@ import torch
 
 from vqkv import presets
 from vqkv.models.capture import capture
-from vqkv.models.load import describe
-from vqkv.study.experiments.common import draw, frame, loaded
 from vqkv.study.metrics import code_perplexity
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 
+@experiment(lambda subject, seeds, variants: product(subject=subject.each(seed=seeds), variant=variants))
 def codebook_learning(
-    model: str, corpus: str, role: str, layer: int, codebook_size: int, num_quantizers: int, group_size: int,
-    vectors_per_step: int, steps: int, every: int, variants: list[dict], seeds: list[int], dtype: str, device: str,
-):  # fmt: skip
-    """Notebook 02: held-out loss (relative MSE), code perplexity and unused codes against moving-average steps.
+    subject: Subject, variant: dict, role: str, layer: int, quantizer: dict, vectors_per_step: int, steps: int,
+    every: int,
+) -> list[dict]:  # fmt: skip
+    """Held-out loss (relative MSE), code perplexity and unused codes against moving-average steps.
 
-    ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive); each is learned with each of ``seeds``, which
-    also draw the text. One row per variant, seed, step and stage; a stage's loss is what it and those before leave.
+    ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive) beside those of ``quantizer``; each is learned
+    with each of ``seeds``, which also draw the text. One row per variant, seed, step and stage; a stage's loss is what
+    it and those before leave.
     """
-    settings = {
-        "who": {"name": model, "dtype": dtype, "device": device},
-        "what": {"corpus": corpus, "role": role, "layer": layer, "group_size": group_size},
-        "quantizer": {"num_quantizers": num_quantizers, "codebook_size": codebook_size, "group_size": group_size},
-        "per_step": vectors_per_step,
-        "steps": steps,
-        "every": every,
-    }
-    cases = [{"seed": seed, "variant": variant} for seed in seeds for variant in variants]
-    return frame(*sweep(_rows, cases, settings, "learning"))
-
-
-def _rows(seed: int, variant: dict, who: dict, what: dict, quantizer: dict, per_step: int, steps: int, every: int):
-    _, _, sources, _ = loaded(**who)
-    test, tested = _layer_vectors(split="test", count=per_step, seed=0, who=who, **what)
-    train, trained = _layer_vectors(split="train", count=per_step * (steps + 1), seed=seed, who=who, **what)
-    preset = presets.vqllm(**quantizer, seed=seed, **variant)
-    codec = (preset.key_codec if what["role"] == "key" else preset.value_codec)(train.shape[-1])
-    label = {"init": "kmeans", "decay": 0.99, "revive": False} | variant | {"seed": seed}
-    rows = [label | row for row in _learning_curve(codec, train.chunk(steps + 1, dim=2), test, every)]
-    return rows, sources | tested | trained
+    where = {"role": role, "layer": layer, "group_size": quantizer["group_size"]}
+    train = _layer_vectors(subject, "train", subject.seed, vectors_per_step * (steps + 1), **where)
+    test = _layer_vectors(subject, "test", 0, vectors_per_step, **where)
+    preset = presets.vqllm(**quantizer, seed=subject.seed, **variant)
+    codec = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
+    label = {"init": "kmeans", "decay": 0.99, "revive": False} | variant | {"seed": subject.seed}
+    return [label | row for row in _learning_curve(codec, train.chunk(steps + 1, dim=2), test, every)]
 
 
 def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every: int) -> list[dict]:
@@ -57,17 +45,20 @@ def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every:
     return rows
 
 
-@per_process(maxsize=2)
-def _layer_vectors(who: dict, corpus: str, split: str, role: str, layer: int, group_size: int, count: int, seed: int):
-    """Keys or values of one layer, cut into batches that hold ``count`` group vectors in all (test: one batch), and the
-    source of their text."""
-    (model, tokenizer, *_), sources = loaded(**who), {}
-    heads, *dims = describe(model)["shapes"][layer]
-    head_dim = dims[role == "value"]
-    per_token = heads * head_dim // group_size
+def _layer_vectors(
+    subject: Subject, split: str, seed: int, count: int, role: str, layer: int, group_size: int
+) -> torch.Tensor:
+    """Keys or values (1, 1, vectors, head_dim) of one layer that hold ``count`` group vectors."""
+    heads, *dims = subject.about["shapes"][layer]
+    per_token = heads * dims[role == "value"] // group_size
     seq_len = min(512, count // per_token)
-    num_seqs = -(-count // (per_token * seq_len))
-    tokens = draw(corpus, tokenizer, split, seq_len, num_seqs, seed, sources)
+    tokens = subject.text(split, [-(-count // (per_token * seq_len)), seq_len], seed)
+    x = _captured_layer(subject=subject, split=split, size=list(tokens.shape), seed=seed, role=role, layer=layer)
+    return x.flatten(0, 2)[: count * group_size // x.shape[-1]][None, None]
+
+
+@per_process(maxsize=2)
+def _captured_layer(subject: Subject, split: str, size: list[int], seed: int, role: str, layer: int) -> torch.Tensor:
     which = 0 if role == "key" else 1  # of each batch only this layer and role are kept
-    x = torch.cat([capture(model, batch)[which][layer].float() for batch in tokens.split(8)])
-    return x.flatten(0, 2)[: count * group_size // head_dim][None, None], sources  # (1, 1, vectors, head_dim)
+    batches = subject.text(split, size, seed).split(8)
+    return torch.cat([capture(subject.model, batch)[which][layer].float() for batch in batches])

@@ -1,7 +1,6 @@
 """Notebook 15: a preset that a page defines, measured beside published ones."""
 
 import dataclasses
-import itertools
 import linecache
 import tempfile
 from collections.abc import Callable
@@ -11,12 +10,12 @@ import pandas as pd
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
-from vqkv.models.load import describe
-from vqkv.study.experiments.common import bare, by_window, frame, kept_exact, subject
+from vqkv.study.experiments.common import bare, by_window, tokens_kept_exact
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
-from vqkv.study.sweep import sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 
 
 def defining_text(function: Callable) -> str:
@@ -28,43 +27,34 @@ def defining_text(function: Callable) -> str:
     return text
 
 
-def own_preset(
-    models: list[str], corpus: str, definition: str, preset: str, bits: list[int], beside: list[str], seeds: list[int],
-    train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int, sink_tokens: int, dtype: str, device: str,
-):  # fmt: skip
+def _cases(
+    subject: Subject, models: list[str], seeds: list[int], preset: str, bits: list[int], beside: list[str]
+) -> list[dict]:
+    systems = [*((preset, each) for each in bits), *((label, 0) for label in beside)]
+    return [
+        {"subject": each, "system": system, "bits": rate}
+        for each in subject.each(name=models, seed=seeds)
+        for system, rate in systems
+    ]
+
+
+@experiment(_cases)
+def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_tokens: int, chunk_size: int) -> dict:
     """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, Python
     source that is run in each process, makes the function ``preset``, which takes ``bits``. A row per model, seed and
     system, on the same windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises
     ``DataError`` if that changed it."""
-    text = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "corpus": corpus}
-    settings = {
-        "who": text | {"dtype": dtype, "device": device}, "definition": definition,
-        "sink_tokens": sink_tokens, "chunk_size": chunk_size,
-    }  # fmt: skip
-    systems = [*((preset, each) for each in bits), *((label, 0) for label in beside)]
-    cases = [
-        {"model": name, "seed": seed, "system": system, "bits": each}
-        for name, seed, (system, each) in itertools.product(models, seeds, systems)
-    ]
-    return frame(*sweep(_row, cases, settings, preset))
-
-
-def _row(
-    model: str, seed: int, system: str, bits: int, who: dict, definition: str, sink_tokens: int, chunk_size: int
-):  # fmt: skip
-    who = who | {"name": model, "seed": seed}
-    found = subject(**who)
     if bits:
         exec(definition, defined := {"__name__": "__main__"})
         own = dataclasses.replace(bare(defined[system](bits)), sink_tokens=sink_tokens)
-        compressor = _reloaded(fitted(own, who))
+        compressor = _reloaded(fitted(own, subject))
     else:
-        compressor = fitted(published({}, sink_tokens, seed)[system], who)
-    row = by_window(found, compressor, found.test, chunk_size=chunk_size, reconstruction=False)
-    totals = total_bits(row, describe(found.model), kept_exact(compressor))
+        compressor = fitted(published({}, sink_tokens, subject.seed)[system], subject)
+    row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    totals = total_bits(row, subject.about, tokens_kept_exact(compressor))
     columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
-    label = {"model": model, "seed": seed, "system": system, "nominal_bits": bits}
-    return [label | {name: row[name] for name in columns} | totals], found.sources
+    label = {"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits}
+    return label | {name: row[name] for name in columns} | totals
 
 
 def _reloaded(compressor: Compressor) -> Compressor:

@@ -5,63 +5,51 @@ import statistics
 import torch
 
 from vqkv.errors import DataError
-from vqkv.evaluation.exact import DTYPES, ExactPass, floor_kl
+from vqkv.evaluation.exact import DTYPES, floor_kl
 from vqkv.models.capture import capture
-from vqkv.models.load import describe, kv_width
+from vqkv.models.load import kv_width
 from vqkv.models.rope import rotates
 from vqkv.study.experiments import probes
-from vqkv.study.experiments.common import draw, frame, load
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 
 
-def magnitudes(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
-    """Notebook 01: one row per model, role, layer and KV head with the largest |value| and the channel outlier ratio.
+@experiment()
+def magnitudes(subject: Subject) -> list[dict]:
+    """One row per role, layer and KV head with the largest |value| and the channel outlier ratio.
 
     Roles are ``key`` (before RoPE), ``value`` and, in a model with RoPE, ``key_post_rope``. ``step`` is max|v| / 16,
     the size that the source calls the 4-bit step.
     """
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        tokens = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        keys, values = capture(model, tokens)
-        roles = {"key": keys, "value": values}
-        if rotates(model):
-            roles["key_post_rope"] = capture(model, tokens, pre_rope=False)[0]
-        for role, layers in roles.items():
-            for layer, x in enumerate(layers):
-                largest, ratio = x.float().abs().amax(dim=(0, 2, 3)), probes.channel_outlier_ratio(x)
-                for head in range(x.shape[1]):
-                    row = {"model": name, "role": role, "layer": layer, "head": head, "max_abs": largest[head].item()}
-                    rows.append(row | {"step": row["max_abs"] / 16, "channel_ratio": ratio[head].item()})
-    return frame(rows, sources)
+    keys, values = capture(subject.model, subject.test)
+    roles, rows = {"key": keys, "value": values}, []
+    if rotates(subject.model):
+        roles["key_post_rope"] = capture(subject.model, subject.test, pre_rope=False)[0]
+    for role, layers in roles.items():
+        for layer, x in enumerate(layers):
+            largest, ratio = x.float().abs().amax(dim=(0, 2, 3)), probes.channel_outlier_ratio(x)
+            for head in range(x.shape[1]):
+                row = {"model": subject.name, "role": role, "layer": layer, "head": head}
+                row |= {"max_abs": largest[head].item(), "step": largest[head].item() / 16}
+                rows.append(row | {"channel_ratio": ratio[head].item()})
+    return rows
 
 
-def phenomena(models: list[str], corpus: str, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str):
-    """Notebook 01: what each model shows of sinks, outlier channels and inter-layer predictability."""
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        train = draw(corpus, tokenizer, "train", seq_len, num_seqs, seed, sources)
-        test = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        found = _sink_rows(model, test) | _channel_rows(model, test) | _evr_rows(model, train, test)
-        rows += [{"model": name, "quantity": quantity, "value": value} for quantity, value in found.items()]
-    return frame(rows, sources)
+@experiment()
+def phenomena(subject: Subject) -> list[dict]:
+    """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
+    quantities = _sinks(subject.model, subject.test) | _channels(subject.model, subject.test) | _explained(subject)
+    return [{"model": subject.name, "quantity": name, "value": value} for name, value in quantities.items()]
 
 
-def noise_floors(
-    models: list[str], corpus: str, seq_len: int, num_seqs: int, chunk_size: int, seed: int, dtype: str, device: str
-):
-    """KL between each model and itself with an exact cache that is rounded, or read in pieces: a row each."""
-    rows, sources = [], {}
-    for name in models:
-        model, tokenizer = load(name, dtype, device, sources)
-        tokens = draw(corpus, tokenizer, "test", seq_len, num_seqs, seed, sources)
-        floor = noise_floor(ExactPass(model), tokens.to(model.device), chunk_size)
-        rows += [{"model": name, "cache": cache, "kl": kl} for cache, kl in floor.items()]
-    return frame(rows, sources)
+@experiment()
+def noise_floors(subject: Subject, chunk_size: int) -> list[dict]:
+    """KL between a model and itself with an exact cache that is rounded, or read in pieces: a row each."""
+    floors = noise_floor(subject.exact, subject.test.to(subject.model.device), chunk_size)
+    return [{"model": subject.name, "cache": cache, "kl": kl} for cache, kl in floors.items()]
 
 
-def _sink_rows(model, tokens) -> dict:
+def _sinks(model, tokens) -> dict:
     strength = probes.sink_strength(model, tokens)
     length = tokens.shape[1]
     even = statistics.mean(1 / (i + 1) for i in range(16, length))
@@ -72,7 +60,7 @@ def _sink_rows(model, tokens) -> dict:
     }
 
 
-def _channel_rows(model, tokens) -> dict:
+def _channels(model, tokens) -> dict:
     found = {}
     for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
         ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
@@ -81,11 +69,11 @@ def _channel_rows(model, tokens) -> dict:
     return found
 
 
-def _evr_rows(model, train, test) -> dict:
-    evr, about = probes.interlayer_evr(model, train, test), describe(model)
+def _explained(subject: Subject) -> dict:
+    evr = probes.interlayer_evr(subject.model, subject.train, subject.test)
     return {
-        "hidden size": model.config.get_text_config().hidden_size,
-        "KV width": kv_width(about),
+        "hidden size": subject.model.config.get_text_config().hidden_size,
+        "KV width": kv_width(subject.about),
         "EVR of K from K of the layer before": statistics.mean(evr["key"]),
         "EVR of V from V of the layer before and its own K": statistics.mean(evr["value"]),
     }

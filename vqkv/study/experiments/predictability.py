@@ -11,50 +11,42 @@ from vqkv.codecs.learning.gram import Gram
 from vqkv.models.layers import KVLayer, kv_layers
 from vqkv.models.load import describe, kv_width, untrained
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.common import draw, frame, load, subject
 from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved, participation_ratio
-from vqkv.study.sweep import sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment
 
 # What a predictor could use at inference: V from its layer's K, AQUA-KV's predictors, and V without waiting for K.
 QUANTISED = [("V", "K"), ("V", "V-1+K"), ("V", "K-1+V-1"), ("K", "K-1")]
 
 
-def predictability(
-    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, reach: int, skip: int,
-    strength: float, seeds: list[int], seed: int, dtype: str, device: str,
-):  # fmt: skip
+@experiment()
+def predictability(subject: Subject, reach: int, skip: int, strength: float, seeds: list[int]) -> list[dict]:
     """Held-out EVR of every layer's keys and values from every source of ``catalogue(reach)``, by streamed ridge
-    regression: one row per model, variant, target, sources and layer.
+    regression: one row per variant, target, sources and layer.
 
     Variants: ``trained`` (before RoPE), ``after RoPE`` where there is one, ``untrained`` (the same shape with random
     weights on the same tokens, for each of ``seeds``). Group ``shuffled``: a control without anything to predict, drawn
-    from one random sequence for all models and variants, which is why they are no cases of a sweep.
+    from one random sequence for all variants, which is why they are one case.
     """
-    rows, sources = [], {}
     group_of = {probe: group for group, probes in catalogue(reach).items() for probe in probes}
-    settings = {"skip": skip, "forms": {"shuffled": shuffled(seed)}}
-    for name in models:
-        trained, tokenizer = load(name, dtype, device, sources)
-        wanted = {"train": train_seqs, "test": num_seqs}
-        texts = [draw(corpus, tokenizer, split, seq_len, count, seed, sources) for split, count in wanted.items()]
-        variants = [("trained", 0), *([("after RoPE", 0)] if rotates(trained) else [])]
-        for variant, model_seed in tqdm([*variants, *(("untrained", s) for s in seeds)], desc=name, disable=None):
-            model = untrained(trained, model_seed) if variant == "untrained" else trained
-            sums = [probe_sums(model, x, [*group_of], pre_rope=variant != "after RoPE", **settings) for x in texts]
-            label = {"model": name, "variant": variant, "seed": model_seed} | _widths(model)
-            for probe, group in group_of.items():
-                found = explained_variance(*sums, [probe], len(kv_layers(model)), strength)
-                rows += [label | {"group": group} | row for row in found]
-    return frame(rows, sources)
+    settings, rows = {"skip": skip, "forms": {"shuffled": shuffled(subject.seed)}}, []
+    variants = [("trained", 0), *([("after RoPE", 0)] if rotates(subject.model) else [])]
+    for variant, seed in tqdm([*variants, *(("untrained", seed) for seed in seeds)], "variants", disable=None):
+        model = untrained(subject.model, seed) if variant == "untrained" else subject.model
+        texts = (subject.train, subject.test)
+        sums = [probe_sums(model, x, [*group_of], pre_rope=variant != "after RoPE", **settings) for x in texts]
+        label = {"model": subject.name, "variant": variant, "seed": seed} | _widths(model)
+        for probe, group in group_of.items():
+            explained = explained_variance(*sums, [probe], len(kv_layers(model)), strength)
+            rows += [label | {"group": group} | row for row in explained]
+    return rows
 
 
-def algebra(
-    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, input_bits: list[int], skip: int,
-    strengths: list[float], seed: int, dtype: str, device: str,
-):  # fmt: skip
-    """The dependencies that quantised inputs leave, beside the algebra that makes them: one row per model, layer,
-    target, sources, inputs and ridge strength.
+@experiment()
+def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[float]) -> list[dict]:
+    """The dependencies that quantised inputs leave, beside the algebra that makes them: one row per layer, target,
+    sources, inputs and ridge strength.
 
     ``inputs``: ``exact``, or what HIGGS of so many bits gives back (all sources of a probe; the target is exact, the
     probe is fitted on quantised inputs). Where ``sources`` is the target itself nothing is fitted: what the quantizer
@@ -62,28 +54,20 @@ def algebra(
     square where KV width and hidden size differ. ``key_rank``, ``value_rank``: in how many directions keys and values
     vary (participation ratio of the covariance's eigenvalues).
     """
-    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, seq_len], "seed": seed}
-    who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
-    settings = {"who": who, "input_bits": input_bits, "skip": skip, "strengths": strengths}
-    return frame(*sweep(_algebra_rows, [{"model": name} for name in models], settings, "algebra"))
-
-
-def _algebra_rows(model: str, who: dict, input_bits: list[int], skip: int, strengths: list[float]):
     inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
     probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
     alone = {form: [Probe(role, f"{role}~{form}") for role in "KV"] for form in inputs if form}
-    every = [probe for found in (*probes.values(), *alone.values()) for probe in found]
-    found = subject(**who, name=model)
+    every = [probe for group in (*probes.values(), *alone.values()) for probe in group]
     settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
-    train, test = (probe_sums(found.model, x, every, **settings) for x in (found.train, found.test))
-    about, rows = _layers(found.model, test), []
+    train, test = (probe_sums(subject.model, x, every, **settings) for x in (subject.train, subject.test))
+    about, rows = _layers(subject.model, test), []
     for form, strength in itertools.product(inputs, strengths):
-        fitted = explained_variance(train, test, probes[form], len(about), strength)
-        rows += [{"inputs": inputs[form], "strength": strength} | row for row in fitted]
+        explained = explained_variance(train, test, probes[form], len(about), strength)
+        rows += [{"inputs": inputs[form], "strength": strength} | row for row in explained]
     for form, quantizers in alone.items():
         rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
     rows = [row | {"sources": re.sub(r"~\w+", "", row["sources"])} for row in rows]
-    return [{"model": model} | _widths(found.model) | about[row["layer"]] | row for row in rows], found.sources
+    return [{"model": subject.name} | _widths(subject.model) | about[row["layer"]] | row for row in rows]
 
 
 def catalogue(reach: int) -> dict[str, list[Probe]]:

@@ -5,59 +5,52 @@ import torch
 
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import frame, subject
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 BLOCK = 8  # values
 WHITE, ROLES = "white Gaussian", ("keys", "values")
 
 
+def _cases(subject: Subject, seeds: list[int]) -> list[dict]:
+    return product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds))
+
+
+@experiment(_cases)
 def product_against_residual(
-    models: list[str], corpus: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int,
-    seeds: list[int], seq_len: int, dtype: str, device: str,
-):  # fmt: skip
+    subject: Subject, data: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int, seq_len: int
+) -> list[dict]:
     """Blocks of 8 values as two codes each, of 4 values or one after the other: held-out relative MSE at equal bits.
 
     One row per data, number of codes, method and seed, which draws the vectors and starts k-means. Data are white
-    Gaussian vectors, and keys (after RoPE) and values of each model's middle layer over their head's maximum.
+    Gaussian vectors, and keys (after RoPE) and values of the model's middle layer over their head's maximum.
     """
-    settings = {
-        "who": {"corpus": corpus, "seq_len": seq_len, "dtype": dtype, "device": device},
-        "counts": [vectors, held_out],
-        "codebook_sizes": codebook_sizes,
-        "iterations": iterations,
-    }
-    data = [["", WHITE]] + [[name, role] for name in models for role in ROLES]
-    cases = [{"model": model, "role": role, "seed": seed} for model, role in data for seed in seeds]
-    return frame(*sweep(_rows, cases, settings, "product codes"))
-
-
-def _rows(model: str, role: str, seed: int, who: dict, counts: list[int], codebook_sizes: list[int], iterations: int):
-    draw, sources = torch.Generator().manual_seed(seed), {}
-    if role == WHITE:
-        parts = [torch.randn(count, BLOCK, generator=draw) for count in counts]
+    generator, counts = torch.Generator().manual_seed(subject.seed), {"train": vectors, "test": held_out}
+    if data == WHITE:
+        parts = [torch.randn(count, BLOCK, generator=generator) for count in counts.values()]
     else:
-        blocks, sources = _blocks(model=model, role=role, counts=counts, **who)
-        parts = [x[torch.randperm(len(x), generator=draw)[:count]] for x, count in zip(blocks, counts, strict=True)]
-    label, rows = {"data": f"{model} {role}".strip(), "seed": seed}, []
+        blocks = _blocks(subject=subject.changed(seed=0), role=data, counts=counts, seq_len=seq_len)
+        shuffled = ((x[torch.randperm(len(x), generator=generator)], n) for x, n in zip(blocks, counts.values()))
+        parts = [x[:count] for x, count in shuffled]
+    rows, named = [], data if data == WHITE else f"{subject.name} {data}"
     for size in codebook_sizes:
         for method, error in (("product", _product), ("residual", _residual)):
-            mse = error(*parts, KMeans(size, iterations, seed)) / parts[1].square().sum().item()
-            rows.append(label | {"codebook_size": size, "method": method, "mse": mse})
-    return rows, sources
+            mse = error(*parts, KMeans(size, iterations, subject.seed)) / parts[1].square().sum().item()
+            rows.append({"data": named, "seed": subject.seed, "codebook_size": size, "method": method, "mse": mse})
+    return rows
 
 
 @per_process(maxsize=1)
-def _blocks(model: str, role: str, counts: list[int], seq_len: int, **who):
-    """Blocks of the calibration text and of the held-out text, enough of each."""
-    sizes = {split: [-(-count // seq_len), seq_len] for split, count in zip(("train", "test"), counts)}
-    found = subject(name=model, seed=0, **sizes, **who)
+def _blocks(subject: Subject, role: str, counts: dict[str, int], seq_len: int) -> list[torch.Tensor]:
+    """Blocks of the calibration text and of the held-out text, at least so many of each."""
     parts = []
-    for tokens in (found.train, found.test):
-        layers = capture(found.model, tokens, pre_rope=False)[ROLES.index(role)]
+    for split, count in counts.items():
+        tokens = subject.text(split, [-(-count // seq_len), seq_len], subject.seed)
+        layers = capture(subject.model, tokens, pre_rope=False)[ROLES.index(role)]
         x = layers[len(layers) // 2].float()
         parts.append((x / x.abs().amax(dim=(2, 3), keepdim=True)).reshape(-1, BLOCK))
-    return parts, found.sources
+    return parts
 
 
 def _left(train: torch.Tensor, test: torch.Tensor, kmeans: KMeans) -> list[torch.Tensor]:

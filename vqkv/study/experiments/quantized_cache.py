@@ -1,6 +1,8 @@
 """Page 08: what transformers' quantized cache loses by residual length, and greedy text with each cache."""
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 import pandas as pd
 import torch
@@ -8,12 +10,13 @@ import torch
 from vqkv import presets
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import RoundedCache
-from vqkv.models.load import describe, load_model
-from vqkv.study.bench.caches import chosen
-from vqkv.study.experiments.common import all_told, calibrated, frame, subject
-from vqkv.study.experiments.generation import fitted_contender
+from vqkv.models.load import load_model
+from vqkv.study.bench.caches import chosen, contenders
+from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.peers import TransformersQuantized
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 THEIRS = "transformers "
 MEASURED = ("num_seqs", "scored_tokens", "ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1",
@@ -23,88 +26,76 @@ EXACT = "exact"
 FP16 = "fp16"  # a cache of everything, rounded: the floor
 
 
-def residual_lengths(
-    models: list[str], corpus: str, swept: list[str], lengths: list[int], systems: list[str], length: int,
-    prompt_len: int, seq_len: int, num_seqs: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
+def _residual_cases(swept: list[str], lengths: list[int], systems: list[str], length: int) -> list[dict]:
+    return product(label=swept, length=lengths) + product(label=systems, length=[length])
+
+
+@experiment(_residual_cases)
+def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
     """Loss and bits by the number of recent tokens that are kept exact until they are quantized as one block: ``swept``
-    with every one of ``lengths``, ``systems`` with ``length``; a row per model, system and length.
+    with every one of ``lengths``, ``systems`` with ``length``; a row per system and length.
 
     Systems: ``quanto 4`` and the like are presets with that ``flush_block``, ``transformers hqq 8`` and the like its
     own cache with that ``residual_length`` (0, which it does not tell from 1). ``snapshot`` protocol, token by token,
-    as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed, and every later one up to
-    ``seq_len`` reads them. ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of
-    packed tokens, scales in 16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192
-    tokens. ``ppl_increase`` is in percent.
+    as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed, and every later one reads them.
+    ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of packed tokens, scales in
+    16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192 tokens. ``ppl_increase`` is
+    in percent.
     """
-    who = {"corpus": corpus, "train": [1, seq_len], "test": [num_seqs, seq_len], "seed": seed}
-    settings = {"who": who | {"dtype": dtype, "device": device}, "prompt_len": prompt_len}
-    listed = [(label, each) for label in swept for each in lengths] + [(label, length) for label in systems]
-    cases = [{"model": name, "label": label, "length": each} for name in models for label, each in listed]
-    return frame(*sweep(_residual_row, cases, settings, "residual length"))
-
-
-def _residual_row(model: str, label: str, length: int, who: dict, prompt_len: int):
-    who = who | {"name": model}
-    found, system = subject(**who), _system(label, max(1, length), who)
+    system, test = _system(subject, label, max(1, length)), subject.test
     how = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
-    row = evaluate(
-        found.model, system, found.test, exact=found.exact, batch_size=2, **how
-    )  # of which all logits are held
+    row = evaluate(subject.model, system, test, exact=subject.exact, batch_size=2, **how)  # of which logits are held
     row = {name: row[name] for name in MEASURED} | {"side_bytes": row["side_bytes"]}
     if label.startswith(THEIRS):
-        short, few = _in_bfloat16(name=model, device=who["device"]), found.test[:1, : prompt_len + 2]
+        short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
         row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
     row["held"] = row.pop("exact_neighbours") - 1  # itself
-    row |= {name: all_told(row, describe(found.model), n, 1, row["held"]) for name, n in BITS_AT.items()}
+    row |= {name: bits_with_side(row, subject.about, n, 1, row["held"]) for name, n in BITS_AT.items()}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
-    return [{"model": model, "system": label, "length": length} | row], found.sources
+    return {"model": subject.name, "system": label, "length": length} | row
 
 
-def _system(label: str, length: int, who: dict):
+@per_process(maxsize=1)
+def _in_bfloat16(name: str, device: str):
+    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
+    return load_model(name, "bfloat16", device)[0]
+
+
+def _system(subject: Subject, label: str, length: int):
     name, bits = label.removeprefix(THEIRS).rsplit(" ", 1)
     if label.startswith(THEIRS):
         return TransformersQuantized(name, int(bits), residual_length=length)
-    return calibrated(dataclasses.replace(presets.make(name, bits=int(bits)), flush_block=length), who)
+    return subject.calibrated(dataclasses.replace(presets.make(name, bits=int(bits)), flush_block=length))
 
 
-def greedy_text(
-    models: list[str], corpus: str, systems: list[str], train_seqs: int, seq_len: int, prompts: int, prompt_len: int,
-    new_tokens: int, shown: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
-    """Greedy continuations of held-out text, ``new_tokens`` after the first ``prompt_len`` of each of ``prompts``
-    sequences; a row per model, system and prompt.
+@experiment(lambda systems: product(label=[EXACT, FP16, *chosen(systems, [256])]))
+def greedy_text(subject: Subject, label: str, new_tokens: int, shown: int) -> list[dict]:
+    """Greedy continuations of held-out text, ``new_tokens`` after each of its prompts; a row per system and prompt.
 
     Systems: labels of ``bench.caches``; before them ``exact``, the model's own cache, and ``fp16``, the same rounded,
     whose changes no quantizer is to blame for. ``same``: tokens equal to the exact ones before the first that differs
     (``new_tokens`` if none does). ``text`` and ``prompt_text`` (the prompt's end): of the first ``shown`` prompts.
+    There are no rows for transformers' cache with a package that is missing.
     """
-    who = {"corpus": corpus, "train": [train_seqs, seq_len], "test": [prompts, prompt_len], "seed": seed}
-    settings = {
-        "who": who | {"dtype": dtype, "device": device}, "new_tokens": new_tokens, "shown": shown, "seed": seed,
-    }  # fmt: skip
-    labels = [EXACT, FP16, *chosen(systems, [256])]
-    cases = [{"model": name, "label": label} for name in models for label in labels]
-    return frame(*sweep(_greedy_rows, cases, settings, "greedy"))
-
-
-def _greedy_rows(model: str, label: str, who: dict, new_tokens: int, shown: int, seed: int):
-    """None for transformers' cache with a package that is missing."""
-    who = who | {"name": model}
-    found, rows = subject(**who), []
-    prompts = found.test.to(found.model.device)
-    held = {EXACT: None, FP16: RoundedCache(found.model, torch.float16)}
-    if label not in held:
-        systems = fitted_contender(found, label, who, {"codebook_sizes": [256], "seed": seed})
-        held = {name: system.new_cache(found.model) for name, system in systems.items()}
-    if label in held:
-        expected, told = _greedy(found.model, None, prompts, new_tokens), found.tokenizer.decode
-        for number, text in enumerate(_greedy(found.model, held[label], prompts, new_tokens)):
+    model, prompts, rows = subject.model, subject.test.to(subject.model.device), []
+    caches = {EXACT: None, FP16: RoundedCache(model, torch.float16)}
+    if label not in caches:
+        systems = fitted_contender(subject, label, [256])
+        caches = {name: system.new_cache(model) for name, system in systems.items()}
+    if label in caches:
+        expected, decode = _greedy(model, None, prompts, new_tokens), subject.tokenizer.decode
+        for number, text in enumerate(_greedy(model, caches[label], prompts, new_tokens)):
             same = (text == expected[number]).cumprod(0).sum().item()
-            row = {"model": model, "system": label, "prompt": number, "same": same, "new_tokens": new_tokens}
-            texts = {"prompt_text": told(prompts[number, -48:]), "text": told(text)} if number < shown else {}
+            row = {"model": subject.name, "system": label, "prompt": number, "same": same, "new_tokens": new_tokens}
+            texts = {"prompt_text": decode(prompts[number, -48:]), "text": decode(text)} if number < shown else {}
             rows.append(row | {"prompt_text": None, "text": None} | texts)
-    return rows, found.sources
+    return rows
+
+
+def fitted_contender(subject: Subject, label: str, codebook_sizes: Sequence[int] = ()) -> dict:
+    """The system of this label by its name, fitted; nothing for transformers' cache with a package that is missing."""
+    fit = partial(subject.calibrated, batch_size=len(subject.train))
+    return contenders(fit, [label], [*codebook_sizes], seed=subject.seed)
 
 
 @torch.inference_mode()
@@ -125,9 +116,3 @@ def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
     groups = rows.groupby(["model", "system"], sort=False)
     quartiles = groups["same"].quantile([0.25, 0.5, 0.75]).unstack().set_axis(["q1", "median", "q3"], axis=1)
     return quartiles.join(groups["never"].mean())
-
-
-@per_process(maxsize=1)
-def _in_bfloat16(name: str, device: str):
-    """The model in the type whose scales take 16 bits, to weigh transformers' caches."""
-    return load_model(name, "bfloat16", device)[0]

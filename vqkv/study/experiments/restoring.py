@@ -1,5 +1,7 @@
 """Notebook 13: caches of prompts that come back."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,38 +16,37 @@ from vqkv.study.bench.caches import Uncompressed, chosen
 from vqkv.study.bench.generation import Generation
 from vqkv.study.bench.restoring import EVERYTHING, FP16, timed_prompts
 from vqkv.study.bench.timing import num_threads
-from vqkv.study.experiments.common import FINDS, Subject, frame, subject
-from vqkv.study.experiments.generation import fitted_contender
+from vqkv.study.experiments.common import COPY_FROM, frame
+from vqkv.study.experiments.quantized_cache import fitted_contender
 from vqkv.study.provenance import device_name
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 GOES_ON = 64  # tokens read from a restored cache
 
 
 def restoring_times(
-    model: str, corpus: str, systems: list[str], lengths: list[int], rounds: int, train_seqs: int, seq_len: int,
-    seed: int, threads: int, dtype: str, device: str,
-):  # fmt: skip
+    subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
+) -> pd.DataFrame:
     """Times of ``bench.restoring.timed_prompts``, which no two runs have alike, of held-out prompts of ``lengths``
     tokens."""
-    who = {"name": model, "corpus": corpus, "dtype": dtype, "device": device, "seed": seed,
-           "train": [train_seqs, seq_len], "test": [1, max(lengths) + 1]}  # fmt: skip
     with num_threads(threads):
-        found = subject(**who)
-        timed = timed_prompts(found.model, _fitted(systems, who), found.test.to(device), lengths, rounds)
-    machine = {"threads": threads, "device": device_name(torch.device(device))}
-    return frame([{"model": model} | row | machine for row in timed], found.sources)
+        prompts = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
+        timed = timed_prompts(subject.model, _fitted(subject, systems), prompts, lengths, rounds)
+    machine = {"threads": threads, "device": device_name(torch.device(subject.device))}
+    return frame([{"model": subject.name} | row | machine for row in timed], subject.sources)
 
 
-def _fitted(systems: list[str], who: dict) -> dict:
-    who = who | {"test": [1, 2]}  # which no fit depends on
-    return {label: _one_fitted(label=label, who=who) for label in chosen(systems, [])}
+def _fitted(subject: Subject, systems: list[str]) -> dict:
+    subject = subject.changed(test_size=[1, 2])  # which no fit depends on
+    return {label: _one_fitted(subject=subject, label=label) for label in chosen(systems, [])}
 
 
 @per_process(maxsize=16)
-def _one_fitted(label: str, who: dict):
+def _one_fitted(subject: Subject, label: str):
     """Once for all tables of the page that are computed in one process."""
-    return fitted_contender(subject(**who), label, who, {"codebook_sizes": [], "seed": who["seed"]})[label]
+    return fitted_contender(subject, label)[label]
 
 
 def break_even(times: pd.DataFrame) -> pd.DataFrame:
@@ -64,61 +65,46 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def restored_quality(
-    model: str, corpus: str, systems: list[str], prompt_len: int, num_seqs: int, train_seqs: int, seq_len: int,
-    seed: int, dtype: str, device: str,
-):  # fmt: skip
+@experiment(lambda systems: product(system=chosen(systems, [])))
+def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
     """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
 
     ``kl_mean``: nats a token from the exact model over the next 63 tokens of held-out text, with its 95% bootstrap
-    interval over ``num_seqs`` prompts. ``copied``: tokens told right of a passage of the prompt that comes a second
-    time. ``same``: every logit has the bits that a cache never saved gives.
+    interval over ``num_seqs`` prompts. ``copied``: share of a passage of the prompt that is predicted when it comes a second time.
+    ``same``: every logit has the bits that a cache never saved gives.
     """
-    texts = {"train": [train_seqs, seq_len], "test": [num_seqs, prompt_len + GOES_ON], "seed": seed}
-    settings = {
-        "who": texts | {"name": model, "corpus": corpus, "dtype": dtype, "device": device},
-        "prompt_len": prompt_len,
-    }
-    return frame(*sweep(_quality_rows, [{"system": label} for label in chosen(systems, [])], settings, "restored"))
-
-
-def _quality_rows(system: str, who: dict, prompt_len: int):
-    found = subject(**who)
-    compressor, text = _fitted([system], who)[system], found.test.to(found.model.device)
-    middle = (prompt_len - GOES_ON) // 2
+    compressor, subject = _fitted(subject, [system])[system], subject.changed(test_size=[num_seqs, prompt_len + GOES_ON])
+    text, middle = subject.test.to(subject.model.device), (prompt_len - GOES_ON) // 2
     passage = torch.cat([text[:, :prompt_len], text[:, middle : middle + GOES_ON]], 1)
-    exact, logits, same = _gone_on(found, compressor, text, prompt_len)
+    exact, logits, same = _gone_on(subject, compressor, text, prompt_len)
     kl = token_kl(exact, logits)[:, :-1].double().mean(1)
     low, high = bootstrap_interval(kl)
-    floor = found.exact.floor(text, [prompt_len, GOES_ON])[:, prompt_len:-1].double().mean().item()
-    row = {"model": who["name"], "system": system, "kl_mean": kl.mean().item(), "kl_low": low, "kl_high": high}
-    exact, logits, again = _gone_on(found, compressor, passage, prompt_len)
-    row |= {"copied": _told(logits, passage), "copied_exact": _told(exact, passage)}
-    return [row | {"kl_floor": floor, "same": same and again}], found.sources
+    floor = subject.exact.floor(text, [prompt_len, GOES_ON])[:, prompt_len:-1].double().mean().item()
+    row = {"model": subject.name, "system": system, "kl_mean": kl.mean().item(), "kl_low": low, "kl_high": high}
+    exact, logits, again = _gone_on(subject, compressor, passage, prompt_len)
+    row |= {"copied": _predicted(logits, passage), "copied_exact": _predicted(exact, passage)}
+    return row | {"kl_floor": floor, "same": same and again}
 
 
-def _told(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+def _predicted(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """Share of the next tokens, once the passage is known, that the most likely one is."""
     right = logits.argmax(-1)[:, :-1] == tokens[:, 1 - logits.shape[1] :]
-    return right[:, FINDS:].double().mean().item()
+    return right[:, COPY_FROM:].double().mean().item()
 
 
 @torch.inference_mode()
-def _gone_on(found: Subject, compressor, tokens: torch.Tensor, start: int):
+def _gone_on(subject: Subject, compressor, tokens: torch.Tensor, start: int):
     """Exact logits from token ``start`` on, those of a restored cache, and whether one never saved gives the same."""
-    kept = compressor.new_cache(found.model)
-    found.model(tokens[:, :start], past_key_values=kept, use_cache=True, logits_to_keep=1)
+    model, kept = subject.model, compressor.new_cache(subject.model)
+    model(tokens[:, :start], past_key_values=kept, use_cache=True, logits_to_keep=1)
     with TemporaryDirectory() as folder:
         kept.save(path := Path(folder) / "cache")
-        restored = CompressedCache.load(path, compressor, found.model)
-    one, two = (found.model(tokens[:, start:], past_key_values=x, use_cache=True).logits for x in (restored, kept))
-    return found.exact(tokens)[0][:, start:], one, torch.equal(one, two)
+        restored = CompressedCache.load(path, compressor, model)
+    one, two = (model(tokens[:, start:], past_key_values=x, use_cache=True).logits for x in (restored, kept))
+    return subject.exact(tokens)[0][:, start:], one, torch.equal(one, two)
 
 
-def chat(
-    model: str, corpus: str, systems: list[str], turns: int, said: int, answered: int, train_seqs: int, seq_len: int,
-    seed: int, threads: int, dtype: str, device: str,
-):  # fmt: skip
+def chat(subject: Subject, systems: list[str], turns: int, said: int, answered: int, threads: int) -> pd.DataFrame:
     """A conversation of ``turns``, each of ``said`` tokens of held-out text and an answer of ``answered``; in between,
     nothing stays in memory and a ``PromptCache`` has the rest. A row per system and turn.
 
@@ -126,35 +112,33 @@ def chat(
     ``again_ms``: everything computed again with transformers' cache. ``restored``: tokens that need not be read again.
     ``folder_bytes``: all that is stored so far. ``same``: the answer is the one of a cache that stayed in memory.
     """
-    who = {"name": model, "corpus": corpus, "dtype": dtype, "device": device, "seed": seed,
-           "train": [train_seqs, seq_len], "test": [1, turns * said]}  # fmt: skip
     with num_threads(threads):
-        found, rows = subject(**who), []
-        for label, compressor in _fitted(systems, who).items():
-            rows += [{"model": model, "system": label} | row for row in _talk(found, compressor, said, answered)]
-    machine = {"threads": threads, "device": device_name(torch.device(device))}
-    return frame([row | machine for row in rows], found.sources)
+        text, rows = subject.changed(test_size=[1, turns * said]).test.to(subject.model.device), []
+        for label, compressor in _fitted(subject, systems).items():
+            talk = _talk(subject.model, compressor, text.split(said, 1), answered)
+            rows += [{"model": subject.name, "system": label} | row for row in talk]
+    machine = {"threads": threads, "device": device_name(torch.device(subject.device))}
+    return frame([row | machine for row in rows], subject.sources)
 
 
-def _talk(found: Subject, compressor, said: int, answered: int) -> list[dict]:
-    model, rows = found.model, []
+def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> list[dict]:
     stays, again, back = (Generation(model, system) for system in (compressor, Uncompressed(), compressor))
-    stays.cache, held = compressor.new_cache(model, decoded_cache_bytes=EVERYTHING), found.test[:, :0].to(model.device)
+    new_cache = partial(compressor.new_cache, model, decoded_cache_bytes=EVERYTHING)
+    stays.cache, before, rows = new_cache(), pieces[0][:, :0], []
     with TemporaryDirectory() as folder:
-        for turn, piece in enumerate(found.test.to(model.device).split(said, 1), 1):
+        for turn, piece in enumerate(pieces, 1):
             prompts = PromptCache(folder, compressor, model, decoded_cache_bytes=EVERYTHING)
-            prompt = torch.cat([held, piece], 1)
+            prompt = torch.cat([before, piece], 1)
             start = back.now()
-            back.cache, restored = prompts.find(prompt)
-            if back.cache is None:
-                back.cache = compressor.new_cache(model, decoded_cache_bytes=EVERYTHING)
+            cache, restored = prompts.find(prompt)
+            back.cache = new_cache() if cache is None else cache
             found_at = back.now()
             back.feed(prompt[:, restored:])
             ready = back.now()
             answer, stayed = _answer(back, answered), _answer(stays, answered, piece)
-            held = torch.cat([prompt, answer], 1)
+            before = torch.cat([prompt, answer], 1)
             saving = back.now()
-            prompts.save(held, back.cache)
+            prompts.save(before, back.cache)
             rows.append({
                 "turn": turn, "tokens": prompt.shape[1], "restored": restored, "find_ms": 1e3 * (found_at - start),
                 "ready_ms": 1e3 * (ready - start), "save_ms": 1e3 * (back.now() - saving),

@@ -10,7 +10,7 @@ from vqkv.models.load import config_of
 from vqkv.presets.crosses import best_for
 from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family, windows
 from vqkv.study.experiments.designs import BEST, KVTC, RANKS
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, frontier
+from vqkv.study.experiments.frontier import CONTEXTS, DRAWS
 
 OURS, THEIRS = "best", "kvtc"
 PREDICTED = [f"uniform, fisher_pca, predicted in {bits} bits, mixed" for bits in (8, 4)]
@@ -21,15 +21,11 @@ GRID = 200  # losses at which two curves are compared
 ENDS = ("lowest", "highest")
 
 
-def rule_search(models: list[str], corpus: str, bits: list[float], kvtc_bits: list[float], seed: int, **settings):
-    """``frontier`` on validation text, on which no other table reports: the designs of ``SEARCHED`` and KVTC's variants
+def searched_systems(bits: list[float], kvtc_bits: list[float]) -> dict[str, list]:
+    """Arguments of ``frontier`` for the validation text: the designs of ``SEARCHED`` and KVTC's variants
     (``designs.KVTC``), each at its nominal bits."""
-    theirs = {
-        "systems": [f"kvtc {each:g}{variant}" for each in kvtc_bits for variant in KVTC],
-        "vqllm": {"vqllm": [1, 2]},
-    }
-    fixed = {"seeds": [seed], "facts": {}, "tuned": {}, "held_out": "validation"}
-    return frontier(models, corpus, designs=SEARCHED, bits=bits, **theirs, **fixed, **settings)
+    theirs = [f"kvtc {each:g}{variant}" for each in kvtc_bits for variant in KVTC]
+    return {"systems": theirs, "designs": SEARCHED, "bits": bits}
 
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:

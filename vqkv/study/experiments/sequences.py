@@ -1,7 +1,5 @@
 """Notebook 05: the KL of every single sequence, whether it has two modes, and what becomes of changed predictions."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 from scipy.stats import kurtosis, skew
@@ -9,49 +7,16 @@ from scipy.stats import kurtosis, skew
 from vqkv import presets
 from vqkv.cache.eviction import H2O
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.study.experiments.common import calibrated, exact_compressor, frame, subject
-from vqkv.study.sweep import sweep
+from vqkv.study.experiments.common import exact_compressor
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 BROKEN, DEFENSIBLE = 0.5, 0.1  # nats: the source's words
 DRAWS = 5000
 
 
-def sequence_damage(
-    models: list[str], corpus: str, prompt_len: int, new_tokens: int, num_seqs: int, train_seqs: int, retain: float,
-    recent: float, codebook_size: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
-    """Many held-out sequences, whose first ``prompt_len`` tokens are stored as the source does or evicted from: a row
-    per model, codec and sequence.
-
-    ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
-    prediction is the best, or among the two best, with this one.
-    """
-    texts = {"train": [train_seqs, prompt_len], "test": [num_seqs, prompt_len + new_tokens], "seed": seed}
-    settings = {
-        "who": texts | {"corpus": corpus, "dtype": dtype, "device": device},
-        "shared": {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed},
-        "kept": {"retain": retain, "recent": recent},
-    }
-    codecs = [*_stored(settings["shared"]), _evicted(retain)]
-    cases = [{"model": name, "codec": codec} for name in models for codec in codecs]
-    return frame(*sweep(_rows, cases, settings, "sequences"))
-
-
-def _rows(model: str, codec: str, who: dict, shared: dict, kept: dict):
-    who = who | {"name": model}
-    found, prompt_len = subject(**who), shared["keyframe"]
-    made = {name: partial(calibrated, preset, who) for name, preset in _stored(shared).items()}
-    made[_evicted(kept["retain"])] = lambda: H2O(exact_compressor(found), **kept)
-    settings = {"prompt_len": prompt_len, "step_size": found.test.shape[1] - prompt_len, "reconstruction": False}
-    settings |= {"batch_size": 8, "per_sequence": True, "exact": found.exact}
-    row = evaluate(found.model, made[codec](), found.test, "snapshot", **settings)
-    label = {"model": model, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
-    each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)
-    rows = [dict(zip(("sequence", "kl", "top1", "top2"), (i, *numbers))) for i, numbers in enumerate(each)]
-    return [label | row for row in rows], found.sources
-
-
-def _stored(shared: dict) -> dict[str, presets.Preset]:
+def _stored(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
+    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
     return {
         "VQ of 8 values": presets.vq(8, **shared),
         "VQ of 2 values": presets.vq(2, **shared),
@@ -60,8 +25,28 @@ def _stored(shared: dict) -> dict[str, presets.Preset]:
     }
 
 
-def _evicted(retain: float) -> str:
-    return f"H2O, {100 * retain:.0f}% retained"
+def _cases(prompt_len: int, codebook_size: int, retain: float) -> list[dict]:
+    return product(codec=[*_stored(prompt_len, codebook_size), f"H2O, {100 * retain:.0f}% retained"])
+
+
+@experiment(_cases)
+def sequence_damage(
+    subject: Subject, codec: str, prompt_len: int, retain: float, recent: float, codebook_size: int
+) -> list[dict]:
+    """Many held-out sequences, whose first ``prompt_len`` tokens are stored as the source does or evicted from: a row
+    per codec and sequence.
+
+    ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
+    prediction is the best, or among the two best, with this one.
+    """
+    preset = _stored(prompt_len, codebook_size, subject.seed).get(codec)
+    compressor = subject.calibrated(preset) if preset else H2O(exact_compressor(subject), retain, recent)
+    settings = {"prompt_len": prompt_len, "step_size": subject.test.shape[1] - prompt_len, "reconstruction": False}
+    settings |= {"batch_size": 8, "per_sequence": True, "exact": subject.exact}
+    row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)
+    label = {"model": subject.name, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
+    each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)
+    return [label | dict(zip(("sequence", "kl", "top1", "top2"), (i, *numbers))) for i, numbers in enumerate(each)]
 
 
 def modes(table: pd.DataFrame) -> pd.DataFrame:

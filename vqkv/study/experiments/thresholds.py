@@ -9,8 +9,9 @@ from vqkv.cache.compressor import Compressor
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.capture import capture
 from vqkv.study.experiments.audit.framework import fallback_bits
-from vqkv.study.experiments.common import Subject, calibrated, frame, subject
-from vqkv.study.sweep import per_process, sweep
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 from vqkv.study.tables import published
 
 TINYLLAMA = {  # rows of its table 4.2, and what they are called here
@@ -36,61 +37,13 @@ def claimed_sweep() -> pd.DataFrame:
     return pd.concat([plain, pd.DataFrame(rows)])[columns].astype({"threshold": float})
 
 
-def threshold_sweep(
-    models: list[str], corpus: str, thresholds: list[float], prompt_len: int, new_tokens: int, num_seqs: int,
-    train_seqs: int, codebook_size: int, seed: int, dtype: str, device: str,
-):  # fmt: skip
-    """Every threshold with VQ and with product codes, then plain VQ and two residual stages without fallback.
-
-    ``snapshot`` protocol: the whole prompt is one keyframe (one scale per head), then ``new_tokens`` tokens are
-    decoded. One row per model, method, threshold (NaN without fallback) and sequence; ``vq_blocks`` is the share of
-    blocks that are not in fp16, ``ratio`` is against the live fp16 cache of the prompt, ``median_error`` the median
-    absolute error of a value, in shares of its head's maximum.
-    """
-    texts = {"train": [train_seqs, prompt_len], "test": [num_seqs, prompt_len + new_tokens], "seed": seed}
-    who = texts | {"corpus": corpus, "dtype": dtype, "device": device}
+def _with_fallback(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
     shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
-    cases = [
-        {"model": name, "method": method, "threshold": threshold}
-        for name in models
-        for found, chosen in ((_with_fallback(shared), thresholds), (_without_fallback(shared), [None]))
-        for method in found
-        for threshold in chosen
-    ]
-    return frame(*sweep(_rows, cases, {"who": who, "shared": shared}, "thresholds"))
-
-
-def _rows(model: str, method: str, threshold: float | None, who: dict, shared: dict):
-    """The rows of a method at a threshold; ``None`` for one without fallback."""
-    who, prompt_len = who | {"name": model}, shared["keyframe"]
-    found = subject(**who)
-    keys, values = _prompts(who=who, prompt_len=prompt_len)
-    compressor = _fitted(method=method, who=who, shared=shared)
-    label = {"model": model, "method": method, "threshold": float("nan"), "vq_blocks": 1.0}
-    if threshold is not None:
-        for codec in (codec for pair in compressor.codecs for codec in pair):
-            codec.quantizer.threshold = threshold
-        label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
-    label["median_error"] = _median_error(compressor, keys, values)
-    return _per_sequence(found, compressor, prompt_len, label), found.sources
-
-
-@per_process(maxsize=1)
-def _prompts(who: dict, prompt_len: int):
-    found = subject(**who)
-    return capture(found.model, found.test[:, :prompt_len], pre_rope=False)
-
-
-@per_process(maxsize=1)
-def _fitted(method: str, who: dict, shared: dict) -> Compressor:
-    return calibrated((_with_fallback(shared) | _without_fallback(shared))[method], who)
-
-
-def _with_fallback(shared: dict) -> dict:
     return {preset.name: preset for preset in (presets.vqq(1.0, **shared), presets.vqq_product(1.0, **shared))}
 
 
-def _without_fallback(shared: dict) -> dict:
+def _without_fallback(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
+    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
     return {
         "vq, 2": presets.vq(2, **shared),
         "vq, 8": presets.vq(8, **shared),
@@ -99,18 +52,50 @@ def _without_fallback(shared: dict) -> dict:
     }
 
 
-def _per_sequence(found: Subject, compressor, prompt_len: int, label: dict) -> list[dict]:
-    """One row a sequence: KL and top-1 agreement of the tokens after the prompt."""
-    tokens = found.test
-    settings = {"prompt_len": prompt_len, "batch_size": len(tokens), "reconstruction": False, "per_sequence": True}
-    settings["step_size"] = tokens.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
-    row = evaluate(found.model, compressor, tokens, "snapshot", exact=found.exact, **settings)
-    shared = label | {name: row[name] for name in ("bits_per_value", "kl_floor")}
-    shared["ratio"] = 16 / row["bits_per_value"]
-    return [
-        shared | {"sequence": i, "kl": kl, "top1": top1}
-        for i, (kl, top1) in enumerate(zip(row["kl_each"], row["top1_each"], strict=True))
-    ]
+def _cases(prompt_len: int, codebook_size: int, thresholds: list[float]) -> list[dict]:
+    sizes = prompt_len, codebook_size
+    with_fallback = product(method=_with_fallback(*sizes), threshold=thresholds)
+    return with_fallback + product(method=_without_fallback(*sizes), threshold=[None])
+
+
+@experiment(_cases)
+def threshold_sweep(
+    subject: Subject, method: str, threshold: float | None, prompt_len: int, codebook_size: int
+) -> list[dict]:
+    """Every threshold with VQ and with product codes, then plain VQ and two residual stages without fallback.
+
+    ``snapshot`` protocol: the whole prompt is one keyframe (one scale per head), then the other tokens are decoded. One
+    row per method, threshold (NaN without fallback) and sequence; ``vq_blocks`` is the share of blocks that are not in
+    fp16, ``ratio`` is against the live fp16 cache of the prompt, ``median_error`` the median absolute error of a value,
+    in shares of its head's maximum.
+    """
+    keys, values = _prompts(subject=subject, prompt_len=prompt_len)
+    compressor = _fitted(subject=subject, method=method, prompt_len=prompt_len, codebook_size=codebook_size)
+    label = {"model": subject.name, "method": method, "threshold": float("nan"), "vq_blocks": 1.0}
+    if threshold is not None:
+        for codec in (codec for pair in compressor.codecs for codec in pair):
+            codec.quantizer.threshold = threshold
+        label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
+    label["median_error"] = _median_error(compressor, keys, values)
+    settings = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
+    settings["step_size"] = subject.test.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
+    row = evaluate(
+        subject.model, compressor, subject.test, "snapshot", exact=subject.exact, per_sequence=True, **settings
+    )
+    label |= {name: row[name] for name in ("bits_per_value", "kl_floor")} | {"ratio": 16 / row["bits_per_value"]}
+    each = enumerate(zip(row["kl_each"], row["top1_each"], strict=True))
+    return [label | {"sequence": i, "kl": kl, "top1": top1} for i, (kl, top1) in each]
+
+
+@per_process(maxsize=1)
+def _prompts(subject: Subject, prompt_len: int):
+    return capture(subject.model, subject.test[:, :prompt_len], pre_rope=False)
+
+
+@per_process(maxsize=1)
+def _fitted(subject: Subject, method: str, **sizes) -> Compressor:
+    sizes |= {"seed": subject.seed}
+    return subject.calibrated((_with_fallback(**sizes) | _without_fallback(**sizes))[method])
 
 
 def _vq_share(compressor, keys, values) -> float:

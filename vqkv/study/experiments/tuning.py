@@ -5,13 +5,12 @@ import ast
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.evaluation.evaluate import evaluate
-from vqkv.models.load import describe
 from vqkv.presets import Preset
-from vqkv.study.experiments.common import frame, kept_exact, subject
+from vqkv.study.experiments.common import by_window, tokens_kept_exact
 from vqkv.study.experiments.designs import published, since
 from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits, without
-from vqkv.study.sweep import sweep
+from vqkv.study.subject import Subject
+from vqkv.study.sweep import experiment, product
 
 AQUA = [
     {"predictor": "linear", "first_layer_bits": 4},
@@ -51,33 +50,37 @@ RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9"}
 RATES |= {name: name for name in ("quanto 2", *(f"aqua higgs {bits}" for bits in (2, 3, 4)))}  # others at 2 bits
 
 
+def _cases(families: list[str]) -> list[dict]:
+    return [case for family in families or TRIALS for case in product(family=[family], arguments=TRIALS[family])]
+
+
+def _with_chosen(rows: list[dict]) -> list[dict]:
+    best = _best(pd.DataFrame(rows))
+    return [row | {"chosen": (row["family"], row["settings"]) in best} for row in rows]
+
+
+@experiment(_cases, finish=_with_chosen)
 def tuning(
-    models: list[str], corpus: str, train_seqs: int, seq_len: int, num_seqs: int, chunk_size: int,
-    vqllm: dict[str, list[int]], sink_tokens: int, context: str, seed: int, dtype: str, device: str,
-    families: list[str] | None = None, test_len: int | None = None,
-):  # fmt: skip
-    """Each of ``families`` of published systems (all by default) at one rate with its ``TRIALS``, the first of which is
-    page 11's default, on the validation split, on which no table reports: a row per model, family and ``settings``, of
-    which ``arguments`` are the literal.
+    subject: Subject, family: str, arguments: dict, chunk_size: int, vqllm: dict[str, list[int]], sink_tokens: int,
+    context: str,
+) -> list[dict]:  # fmt: skip
+    """Each of ``families`` of published systems ([] for all) at one rate with its ``TRIALS``, the first of which is
+    page 11's default, on the validation split, on which no table reports: a row per family and ``settings``, of which
+    ``arguments`` are the literal.
 
     ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
-    information included. ``chosen``: the least mean over models within a family, or its default if that is not worse
-    by ``WORTH``.
+    information included. ``chosen``: the least within a family, or its default if that is not worse by ``WORTH``.
     """
-    text = {"train": [train_seqs, seq_len], "test": [num_seqs, test_len or seq_len], "seed": seed, "corpus": corpus}
-    settings = {
-        "who": text | {"dtype": dtype, "device": device, "held_out": "validation"},
-        "chunk_size": chunk_size, "vqllm": vqllm, "sink_tokens": sink_tokens, "context": context,
-    }  # fmt: skip
-    cases = [
-        {"model": name, "family": family, "arguments": arguments}
-        for name in models
-        for family in families or TRIALS
-        for arguments in TRIALS[family]
-    ]
-    rows, sources = sweep(_row, cases, settings, "tuning")
-    best = _best(pd.DataFrame(rows))
-    return frame([row | {"chosen": (row["family"], row["settings"]) in best} for row in rows], sources)
+    try:
+        compressor = fitted(trial(family, arguments, vqllm, sink_tokens, subject.seed), subject)
+    except DataError as error:
+        return without(subject.name, f"{family}, {arguments}", error)
+    row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    bits = total_bits(row, subject.about, tokens_kept_exact(compressor))[f"bits_{context}_x1"]
+    words = ", ".join(f"{name} {value}" for name, value in arguments.items())
+    label = {"model": subject.name, "family": family, "settings": words, "arguments": repr(arguments)}
+    label |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
+    return [label | {f"bits_{context}_x1": bits, "equivalent_bits": equivalent_bits(bits, row["kl_mean"])}]
 
 
 def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
@@ -87,31 +90,10 @@ def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
 
 
 def _best(table: pd.DataFrame) -> set[tuple[str, str]]:
-    """(family, settings) of the least mean among those that the most models have; the default, which comes first, has
-    ``WORTH`` of its own taken off."""
-    found = table.groupby(["family", "settings"], sort=False)["equivalent_bits"].agg(["count", "mean"])
-    found.loc[found.groupby("family").head(1).index, "mean"] -= WORTH
-    found = found.sort_values(["count", "mean"], ascending=[False, True], kind="stable")
-    return set(found.groupby("family").head(1).index)
-
-
-def _row(
-    model: str, family: str, arguments: dict, who: dict, chunk_size: int, vqllm: dict, sink_tokens: int, context: str
-):
-    who = who | {"name": model}
-    found = subject(**who)
-    try:
-        compressor = fitted(trial(family, arguments, vqllm, sink_tokens, who["seed"]), who)
-    except DataError as error:
-        return without(model, f"{family}, {arguments}", error), found.sources
-    row = evaluate(found.model, compressor, found.test, chunk_size=chunk_size, reconstruction=False, exact=found.exact)
-    bits = total_bits(row, describe(found.model), kept_exact(compressor))[f"bits_{context}_x1"]
-    words = ", ".join(f"{name} {value}" for name, value in arguments.items())
-    label = {"model": model, "family": family, "settings": words, "arguments": repr(arguments)}
-    label |= {name: row[name] for name in ("bits_per_value", "side_bytes", "kl_mean", "kl_floor")}
-    return [
-        label | {f"bits_{context}_x1": bits, "equivalent_bits": equivalent_bits(bits, row["kl_mean"])}
-    ], found.sources
+    """(family, settings) of the least; the default, which comes first, has ``WORTH`` of its own taken off."""
+    bits = table.set_index(["family", "settings"])["equivalent_bits"]
+    bits[bits.groupby("family").head(1).index] -= WORTH
+    return set(bits.sort_values(kind="stable").groupby("family").head(1).index)
 
 
 def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:

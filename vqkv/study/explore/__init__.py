@@ -3,3 +3,4 @@
 # ruff: noqa: F401
 from vqkv.study.explore.controls import calculator, widgets
 from vqkv.study.explore.views import BITS, SYSTEMS, continuation, explained, stages
+from vqkv.study.subject import Subject

@@ -11,8 +11,8 @@ from vqkv.errors import DataError
 from vqkv.evaluation.recommend import recommend
 from vqkv.models.load import BUNDLED, KNOWN_CONFIGS
 from vqkv.study import figures
-from vqkv.study.experiments.common import subject
 from vqkv.study.explore import views
+from vqkv.study.subject import Subject
 
 WIDE, FITTING, ROW = (
     ipywidgets.Layout(**sizes)
@@ -57,16 +57,24 @@ def _opened() -> bool:
 
 
 class Explorer:
-    """``box`` has controls for the model of ``who``, the preset, its bits, the prompt, and the key that is followed;
+    """``box`` has controls for the subject's model, the preset, its bits, the prompt, and the key that is followed;
     below them the three ``views``. Whatever is moved, all views follow; what cannot be shown is said in
     ``status``. An empty prompt is the held-out text that the page began with."""
 
     def __init__(
-        self, preset: str, bits: int, who: dict, prompt: str | list, new_tokens: int, layer: int, head: int, token: int
+        self,
+        preset: str,
+        bits: int,
+        subject: Subject,
+        prompt: str | list,
+        new_tokens: int,
+        layer: int,
+        head: int,
+        token: int,
     ):
-        self.who, self.begun, self.new_tokens = who, prompt, new_tokens
-        names = list(dict.fromkeys([who["name"], *BUNDLED]))
-        self.model = ipywidgets.Dropdown(options=names, value=who["name"], description="model")
+        self.subject, self.begun, self.new_tokens = subject, prompt, new_tokens
+        names = list(dict.fromkeys([subject.name, *BUNDLED]))
+        self.model = ipywidgets.Dropdown(options=names, value=subject.name, description="model")
         self.preset = ipywidgets.Dropdown(options=list(views.SYSTEMS), value=preset, description="preset")
         self.bits = ipywidgets.ToggleButtons(
             options=views.BITS, value=bits, description="bits", layout=ROW, style={"button_width": "3em"}
@@ -103,12 +111,12 @@ class Explorer:
 
     def _show(self) -> str:
         """Compute and draw all views; returns what calibration warns of."""
-        who = self.who | {"name": self.model.value}
-        system = {"preset": self.preset.value, "bits": self.bits.value, "who": who}
+        subject = self.subject.changed(name=self.model.value)
+        system = {"preset": self.preset.value, "bits": self.bits.value, "subject": subject}
         prompt = {"prompt": self.prompt.value or self.begun}
         text = views.continuation(**system, **prompt, new_tokens=self.new_tokens)
         compressor, warned = views.fitted(**system)
-        shapes, length = compressor.model["shapes"], views.prompt_tokens(subject(**who), **prompt).shape[1]
+        shapes, length = compressor.model["shapes"], views.prompt_tokens(subject, **prompt).shape[1]
         self.layer.max = len(shapes) - 1
         self.head.max, self.token.max = shapes[self.layer.value][0] - 1, length - length % compressor.tokens_per_row - 1
         place = {"layer": self.layer.value, "head": self.head.value, "token": self.token.value}

@@ -26,8 +26,9 @@ from vqkv.evaluation.exact import RoundedCache
 from vqkv.models.capture import check_tokens
 from vqkv.models.metrics import token_kl
 from vqkv.runtime.checks import check_whole, whole_blocks
-from vqkv.study.experiments.common import Subject, bare, calibrated, explained_by_layer, frame, subject
-from vqkv.study.sweep import per_process
+from vqkv.study.experiments.common import bare, explained_by_layer, frame
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
 
 SYSTEMS: dict[str, Callable[[int], presets.Preset]] = {  # those that any number of BITS suits
     "quanto": presets.quanto,
@@ -45,53 +46,53 @@ SHOWN = 32  # tokens of the prompt's end
 
 
 @per_process(maxsize=16)
-def fitted(preset: str, bits: int, who: dict) -> tuple[Compressor, str]:
-    """A system of ``SYSTEMS`` with codes of ``bits`` bits a value, fitted on the text of ``subject(**who)``, and what
-    calibration warns of. Raises ``UnknownNameError`` for another system, ``DataError`` for bits not in ``BITS``."""
+def fitted(preset: str, bits: int, subject: Subject) -> tuple[Compressor, str]:
+    """A system of ``SYSTEMS`` with codes of ``bits`` bits a value, fitted on the subject's text, and what calibration
+    warns of. Raises ``UnknownNameError`` for another system, ``DataError`` for bits not in ``BITS``."""
     if preset not in SYSTEMS:
         raise UnknownNameError("preset", preset, SYSTEMS)
     if bits not in BITS:
         raise DataError(f"{bits!r} bits: this page has {', '.join(map(str, BITS))}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        compressor = calibrated(bare(SYSTEMS[preset](bits)), who, who["train"][0])
+        compressor = subject.calibrated(bare(SYSTEMS[preset](bits)), subject.train_size[0])
     return compressor, " ".join(str(warning.message) for warning in said)
 
 
-def prompt_tokens(found: Subject, prompt: list) -> Tensor:
+def prompt_tokens(subject: Subject, prompt: list) -> Tensor:
     """Tokens (1, length) of ``prompt``: a text, or [number, length] of a held-out sequence and how much of it."""
     if isinstance(prompt, str):
-        return found.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return subject.tokenizer(prompt, return_tensors="pt")["input_ids"]
     number, length = prompt
-    check_whole("number of the held-out sequence", number, 0, len(found.test) - 1)
-    check_whole("length of the prompt", length, 2, found.test.shape[1])
-    return found.test[number : number + 1, :length]
+    check_whole("number of the held-out sequence", number, 0, len(subject.test) - 1)
+    check_whole("length of the prompt", length, 2, subject.test.shape[1])
+    return subject.test[number : number + 1, :length]
 
 
-def _readable(found: Subject, compressor: Compressor, prompt, new_tokens: int = 0) -> Tensor:
+def _readable(subject: Subject, compressor: Compressor, prompt, new_tokens: int = 0) -> Tensor:
     """The prompt on the model's device. Raises ``DataError`` where it is too short to pack, or too long."""
-    tokens, block = prompt_tokens(found, prompt), compressor.tokens_per_row
+    tokens, block = prompt_tokens(subject, prompt), compressor.tokens_per_row
     if tokens.shape[1] <= block:
         raise DataError(
             f"{compressor.name} stores {block} token(s) together and reads the last one exact, but the prompt has "
             f"{tokens.shape[1]}: write a longer one"
         )
-    check_tokens(found.model, pad(tokens, (0, new_tokens)))
-    return tokens.to(found.model.device)
+    check_tokens(subject.model, pad(tokens, (0, new_tokens)))
+    return tokens.to(subject.model.device)
 
 
 @per_process(maxsize=16)
-def continuation(preset: str, bits: int, who: dict, prompt: str | list, new_tokens: int) -> pd.DataFrame:
+def continuation(preset: str, bits: int, subject: Subject, prompt: str | list, new_tokens: int) -> pd.DataFrame:
     """A prompt's end (``position`` below 0) and its greedy continuation, a row per token; texts are JSON strings.
 
     ``exact``: what the model writes with its own cache; ``told``: its likeliest tokens with the compressed cache when
-    it is told the exact ones before them; ``alone``: what it writes with that cache by itself. ``kl``: KL(exact ||
-    compressed) in nats of the next token, told the exact ones before; ``kl_floor``: that of a cache in fp16.
+    it is given the exact ones before them; ``alone``: what it writes with that cache by itself. ``kl``: KL(exact ||
+    compressed) in nats of the next token, given the exact ones before; ``kl_floor``: that of a cache in fp16.
     Every token reads the prompt packed, but for what does not fill a block. Raises ``DataError`` for a prompt that is
     too short to be packed.
     """
-    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
-    tokens, model = _readable(found, compressor, prompt, new_tokens), found.model
+    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
+    tokens, model = _readable(subject, compressor, prompt, new_tokens), subject.model
     expected, exact = _read(model, DynamicCache(config=model.config), tokens, new_tokens)
     logits, told = _read(model, compressor.new_cache(model), tokens, new_tokens, exact)
     rounded, _ = _read(model, RoundedCache(model, torch.float16), tokens, new_tokens, exact)
@@ -101,13 +102,13 @@ def continuation(preset: str, bits: int, who: dict, prompt: str | list, new_toke
     written = {name: x[0].tolist() for name, x in {"exact": exact, "told": told, "alone": alone}.items()}
     rows = []
     for position in range(-min(SHOWN, len(begun)), 0):
-        text = _piece(found.tokenizer, begun[:position], begun[position])
+        text = _piece(subject.tokenizer, begun[:position], begun[position])
         rows.append({"position": position, "kl": math.nan, "kl_floor": math.nan} | dict.fromkeys(written, text))
     for position in range(new_tokens):
         row = {"position": position} | {name: kl[position] for name, kl in kls.items()}
         before = {name: begun + written["alone" if name == "alone" else "exact"][:position] for name in written}
-        rows.append(row | {n: _piece(found.tokenizer, before[n], ids[position]) for n, ids in written.items()})
-    return frame(rows, found.sources)
+        rows.append(row | {n: _piece(subject.tokenizer, before[n], ids[position]) for n, ids in written.items()})
+    return frame(rows, subject.sources)
 
 
 @torch.no_grad()
@@ -131,7 +132,9 @@ def _piece(tokenizer, before: list[int], token: int) -> str:
 
 
 @per_process(maxsize=16)
-def stages(preset: str, bits: int, who: dict, prompt: str | list, layer: int, head: int, token: int) -> pd.DataFrame:
+def stages(
+    preset: str, bits: int, subject: Subject, prompt: str | list, layer: int, head: int, token: int
+) -> pd.DataFrame:
     """One key of a prompt on its way through its codec, a row per ``stage`` and ``value``.
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
@@ -139,9 +142,9 @@ def stages(preset: str, bits: int, who: dict, prompt: str | list, layer: int, he
     of these; and the key as it is read back, beside it as it came (``original``). ``text``: the token, as JSON. Raises
     ``DataError`` for a layer, head or token that is not there.
     """
-    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
-    tokens = _readable(found, compressor, prompt)
-    keys, values = found.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope)
+    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
+    tokens = _readable(subject, compressor, prompt)
+    keys, values = subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope)
     check_whole("layer", layer, 0, len(keys) - 1)
     x, known = whole_blocks(keys[layer].float(), compressor.tokens_per_row), compressor.new_pass()
     for name, index, count in (("head", head, x.shape[1]), ("token", token, x.shape[2])):
@@ -156,13 +159,13 @@ def stages(preset: str, bits: int, who: dict, prompt: str | list, layer: int, he
     steps, read_back = _through(coder.codec, left, at)
     shown |= steps | {"read back": read_back + x[at] - left[at]}
     ids = tokens[0].tolist()
-    about = {"text": _piece(found.tokenizer, ids[:token], ids[token])}
+    about = {"text": _piece(subject.tokenizer, ids[:token], ids[token])}
     rows = [
         about | {"stage": stage, "place": place, "value": value, "original": math.nan}
         for stage, line in shown.items()
         for place, value in enumerate(line.tolist())
     ]
-    table = frame(rows, found.sources)
+    table = frame(rows, subject.sources)
     table.loc[table["stage"] == "read back", "original"] = x[at].tolist()
     return table
 
@@ -207,9 +210,11 @@ def _codes(quantizer: Quantizer, y: Tensor, places: Tensor) -> Tensor:
 
 
 @per_process(maxsize=16)
-def explained(preset: str, bits: int, who: dict) -> pd.DataFrame:
-    """EVR of what is stored of the held-out text of ``subject(**who)``: a row per layer and role. Above 0, up to 1,
+def explained(preset: str, bits: int, subject: Subject) -> pd.DataFrame:
+    """EVR of what is stored of the subject's held-out text: a row per layer and role. Above 0, up to 1,
     what is read back tells more than each channel's mean; below 0 it does worse."""
-    found, (compressor, _) = subject(**who), fitted(preset=preset, bits=bits, who=who)
-    evr = explained_by_layer(found, compressor, found.test)
-    return frame([{"layer": layer, "role": role, "evr": ratio} for (role, layer), ratio in evr.items()], found.sources)
+    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
+    evr = explained_by_layer(subject, compressor, subject.test)
+    return frame(
+        [{"layer": layer, "role": role, "evr": ratio} for (role, layer), ratio in evr.items()], subject.sources
+    )
