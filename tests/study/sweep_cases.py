@@ -1,34 +1,41 @@
-"""Case functions for the tests of sweeps, importable by other processes."""
+"""Experiments for the tests of sweeps, importable by other processes."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
+from vqkv.errors import UnknownNameError
+from vqkv.study.sweep import experiment, product
 
+
+def _cases(count=5):
+    return product(x=range(count))
+
+
+@experiment(_cases)
 def cube(x, folder, scale=3):
     """A row or two. Leaves a mark for every call."""
     mark(folder, x)
-    return [{"x": x, "part": part, "y": (x + part) ** 3 / scale} for part in range(1 + x % 2)], {"text": "abc"}
+    return [{"x": x, "part": part, "y": (x + part) ** 3 / scale} for part in range(1 + x % 2)]
 
 
+@experiment(_cases)
 def slow_cube(x, folder):
     """``cube`` that takes its time."""
     mark(folder, f"begun-{x}")
     time.sleep(0.01)
-    return cube(x, folder)
+    return cube.row(x, folder)
 
 
+@experiment(_cases)
 def troubled(x, folder):
     """``cube``, but case 3 fails, or kills its process, as long as there is a file of that name."""
     if x == 3 and path(folder, "kill").exists():
         os.kill(os.getpid(), signal.SIGKILL)
     if x == 3 and path(folder, "fail").exists():
-        from vqkv.errors import UnknownNameError
-
         raise UnknownNameError("preset", "vqlm", ["vqllm"])  # its arguments are not its words
-    rows, _ = cube(x, folder)
-    return rows, {"text": path(folder, "text").read_text()}
+    return cube.row(x, folder)
 
 
 def mark(folder, name):

@@ -8,7 +8,7 @@ import sweep_cases as cases
 from typer.testing import CliRunner
 
 from vqkv.reference.machine import processor
-from vqkv.study import reproduce, sweep
+from vqkv.study import reproduce
 
 KEPT = pd.DataFrame({"system": ["a", "a", "b"], "bits": [1, 2, 2], "kl": [0.5, 0.25, math.nan], "kl_each": "0.1"})
 
@@ -29,16 +29,13 @@ def test_rows_are_compared_with_the_nearest_of_the_same_words(row, difference, c
     assert reproduce.compared(rows, KEPT) == {"difference": pytest.approx(difference), "column": column}
 
 
-def test_a_sweep_hands_over_the_one_case_that_was_chosen(tmp_path):
-    (tmp_path / "text").write_text("abc")
-    token = sweep.one_case.set(lambda listed: listed[2])
-    try:
-        with pytest.raises(sweep.OneCase, match="toy, case 3 of 5") as caught:
-            sweep.sweep(cases.cube, [{"x": x} for x in range(5)], {"folder": str(tmp_path)}, "toy")
-    finally:
-        sweep.one_case.reset(token)
-    assert caught.value.rows == cases.cube(2, tmp_path)[0]
-    assert [cases.marks(tmp_path, x) for x in range(5)] == [0, 0, 2, 0, 0]  # ours is the second
+def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeypatch):
+    record = {"function": "sweep_cases.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
+    monkeypatch.setattr(reproduce, "provenance", lambda name: record)
+    monkeypatch.setattr(reproduce, "stored", lambda name: (cases.cube(folder=str(tmp_path)), ""))
+    found = reproduce.again("toy", seed=0)
+    assert found["case"].startswith("cube, case ") and found["difference"] == 0
+    assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1
 
 
 def test_a_stored_table_comes_out_again_and_one_that_fails_is_named(monkeypatch):

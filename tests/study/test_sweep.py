@@ -15,28 +15,23 @@ from hypothesis import strategies as st
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import sweep, tables, workers
-from vqkv.study.experiments.common import frame
+from vqkv.study.literals import plain
+from vqkv.study.shared import per_process
+from vqkv.study.subject import Subject
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text())
 WORDS = r"unknown preset 'vqlm'. Did you mean 'vqllm'\? Known: vqllm."
 
 
-def experiment(folder: str, count: int = 5, function: str = "troubled", **more) -> pd.DataFrame:
-    return frame(
-        *sweep.sweep(getattr(cases, function), [{"x": x} for x in range(count)], {"folder": folder} | more, "toy")
-    )
-
-
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    """The folder for results; beside it marks and the source's text."""
+    """The folder for results; beside it marks."""
     monkeypatch.setenv("VQKV_OUT", str(tmp_path / "out"))
-    (tmp_path / "text").write_text("abc")
     return tmp_path / "out"
 
 
-def table(folder, recompute=False, **parameters) -> pd.DataFrame:
-    return tables.table("toy", experiment, {"folder": str(folder)} | parameters, recompute)
+def table(folder, recompute=False, function=cases.troubled, **parameters) -> pd.DataFrame:
+    return tables.table("toy", function, {"folder": str(folder)} | parameters, recompute)
 
 
 def kept(out) -> list:
@@ -60,14 +55,14 @@ def finish(out, **more) -> list[int]:
     """Run to the end; returns how often each case was computed, the unfinished run's calls included."""
     found = table(out.parent, **more)
     calls = [cases.marks(out.parent, x) for x in range(5)]
-    rows = [row for x in range(5) for row in cases.cube(x, out.parent)[0]]
+    rows = [row for x in range(5) for row in cases.cube.row(x, out.parent)]
     assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
     assert not list(out.glob("results/.rows"))
     return calls
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_computed_twice(tmp_path, monkeypatch):
-    rng, slow = random.Random(0), {"function": "slow_cube", "count": 40}
+    rng, slow = random.Random(0), {"function": cases.slow_cube, "count": 40}
     whole, out = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, out):
         folder.mkdir()
@@ -91,7 +86,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_com
 
 
 def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out):
-    assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+    assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     assert finished(out) == [0, 1, 2]
     assert finish(out) == [1] * 5
     assert table(out.parent).attrs["vqkv"]["fresh"] is False
@@ -101,7 +96,7 @@ def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out,
     monkeypatch.setenv("VQKV_WORKERS", "2")
     half_done(out, RuntimeError, r"a worker died.*memory", why="kill")
     assert finished(out) and 3 not in finished(out)  # the other worker may have gone on to the last
-    assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+    assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     done = finished(out)
     monkeypatch.delenv("VQKV_WORKERS")
     calls = [cases.marks(out.parent, x) for x in range(5)]
@@ -115,10 +110,10 @@ def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monke
         n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=None
     ) as here:
         monkeypatch.setenv("VQKV_SCHEDULER", here.scheduler_address)
-        assert half_done(out).value.__notes__ == ["in toy, case 4 of 5 (x=3)"]
+        assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
         assert finish(out)[3] == 1
     with pytest.raises(DataError, match="another version of vqkv"):
-        sweep._on_worker(sweep.SweepCase(cases.cube, {}, ""), "other", 1)
+        sweep._result(sweep.Case(cases.cube, {}, ""), "other", 1)
 
 
 def test_steering_that_makes_no_sense(monkeypatch):
@@ -145,51 +140,75 @@ def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch)
     assert finish(out) == [4, 4, 4, 1, 1]
 
 
-def test_a_source_that_changes_on_the_way_is_an_error(out):
-    half_done(out)
-    (out.parent / "text").write_text("abd")
-    with pytest.raises(DataError, match=r"text is abd for toy, case 4 of 5 .* but abc for toy, case 1.*--recompute"):
-        table(out.parent)
-    assert finish(out, recompute=True)[0] == 2
+def test_a_source_that_changes_on_the_way_is_an_error():
+    results = {name: {"sources": {"text": "abc"}} for name in ("case 1", "case 2")}
+    assert sweep._sources(results) == {"text": "abc"}
+    with pytest.raises(DataError, match=r"text is abd for case 3 but abc for case 1.*--recompute"):
+        sweep._sources(results | {"case 3": {"sources": {"text": "abd"}}})
 
 
-def test_outside_a_table_nothing_is_kept_and_arguments_are_plain_literals(tmp_path, monkeypatch):
+def test_a_subject_s_copies_share_its_sources_and_each_case_has_its_own():
+    subject = Subject("vqkv/llama-mini", "python-stdlib", test_size=[1, 8])
+    other = subject.changed(seed=3)
+    assert other.test.shape == (1, 8) and other.model is subject.model
+    assert subject.sources.keys() == {"model vqkv/llama-mini", "corpus python-stdlib test 1x8 seed 3"}
+    assert [(each.seed, each.sources) for each in subject.each(seed=[0, 1])] == [(0, {}), (1, {})]
+
+    def row(subject):
+        return {"tokens": subject.test.sum().item()}
+
+    made = sweep.experiment(lambda subject: sweep.product(subject=subject.each(seed=[0, 1])))(row)
+    sources = made(subject=plain(subject, "")).attrs["sources"]
+    assert list(sources) == [f"corpus python-stdlib test 1x8 seed {seed}" for seed in (0, 1)]
+
+
+def test_outside_a_table_nothing_is_kept_and_arguments_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        rows, sources = sweep.sweep(cases.cube, [{"x": 1}], {"folder": "."}, "toy")
-    assert sources == {"text": "abc"} and len(rows) == 2
-    assert cases.marks(".", 1) == 2 and os.listdir(".") == ["1"]
-    with pytest.raises(DataError, match="toy: "):
-        sweep.sweep(cases.cube, [{"x": float("nan")}], {"folder": "."}, "toy")
+        assert len(cases.cube(count=2, folder=".")) == 3
+    assert cases.marks(".", 1) == 2 and sorted(os.listdir(".")) == ["0", "1"]
+    with pytest.raises(DataError, match="cube, case 1 of 5"):
+        cases.cube(folder=".", scale=float("nan"))
+    with pytest.raises(TypeError, match="cube takes no count_, size"):
+        cases.cube(folder=".", count_=1, size=2)
+
+
+def test_further_cases_follow_from_rows_and_all_rows_are_finished_together():
+    def then(rows, sweeps, limit):
+        return [{"x": rows[-1]["x"] + 1}] * (sweeps < limit)
+
+    def finish(rows):
+        return [row | {"all": len(rows)} for row in rows]
+
+    made = sweep.experiment(lambda: [{"x": 1}, {"x": 2}], then, finish)(lambda x: {"x": x})
+    assert made(limit=3).to_dict("list") == {"x": [1, 2, 3, 4], "all": [4] * 4} and len(made.cases(limit=3)) == 2
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.dictionaries(st.text(), SCALARS, max_size=4), max_size=4), st.dictionaries(st.text(), st.text()))
-def test_rows_come_back_exactly(tmp_path, rows, sources):
+@given(st.lists(st.dictionaries(st.text(), SCALARS, max_size=4), max_size=4))
+def test_rows_come_back_exactly(tmp_path, rows):
     """The order of columns too; numpy's scalars become Python's."""
-    same = ("function", "parameters", "versions", "device")
-    with tables._working(tmp_path, {"name": "toy"} | dict.fromkeys(same, ""), False):
-        numbers = [{name: np.float64(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
-        made = iter([(numbers, sources)])
-        for _ in range(2):  # the second time from the file
-            back = sweep.sweep(lambda **_: next(made), [{"rows": repr(rows)}], {"sources": repr(sources)}, "toy")
-            assert repr(back) == repr((rows, sources))
+    numbers = [{name: np.float64(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
+    made = iter([numbers])
+    case = sweep.Case(sweep.experiment()(lambda **_: next(made)), {"rows": repr(rows)}, "toy")
+    for _ in range(2):  # the second time from the file
+        back = sweep._computed("toy", [case], tmp_path)["toy"]["rows"]
+        assert repr(back) == repr(rows)
 
 
-def test_what_cases_share_is_made_once_bounded_and_forgotten(monkeypatch):
+def test_what_cases_share_is_made_once_bounded_and_forgotten():
     made = []
 
-    @sweep.per_process(maxsize=2)
+    @per_process(maxsize=2)
     def square(x, about=None):
         made.append(x)
         return x * x
 
-    def compute(x):
-        return [{"y": square(x=x, about=[1, {"a": 2}])}], {}
-
-    rows, _ = sweep.sweep(compute, [{"x": x} for x in (1, 2, 1, 3, 1, 2)], {}, "toy")
-    assert [row["y"] for row in rows] == [1, 4, 1, 9, 1, 4] and made == [1, 2, 3, 2]
+    squares = sweep.experiment(lambda listed: sweep.product(x=listed))(
+        lambda x: {"y": square(x=x, about=[1, {"a": 2}])}
+    )
+    assert squares(listed=[1, 2, 1, 3, 1, 2])["y"].tolist() == [1, 4, 1, 9, 1, 4] and made == [1, 2, 3, 2]
     with pytest.raises(TypeError):
-        sweep.sweep(compute, [{"x": 2}, {"x": None}], {}, "toy")
+        squares(listed=[2, None])
     square(x=2, about=[1, {"a": 2}])
     assert made == [1, 2, 3, 2, 2, None, 2]  # forgotten at the end, also after an error
