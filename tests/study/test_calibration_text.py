@@ -1,20 +1,19 @@
 """Calibration on other text and on little of it: which rows there are, and what is made of them."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from vqkv.errors import DataError
 from vqkv.study import figures
 from vqkv.study.experiments import against_own, calibration_text
+from vqkv.study.subject import Subject
 
 MODULE = sys.modules[calibration_text.__module__]
 SETTINGS = {
-    "model": "m", "corpus": "x", "other_corpus": "y", "systems": ["a", "b"], "designs": ["c"], "bits": 0.9,
-    "train_seqs": 4, "sizes": [1, 4, 8], "seed": 5, "seq_len": 16, "num_seqs": 2, "chunk_size": 4,
-    "vqllm": {"vqllm 1x4": [1, 4]}, "codebook_size": 4, "kmeans_iterations": 1, "sink_tokens": 0, "tuned": {},
-    "dtype": "", "device": "cpu",
+    "subject": Subject("m", "x", (4, 16), (2, 16), seed=5), "other_corpus": "y", "sizes": [1, 4, 8],
+    "systems": ["a", "b"], "designs": ["c"], "bits": 0.9, "vqllm": {"vqllm 1x4": [1, 4]}, "learning": {},
+    "chunk_size": 4,
 }  # fmt: skip
 
 
@@ -24,22 +23,15 @@ class MadeUp:
     def __init__(self):
         self.fits, self.reads = [], 0
 
-    def subject(self, **who):
-        return SimpleNamespace(tokenizer=None, sources={})
-
-    def fitted_system(self, found, system, bits, who, vqllm, learning, tuned):
-        self.fits.append((who["name"], system, bits, who["corpus"], *who["train"], who["seed"]))
-        if who["train"][0] == 1 and system == "b":
+    def fitted_system(self, subject, system, bits, vqllm, learning):
+        self.fits.append((subject.name, system, bits, subject.corpus, *subject.train_size, subject.seed))
+        if subject.train_size[0] == 1 and system == "b":
             raise DataError("components of 8 channels from 4 tokens: calibrate on more")
-        return who
+        return subject
 
-    def draw(self, corpus, tokenizer, split, seq_len, num_seqs, seed, sources):
-        sources[f"{corpus} {split} {num_seqs}x{seq_len} {seed}"] = "hash"
-        return corpus
-
-    def by_window(self, found, who, tokens, **settings):
+    def by_window(self, subject, compressor, tokens, **settings):
         self.reads += 1
-        other = int(tokens != who["corpus"])
+        other = int(tokens != (subject.corpus, "test", (2, 16), 5))
         about = {"bits_per_value": 1.0 + other, "side_bytes": 10, "kl_floor": 1e-7, "top1": 0.5, "ppl": 3.0}
         kl = {"kl_mean": 4.0 + 4 * other, "kl_low": 3.0 + 3 * other, "kl_high": 5.0 + 5 * other}
         return about | kl | {"kl_each": "6 10" if other else "3 5"}
@@ -48,8 +40,9 @@ class MadeUp:
 @pytest.fixture
 def made_up(monkeypatch):
     found = MadeUp()
-    for name in ("subject", "fitted_system", "draw", "by_window"):
+    for name in ("fitted_system", "by_window"):
         monkeypatch.setattr(MODULE, name, getattr(found, name))
+    monkeypatch.setattr(Subject, "text", lambda subject, split, size, seed, corpus: (corpus, split, tuple(size), seed))
     return found
 
 
@@ -65,7 +58,6 @@ def test_one_calibration_is_read_on_all_its_texts(table, made_up):
         assert calibrated == [*both, ("x", 1, "x"), ("x", 8, "x")]
     assert table.groupby("system", sort=False)["nominal_bits"].first().to_dict() == {"a": 0, "b": 0, "c": 0.9}
     assert len(made_up.fits) == len(set(made_up.fits)) == 3 * 4 and made_up.reads == 3 * 6 - 1
-    assert table.attrs["sources"].keys() == {"x test 2x16 5", "y test 2x16 5"}
 
 
 def test_a_refusal_is_a_row(table):

@@ -9,41 +9,38 @@ from small_models import make
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import explore, figures
-from vqkv.study.experiments.common import subject
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import HEADLESS, Explorer
+from vqkv.study.subject import Subject
 
 
 @pytest.fixture(scope="module")
-def who(tmp_path_factory):
-    name = str(make("llama", tmp_path_factory.mktemp("llama")))
-    text = {"corpus": "python-stdlib", "train": [6, 128], "test": [2, 160], "seed": 0}
-    return text | {"name": name, "dtype": "", "device": "cpu"}
+def subject(tmp_path_factory):
+    return Subject(str(make("llama", tmp_path_factory.mktemp("llama"))), "python-stdlib", [6, 128], [2, 160])
 
 
-def test_a_continuation_is_the_model_s_own_and_parts_where_the_compressed_cache_says_so(who):
-    table = explore.continuation(preset="quanto", bits=2, who=who, prompt=[0, 40], new_tokens=24)
-    found, rows = subject(**who), table[table["position"] >= 0].reset_index()
-    prompt = found.test[:1, :40]
+def test_a_continuation_is_the_model_s_own_and_parts_where_the_compressed_cache_says_so(subject):
+    table = explore.continuation(preset="quanto", bits=2, subject=subject, prompt=[0, 40], new_tokens=24)
+    prompt, rows = subject.test[:1, :40], table[table["position"] >= 0].reset_index()
     how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    (ids,) = found.model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
-    assert "".join(map(json.loads, rows["exact"])) == found.tokenizer.decode(ids[40:])
-    assert "".join(map(json.loads, table[table["position"] < 0]["exact"])) == found.tokenizer.decode(prompt[0, -32:])
+    (ids,) = subject.model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    assert "".join(map(json.loads, rows["exact"])) == subject.tokenizer.decode(ids[40:])
+    assert "".join(map(json.loads, table[table["position"] < 0]["exact"])) == subject.tokenizer.decode(prompt[0, -32:])
     assert (rows["kl"] > 10 * rows["kl_floor"]).all() and rows["kl_floor"].max() < 1e-5
     differs = rows["told"] != rows["exact"]
     first = differs.idxmax() if differs.any() else len(rows)
     assert (rows["alone"] == rows["told"])[: first + 1].all()  # until then it was told nothing else
-    finer = explore.continuation(preset="quanto", bits=4, who=who, prompt=[0, 40], new_tokens=24)
+    finer = explore.continuation(preset="quanto", bits=4, subject=subject, prompt=[0, 40], new_tokens=24)
     assert finer["kl"].mean() < rows["kl"].mean() / 4
 
 
 @pytest.mark.parametrize("preset", explore.SYSTEMS)
-def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(preset, who):
+def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(preset, subject):
     place = {"layer": 2, "head": 1, "token": 70}
-    table = explore.stages(preset=preset, bits=2, who=who, prompt=[0, 140], **place).set_index("stage")
-    (compressor, _), found = views.fitted(preset=preset, bits=2, who=who), subject(**who)
+    table = explore.stages(preset=preset, bits=2, subject=subject, prompt=[0, 140], **place).set_index("stage")
+    compressor, _ = views.fitted(preset=preset, bits=2, subject=subject)
     known = compressor.new_pass()
-    pairs = zip(*found.exact.keys_and_values(found.test[:1, :140], pre_rope=compressor.settings.pre_rope))
+    pairs = zip(*subject.exact.keys_and_values(subject.test[:1, :140], pre_rope=compressor.settings.pre_rope))
     keys = [(pair[0], compressor.reconstruct(layer, *pair, known)[0]) for layer, pair in enumerate(pairs)]
     key, read_back = (x[0, 1, 70] for x in keys[2])
     for name, column, expected in (("as it comes", "value", key), ("read back", "value", read_back),
@@ -54,13 +51,13 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(preset, w
     assert list(table.index.unique())[-2:] == ["codes", "read back"] and figures.vector_stages(table.reset_index()).axes
 
 
-def test_more_bits_explain_more_of_every_layer(who):
-    few, many = (explore.explained(preset="higgs", bits=bits, who=who)["evr"] for bits in (2, 4))
+def test_more_bits_explain_more_of_every_layer(subject):
+    few, many = (explore.explained(preset="higgs", bits=bits, subject=subject)["evr"] for bits in (2, 4))
     assert len(few) == 6 and (few < many).all() and many.between(0.95, 1).all()
 
 
-def test_what_cannot_be_shown_is_refused_with_the_remedy(who):
-    system, other = {"bits": 2, "who": who}, {"prompt": [0, 40], "new_tokens": 4}
+def test_what_cannot_be_shown_is_refused_with_the_remedy(subject):
+    system, other = {"bits": 2, "subject": subject}, {"prompt": [0, 40], "new_tokens": 4}
     with pytest.raises(DataError, match="128 token.*write a longer one"):
         explore.continuation(preset="kivi", **system, **other)
     with pytest.raises(DataError, match="layer 3"):
@@ -68,7 +65,7 @@ def test_what_cannot_be_shown_is_refused_with_the_remedy(who):
     with pytest.raises(UnknownNameError, match="Did you mean 'kivi'"):
         explore.explained(preset="kiwi", **system)
     with pytest.raises(DataError, match="5 bits"):
-        explore.explained(preset="kivi", bits=5, who=who)
+        explore.explained(preset="kivi", bits=5, subject=subject)
 
 
 def test_text_is_escaped_and_other_tokens_are_marked():
@@ -81,9 +78,9 @@ def test_text_is_escaped_and_other_tokens_are_marked():
     assert page.count("#fec44f") == 1 and page.count("#ffefb0") == 3 and page.count("#993404") == 3  # and the legend
 
 
-def test_controls_change_what_is_shown(who):
-    who = who | {"name": "vqkv/llama-mini"}  # whose text changes with its cache
-    explorer = Explorer("quanto", 2, who, prompt=[0, 40], new_tokens=6, layer=0, head=0, token=30)
+def test_controls_change_what_is_shown(subject):
+    trained = subject.changed(name="vqkv/llama-mini")  # whose text changes with its cache
+    explorer = Explorer("quanto", 2, trained, prompt=[0, 40], new_tokens=6, layer=0, head=0, token=30)
     shown = [explorer.text, explorer.vector, explorer.evr]
 
     def changed_by(control, value) -> list[bool]:
@@ -102,8 +99,8 @@ def test_controls_change_what_is_shown(who):
     assert changed_by(explorer.model, "vqkv/gpt2-mini") == [True, True, True] and explorer.head.max == 3
 
 
-def test_controls_are_there_only_where_somebody_can_turn_them(who, monkeypatch, capsys):
-    chosen = {"preset": "quanto", "bits": 2, "who": who, "prompt": [0, 40], "new_tokens": 6}
+def test_controls_are_there_only_where_somebody_can_turn_them(subject, monkeypatch, capsys):
+    chosen = {"preset": "quanto", "bits": 2, "subject": subject, "prompt": [0, 40], "new_tokens": 6}
     chosen |= {"layer": 0, "head": 0, "token": 30}
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert explore.widgets(**chosen) is None and capsys.readouterr().out == HEADLESS + "\n"

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import sys
 
 import pandas as pd
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from vqkv import presets
 from vqkv.study import figures, tables
 from vqkv.study.experiments import beside_published, designs, frontier, predictors, retrieval
-from vqkv.study.experiments.common import all_told
+from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.experiments.comparisons import (
     at_equal_bits,
     family,
@@ -21,11 +20,9 @@ from vqkv.study.experiments.comparisons import (
     what_to_use,
 )
 from vqkv.study.experiments.frontier import CONTEXTS, halving_search, total_bits
+from vqkv.study.subject import Subject
 
-SEARCH = {
-    "corpus": "python-stdlib", "contexts": ["1k", "32k"], "seq_len": 264, "chunk_size": 132, "codebook_size": 16,
-    "kmeans_iterations": 1, "seed": 0, "dtype": "", "device": "cpu",
-}  # fmt: skip
+SEARCH = {"subject": Subject("a", "python-stdlib"), "contexts": ["1k", "32k"], "seq_len": 264}
 ALL = designs.factorial()
 
 
@@ -33,25 +30,25 @@ def rung(keep, bits=(2,), models=1, **more):
     return {"models": models, "bits": list(bits), "train_seqs": 4, "num_seqs": 1, "keep": keep} | more
 
 
-def made_up(model, design, bits, who, **settings):
+def made_up(subject, design, bits, rung):
     """Bits and KL that follow from the name alone: predictors take many bytes and help."""
     arguments = ALL[design]
     kl = 4.0**-bits * (0.01 if arguments.get("predicted") else 1.0) * (1 + len(design) / 1e3)
     side = 4.0 if arguments.get("predicted") else 0.1
     found = {"1k": bits + side, "32k": bits + side / 32}
-    label = {"model": model, "design": design, "bits": bits, "train": who["train"][0], "kl_mean": kl}
-    label["kl_each"] = f"{kl * 0.9} {kl * 1.1}"
-    return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}], {}
+    label = {"rung": rung, "model": subject.name, "design": design, "bits": bits, "train": subject.train_size[0]}
+    label |= {"kl_mean": kl, "kl_each": f"{kl * 0.9} {kl * 1.1}"}
+    return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}]
 
 
 @pytest.fixture
 def guessed(monkeypatch):
-    monkeypatch.setattr(sys.modules[halving_search.__module__], "_tried", made_up)
+    monkeypatch.setattr(halving_search, "row", made_up)
 
 
 def test_each_rung_keeps_the_best_of_each_context(guessed):
     rungs = [rung(3), rung(1, bits=(2, 3), models=2, train_seqs=8)]
-    table = halving_search(["a", "b"], rungs=rungs, **SEARCH)
+    table = halving_search(models=["a", "b"], rungs=rungs, **SEARCH)
     first, second = table[table["rung"] == 1], table[table["rung"] == 2]
     assert len(first) == sum(designs.exists(name, 2) for name in ALL) and set(first["model"]) == {"a"}
     for context in SEARCH["contexts"]:
@@ -69,7 +66,7 @@ def test_each_rung_keeps_the_best_of_each_context(guessed):
 
 def test_a_search_may_begin_with_few_designs(guessed):
     named = ["uniform", "grid, predicted"]
-    table = halving_search(["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
+    table = halving_search(models=["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
     assert list(table[table["rung"] == 1]["design"]) == named
     assert set(table[table["rung"] == 2]["design"]) == {"uniform"}  # a grid has no half bit
 
@@ -104,7 +101,7 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
     assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}
 
 
-def test_bits_all_told():
+def test_bits_including_side_information():
     about = {"num_layers": 2, "shapes": [[3, 5, 5]] * 2}
     bits = total_bits({"bits_per_value": 2.0, "side_bytes": 30 * 1024}, about, exact_tokens=4)  # of 60 values a token
     assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)
@@ -148,7 +145,7 @@ ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
 def row(label, bits, kl, side_bytes=0, predicted=False):
     found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
     found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
-    return found | {name: all_told(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
+    return found | {name: bits_with_side(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
 
 
 PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
@@ -252,14 +249,6 @@ def test_a_proxy_that_ranks_as_the_task_does_has_correlation_1_and_bands_are_kep
 
 
 @pytest.mark.parametrize(("name", "function"), [("10_retrieval", retrieval), ("11_frontier", frontier)])
-def test_the_code_still_tries_the_systems_of_the_committed_table(name, function, monkeypatch):
-    tried = set()
-
-    def noted(compute, cases, *rest):
-        tried.update(label for case in cases for label in case.get("systems", [case.get("system")]))
-        return [], {}
-
-    monkeypatch.setattr(sys.modules[function.__module__], "sweep", noted)
-    folder = tables.repository_root() / "results"
-    function(**json.loads((folder / f"{name}.json").read_text())["parameters"])
-    assert tried == set(pd.read_csv(folder / f"{name}.csv")["system"])
+def test_the_code_still_tries_the_systems_of_the_committed_table(name, function):
+    tried = {case.arguments["system"] for case in function.cases(**tables.provenance(name)["parameters"])}
+    assert tried == set(tables.stored(name)[0]["system"])

@@ -11,7 +11,6 @@ from vqkv import load_model
 from vqkv.models.capture import capture
 from vqkv.models.rope import rotations
 from vqkv.study.experiments import injected
-from vqkv.study.experiments.common import Subject
 from vqkv.study.experiments.injected import (
     BY_HEAD,
     PAIRS,
@@ -22,26 +21,20 @@ from vqkv.study.experiments.injected import (
     outlier_channels,
 )
 from vqkv.study.injection import normed
+from vqkv.study.subject import Subject
 
 injecting = sys.modules["vqkv.study.experiments.injected"]
-
-SMALL = {
-    "corpus": "python-stdlib", "seeds": [0, 1], "train_seqs": 2, "seq_len": 264, "num_seqs": 1, "chunk_size": 132,
-    "codebook_size": 8, "dtype": "", "device": "cpu",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["llama-mini", "gpt2-mini"])
 def found(request):
-    model = load_model(f"vqkv/{request.param}")[0]
-    tokens = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
-    return Subject(model, None, tokens, tokens, {}, None)
+    return Subject(f"vqkv/{request.param}", "python-stdlib", [2, 24], [2, 24])
 
 
-def _asked(monkeypatch, phenomenon, found, size, seed=0):
+def _asked(monkeypatch, phenomenon, found, size):
     """What the phenomenon asks ``inject`` for."""
     monkeypatch.setattr(injecting, "inject", lambda model, **asked: asked)
-    return phenomenon(found, size, seed)
+    return phenomenon(found, size)
 
 
 def test_outlier_channels_are_pairs_of_each_head_s_own(found, monkeypatch):
@@ -51,7 +44,7 @@ def test_outlier_channels_are_pairs_of_each_head_s_own(found, monkeypatch):
         halves = torch.arange(64).chunk(2) if turn is None else (turn.first, turn.second)
         assert torch.equal(*(heads[:, half] for half in halves))
     assert len({tuple(head.tolist()) for head in keys.flatten(0, 1)}) > 3
-    assert not torch.equal(keys, _asked(monkeypatch, outlier_channels, found, 30.0, seed=1)["keys"])
+    assert not torch.equal(keys, _asked(monkeypatch, outlier_channels, found.changed(seed=1), 30.0)["keys"])
 
 
 def test_one_head_of_each_layer_is_loud(found, monkeypatch):
@@ -70,7 +63,7 @@ def test_a_bias_is_put_where_it_turns_least(found, monkeypatch):
 
 @torch.no_grad()
 def test_a_model_in_other_units_is_the_same_model(found):
-    smaller = largest_magnitude(found, 0.45, 0)
+    smaller = largest_magnitude(found, 0.45)
     roles = capture(smaller, found.test, pre_rope=False)
     assert all(x.abs().max().item() == pytest.approx(0.45, rel=1e-4) for role in roles for x in role)
     expected = found.model(found.test).logits
@@ -88,7 +81,9 @@ def test_norms_put_into_a_llama_leave_heads_of_equal_size_as_they_were():
 
 
 def test_rows_of_a_seed_are_those_of_what_it_draws():
-    table = injected(["vqkv/gpt2-mini"], sizes={"loud heads": [30.0], "key bias": [300.0]}, **SMALL)
+    subject = Subject("vqkv/gpt2-mini", "python-stdlib", [2, 264], [1, 264], test_seed=0)
+    sizes = {"loud heads": [30.0], "key bias": [300.0]}
+    table = injected(subject=subject, sizes=sizes, seeds=[0, 1], chunk_size=132, codebook_size=8)
     seeds = table.groupby(["phenomenon", "system"])["seed"].apply(list)
     assert all(found == ([0, 1] if system.startswith("vq") else [0]) for (_, system), found in seeds.items())
     assert set(seeds.index.get_level_values(0)) == {"loud heads", "key bias"} and len(seeds) == 3 + 9

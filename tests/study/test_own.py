@@ -11,6 +11,7 @@ import torch
 from vqkv.codecs.part import Part
 from vqkv.errors import DataError
 from vqkv.study.experiments import defining_text, neighbours, own_preset
+from vqkv.study.subject import Subject
 from vqkv.study.tables import repository_root
 
 (PAGE,) = (repository_root() / "notebooks").glob("15*.ipynb")
@@ -46,9 +47,9 @@ def test_hard_values_come_back(cell):
 
 def test_it_is_measured_beside_others_without_the_class_being_known():
     Part.registry.pop("NormalFloat", None)
-    sizes = {"train_seqs": 1, "seq_len": 40, "num_seqs": 1, "chunk_size": 18, "sink_tokens": 4}
-    about = {"models": ["vqkv/llama-mini"], "corpus": "python-stdlib", "seeds": [0], "dtype": "", "device": "cpu"}
-    made = own_preset(**about, **sizes, definition=CELL, preset="nf", bits=[4], beside=["higgs 4"])
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [1, 40], [1, 40])
+    about = {"subject": subject, "models": [subject.name], "seeds": [0], "chunk_size": 18, "sink_tokens": 4}
+    made = own_preset(**about, definition=CELL, preset="nf", bits=[4], beside=["higgs 4"])
     own, higgs = made.to_dict("records")
     assert (own["system"], own["nominal_bits"], higgs["system"], higgs["nominal_bits"]) == ("nf", 4, "higgs 4", 0)
     assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1

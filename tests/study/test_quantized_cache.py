@@ -5,13 +5,11 @@ import pytest
 
 from vqkv.study import experiments
 
-WHERE = {"corpus": "python-stdlib", "seed": 0, "dtype": "", "device": "cpu"}
-
 
 def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
     systems = {"swept": ["transformers quanto 2", "quanto 2"], "lengths": [0, 16], "systems": ["transformers hqq 8"]}
-    read = {"prompt_len": 32, "seq_len": 64, "num_seqs": 3}
-    table = experiments.residual_lengths([llama_folder], **systems, length=16, **read, **WHERE)
+    subject = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [3, 64])
+    table = experiments.residual_lengths(subject=subject, **systems, length=16, prompt_len=32)
     assert table["length"].tolist() == [0, 16, 0, 16, 16] and (table["scored_tokens"] == 31).all()
     theirs, ours, eight = (rows.set_index("length") for _, rows in table.groupby("system", sort=False))
     assert theirs.loc[0, "held"] == 0 and theirs.loc[16, "held"] == pytest.approx(sum([*range(16), *range(15)]) / 31)
@@ -24,9 +22,9 @@ def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
 
 
 def test_greedy_text_is_compared_with_the_exact_model_s_own(llama_folder):
-    write = {"train_seqs": 1, "seq_len": 64, "prompts": 3, "prompt_len": 40, "new_tokens": 12, "shown": 2}
+    subject = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [3, 40])
     systems = ["transformers quanto 2", "quanto 4"]
-    table = experiments.greedy_text([llama_folder], systems=systems, **write, **WHERE)
+    table = experiments.greedy_text(subject=subject, systems=systems, new_tokens=12, shown=2)
     assert list(dict.fromkeys(table["system"])) == ["exact", "fp16", *systems] and len(table) == 4 * 3
     assert (table[table["system"] == "exact"]["same"] == 12).all() and table["same"].between(1, 12).all()
     assert table["text"].notna().sum() == 4 * 2

@@ -5,24 +5,14 @@ import pytest
 
 from vqkv.study import figures
 from vqkv.study.experiments import given_back, group_sizes
-from vqkv.study.experiments.finetuning import BOTH, TRAINED
-
-TEXT = dict(
-    models=["vqkv/llama-mini"], corpus="python-stdlib", seq_len=128, num_seqs=2, chunk_size=32, dtype="float32",
-    device="cpu",
-)  # fmt: skip
+from vqkv.study.experiments.finetuning import BOTH, TUNED
+from vqkv.study.subject import Subject
 
 
 def test_codebooks_of_their_own_cost_side_information_and_no_bits():
-    table = group_sizes(
-        **TEXT,
-        codebook_size=16,
-        num_quantizers=2,
-        group_size=32,
-        sizes=[16, 32],
-        train_seqs=4,
-        seeds=[0],
-    )
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [4, 128], [2, 128])
+    quantizer = {"codebook_size": 16, "num_quantizers": 2, "group_size": 32}
+    table = group_sizes(subject=subject, seeds=[0], sizes=[16, 32], quantizer=quantizer, chunk_size=32)
     own = table[table["group_size"] == 32].set_index("codebooks")
     codebooks = own["side_bytes"] / own["side_bytes"]["shared"]  # 2 KV heads of 2 groups each
     assert codebooks.to_dict() == {"shared": 1, "by group": 2, "by head and group": 4}
@@ -34,8 +24,7 @@ def test_codebooks_of_their_own_cost_side_information_and_no_bits():
 
 
 def test_what_training_gives_back_is_a_share_of_what_codes_cost():
-    both, (tuned, _) = BOTH, TRAINED
-    rows = [(0, both, 0, 30, 20), (0, tuned, 1e-4, 25, 19), (1, both, 0, 40, 20), (1, tuned, 1e-4, 45, 21)]
+    rows = [(0, BOTH, 0, 30, 20), (0, TUNED, 1e-4, 25, 19), (1, BOTH, 0, 40, 20), (1, TUNED, 1e-4, 45, 21)]
     columns = ["seed", "label", "learning_rate", "ppl", "ppl_exact"]
     found = given_back(pd.DataFrame(rows, columns=columns).assign(num_quantizers=2))
     assert dict(zip(zip(found["seed"], found["learning_rate"]), found["given_back"])) == {

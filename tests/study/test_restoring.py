@@ -11,13 +11,14 @@ from vqkv.study import figures
 from vqkv.study.bench.caches import Uncompressed
 from vqkv.study.bench.restoring import FP16
 from vqkv.study.experiments import break_even, chat, restored_quality, restoring_times
+from vqkv.study.subject import Subject
 
-FITTED = dict(corpus="python-stdlib", train_seqs=4, seq_len=128, seed=0, dtype="", device="cpu")
+MINI = Subject("vqkv/llama-mini", "python-stdlib", [4, 128])
 SYSTEMS = ["quanto 4", "lossless"]
 
 
 def test_every_way_to_store_has_a_row_for_every_prompt(llama_folder):
-    table = restoring_times(llama_folder, systems=SYSTEMS, rounds=1, threads=1, lengths=[130, 254], **FITTED)
+    table = restoring_times(MINI.changed(name=llama_folder), SYSTEMS, lengths=[130, 254], rounds=1, threads=1)
     counts = table.groupby("tokens", sort=False)["system"].apply(list)
     assert len(counts) == 2 and all(systems == [FP16, *SYSTEMS] for systems in counts)
     sizes = table.pivot_table(index="tokens", columns="system", values="file_bytes")
@@ -55,15 +56,15 @@ def make_model(folder: str, dtype: torch.dtype):
 
 
 def test_a_restored_cache_goes_on_with_the_same_bits():
-    table = restored_quality("vqkv/llama-mini", systems=SYSTEMS, prompt_len=128, num_seqs=2, **FITTED)
+    table = restored_quality(subject=MINI, systems=SYSTEMS, prompt_len=128, num_seqs=2)
     table = table.set_index("system")
     assert table["same"].all() and table.loc["lossless", "kl_mean"] < 1e-5 < table.loc["quanto 4", "kl_mean"]
     assert (table["kl_low"] <= table["kl_mean"]).all()
     assert table.loc["lossless", "copied"] == table.loc["lossless", "copied_exact"]
 
 
-def test_a_chat_reads_only_what_is_new(llama_folder):
-    table = chat("vqkv/llama-mini", systems=["quanto 4"], turns=3, said=24, answered=8, threads=1, **FITTED)
+def test_a_chat_reads_only_what_is_new():
+    table = chat(MINI, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
     assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
     assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing
     assert figures.chat_lines(table).axes

@@ -8,12 +8,12 @@ from vqkv.data.recall import RecallTask
 from vqkv.study import figures
 from vqkv.study.experiments import retrieval
 from vqkv.study.experiments.phenomena import noise_floor
+from vqkv.study.subject import Subject
 
 SETTINGS = dict(
-    models=["vqkv/llama-mini"], corpus="python-stdlib", episodes=[[1, 150, 2]], copied=[2, 96, 32], systems=["higgs 2"],
-    designs=["uniform, pca"], bits=[2.0], least_exact=0, tell_apart=100, train_seqs=2, seq_len=128,
-    vqllm={"vqllm 2x16": [2, 16]}, codebook_size=16, kmeans_iterations=1, sink_tokens=1, seed=0, dtype="float32",
-    device="cpu",
+    subject=Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96]), episodes=[[1, 150, 2]], passage=32,
+    systems=["higgs 2"], designs=["uniform, pca"], bits=[2.0], least_exact=0, tell_apart=100,
+    vqllm={"vqllm 2x16": [2, 16]}, learning={"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1},
 )  # fmt: skip
 
 

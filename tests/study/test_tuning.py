@@ -1,20 +1,15 @@
 """Page 11's tuning of its baselines: trials, what is chosen of them, and where that goes."""
 
 import re
-import sys
 
 import pytest
 
 from vqkv.study.experiments.comparisons import family
 from vqkv.study.experiments.designs import published, since
-from vqkv.study.experiments.tuning import TRIALS, chosen_settings, trial, tuning
+from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, trial, tuning
 
 VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}
 EVERY = [(name, arguments) for name, trials in TRIALS.items() for arguments in trials]
-SETTINGS = {
-    "corpus": "python-stdlib", "train_seqs": 1, "seq_len": 264, "num_seqs": 1, "chunk_size": 132, "vqllm": VQLLM,
-    "sink_tokens": 4, "context": "32k", "seed": 0, "dtype": "", "device": "cpu",
-}  # fmt: skip
 
 
 def systems(tuned=None):
@@ -50,21 +45,17 @@ def test_trials_begin_with_what_page_11_had_and_differ(name):
     assert len({first, *others}) == 1 + len(others) > 1
 
 
-def test_the_least_mean_over_models_is_chosen(monkeypatch):
-    def made_up(model, family, arguments, who, **settings):
-        assert who["held_out"] == "validation"
-        bits = TRIALS[family].index(arguments) * (-1 if model == "a" else 3)  # "a" likes the last, both the first
-        bits = {"quanto 2": bits, "kivi": -bits, "aatc": 0}.get(family, 2.0 - bits)
-        if (model, family, bits) == ("b", "kivi", -6):
-            return [], {}  # the best, but not with all models
-        label = {"model": model, "family": family, "settings": repr(arguments), "arguments": repr(arguments)}
-        return [label | {"equivalent_bits": bits}], {}
+def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monkeypatch):
+    def made_up(family, arguments):
+        number = TRIALS[family].index(arguments)
+        bits = {"quanto 2": number, "aatc": -0.9 * WORTH * number}.get(family, -number)
+        label = {"family": family, "settings": repr(arguments), "arguments": repr(arguments)}
+        return label | {"equivalent_bits": float(bits)}
 
-    monkeypatch.setattr(sys.modules[tuning.__module__], "_row", made_up)
-    table = tuning(["a", "b"], **SETTINGS)
-    assert len(table) == 2 * len(EVERY) - 1 and table["chosen"].sum() == 2 * len(TRIALS)
-    kept = table[table["chosen"]]
+    monkeypatch.setattr(tuning, "row", made_up)
+    table = tuning(families=[])
+    assert len(table) == len(EVERY) and table["chosen"].sum() == len(TRIALS)
     least = {name: trials[-1] for name, trials in TRIALS.items()}
-    least |= {"quanto 2": TRIALS["quanto 2"][0], "kivi": TRIALS["kivi"][1], "aatc": TRIALS["aatc"][0]}
-    assert dict(zip(kept["family"], kept["arguments"])) == {name: repr(trial) for name, trial in least.items()}
+    least |= {name: TRIALS[name][0] for name in ("quanto 2", "aatc")}
     assert chosen_settings(table) == least
+    assert table["equivalent_bits"].max() == 2 and table["equivalent_bits"].min() == -4  # nothing was taken off

@@ -70,10 +70,13 @@ def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: i
     """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
 
     ``kl_mean``: nats a token from the exact model over the next 63 tokens of held-out text, with its 95% bootstrap
-    interval over ``num_seqs`` prompts. ``copied``: share of a passage of the prompt that is predicted when it comes a second time.
-    ``same``: every logit has the bits that a cache never saved gives.
+    interval over ``num_seqs`` prompts. ``copied``: share of a passage of the prompt that is predicted when it comes
+    a second time. ``same``: every logit has the bits that a cache never saved gives.
     """
-    compressor, subject = _fitted(subject, [system])[system], subject.changed(test_size=[num_seqs, prompt_len + GOES_ON])
+    compressor, subject = (
+        _fitted(subject, [system])[system],
+        subject.changed(test_size=[num_seqs, prompt_len + GOES_ON]),
+    )
     text, middle = subject.test.to(subject.model.device), (prompt_len - GOES_ON) // 2
     passage = torch.cat([text[:, :prompt_len], text[:, middle : middle + GOES_ON]], 1)
     exact, logits, same = _gone_on(subject, compressor, text, prompt_len)
