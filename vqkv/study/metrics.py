@@ -17,11 +17,6 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
     return 1 - (error.var(0, correction=0).sum() / y.var(0, correction=0).sum()).item()
 
 
-def participation_ratio(covariance: torch.Tensor) -> float:
-    """Directions in which data of this covariance vary: (sum of eigenvalues)^2 / sum of their squares."""
-    return (covariance.trace().square() / covariance.square().sum()).item()
-
-
 def bits_saved(evr: float) -> float:
     """Bits per value that a prediction of this EVR saves a quantizer at equal error, asymptotically: 1/2 log2 of Var(y)
     / Var(error). At most 24, the precision of a float32."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pandas as pd
 import torch
@@ -18,6 +19,13 @@ from vqkv.study.answers import answered
 from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.subject import Subject
 
+FRAMEWORK = {  # codecs of the VQ quality framework; they take keyframe, codebook_size and seed
+    "product codes, threshold 0.08": partial(presets.vqq_product, 0.08),
+    "product codes, threshold 0.10": partial(presets.vqq_product, 0.1),
+    "VQ of 2 values": partial(presets.vq, 2),
+    "VQ of 8 values": partial(presets.vq, 8),
+    "VQ of 8, threshold 0.07": partial(presets.vqq, 0.07),
+}
 COPY_FROM = 16  # tokens of a passage after which a model can know which comes again
 
 
@@ -74,11 +82,11 @@ def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
     return table
 
 
-def bits_with_side(row: dict, about: dict, tokens: int, batch: int = 1, exact_tokens: float = 0) -> float:
+def bits_with_side(row: dict, about: dict, tokens: int, exact_tokens: float = 0) -> float:
     """Bits per value of an ``evaluate`` row in a cache of so many tokens, ``exact_tokens`` of them in 16 bits, with
-    side information, which ``batch`` such caches share."""
+    side information."""
     bits, values = row["bits_per_value"], values_per_token(about)
-    return bits + (16 - bits) * exact_tokens / tokens + 8 * row["side_bytes"] / (tokens * batch * values)
+    return bits + (16 - bits) * exact_tokens / tokens + 8 * row["side_bytes"] / (tokens * values)
 
 
 def tokens_kept_exact(compressor) -> float:

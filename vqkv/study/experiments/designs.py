@@ -26,9 +26,8 @@ def published(
     vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
 ) -> dict[str, Preset]:
     """Label -> preset; every one keeps the same sinks, so that their bits are the quantizers' own. ``vqllm``: for
-    residual VQ num_quantizers and codebook_size by label, and as many calibration sequences as it gets, if not all
-    systems' own. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its preset in place of these, at all
-    rates."""
+    residual VQ num_quantizers and codebook_size by label. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its
+    preset in place of these, at all rates."""
     own = defaultdict(dict, tuned or {})
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
@@ -36,7 +35,7 @@ def published(
     found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
     found |= {
         label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
-        for label, (depth, size, *_) in vqllm.items()
+        for label, (depth, size) in vqllm.items()
     }
     found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
     return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
@@ -65,7 +64,7 @@ def since(
         for bits in (0.5, 0.75, 1, 1.5, 2, 3)
     }
     found |= {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
-    few = min(vqllm.values(), key=lambda settings: settings[0])[:2]
+    few = min(vqllm.values(), key=lambda settings: settings[0])
     residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
     found |= {"aqua higgs 2, as published": presets.aqua(presets.higgs(2))}
     found |= {"aqua higgs 2, rank 64": presets.aqua(presets.higgs(2), "reduced_rank", rank=64)}

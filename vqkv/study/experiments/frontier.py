@@ -25,7 +25,6 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 CONTEXTS = {"1k": 1024, "2k": 2048, "8k": 8192, "32k": 32768, "128k": 131072}
-BATCHES = (1, 16)
 DRAWS = 1000  # of a bootstrap
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
 LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
@@ -153,7 +152,7 @@ def frontier(
     starts k-means. ``learning``: ``codebook_size`` and ``kmeans_iterations`` of residual VQ in designs,
     ``sink_tokens``. ``tuned``: what ``tuning`` chose.
 
-    ``bits_CONTEXT_xBATCH``: with side information and sinks, of so many sequences of so many tokens. ``kl_each``: one
+    ``bits_CONTEXT_x1``: with side information and sinks, of a sequence of so many tokens. ``kl_each``: one
     number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
     facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
     """
@@ -189,17 +188,15 @@ def fitted_system(
 
 def _residual(subject: Subject, system: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
     """Residual VQ of so many stages, cut out of the deepest with codebooks of that size."""
-    depth, size, *_ = vqllm[system]
+    depth, size = vqllm[system]
     label = max((label for label, other in vqllm.items() if other[1] == size), key=lambda label: vqllm[label][0])
-    return shallower(_fitted(subject=subject, label=label, vqllm=vqllm, sink_tokens=sink_tokens, tuned=tuned), depth)
+    return shallower(_deepest(subject=subject, label=label, vqllm=vqllm, sink_tokens=sink_tokens, tuned=tuned), depth)
 
 
 @per_process(maxsize=1)
-def _fitted(subject: Subject, label: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
-    """On the calibration text or, if ``vqllm`` has a third number, on as many sequences, batch by batch."""
-    preset, (_, _, *more) = published(vqllm, sink_tokens, subject.seed, tuned)[label], vqllm[label]
-    text = subject.text("train", [*more, subject.train_size[1]], subject.seed) if more else subject.train
-    return calibrate(subject.model, text, preset, min(BATCH, len(text)), progress=False)
+def _deepest(subject: Subject, label: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
+    preset = published(vqllm, sink_tokens, subject.seed, tuned)[label]
+    return calibrate(subject.model, subject.train, preset, min(BATCH, subject.train_size[0]), progress=False)
 
 
 def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
@@ -208,12 +205,8 @@ def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
 
 
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
-    """Bits of a value, side information included, by context length and number of sequences that share it."""
-    return {
-        f"bits_{name}_x{batch}": bits_with_side(row, about, tokens, batch, exact_tokens)
-        for name, tokens in CONTEXTS.items()
-        for batch in BATCHES
-    }
+    """Bits of a value, side information included, by context length of a single sequence (``x1``)."""
+    return {f"bits_{at}_x1": bits_with_side(row, about, tokens, exact_tokens) for at, tokens in CONTEXTS.items()}
 
 
 def _explained(subject: Subject, compressor) -> float:

@@ -14,7 +14,7 @@ from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
-from vqkv.study.experiments.common import exact_compressor
+from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.shared import per_process
 from vqkv.study.snapshots import SnapshotReader, write_stream
 from vqkv.study.subject import Subject
@@ -25,6 +25,8 @@ KEPT = (
 )  # fmt: skip
 EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
+TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
+CODECS = ("fp16", "vqllm")
 DAMAGE = ("kl_mean", "kl_low", "kl_high", "kl_std", "kl_worst", "kl_floor", "ppl_exact", "ppl", "top1")
 EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
@@ -38,10 +40,7 @@ def _with_evicted(rows: list[dict]) -> list[dict]:
     return [_ratios(row) for row in rows]
 
 
-@experiment(
-    lambda subject, interval, codebook_size: product(tier=[*EXACT, *_lossy(interval, codebook_size, 0), EVICTED]),
-    finish=_with_evicted,
-)
+@experiment(lambda: product(tier=TIERS), finish=_with_evicted)
 def tier_ladder(
     subject: Subject, tier: str, steps: int, interval: int, retain: float, recent: float, codebook_size: int
 ) -> dict:
@@ -55,8 +54,10 @@ def tier_ladder(
     if tier == EVICTED:
         row = _evicted(subject, live, interval, retain, recent)
     else:
-        lossy = _lossy(interval, codebook_size, subject.seed)
-        stored = EXACT.get(tier) or (subject.calibrated(lossy[tier]).codecs, "int4")
+        stored = EXACT.get(tier)
+        if not stored:
+            preset = FRAMEWORK[tier](keyframe=interval, codebook_size=codebook_size, seed=subject.seed)
+            stored = subject.calibrated(preset).codecs, "int4"
         row, state = _stream(live, *stored, interval)
         row |= evaluate_restored(subject.exact, subject.test, *state)
     return {"model": subject.name, "tier": tier} | row
@@ -65,17 +66,6 @@ def tier_ladder(
 @per_process(maxsize=1)
 def _live(subject: Subject, steps: int):
     return capture(subject.model, subject.test[:, :steps], batch_size=len(subject.test), pre_rope=False)
-
-
-def _lossy(keyframe: int, codebook_size: int, seed: int) -> dict[str, presets.Preset]:
-    """Presets that keyframes are stored by."""
-    shared = {"keyframe": keyframe, "codebook_size": codebook_size, "seed": seed}
-    return {
-        "product codes, threshold 0.08": presets.vqq_product(0.08, **shared),
-        "product codes, threshold 0.10": presets.vqq_product(0.10, **shared),
-        "VQ of 2 values": presets.vq(2, **shared),
-        "VQ of 8 values": presets.vq(8, **shared),
-    }
 
 
 def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
@@ -121,16 +111,7 @@ def _ratios(row: dict) -> dict:
     return row | against | {"keyframe_share": row["keyframe_bytes"] / stored}
 
 
-def _codecs(codebook_size: int, num_quantizers: int, sink_tokens: int, seed: int = 0) -> dict[str, presets.Preset]:
-    chosen = (presets.fp16(), presets.vqllm(num_quantizers, codebook_size, seed=seed))
-    return {preset.name: dataclasses.replace(preset, sink_tokens=sink_tokens) for preset in chosen}
-
-
-def _eviction_cases(quantizer: dict, sink_tokens: int, retains: list[float]) -> list[dict]:
-    return product(codec=_codecs(**quantizer, sink_tokens=sink_tokens), retain=retains)
-
-
-@experiment(_eviction_cases)
+@experiment(lambda retains: product(codec=CODECS, retain=retains))
 def eviction(
     subject: Subject, codec: str, retain: float, prompt_len: int, recent: float, sink_tokens: int, quantizer: dict
 ) -> list[dict]:
@@ -158,8 +139,9 @@ def eviction(
 
 
 @per_process(maxsize=1)
-def _evicted_codec(subject: Subject, codec: str, **settings) -> Compressor:
-    return subject.calibrated(_codecs(**settings, seed=subject.seed)[codec])
+def _evicted_codec(subject: Subject, codec: str, sink_tokens: int, **quantizer) -> Compressor:
+    preset = presets.vqllm(**quantizer, seed=subject.seed) if codec == "vqllm" else presets.fp16()
+    return subject.calibrated(dataclasses.replace(preset, sink_tokens=sink_tokens))
 
 
 def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:

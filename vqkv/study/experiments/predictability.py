@@ -8,11 +8,11 @@ from tqdm import tqdm
 
 from vqkv import presets
 from vqkv.codecs.learning.gram import Gram
-from vqkv.models.layers import KVLayer, kv_layers
-from vqkv.models.load import describe, kv_width, untrained
+from vqkv.models.layers import kv_layers
+from vqkv.models.load import untrained
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.probes import Block, Probe, explained_variance, probe_sums, reconstructed, shuffled
-from vqkv.study.metrics import bits_saved, participation_ratio
+from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
+from vqkv.study.metrics import bits_saved
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
 
@@ -36,7 +36,7 @@ def predictability(subject: Subject, reach: int, skip: int, strength: float, see
         model = untrained(subject.model, seed) if variant == "untrained" else subject.model
         texts = (subject.train, subject.test)
         sums = [probe_sums(model, x, [*group_of], pre_rope=variant != "after RoPE", **settings) for x in texts]
-        label = {"model": subject.name, "variant": variant, "seed": seed} | _widths(model)
+        label = {"model": subject.name, "variant": variant, "seed": seed}
         for probe, group in group_of.items():
             explained = explained_variance(*sums, [probe], len(kv_layers(model)), strength)
             rows += [label | {"group": group} | row for row in explained]
@@ -50,9 +50,7 @@ def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[
 
     ``inputs``: ``exact``, or what HIGGS of so many bits gives back (all sources of a probe; the target is exact, the
     probe is fitted on quantised inputs). Where ``sources`` is the target itself nothing is fitted: what the quantizer
-    alone explains. ``key_condition``: largest over smallest singular value of the key projection's weight, which is not
-    square where KV width and hidden size differ. ``key_rank``, ``value_rank``: in how many directions keys and values
-    vary (participation ratio of the covariance's eigenvalues).
+    alone explains.
     """
     inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
     probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
@@ -60,14 +58,14 @@ def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[
     every = [probe for group in (*probes.values(), *alone.values()) for probe in group]
     settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
     train, test = (probe_sums(subject.model, x, every, **settings) for x in (subject.train, subject.test))
-    about, rows = _layers(subject.model, test), []
+    count, rows = len(kv_layers(subject.model)), []
     for form, strength in itertools.product(inputs, strengths):
-        explained = explained_variance(train, test, probes[form], len(about), strength)
+        explained = explained_variance(train, test, probes[form], count, strength)
         rows += [{"inputs": inputs[form], "strength": strength} | row for row in explained]
     for form, quantizers in alone.items():
-        rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, len(about))]
+        rows += [{"inputs": inputs[form]} | row for row in _unfitted(test, quantizers, count)]
     rows = [row | {"sources": re.sub(r"~\w+", "", row["sources"])} for row in rows]
-    return [{"model": subject.name} | _widths(subject.model) | about[row["layer"]] | row for row in rows]
+    return [{"model": subject.name} | row for row in rows]
 
 
 def catalogue(reach: int) -> dict[str, list[Probe]]:
@@ -104,39 +102,3 @@ def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
         row = {"target": probe.target, "sources": probe.sources, "layer": layer, "evr": evr}
         rows.append(row | {"bits": bits_saved(evr)})
     return rows
-
-
-def _widths(model) -> dict:
-    about = describe(model)
-    hidden = model.config.get_text_config().hidden_size
-    return {"hidden_size": hidden, "kv_width": kv_width(about)}
-
-
-def _layers(model, sums: Gram) -> list[dict]:
-    found = []
-    for number, layer in enumerate(kv_layers(model)):
-        weight = projection_weight(layer, "key")
-        row = {"key_condition": torch.nan if weight is None else condition_number(weight)}
-        for role, name in (("K", "key_rank"), ("V", "value_rank")):
-            block = [Block(role, number)]
-            row[name] = participation_ratio(sums.covariance(block, block))
-        found.append(row)
-    return found
-
-
-def projection_weight(layer: KVLayer, role: str) -> torch.Tensor | None:
-    """The weight that makes a layer's ``"key"`` or ``"value"`` from its hidden states: (KV width, hidden size); None of
-    a layer that has neither ``k_proj`` and ``v_proj`` nor GPT-2's fused ``c_attn``."""
-    attention, name = layer.attention, {"key": "k_proj", "value": "v_proj"}[role]
-    if hasattr(attention, name):
-        return getattr(attention, name).weight.detach().float()
-    if not hasattr(attention, "c_attn"):
-        return None
-    parts = attention.c_attn.weight.detach().float().T.chunk(3)
-    return parts[1 if role == "key" else 2]
-
-
-def condition_number(weight: torch.Tensor) -> float:
-    """Largest over smallest singular value, also of a matrix that is not square; infinity for one without full rank."""
-    values = torch.linalg.svdvals(weight.double())
-    return (values[0] / values[-1]).item()

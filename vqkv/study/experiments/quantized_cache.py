@@ -50,7 +50,7 @@ def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int)
         short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
         row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
     row["held"] = row.pop("exact_neighbours") - 1  # itself
-    row |= {name: bits_with_side(row, subject.about, n, 1, row["held"]) for name, n in BITS_AT.items()}
+    row |= {name: bits_with_side(row, subject.about, n, row["held"]) for name, n in BITS_AT.items()}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     return {"model": subject.name, "system": label, "length": length} | row
 

@@ -1,7 +1,5 @@
 """Page 11's rule: chosen on validation text for so many tokens, seen on test."""
 
-import re
-
 import numpy as np
 import pandas as pd
 
@@ -30,8 +28,9 @@ def searched_systems(bits: list[float], kvtc_bits: list[float]) -> dict[str, lis
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
     """Of ``frontier``'s rows on validation text those of each ``family`` (``OURS`` and KVTC) on the lower convex hull
-    of log KL against bits at ``context``, the fewest bits first; ``rate`` is nominal."""
-    rows = searched.assign(context=context, bits=searched[f"bits_{context}_x1"], **_names(searched))
+    of log KL against bits at ``context``, the fewest bits first."""
+    families = np.where(searched["system"].str.startswith(THEIRS), THEIRS, OURS)
+    rows = searched.assign(context=context, bits=searched[f"bits_{context}_x1"], family=families)
     rows = rows.sort_values(["family", "bits"], ignore_index=True)
     kept = [place for _, mine in rows.groupby("family") for place in _hull(mine["bits"], np.log(mine["kl_mean"]))]
     return rows.loc[kept].reset_index(drop=True)
@@ -128,13 +127,3 @@ def against_best(seen: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
         others = [system for system in dict.fromkeys(rows["system"]) if system != OURS]
         found.append(at_equal_bits(rows, others, [OURS], f"bits_{name}_x1").assign(context=name))
     return pd.concat(found).set_index(["context", "system"])
-
-
-def _names(table: pd.DataFrame) -> dict[str, list]:
-    """Of each row: family and nominal rate."""
-    families = [THEIRS if name.startswith(THEIRS) else OURS for name in table["system"]]
-    numbers = [re.search(r"[0-9][0-9.]*", name) for name in table["system"]]
-    rates = [
-        nominal or (float(number[0]) if number else np.nan) for nominal, number in zip(table["nominal_bits"], numbers)
-    ]
-    return {"family": families, "rate": rates}

@@ -4,32 +4,18 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kurtosis, skew
 
-from vqkv import presets
 from vqkv.cache.eviction import H2O
 from vqkv.evaluation.evaluate import evaluate
-from vqkv.study.experiments.common import exact_compressor
+from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 BROKEN, DEFENSIBLE = 0.5, 0.1  # nats: the source's words
 DRAWS = 5000
+CODECS = ("VQ of 8 values", "VQ of 2 values", "VQ of 8, threshold 0.07", "product codes, threshold 0.10")
 
 
-def _stored(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
-    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
-    return {
-        "VQ of 8 values": presets.vq(8, **shared),
-        "VQ of 2 values": presets.vq(2, **shared),
-        "VQ of 8, threshold 0.07": presets.vqq(0.07, **shared),
-        "product codes, threshold 0.10": presets.vqq_product(0.1, **shared),
-    }
-
-
-def _cases(prompt_len: int, codebook_size: int, retain: float) -> list[dict]:
-    return product(codec=[*_stored(prompt_len, codebook_size), f"H2O, {100 * retain:.0f}% retained"])
-
-
-@experiment(_cases)
+@experiment(lambda retain: product(codec=[*CODECS, f"H2O, {100 * retain:.0f}% retained"]))
 def sequence_damage(
     subject: Subject, codec: str, prompt_len: int, retain: float, recent: float, codebook_size: int
 ) -> list[dict]:
@@ -39,8 +25,11 @@ def sequence_damage(
     ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
     prediction is the best, or among the two best, with this one.
     """
-    preset = _stored(prompt_len, codebook_size, subject.seed).get(codec)
-    compressor = subject.calibrated(preset) if preset else H2O(exact_compressor(subject), retain, recent)
+    if codec in CODECS:
+        preset = FRAMEWORK[codec](keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed)
+        compressor = subject.calibrated(preset)
+    else:
+        compressor = H2O(exact_compressor(subject), retain, recent)
     settings = {"prompt_len": prompt_len, "step_size": subject.test.shape[1] - prompt_len, "reconstruction": False}
     settings |= {"batch_size": 8, "per_sequence": True, "exact": subject.exact}
     row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)

@@ -1,6 +1,7 @@
 """Notebook 05: the VQ quality framework's threshold sweep, beside what it claims."""
 
 import statistics
+from functools import partial
 
 import pandas as pd
 
@@ -14,6 +15,13 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 from vqkv.study.tables import published
 
+WITH_FALLBACK = {"vqq": partial(presets.vqq, 1.0), "vqq_product": partial(presets.vqq_product, 1.0)}
+WITHOUT_FALLBACK = {
+    "vq, 2": partial(presets.vq, 2),
+    "vq, 8": partial(presets.vq, 8),
+    "vq, 8, unscaled": partial(presets.vq, 8, per_head_scale=False),
+    "rvq2": presets.rvq2,
+}
 TINYLLAMA = {  # rows of its table 4.2, and what they are called here
     "m=2 threshold=0.08": ("vqq_product", 0.08),
     "m=2 threshold=0.10": ("vqq_product", 0.1),
@@ -37,25 +45,8 @@ def claimed_sweep() -> pd.DataFrame:
     return pd.concat([plain, pd.DataFrame(rows)])[columns].astype({"threshold": float})
 
 
-def _with_fallback(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
-    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
-    return {preset.name: preset for preset in (presets.vqq(1.0, **shared), presets.vqq_product(1.0, **shared))}
-
-
-def _without_fallback(prompt_len: int, codebook_size: int, seed: int = 0) -> dict[str, presets.Preset]:
-    shared = {"keyframe": prompt_len, "codebook_size": codebook_size, "seed": seed}
-    return {
-        "vq, 2": presets.vq(2, **shared),
-        "vq, 8": presets.vq(8, **shared),
-        "vq, 8, unscaled": presets.vq(8, per_head_scale=False, **shared),
-        "rvq2": presets.rvq2(**shared),
-    }
-
-
-def _cases(prompt_len: int, codebook_size: int, thresholds: list[float]) -> list[dict]:
-    sizes = prompt_len, codebook_size
-    with_fallback = product(method=_with_fallback(*sizes), threshold=thresholds)
-    return with_fallback + product(method=_without_fallback(*sizes), threshold=[None])
+def _cases(thresholds: list[float]) -> list[dict]:
+    return product(method=WITH_FALLBACK, threshold=thresholds) + product(method=WITHOUT_FALLBACK, threshold=[None])
 
 
 @experiment(_cases)
@@ -93,9 +84,9 @@ def _prompts(subject: Subject, prompt_len: int):
 
 
 @per_process(maxsize=1)
-def _fitted(subject: Subject, method: str, **sizes) -> Compressor:
-    sizes |= {"seed": subject.seed}
-    return subject.calibrated((_with_fallback(**sizes) | _without_fallback(**sizes))[method])
+def _fitted(subject: Subject, method: str, prompt_len: int, codebook_size: int) -> Compressor:
+    make = (WITH_FALLBACK | WITHOUT_FALLBACK)[method]
+    return subject.calibrated(make(keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed))
 
 
 def _vq_share(compressor, keys, values) -> float:
