@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from vqkv.study.experiments.comparisons import paired_ratio
-from vqkv.study.experiments.predictor_choices import BESIDE, SYSTEMS
+from vqkv.study.experiments.predictors import BESIDE, CHOICES
 from vqkv.study.tables import with_interval
 
 
@@ -19,7 +19,7 @@ def test_sequences_are_drawn_in_pairs():
 
 
 def test_who_stands_beside_whom_is_in_the_table():
-    assert {*BESIDE, *BESIDE.values()} <= {*SYSTEMS}
+    assert {*BESIDE, *BESIDE.values()} <= {*CHOICES}
 
 
 def test_intervals_in_words():

@@ -14,14 +14,12 @@ from vqkv.study.experiments.comparisons import (
     what_to_use,
     with_families,
 )
-from vqkv.study.experiments.depth import gaussian_depth, residual_depth
 from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back
 from vqkv.study.experiments.frontier import frontier, halving_search
 from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
-from vqkv.study.experiments.grouping import group_sizes, grouping
 from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder
 from vqkv.study.experiments.learning import codebook_learning
@@ -29,15 +27,16 @@ from vqkv.study.experiments.overview import contents, findings, frontier_rows
 from vqkv.study.experiments.own import defining_text, neighbours, own_preset
 from vqkv.study.experiments.phenomena import magnitudes, noise_floors, phenomena
 from vqkv.study.experiments.predictability import algebra, predictability
-from vqkv.study.experiments.predictor_choices import predictor_choices
 from vqkv.study.experiments.predictors import (
     beside_published,
     error_propagation,
     over_default,
     predictor_ablation,
+    predictor_choices,
 )
 from vqkv.study.experiments.product_codes import gaps, product_against_residual
 from vqkv.study.experiments.quantized_cache import first_difference, greedy_text, residual_lengths
+from vqkv.study.experiments.residual_vq import gaussian_depth, group_sizes, grouping, residual_depth
 from vqkv.study.experiments.restoring import break_even, chat, restored_quality, restoring_times
 from vqkv.study.experiments.rule import (
     against_best,

@@ -11,7 +11,7 @@ from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import kv_width
-from vqkv.study.experiments.depth import shallower
+from vqkv.study.experiments.residual_vq import shallower
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment

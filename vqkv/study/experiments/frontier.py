@@ -18,8 +18,8 @@ from vqkv.study.experiments.common import (
     facts_answered,
     tokens_kept_exact,
 )
-from vqkv.study.experiments.depth import shallower
 from vqkv.study.experiments.designs import every, exists, factorial, published, since
+from vqkv.study.experiments.residual_vq import shallower
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product

@@ -9,10 +9,9 @@ import numpy as np
 from vqkv import presets
 from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
 from vqkv.evaluation.evaluate import reconstruction_error
-from vqkv.models.capture import capture
 from vqkv.models.load import kv_width
 from vqkv.models.rope import rotates
-from vqkv.study.experiments.common import bits_with_side, by_window
+from vqkv.study.experiments.common import bare, bits_with_side, by_window
 from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.shared import per_process
@@ -20,9 +19,6 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 CONTEXTS = {"bits_2k": 2048, "bits_8k": 8192, "bits_32k": 32768, "bits_128k": 131072}
-
-
-NOTHING = {"key_from": "none", "value_from": "none"}
 WITHOUT = ("aqua higgs 2, no predictor", "aqua higgs 3, no predictor", "higgs 4")  # all with 4 bits in the first layer
 PUBLISHED = {
     "quanto 2": "Quanto-2b-gs64",
@@ -38,49 +34,52 @@ PUBLISHED = {
     "aqua higgs 2, K only": "w/o V predictor",
     "aqua higgs 2, V only": "w/o K predictor",
 }  # our row -> the source's name for it
+CHOICES = {  # further claims of the deck, each system beside another on the same tokens
+    "aqua higgs 2": presets.aqua(presets.higgs(2)),
+    "aqua higgs 2, window 0": presets.aqua(presets.higgs(2), recent_window=0),
+    "kvsharer, 1 pair": presets.kvsharer(1),
+    "kvsharer, 2 pairs": presets.kvsharer(2),
+}
+BESIDE = {  # a system -> the one that it is compared with
+    "aqua higgs 2, window 0": "aqua higgs 2",
+    "kvsharer, 1 pair": "aqua higgs 2",
+    "kvsharer, 2 pairs": "kvsharer, 1 pair",
+}
 
 
 def _table(
-    codebook_size, num_quantizers, kmeans_iterations, rank, sink_tokens, seed
+    codebook_size: int, num_quantizers: list[int], kmeans_iterations: int, rank: int, sink_tokens: int, seed: int
 ) -> dict[str, dict[str, presets.Preset]]:
     """Blocks of rows; what several blocks compare with stands in the first of them."""
-    exact = {"sink_tokens": sink_tokens, "recent_window": 0, "flush_block": 1}
-    aqua = partial(_aqua, exact)
     vqllm = {"codebook_size": codebook_size, "seed": seed, "kmeans_iterations": kmeans_iterations}
     backbones = {f"higgs {bits}": presets.higgs(bits) for bits in (2, 3, 4)} | {"quanto 2": presets.quanto(2)}
     backbones |= {f"vqllm {depth}": presets.vqllm(depth, **vqllm) for depth in num_quantizers}
-    plain = {label: dataclasses.replace(backbone, **exact) for label, backbone in backbones.items()}
-    return {
-        "backbone": plain | {f"aqua {label}": aqua(each) for label, each in backbones.items() if label != "higgs 4"},
-        **_choices(aqua, backbones, rank),
-        "sinks": {"aqua higgs 2, no sinks": aqua(backbones["higgs 2"], sink_tokens=0)},
-        "RoPE": {"aqua higgs 2, after RoPE": aqua(backbones["higgs 2"], pre_rope=False)},
-    }
-
-
-def _aqua(exact: dict, backbone: presets.Preset, **changes) -> presets.Preset:
-    """AQUA-KV that keeps ``exact`` tokens, unless a change says otherwise."""
-    kept = {name: changes.get(name, value) for name, value in exact.items()}
-    return dataclasses.replace(presets.aqua(backbone, **changes), **kept)
-
-
-def _choices(aqua, backbones: dict[str, presets.Preset], rank: int) -> dict[str, dict[str, presets.Preset]]:
-    """Other choices with 2-bit HIGGS: predictors, the first layer's bits, sources."""
-    higgs = partial(aqua, backbones["higgs 2"])
-    return {
+    predicted = {f"aqua {label}": presets.aqua(each) for label, each in backbones.items() if label != "higgs 4"}
+    aqua, nothing = partial(presets.aqua, backbones["higgs 2"]), {"key_from": "none", "value_from": "none"}
+    blocks = {
+        "backbone": backbones | predicted,
         "predictor": {
-            "aqua higgs 2, reduced rank": higgs(predictor="reduced_rank", rank=rank),
-            "aqua higgs 2, MLP": higgs(predictor="mlp"),
-            "aqua higgs 2, GPTQ 4 bits": higgs(predictor="gptq"),
-            "aqua higgs 2, no predictor": higgs(**NOTHING),
-            "aqua higgs 3, no predictor": aqua(backbones["higgs 3"], **NOTHING),
+            "aqua higgs 2, reduced rank": aqua(predictor="reduced_rank", rank=rank),
+            "aqua higgs 2, MLP": aqua(predictor="mlp"),
+            "aqua higgs 2, GPTQ 4 bits": aqua(predictor="gptq"),
+            "aqua higgs 2, no predictor": aqua(**nothing),
+            "aqua higgs 3, no predictor": presets.aqua(backbones["higgs 3"], **nothing),
         },
-        "first layer": {"aqua higgs 2, first layer 2": higgs(first_layer_bits=2)},
+        "first layer": {"aqua higgs 2, first layer 2": aqua(first_layer_bits=2)},
         "sources": {
-            "aqua higgs 2, K only": higgs(value_from="none"),
-            "aqua higgs 2, V only": higgs(key_from="none"),
-            "aqua higgs 2, V from V-1+K-1": higgs(value_from="V-1+K-1"),
+            "aqua higgs 2, K only": aqua(value_from="none"),
+            "aqua higgs 2, V only": aqua(key_from="none"),
+            "aqua higgs 2, V from V-1+K-1": aqua(value_from="V-1+K-1"),
         },
+        "sinks": {"aqua higgs 2, no sinks": aqua()},
+        "RoPE": {"aqua higgs 2, after RoPE": aqua(pre_rope=False)},
+    }
+    return {
+        block: {
+            label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens if block != "sinks" else 0)
+            for label, preset in rows.items()
+        }
+        for block, rows in blocks.items()
     }
 
 
@@ -143,19 +142,25 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
     AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
     error of the restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
     """
-    exact, on_exact = _exact(subject=subject), _on_exact(subject=subject, batch_size=batch_size)
+    exact, on_exact = _exact(subject), _on_exact(subject=subject, batch_size=batch_size)
     chosen = (presets.aqua(presets.higgs(bits), sink_tokens=0), presets.higgs(bits, sink_tokens=0))
     compressor, alone = (subject.calibrated(preset, batch_size) for preset in chosen)
-    rows = _by_place(exact, on_exact, compressor, alone)
-    return [{"model": subject.name, "bits": bits} | row for row in rows]
+    restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
+    for place, prediction in compressor.predictions.items():
+        row = {"model": subject.name, "bits": bits, "role": place[0], "layer": place[1]}
+        row["evr_exact"] = _evr(exact, exact[place], on_exact.predictions[place])
+        row["evr_mismatched"] = _evr(restored, exact[place], on_exact.predictions[place])
+        row["evr"] = _evr(restored, exact[place], prediction)
+        rows.append(
+            row | {"mse": _error(exact[place], restored[place]), "mse_alone": _error(exact[place], without[place])}
+        )
+    return rows
 
 
-@per_process(maxsize=1)
 def _exact(subject: Subject) -> dict:
-    """Held-out keys and values by layer and role."""
-    layers = [x.float() for pair in zip(*capture(subject.model, subject.test), strict=True) for x in pair]
-    places = [(role, layer) for layer in range(len(layers) // 2) for role in ROLES]
-    return dict(zip(places, layers, strict=True))
+    """Held-out keys and values by role and layer."""
+    captured = zip(ROLES, subject.exact.keys_and_values(subject.test, pre_rope=True), strict=True)
+    return {(role, layer): x.float() for role, layers in captured for layer, x in enumerate(layers)}
 
 
 @per_process(maxsize=1)
@@ -164,23 +169,8 @@ def _on_exact(subject: Subject, batch_size: int):
     return subject.calibrated(presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), batch_size)
 
 
-def _by_place(exact: dict, on_exact, compressor, alone) -> list[dict]:
-    restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
-    for place, prediction in compressor.predictions.items():
-        fitted_on_exact = on_exact.predictions[place]
-        found = {
-            "evr_exact": _evr(exact, exact[place], fitted_on_exact),
-            "evr_mismatched": _evr(restored, exact[place], fitted_on_exact),
-            "evr": _evr(restored, exact[place], prediction),
-            "mse": _error(exact[place], restored[place]),
-            "mse_alone": _error(exact[place], without[place]),
-        }
-        rows.append({"role": place[0], "layer": place[1]} | found)
-    return rows
-
-
 def _restored(exact: dict, compressor) -> dict:
-    """Keys and values by place, as they are read back."""
+    """Keys and values by role and layer, as they are read back."""
     restored, known = {}, compressor.new_pass()
     for layer in range(len(compressor.codecs)):
         pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
@@ -195,6 +185,30 @@ def _error(x, x_hat) -> float:
 
 def _evr(known: dict, y, prediction: Prediction) -> float:
     return explained_variance_ratio(side_by_side(y), prediction.predictor(inputs(known, prediction.sources, y)))
+
+
+def _beside(rows: list[dict]) -> list[dict]:
+    """The rows with the ratio to the system that each is compared with."""
+    known = {row["label"]: row["kl_each"].split() for row in rows}
+    for row in rows:
+        beside = BESIDE.get(row["label"], "none")
+        ratios = paired_ratio(known[row["label"]], known[beside]) if beside != "none" else [math.nan] * 3
+        row |= {"beside": beside} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
+    return rows
+
+
+@experiment(lambda: product(label=CHOICES), finish=_beside)
+def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: int, batch_size: int) -> dict:
+    """One row per system, ``snapshot`` protocol: ``prompt_len`` tokens are stored at once, the rest read and stored
+    ``step_size`` at a time, so that all systems are scored on the same tokens whatever their recent window.
+
+    AQUA-KV keeps 4 sinks and the last 128 tokens exact, as there, unless the label says otherwise.
+    ``kl_ratio``: mean KL over that of the system ``beside`` ("none": NaN), with the ends of a 95% interval over
+    bootstrap draws of sequences, the same for both.
+    """
+    compressor = subject.calibrated(CHOICES[label], batch_size)
+    read = {"protocol": "snapshot", "prompt_len": prompt_len, "step_size": step_size, "reconstruction": False}
+    return {"model": subject.name, "label": label} | by_window(subject, compressor, **read)
 
 
 def over_default(table, default: str):
