@@ -113,7 +113,7 @@ def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monke
         assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
         assert finish(out)[3] == 1
     with pytest.raises(DataError, match="another version of vqkv"):
-        sweep._result(sweep.Case(cases.cube, {}, ""), "other", 1)
+        sweep._result(sweep.ExperimentCase(cases.cube, {}, ""), "other", 1)
 
 
 def test_steering_that_makes_no_sense(monkeypatch):
@@ -190,7 +190,7 @@ def test_rows_come_back_exactly(tmp_path, rows):
     """The order of columns too; numpy's scalars become Python's."""
     numbers = [{name: np.float64(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
     made = iter([numbers])
-    case = sweep.Case(sweep.experiment()(lambda **_: next(made)), {"rows": repr(rows)}, "toy")
+    case = sweep.ExperimentCase(sweep.experiment()(lambda **_: next(made)), {"rows": repr(rows)}, "toy")
     for _ in range(2):  # the second time from the file
         back = sweep._computed("toy", [case], tmp_path)["toy"]["rows"]
         assert repr(back) == repr(rows)

@@ -21,7 +21,6 @@ def describe(name: str, function: Callable, parameters: dict) -> dict:
         "name": name,
         "function": f"{function.__module__}.{function.__qualname__}",
         "parameters": parameters,
-        "seeds": {key: value for key, value in parameters.items() if "seed" in key},
         "versions": {"python": platform.python_version()} | {name: version(name) for name in RECORDED_PACKAGES},
         "device": _device(),
     } | _commit()

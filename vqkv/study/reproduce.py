@@ -105,12 +105,9 @@ def main(
 def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seconds=0.0, device: str = "") -> str:
     if math.isnan(difference):
         return case
-    if difference < SIX_DIGITS:
-        found = "same"
-    elif difference < math.inf:
+    found = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
+    if SIX_DIGITS <= difference < math.inf:
         found = f"differs by up to {100 * difference:.2g}% ({column}; stored: {device})"
-    else:
-        found = f"FAILS {column}".rstrip()
     return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
 
 

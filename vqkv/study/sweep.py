@@ -65,21 +65,21 @@ class Experiment:
     def __call__(self, **parameters) -> pd.DataFrame:
         return self.run(parameters)
 
-    def cases(self, **parameters) -> list["Case"]:
+    def cases(self, **parameters) -> list["ExperimentCase"]:
         """The cases of these parameters; of an experiment that goes on by what it found, the first ones."""
         parts = [part for part in (self.row, self.listed, self.then, self.finish) if part]
         if unknown := parameters.keys() - {name for part in parts for name in inspect.signature(part).parameters}:
             raise TypeError(f"{self.__name__} takes no {', '.join(sorted(unknown))}")
         return self._cases(self.listed, parameters)
 
-    def _cases(self, listing: Callable, parameters: dict) -> list["Case"]:
+    def _cases(self, listing: Callable, parameters: dict) -> list["ExperimentCase"]:
         parameters = with_subject(parameters)
         listed, settings = listing(**_taken(listing, parameters)), _taken(self.row, parameters)
         found = []
         for number, case in enumerate(listed, 1):
             about = ", ".join(f"{name}={value}" for name, value in case.items())
             name = f"{self.__name__}, case {number} of {len(listed)} ({about})"
-            found.append(Case(self, plain(settings | case, name), name))
+            found.append(ExperimentCase(self, plain(settings | case, name), name))
         return found
 
     def run(self, parameters: dict, folder: Path | None = None) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def product(**choices) -> list[dict]:
 
 
 @dataclass(frozen=True)
-class Case:
+class ExperimentCase:
     """A case of an experiment: arguments of its row function as plain literals; ``name`` is what errors call it."""
 
     experiment: Experiment
@@ -157,7 +157,7 @@ def _taken(function: Callable, parameters: dict) -> dict:
     return {name: parameters[name] for name in inspect.signature(function).parameters if name in parameters}
 
 
-def _computed(desc: str, cases: list[Case], folder: Path | None) -> dict[str, dict]:
+def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> dict[str, dict]:
     """Results by the names of these cases, in their order, computed where the environment says or found in a folder."""
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
@@ -178,7 +178,7 @@ def _computed(desc: str, cases: list[Case], folder: Path | None) -> dict[str, di
     return {case.name: found[case.name] for case in cases}
 
 
-def _result(case: Case, code: str, threads: int) -> tuple[str, dict]:
+def _result(case: ExperimentCase, code: str, threads: int) -> tuple[str, dict]:
     """Name and result of a case, one at a time: threads of a Dask worker would share models."""
     if code != CODE:
         raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")

@@ -1,6 +1,6 @@
-"""One function per table of the study: parameters are plain literals, the result is a DataFrame.
+"""The study's tables: an ``experiment`` each, of a ``Subject`` and plain literals, and functions of their rows.
 
-``attrs["sources"]`` of a result names the models and corpora by hash, for the provenance.
+``attrs["sources"]`` of a table names the models and texts by hash, for the provenance.
 """
 
 # ruff: noqa: F401

@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -128,8 +129,8 @@ def equivalent_bits(bits: float, kl: float) -> float:
 
 
 def _cases(
-    subject: Subject, seeds: list[int], systems: list[str], designs: list[str], bits: list[float], vqllm: dict,
-    learning: dict,
+    subject: Subject, seeds: list[int], systems: list[str], vqllm: dict, learning: dict,
+    designs: Sequence[str] = (), bits: Sequence[float] = (),
 ) -> list[dict]:  # fmt: skip
     known = [label for make in (published, since) for label in make(vqllm, learning["sink_tokens"], 0)]
     if unknown := set(systems) - set(known):
@@ -145,7 +146,7 @@ def _cases(
 @experiment(_cases)
 def frontier(
     subject: Subject, system: str, bits: float, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
-    learning: dict, tuned: dict[str, dict],
+    learning: dict, tuned: dict[str, dict] | None = None,
 ) -> list[dict]:  # fmt: skip
     """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
     row per seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the text and
