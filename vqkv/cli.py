@@ -1,4 +1,4 @@
-"""``vqkv calibrate | evaluate | tasks | recommend | inspect``."""
+"""``vqkv compare | calibrate | chat | evaluate | tasks | recommend | inspect``."""
 
 import json
 from pathlib import Path
@@ -24,20 +24,73 @@ SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task
 
 
 class Commands(typer.core.TyperGroup):
-    """Commands that end bad input with its message, not with a traceback."""
+    """Commands that end bad input with its message, not with a traceback, unless ``--debug`` is given."""
 
     def invoke(self, ctx):
         """Run the command that was named."""
         try:
             return super().invoke(ctx)
         except (ValueError, OSError, ImportError) as error:
+            if ctx.params.get("debug"):
+                raise
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted; what was finished is kept", err=True)
+            raise typer.Exit(130) from error
 
 
-app = typer.Typer(
-    cls=Commands, help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def common(debug: Annotated[bool, typer.Option("--debug", help="show where an error was raised")] = False) -> None:
+    """Store a KV cache in fewer bytes, and measure what that costs."""
+
+
+@app.command()
+def compare(
+    model: Model,
+    text: Annotated[str, typer.Option(help="a text file, a data set, or prose: calibrate and measure on it")] = "prose",
+    minutes: Annotated[float, typer.Option(min=0.1, help="what to measure is chosen to fit")] = 15,
+    context: Annotated[int, typer.Option(min=1, help="tokens that share the side information")] = 8192,
+    out: Annotated[Path | None, typer.Option(help="folder for table, notebook and page", file_okay=False)] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "",
+) -> None:
+    """Which cache for this model? Measure six ways to store it: bits, KL, facts, memory and time."""
+    from vqkv.study.compare import SHOWN
+    from vqkv.study.compare import compare as measure
+
+    table = measure(model, text, minutes, context, dtype, device, out, typer.echo)
+    typer.echo(table[SHOWN].to_string(index=False, float_format="{:.3g}".format))
+
+
+@app.command()
+def chat(
+    model: Model,
+    preset: Annotated[str, typer.Option(help="live, best, another preset, or none")] = "live",
+    compressor: Annotated[str, typer.Option(help="folder or hub name of a fitted one, in place of a preset")] = "",
+    parameter: Parameter = [],  # noqa: B006
+    corpus: Corpus = "prose",
+    max_new_tokens: int = 256,
+    device: Device = "cpu",
+    dtype: Dtype = "",
+) -> None:
+    """Talk to a model whose cache is compressed; an empty line ends. A preset is fitted first, or comes with vqkv."""
+    from vqkv.cache.chat import chat as talk
+    from vqkv.cache.compressor import BUNDLED
+
+    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
+    ready = compressor or (f"vqkv/{model}-{preset}" if f"vqkv/{model}-{preset}" in BUNDLED and not parameter else "")
+    fitted = (
+        None
+        if preset == "none"
+        else vqkv.Compressor.from_pretrained(ready)
+        if ready
+        else _fitted(loaded, vqkv.load_corpus(corpus, tokenizer, "train", 512, 16), preset, parameter, corpus)
+    )
+    talk(loaded, tokenizer, fitted, max_new_tokens=max_new_tokens, write=typer.echo)
 
 
 @app.command()
@@ -55,9 +108,9 @@ def calibrate(
     batch_size: Annotated[int, typer.Option(help="sequences at a time")] = 8,
 ) -> None:
     """Fit a preset to a model and save the compressor."""
-    wanted, out = vqkv.presets.make(preset, **parse_assignments(parameter)), out.resolve()
+    out = out.resolve()
     loaded, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
-    compressor = vqkv.calibrate(loaded, tokens, wanted, batch_size)
+    compressor = _fitted(loaded, tokens, preset, parameter, corpus, batch_size)
     compressor.save_pretrained(out)
     typer.echo(f"{compressor} -> {out}")
 
@@ -118,7 +171,7 @@ def recommend(
     shown = table if everything else table[table["recommended"]].drop(columns="recommended")
     shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
     typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
-    typer.echo("Losses are those of SmolLM2-135M: evaluate yours. --all shows every row.")
+    typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours. --all shows every row.")
 
 
 @app.command()
@@ -147,6 +200,18 @@ def _compressor(compressor) -> tuple[str, dict]:
     }
     about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
     return str(compressor), about
+
+
+def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str, batch_size: int = 8):
+    """A compressor, after a line that says how long it will take."""
+    from vqkv.calibration.effort import about_seconds
+
+    wanted = vqkv.presets.make(preset, **parse_assignments(parameter))
+    minutes = about_seconds(model, tokens, wanted) / 60
+    typer.echo(f"calibrating {preset} on {tokens.numel():,} tokens of {corpus}: about {minutes:.1g} minutes", err=True)
+    compressor = vqkv.calibrate(model, tokens, wanted, batch_size)
+    compressor.notes["corpus"] = corpus
+    return compressor
 
 
 def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, seed) -> tuple:

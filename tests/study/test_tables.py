@@ -152,7 +152,7 @@ def draw(table):
 
 def test_files_and_their_hashes(root):
     table = toy()
-    figures.save(draw(table), "toy_lines", table)
+    figures.show(draw(table), "toy_lines", table)
     recorded = provenance(root)["figures"]
     assert sorted(recorded) == ["toy_lines.png", "toy_lines.svg"]
     for name, sha256 in recorded.items():
@@ -163,13 +163,13 @@ def test_files_and_their_hashes(root):
 
 def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypatch):
     path = root / "figures/toy.svg"
-    figures.save(draw(toy()), "toy", toy())  # missing figures are drawn
+    figures.show(draw(toy()), "toy", toy())  # missing figures are drawn
     path.write_text("committed")
-    figures.save(draw(toy()), "toy", toy())
+    figures.show(draw(toy()), "toy", toy())
     toy(seed=5)
-    figures.save(draw(toy(seed=5)), "toy", toy(seed=5))
+    figures.show(draw(toy(seed=5)), "toy", toy(seed=5))
     (run,) = (root / "runs").iterdir()
     assert (run / "figures/toy.svg").is_file() and path.read_text() == "committed"
     monkeypatch.setenv("VQKV_OUT", str(root))
-    figures.save(draw(toy()), "toy", toy())
+    figures.show(draw(toy()), "toy", toy())
     assert path.read_text() != "committed"

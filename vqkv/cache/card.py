@@ -5,6 +5,7 @@ from importlib.metadata import version
 from huggingface_hub import ModelCard, ModelCardData
 
 from vqkv import __version__
+from vqkv.models.gguf import TITLES
 
 PACKAGES = ("torch", "transformers")
 LOSSES = {  # of an ``evaluate`` row, as a reader calls them
@@ -42,7 +43,8 @@ print(use.cache.report())
 
 def model_card(compressor) -> ModelCard:
     """A card for ``compressor``, with the losses in ``notes["measured"]``, a row of ``evaluate``, if it is there."""
-    model, notes = compressor.model["name"], compressor.notes
+    title, notes = compressor.model["name"], compressor.notes
+    model = next((name for name, known in TITLES.items() if known == title), title)
     data = ModelCardData(library_name="vqkv", base_model=model if "/" in model else None, tags=["kv-cache"])
     text = TEXT.format(
         name=compressor.name,

@@ -31,6 +31,8 @@ from vqkv.runtime.files import claim, load_checked, replacing, save_checked, ten
 
 FORMAT, VERSION = "vqkv-compressor", 3
 FILE = "compressor.safetensors"
+FOLDER = Path(__file__).parents[1] / "reference"
+BUNDLED = {f"vqkv/smollm2-135m-{preset}": FOLDER / f"smollm2-135m-{preset}" for preset in ("live", "best")}
 REMEDY = "save a compressor with compressor.save_pretrained(...)"
 
 
@@ -176,8 +178,10 @@ class Compressor:
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
-        """Load what ``save_pretrained`` wrote, from a folder, or from a name on the hub ("owner/name"). Raises
-        ``FormatError`` for anything missing, cut or altered, or a hub that cannot be reached."""
+        """Load what ``save_pretrained`` wrote: a folder, a name in ``BUNDLED``, or one on the hub ("owner/name").
+
+        Raises ``FormatError`` for anything missing, cut or altered, or a hub that cannot be reached."""
+        folder = BUNDLED.get(str(folder), folder)
         path = Path(folder) / FILE
         if not Path(folder).exists():
             try:

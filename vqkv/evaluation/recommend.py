@@ -31,8 +31,10 @@ from vqkv.evaluation.footprint import (
 from vqkv.presets import Preset
 from vqkv.presets.crosses import best_for
 from vqkv.runtime.checks import check_whole
+from vqkv.runtime.files import cache_folder
 
 MOST = 1 << 40  # tokens or sequences, where a search ends
+MEASURED_ON = "SmolLM2-135M"
 MEASURED = Path(__file__).parent / "measured.csv"
 BASELINE = "fp16 (DynamicCache)"
 LOSSES = ["ns_per_value", "kl", "facts_lost"]
@@ -147,6 +149,7 @@ def recommend(
     beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
     08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
     of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
+    ``measured_on``: the model itself where ``vqkv compare`` has measured it.
     ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_all_told`` and no
     more KL. Presets that cannot store the model's shape have no row.
 
@@ -164,12 +167,29 @@ def recommend(
             row["longest"], _ = _largest(needed, round(memory_gb * GB), batch_size, context)
         ms_per_step = measured.pop("ns_per_value") * tokens * needed.values / 1e6
         rows.append(row | {"ms_per_token": ms_per_step} | measured)
-    table = pd.DataFrame(rows).sort_values(["bits_all_told", "kl"], ignore_index=True)
+    table = pd.DataFrame(rows).assign(measured_on=MEASURED_ON)
+    if isinstance(model_or_config, str) and compared(model_or_config).is_file():
+        table = _with_own(table, model_or_config)
+    table = table.sort_values(["bits_all_told", "kl"], ignore_index=True)
     fits = table["kl"].notna() if memory_gb is None else table["longest"] >= context
     if ms_per_token is not None:
         fits &= table["ms_per_token"] <= ms_per_token
     least = table["kl"].where(fits).cummin().shift(fill_value=float("inf")).ffill()  # of the rows before that fit
     return table.assign(recommended=fits & (table["kl"] < least))
+
+
+def compared(model: str) -> Path:
+    """Name the file in which ``vqkv compare`` keeps what it measured on a model."""
+    return cache_folder("compared") / f"{model.strip('/').replace('/', '--')}.csv"
+
+
+def _with_own(table: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Replace SmolLM2-135M's losses by the model's own, where ``vqkv compare`` has measured them."""
+    for own in pd.read_csv(compared(model)).to_dict("records"):
+        lost = 100 * (own["facts_long_exact"] - own["facts_long"])
+        rows = table["system"].str.fullmatch(own["like"])
+        table.loc[rows, ["preset", "kl", "facts_lost", "measured_on"]] = own["preset"], own["kl"], lost, model
+    return table
 
 
 def candidates(model, tokens: int) -> list[tuple[str, str, Footprint, dict[str, float]]]:

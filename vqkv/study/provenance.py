@@ -46,7 +46,8 @@ def device_name(device: torch.device | str) -> str:
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{processor()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _commit() -> dict:

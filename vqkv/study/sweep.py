@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -53,7 +54,8 @@ CODE = _code()  # when it was imported: a file that changes later is not the cod
 
 class Experiment:
     """A table of the study: called with the table's parameters, plain literals and a ``subject``, it is a DataFrame of
-    the rows of every case. ``attrs["sources"]`` has the hashes of models and texts. Made by ``experiment``."""
+    the rows of every case. ``attrs["sources"]`` has the hashes of models and texts, ``attrs["seconds"]`` the time of
+    all cases, those of earlier runs too. Made by ``experiment``."""
 
     def __init__(self, row: Callable, cases: Callable, then: Callable | None, finish: Callable | None):
         update_wrapper(self, row)
@@ -100,6 +102,7 @@ class Experiment:
             rows = self.finish(**_taken(self.finish, parameters | {"rows": rows}))
         table = pd.DataFrame(rows)
         table.attrs["sources"] = _sources(results)
+        table.attrs["seconds"] = sum(result["seconds"] for result in results.values())
         return table
 
 
@@ -131,12 +134,13 @@ class ExperimentCase:
     name: str
 
     def result(self) -> dict:
-        """Compute ``rows`` and ``sources``, exactly as JSON gives them back."""
-        arguments = with_subject(self.arguments)
+        """Compute ``rows`` and ``sources``, exactly as JSON gives them back, and the ``seconds`` that it took."""
+        arguments, start = with_subject(self.arguments), time.perf_counter()
         rows = self.experiment.row(**arguments)
         rows = [rows] if isinstance(rows, dict) else rows
         rows = [{k: v.item() if isinstance(v, np.generic) else v for k, v in row.items()} for row in rows]
-        return {"rows": rows, "sources": arguments["subject"].sources if "subject" in arguments else {}}
+        sources = arguments["subject"].sources if "subject" in arguments else {}
+        return {"rows": rows, "sources": sources, "seconds": time.perf_counter() - start}
 
     def identity(self, threads: int) -> str:
         """A hash of all that its rows depend on but for its sources, whose own hashes are compared with the other

@@ -41,7 +41,9 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     record, start = describe(name, function, wanted), time.perf_counter()
     folder = _rows_folder(root, record, recompute)
     frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
-    _store(root, name, frame, record | {"wall_seconds": round(time.perf_counter() - start, 2)})
+    _store(
+        root, name, frame, record | {"wall_seconds": round(frame.attrs.get("seconds", time.perf_counter() - start), 2)}
+    )
     _clear(folder)
     return _load(root, name, _provenance(root, name), fresh=True)
 
@@ -67,9 +69,9 @@ def stored_names() -> list[str]:
     return sorted(path.stem for path in (repository_root() / "results").glob("*.json"))
 
 
-def provenance(name: str) -> dict:
-    """How a table of the repository was made: function, parameters, versions, device."""
-    return _provenance(repository_root(), name)
+def provenance(name: str, root: Path | None = None) -> dict:
+    """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
+    return _provenance(root or repository_root(), name)
 
 
 def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:

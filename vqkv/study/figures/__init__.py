@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import other_calibrations
+from vqkv.study.figures.compared import compared
 from vqkv.study.figures.depth import depth_curves, distance_to_bound
 from vqkv.study.figures.explore import coloured_text, explained_by_layer, vector_stages
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
@@ -15,7 +16,7 @@ from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_
 from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane
 from vqkv.study.figures.restoring import chat_lines, waiting
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
-from vqkv.study.figures.style import PALETTE, STYLE, made, render, save, use_style
+from vqkv.study.figures.style import PALETTE, STYLE, made, render, show, use_style
 from vqkv.study.figures.tasks import told_bars, tuning_dots
 from vqkv.study.figures.thresholds import (
     eviction_curves,

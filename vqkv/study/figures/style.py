@@ -1,4 +1,4 @@
-"""The look of figures, the colour that each system and role keeps everywhere, and ``save()`` beside a table."""
+"""The look of figures, the colour that each system and role keeps everywhere, and ``show()``."""
 
 import io
 import os
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from IPython.display import Image
+from IPython.display import Image, Markdown, display
 
 from vqkv.models.gguf import TITLES
-from vqkv.study.tables import output_root, record_figures, repository_root, write_atomically
+from vqkv.study.tables import output_root, provenance, record_figures, repository_root, write_atomically
 
 PALETTE = {
     # systems
@@ -117,11 +117,11 @@ def use_style() -> None:
     plt.style.use(["petroff10", STYLE])
 
 
-def save(fig, name: str, table) -> None:
-    """Write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results and record their sha256 in its provenance.
+def show(fig, name: str, table) -> None:
+    """Show a figure and a line of links under it; write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results.
 
-    ``table`` comes from ``study.tables.table``. Existing files are left alone when the table was merely loaded from the
-    repository, so that reading a page never rewrites what is committed.
+    ``table`` comes from ``study.tables.table``; its provenance takes the files' sha256. Existing files are left alone
+    when the table was merely loaded from the repository, so that reading a page never rewrites what is committed.
     """
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
@@ -130,6 +130,22 @@ def save(fig, name: str, table) -> None:
     if asked or not all(path.is_file() for path in paths):
         hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
         record_figures(root, origin["name"], hashes)
+    display(fig)
+    plt.close(fig)  # or the end of the cell would show it again
+    display(Markdown(_links(root, origin["name"], name)))
+
+
+def _links(root: Path, table: str, figure: str) -> str:
+    """Link the figure's file, its table and the script that made it, with the seconds that it took, from a page."""
+    record, pages = provenance(table, root), output_root() / "notebooks"
+    here, code = (os.path.relpath(folder, pages) for folder in (root, repository_root()))
+    script = record["function"].rpartition(".")[0].replace(".", "/") + ".py"
+    seconds = record["wall_seconds"]
+    cost = "in several runs" if seconds is None else f"in {seconds:,.0f} s" if seconds >= 1 else "in less than 1 s"
+    return (
+        f"<small>[figure]({here}/figures/{figure}.svg) · [table]({here}/results/{table}.csv), {record['rows']} rows · "
+        f"computed by [{script}]({code}/{script}) {cost} ({record['device']})</small>"
+    )
 
 
 def made(name: str) -> Image:

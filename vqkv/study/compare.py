@@ -1,0 +1,156 @@
+"""``vqkv compare MODEL``: which cache for this model? A table, and the notebook and the HTML page that show it."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vqkv.calibration.effort import passes, seconds_per_token
+from vqkv.errors import DataError
+from vqkv.evaluation.recommend import compared
+from vqkv.models.layers import max_positions
+from vqkv.models.load import describe, kv_width, load_model
+from vqkv.study.experiments.comparison import STEPS, SYSTEMS, comparison
+from vqkv.study.subject import Subject
+from vqkv.study.tables import write_atomically
+
+TEMPLATE = Path(__file__).parent / "templates/compare.ipynb"
+FACTS = 4  # in each text
+READING = 3  # passes over what is scored: exact, compressed, and what reading packed tokens adds
+WIDEST = 12_000  # channels of all layers whose covariance KVTC can be fitted with in memory
+SIZES = [  # the largest that fits the minutes: (sequences, tokens) to calibrate on and to score, texts, their tokens
+    ((16, 2048), (16, 2048), 25, (640, 2048)),
+    ((16, 1024), (8, 1024), 15, (512, 1024)),
+    ((8, 512), (8, 512), 10, (384, 512)),
+    ((4, 256), (4, 256), 5, (384, 448)),
+]
+
+
+SHOWN = [
+    "system",
+    "bits",
+    "bits_with_side",
+    "kl",
+    "kl_low",
+    "kl_high",
+    "facts_short",
+    "facts_short_exact",
+    "facts_long",
+]
+SHOWN += ["facts_long_exact", "resident_mb", "resident_mb_exact", "ms", "ms_exact"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: the sizes, the systems in their order, seconds that each is expected to take, and why others
+    are left out."""
+
+    train: tuple[int, int]
+    test: tuple[int, int]
+    num_texts: int
+    text_lens: tuple[int, int]
+    seconds: dict[str, float]
+    left_out: dict[str, str]
+
+    def __str__(self):
+        (n, length), (m, scored) = self.train, self.test
+        return (
+            f"{len(self.seconds)} ways to store the cache, each calibrated on {n} x {length:,} tokens and measured on "
+            f"{m} x {scored:,}, and asked {self.num_texts} x {FACTS} facts in {self.text_lens[0]:,} and in "
+            f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.0f} minutes"
+        )
+
+
+def compare(
+    model: str,
+    text: str = "prose",
+    minutes: float = 15,
+    context: int = 8192,
+    dtype: str = "",
+    device: str = "cpu",
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> pd.DataFrame:
+    """Measure ``comparison.SYSTEMS`` on ``model`` with ``text``, as much as fits into the minutes.
+
+    Writes ``compare.csv``, ``compare.ipynb`` and ``compare.html`` into the folder ``out`` (by default ``compare-`` and
+    the model's name). Rows that an interrupted call has finished are kept there. ``recommend`` uses the table.
+    Raises ``DataError`` for too few minutes, and for a model or a text that is too small.
+    """
+    folder = Path(out or f"compare-{Path(model).name}")
+    loaded, tokenizer = load_model(model, dtype or None, device)
+    plan = planned(loaded, minutes)
+    say(f"{model}: {plan}")
+    for system, reason in plan.left_out.items():
+        say(f"left out: {system} ({reason})")
+    del loaded, tokenizer
+    subject = Subject(model, text, list(plan.train), list(plan.test), dtype=dtype, device=device)
+    asked = {"context": context, "chunk_size": max(32, plan.test[1] // 8), "num_facts": FACTS}
+    asked |= {"text_lens": list(plan.text_lens), "num_texts": plan.num_texts, "subject": subject}
+    began, tables, left_out = time.monotonic(), [], dict(plan.left_out)
+    for system, seconds in plan.seconds.items():
+        if tables and time.monotonic() - began + seconds > 1.5 * 60 * minutes:
+            left_out[system] = "the minutes were over"
+            say(f"left out: {system} ({left_out[system]})")
+            continue
+        tables.append(comparison.run(asked | {"systems": [system]}, folder / "rows"))
+        about = {"model": model, "text": text, "plan": str(plan), "left_out": left_out}
+        table = pd.concat(tables, ignore_index=True)
+        write(table, folder, about)
+    write(table, folder, about)
+    compared(model).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(compared(model), table.to_csv(index=False).encode())
+    show(folder)
+    return table
+
+
+def planned(model, minutes: float) -> Plan:
+    """The largest of ``SIZES`` that fits, by the time of a first pass; fewer systems where even the smallest does
+    not. Raises ``DataError`` where none does."""
+    longest, about = max_positions(model), describe(model)
+    channels, left_out = kv_width(about) * about["num_layers"], {}
+    if channels > WIDEST:
+        left_out["KVTC 2"] = f"a covariance of {channels:,} channels takes {8 * channels**2 / 1e9:.0f} GB"
+    pace = seconds_per_token(model)
+    fitting = [size for size in SIZES if max(size[0][1], size[1][1], size[3][1] + 64 * FACTS) <= longest]
+    if not fitting:
+        raise DataError(f"the model has {longest} positions: {SIZES[-1][3][1] + 64 * FACTS} or more are needed")
+    for size in fitting:
+        seconds = {system: pace * _tokens(system, size, channels) for system in SYSTEMS if system not in left_out}
+        if sum(seconds.values()) <= 60 * minutes:
+            return Plan(*size, seconds, left_out)
+    for system in reversed([*seconds]):
+        left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes, for which there are too few"
+        if seconds and sum(seconds.values()) <= 60 * minutes:
+            return Plan(*size, seconds, left_out)
+    fewest = pace * _tokens("int4", size, channels) / 60
+    raise DataError(f"{minutes:g} minutes are too few for anything: int4 alone takes {fewest:.1f}")
+
+
+def _tokens(system: str, size: tuple, channels: int) -> float:
+    """Tokens through the model that take as long as a system."""
+    (n, length), (m, scored), texts, lens = size
+    read = READING * (m * scored + texts * (sum(lens) + 2 * 64 * FACTS)) + 2 * lens[1] + 40 * STEPS
+    return passes(SYSTEMS[system][0]) * n * length + read + (channels / 1000) ** 3 * (system == "KVTC 2")
+
+
+def write(table: pd.DataFrame, folder: Path, about: dict) -> None:
+    """Write the table, and what is said about it."""
+    write_atomically(folder / "compare.csv", table.to_csv(index=False).encode())
+    write_atomically(folder / "compare.json", json.dumps(about, indent=1).encode())
+
+
+def show(folder: Path) -> None:
+    """Run the notebook of the table in ``folder``, and render it as a page."""
+    import papermill
+    from nbconvert import HTMLExporter
+
+    notebook = folder / "compare.ipynb"
+    papermill.execute_notebook(
+        str(TEMPLATE), str(notebook), {"folder": str(folder.resolve())}, kernel_name="python3", progress_bar=False
+    )
+    page = HTMLExporter(exclude_input=True).from_filename(str(notebook))[0]
+    write_atomically(folder / "compare.html", page.encode())
