@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from functools import cache
 
 import datasets
@@ -30,6 +32,18 @@ PRESETS = {
     # layers read each other; sinks and a window
     "aqua": presets.aqua(presets.quanto(bits=2, group_size=32), recent_window=8),
 }
+TASK = """
+task: recall
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: context
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
 LENGTHS = [(5, 3), (40, 2), (41, 9), (70, 1), (33, 33), (12, 4), (64, 1), (20, 50)]  # (context, continuation)
 
 
@@ -215,3 +229,18 @@ def test_tasks_command(small, tmp_path):
     assert row["task"] == "vqkv_recall_16" and row["n"] == 2 and row["bits_per_value"] == pytest.approx(1)
     found = CliRunner().invoke(app, [*arguments, "--protocol", "snapshot"])
     assert found.exit_code == 2 and "in_place" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_lm_evals_own_command_line(small, tmp_path):
+    """In a process of its own: its registry is filled by the module that is run."""
+    model, tokenizer, fitted = small
+    fitted.save_pretrained(tmp_path / "compressor")
+    questions = recall_questions(tokenizer, 16, 20)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "recall.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    made = f"pretrained={model.vqkv_name},compressor={tmp_path / 'compressor'}"
+    command = [sys.executable, "-m", "vqkv.evaluation.harness", "--model", "vqkv", "--model_args", made]
+    command += ["--tasks", "recall", "--include_path", tmp_path, "--output_path", tmp_path / "out"]
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=300)
+    (out,) = (tmp_path / "out").rglob("*.json")
+    assert 0 <= json.loads(out.read_text())["results"]["recall"]["acc,none"] <= 1

@@ -1,4 +1,8 @@
-"""Leaderboard tasks through lm-evaluation-harness: ``run_tasks`` from Python, ``vqkv tasks`` on the command line."""
+"""Leaderboard tasks through lm-evaluation-harness: ``run_tasks`` from Python, ``vqkv tasks`` on the command line.
+
+lm_eval's own command line with a compressed cache: ``python -m vqkv.evaluation.harness --model vqkv --model_args
+pretrained=MODEL,compressor=FOLDER --tasks wikitext``.
+"""
 
 import difflib
 import json
@@ -11,14 +15,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.generating import compressed
 from vqkv.cache.meter import Report, tensor_bytes, total
 from vqkv.data.recall import recall_questions
 from vqkv.errors import DataError, UnknownNameError
+from vqkv.models.load import load_model
 from vqkv.models.plain import evaluating
 
 try:
     from datasets import Dataset
     from lm_eval import simple_evaluate
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 except ImportError as error:
@@ -98,6 +107,20 @@ class CompressedLM(HFLM):
         self.read += tokens
         if self.compressor is not None and (self.in_place or report(cache).packed_values):
             self.read_packed += tokens
+
+
+@register_model("vqkv")
+class CompressedHF(HFLM):
+    """lm_eval's ``HFLM`` as it is, whose model makes compressed caches and reads its own tokens from them."""
+
+    def __init__(
+        self, pretrained: str, compressor: str, device: str | None = None, dtype: str | None = None, **of_hflm
+    ):
+        device = (device or "cpu") if torch.cuda.is_available() else "cpu"  # lm_eval says cuda:0 where there is none
+        model, tokenizer = load_model(pretrained, dtype, device)
+        super().__init__(evaluating(model), backend="causal", tokenizer=tokenizer, **of_hflm)
+        self._compressing = compressed(self.model, Compressor.from_pretrained(compressor), in_place=True)
+        self._compressing.__enter__()  # until the process ends
 
 
 def report(cache) -> Report:
@@ -201,3 +224,7 @@ def _rows(found: dict, name: str) -> list[dict]:
             row = {"task": task, "metric": metric, "filter": chosen, "value": float(results[task][key])}
             rows.append(row | {"stderr": math.nan if stderr == "N/A" else float(stderr)} | about)
     return rows
+
+
+if __name__ == "__main__":
+    cli_evaluate()

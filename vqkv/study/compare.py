@@ -18,7 +18,7 @@ from vqkv.study.subject import Subject
 from vqkv.study.tables import write_atomically
 
 TEMPLATE = Path(__file__).parent / "templates/compare.ipynb"
-FACTS = 4  # in each text
+FACTS, QUESTION = 4, 40  # in each text, and tokens that a question takes
 READING = 3  # passes over what is scored: exact, compressed, and what reading packed tokens adds
 WIDEST = 12_000  # channels of all layers whose covariance KVTC can be fitted with in memory
 SIZES = [  # the largest that fits the minutes: (sequences, tokens) to calibrate on and to score, texts, their tokens
@@ -115,9 +115,9 @@ def planned(model, minutes: float) -> Plan:
     if channels > WIDEST:
         left_out["KVTC 2"] = f"a covariance of {channels:,} channels takes {8 * channels**2 / 1e9:.0f} GB"
     pace = seconds_per_token(model)
-    fitting = [size for size in SIZES if max(size[0][1], size[1][1], size[3][1] + 64 * FACTS) <= longest]
+    fitting = [size for size in SIZES if max(size[0][1], size[1][1], size[3][1] + QUESTION * FACTS) <= longest]
     if not fitting:
-        raise DataError(f"the model has {longest} positions: {SIZES[-1][3][1] + 64 * FACTS} or more are needed")
+        raise DataError(f"the model has {longest} positions: {SIZES[-1][3][1] + QUESTION * FACTS} or more are needed")
     for size in fitting:
         seconds = {system: pace * _tokens(system, size, channels) for system in SYSTEMS if system not in left_out}
         if sum(seconds.values()) <= 60 * minutes:
@@ -133,7 +133,7 @@ def planned(model, minutes: float) -> Plan:
 def _tokens(system: str, size: tuple, channels: int) -> float:
     """Tokens through the model that take as long as a system."""
     (n, length), (m, scored), texts, lens = size
-    read = READING * (m * scored + texts * (sum(lens) + 2 * 64 * FACTS)) + 2 * lens[1] + 40 * STEPS
+    read = READING * (m * scored + texts * (sum(lens) + 2 * QUESTION * FACTS)) + 2 * lens[1] + 40 * STEPS
     return passes(SYSTEMS[system][0]) * n * length + read + (channels / 1000) ** 3 * (system == "KVTC 2")
 
 
