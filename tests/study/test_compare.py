@@ -58,18 +58,18 @@ def test_it_goes_on_after_a_kill(small, tmp_path, monkeypatch):
 
 def test_the_plan_fits_the_minutes(mini, monkeypatch):
     monkeypatch.setattr(module, "seconds_per_token", lambda model: 1e-3)
-    most, some, few = (planned(mini[0], minutes) for minutes in (60, 5, 0.6))
+    most, some, few = (planned(mini[0], minutes, module.SIZES) for minutes in (60, 5, 0.6))
     for plan, minutes in ((most, 60), (some, 5), (few, 0.6)):
         assert sum(plan.seconds.values()) <= 60 * minutes
     assert most.train[0] * most.train[1] > some.train[0] * some.train[1] and not most.left_out
     assert few.left_out and [*few.seconds] == [*module.SYSTEMS][: len(few.seconds)]
     with pytest.raises(DataError, match="minutes are too few for anything: int4 alone takes"):
-        planned(mini[0], 0.01)
+        planned(mini[0], 0.01, module.SIZES)
 
 
 def test_wide_models_go_without_kvtc(mini, monkeypatch):
     monkeypatch.setattr(module, "WIDEST", 100)
-    assert "channels takes" in planned(mini[0], 60).left_out["KVTC 2"]
+    assert "channels takes" in planned(mini[0], 60, module.SIZES).left_out["KVTC 2"]
 
 
 def test_ten_words_are_too_few(small, tmp_path):

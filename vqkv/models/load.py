@@ -63,7 +63,7 @@ def load_model(
         model, tokenizer = _load(path, dtype, trust_remote_code, device_map, offload_folder)
         model = model.to(device) if device_map is None else model
     except LOADING_ERRORS as error:
-        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        reason = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         if Path(path).is_dir():
             raise FormatError(f"folder {name!r} holds no model that can be loaded on {device!r}: {reason}") from error
         raise UnknownNameError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from vqkv.calibration.effort import passes, seconds_per_token
+from vqkv.data.corpus import load_corpus
 from vqkv.errors import DataError
 from vqkv.evaluation.recommend import compared
 from vqkv.models.layers import max_positions
@@ -82,7 +83,7 @@ def compare(
     """
     folder = Path(out or f"compare-{Path(model).name}")
     loaded, tokenizer = load_model(model, dtype or None, device)
-    plan = planned(loaded, minutes)
+    plan = planned(loaded, minutes, [size for size in SIZES if _holds(text, tokenizer, size)])
     say(f"{model}: {plan}")
     for system, reason in plan.left_out.items():
         say(f"left out: {system} ({reason})")
@@ -107,15 +108,29 @@ def compare(
     return table
 
 
-def planned(model, minutes: float) -> Plan:
-    """The largest of ``SIZES`` that fits, by the time of a first pass; fewer systems where even the smallest does
-    not. Raises ``DataError`` where none does."""
+def _holds(text: str, tokenizer, size: tuple) -> bool:
+    """Whether a text is long enough for a size. Raises ``DataError`` where it is too short for the smallest."""
+    (n, length), (m, scored), num_texts, text_lens = size
+    try:
+        for split, seq_len, num_seqs in (("train", length, n), ("test", scored, m), ("test", text_lens[1], num_texts)):
+            load_corpus(text, tokenizer, split, seq_len, num_seqs)
+    except DataError:
+        if size is SIZES[-1]:
+            raise
+        return False
+    return True
+
+
+def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
+    """The largest of ``sizes`` that fits, by the time of a first pass; fewer systems where even the smallest does not.
+
+    Raises ``DataError`` where none does."""
     longest, about = max_positions(model), describe(model)
     channels, left_out = kv_width(about) * about["num_layers"], {}
     if channels > WIDEST:
         left_out["KVTC 2"] = f"a covariance of {channels:,} channels takes {8 * channels**2 / 1e9:.0f} GB"
     pace = seconds_per_token(model)
-    fitting = [size for size in SIZES if max(size[0][1], size[1][1], size[3][1] + QUESTION * FACTS) <= longest]
+    fitting = [size for size in sizes if max(size[0][1], size[1][1], size[3][1] + QUESTION * FACTS) <= longest]
     if not fitting:
         raise DataError(f"the model has {longest} positions: {SIZES[-1][3][1] + QUESTION * FACTS} or more are needed")
     for size in fitting:
