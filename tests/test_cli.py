@@ -1,6 +1,7 @@
 """The commands, as a shell calls them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 import vqkv.cli
-from vqkv import Compressor, load_model
+from vqkv import Compressor, FormatError, load_model
 from vqkv.cli import app
 
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
@@ -78,3 +79,22 @@ def test_bad_input_ends_with_its_message(arguments, message, tmp_path, monkeypat
     out = run(*arguments, code=2)
     assert message in out and "Traceback" not in out
     assert not list(tmp_path.iterdir())
+
+
+def test_calibrate_says_how_long_before_it_begins(tmp_path):
+    arguments = ["calibrate", "vqkv/llama-mini", str(tmp_path / "out"), "--preset", "higgs", "--num-seqs", "4"]
+    found = CliRunner().invoke(app, [*arguments, "--seq-len", "64"])
+    assert found.exit_code == 0, found.stderr
+    line = next(line for line in found.stderr.splitlines() if line.startswith("calibrating"))
+    assert re.fullmatch(r"calibrating higgs on 256 tokens of python: about \S+ minutes", line)
+
+
+def test_chat_answers_until_an_empty_line():
+    arguments = ["chat", "vqkv/gpt2-mini", "--preset", "none", "--max-new-tokens", "4"]
+    found = CliRunner().invoke(app, arguments, input="def main\n\n")
+    assert found.exit_code == 0 and "uncompressed in 16 bits" in found.stdout
+
+
+def test_debug_shows_where_an_error_was_raised(tmp_path):
+    found = CliRunner().invoke(app, ["--debug", "inspect", str(tmp_path / "nothing")])
+    assert isinstance(found.exception, FormatError)
