@@ -1,6 +1,7 @@
 """``vqkv compare | calibrate | chat | evaluate | tasks | recommend | inspect``."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,7 @@ class Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx):
         """Run the command that was named."""
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # no line of code under it
         try:
             return super().invoke(ctx)
         except (ValueError, OSError, ImportError) as error:

@@ -3,23 +3,25 @@
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.style import PALETTE, interval, look
+from vqkv.study.figures.style import look
+
+PANELS = {  # column -> the ends of its interval, and what its axis says
+    "bits_with_side": ((), "bits per value,\nside information included"),
+    "kl": (("kl_low", "kl_high"), "KL to the\nuncompressed cache (nats)"),
+    "facts_long_lost": (("facts_long_lost_low", "facts_long_lost_high"), "facts lost in the\nlong text (points)"),
+    "ms_added": ((), "milliseconds added\nto a token"),
+}
 
 
 def compared(table: pd.DataFrame):
-    """KL and facts lost of each system against its bits with side information; the figure."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True)
-    lost = 100 * (table["facts_long_exact"] - table["facts_long"])
-    ends = table.rename(columns={"kl": "kl_mean"})
-    for ax, height, bars in ((left, table["kl"], interval(ends)), (right, lost, None)):
-        for i, (system, x, y) in enumerate(zip(table["system"], table["bits_with_side"], height, strict=True)):
-            style = look(system.lower().replace("-kv", "").replace("int4", "quanto"))
-            error = None if bars is None else bars[:, i : i + 1]
-            ax.errorbar([x], [y], error, linestyle="none", capsize=3, **style)
-            ax.annotate(system, (x, y), (6, 6), textcoords="offset points", fontsize=8, color=style["color"])
-        ax.set_xlabel("bits per value, side information included")
-    floor = table["kl_floor"].max()
-    left.axhspan(0, floor, color=PALETTE["published"], alpha=0.2, lw=0)
-    left.set(yscale="log", ylabel="KL to the uncompressed cache (nats)")
-    right.set(ylabel="facts lost (points)")
+    """A row for each system, the fewest bits at the top; whiskers are 95% intervals."""
+    table = table.assign(ms_added=table["ms"] - table["ms_exact"]).sort_values("bits_with_side", ascending=False)
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 0.8 + 0.4 * len(table)), sharey=True)
+    for ax, (column, (ends, label)) in zip(axes, PANELS.items(), strict=True):
+        for row in table.to_dict("records"):
+            style = look(row["system"].lower().replace("-kv", "").replace("int4", "quanto"))
+            error = [[row[column] - row[ends[0]]], [row[ends[1]] - row[column]]] if ends else None
+            ax.errorbar([row[column]], [row["system"]], xerr=error, linestyle="none", capsize=3, **style)
+        ax.set_xlabel(label)
+        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
     return fig
