@@ -92,6 +92,7 @@ def vector_stages(table):
     systems, names = list(dict.fromkeys(table["system"])), _in_order(table)
     size = {"figsize": (5 * len(systems), 1.5 * len(names)), "squeeze": False}
     fig, axes = plt.subplots(len(names), len(systems), **size)
+    fig.supylabel("value (no unit)", fontsize=11)
     for ax, (name, system) in zip(axes.flat, itertools.product(names, systems), strict=True):
         rows = table[(table["system"] == system) & (table["stage"] == name)]
         if rows.empty:
