@@ -1,4 +1,4 @@
-"""A conversation in the terminal whose cache is compressed: what ``vqkv chat`` runs."""
+"""A conversation whose cache is compressed: what ``vqkv chat`` runs in the terminal and page 14 shows."""
 
 from collections.abc import Callable
 
@@ -6,35 +6,62 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
+from vqkv.errors import DataError
 from vqkv.models.layers import kv_layers, max_positions
 from vqkv.models.plain import evaluating
 
 MARK = "\x00"  # stands for the last answer in the chat template
+NOTHING = torch.empty(1, 0, dtype=torch.int64)  # tokens of a conversation that has not begun
+
+
+class Conversation:
+    """Turns of a user and a model, ``tokens`` (1, seq_len), and the ``cache`` of ``compressor`` that holds them,
+    uncompressed if that is None. A model without a chat template continues the text."""
+
+    def __init__(self, model, tokenizer, compressor=None):
+        self.model, self.tokenizer, self.compressor = evaluating(model), tokenizer, compressor
+        self.cache = DynamicCache(config=model.config) if compressor is None else compressor.new_cache(self.model)
+        self.tokens = NOTHING
+
+    def answer(self, said: str, max_new_tokens: int = 256, **generation):
+        """Answer a user's turn. Returns what ``generate`` returns, which takes ``generation``. Raises ``DataError``
+        where the model's positions end."""
+        tokens = torch.cat([self.tokens, turn_tokens(self.tokenizer, said, self.tokens)], dim=1)
+        if tokens.shape[1] + max_new_tokens > max_positions(self.model):
+            raise DataError(f"the conversation has reached the model's {max_positions(self.model)} positions")
+        asked = {"input_ids": tokens.to(self.model.device), "past_key_values": self.cache, **generation}
+        asked["attention_mask"] = torch.ones_like(asked["input_ids"])
+        made = self.model.generate(**asked, max_new_tokens=max_new_tokens)
+        self.tokens = getattr(made, "sequences", made).cpu()
+        return made
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """Bytes of the tokens read so far in an uncompressed cache in 16 bits."""
+        values = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in kv_layers(self.model))
+        return 2 * values * self.cache.get_seq_length()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes in memory to read them, with side information and the tables made from it."""
+        return self.uncompressed_bytes if self.compressor is None else self.cache.report().resident_bytes
 
 
 def chat(
     model, tokenizer, compressor=None, read: Callable[[str], str] = input, max_new_tokens: int = 256, write=print
 ) -> None:
-    """Answer what ``read`` returns, turn by turn, until that is empty, ends (``EOFError``) or is interrupted.
-
-    One cache of ``compressor`` (uncompressed if it is None) holds the conversation; ``write`` gets its bytes after
-    every turn. A model without a chat template continues the text.
-    """
-    model = evaluating(model)
-    cache = DynamicCache(config=model.config) if compressor is None else compressor.new_cache(model)
-    tokens = torch.empty(1, 0, dtype=torch.int64)
+    """Answer what ``read`` returns, turn by turn, until that is empty, ends (``EOFError``) or is interrupted;
+    ``write`` gets the bytes of the ``Conversation``'s cache after every turn."""
+    talk = Conversation(model, tokenizer, compressor)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    uncompressed = 2 * sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in kv_layers(model))
     while said := _asked(read):
-        tokens = torch.cat([tokens, _turn(tokenizer, said, tokens)], dim=1)
-        if tokens.shape[1] + max_new_tokens > max_positions(model):
-            write(f"the conversation has reached the model's {max_positions(model)} positions")
-            return
-        asked = {"input_ids": tokens.to(model.device), "attention_mask": torch.ones_like(tokens).to(model.device)}
-        made = model.generate(**asked, past_key_values=cache, streamer=streamer, max_new_tokens=max_new_tokens)
-        tokens, seq_len = made.cpu(), cache.get_seq_length()
-        held = seq_len * uncompressed if compressor is None else cache.report().resident_bytes
-        write(f"[{seq_len:,} tokens: {held:,} bytes in memory; uncompressed in 16 bits {seq_len * uncompressed:,}]")
+        try:
+            talk.answer(said, max_new_tokens, streamer=streamer)
+        except DataError as error:
+            return write(str(error))
+        held, uncompressed = talk.resident_bytes, talk.uncompressed_bytes
+        length = talk.cache.get_seq_length()
+        write(f"[{length:,} tokens: {held:,} bytes in memory; uncompressed in 16 bits {uncompressed:,}]")
 
 
 def _asked(read: Callable[[str], str]) -> str:
@@ -44,7 +71,7 @@ def _asked(read: Callable[[str], str]) -> str:
         return ""
 
 
-def _turn(tokenizer, said: str, before: Tensor) -> Tensor:
+def turn_tokens(tokenizer, said: str, before: Tensor = NOTHING) -> Tensor:
     """Tokens (1, n) of a user's turn, after a conversation that ends with an answer."""
     first = not before.shape[1]
     if tokenizer.chat_template is None:

@@ -1,4 +1,4 @@
-"""The controls of notebook 14. Views are plain HTML and images, which need no front end to be right."""
+"""The controls of notebook 14: a chat, the key that is followed, and a memory to fill."""
 
 import html
 import os
@@ -14,21 +14,36 @@ from vqkv.study import figures
 from vqkv.study.explore import views
 from vqkv.study.subject import Subject
 
-WIDE, FITTING, ROW = (
-    ipywidgets.Layout(**sizes)
-    for sizes in ({"width": "98%"}, {"max_width": "100%", "align_self": "flex-start"}, {"width": "20em"})
-)
-HEADLESS = "Open this page in JupyterLab and run it: controls for model, preset, bits and prompt appear here."
+HEADLESS = "Open this page in JupyterLab and run it: a chat and controls appear here."
+WIDE = ipywidgets.Layout(width="98%")
 
 
-def widgets(**chosen):
-    """Controls for the three views, beginning with what is ``chosen`` (the arguments of ``Explorer``), where a front
-    end has opened the page; else a line that says so: a page that is merely executed has no one to move them.
+def chat(systems: list, subject: Subject, max_new_tokens: int):
+    """A chat with ``systems`` side by side where a front end has opened the page; else a line that says so: a page that
+    is merely executed has no one to type.
 
     Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill, nbval and
     ``vqkv.study`` do not.
     """
-    return Explorer(**chosen).box if _opened() else print(HEADLESS)
+    return Chat(systems, subject, max_new_tokens).box if _opened() else print(HEADLESS)
+
+
+def follow(systems: list, subject: Subject, turn: str, layer: int, head: int, token: int):
+    """The figures of one key of ``turn``, under controls that choose another; None where no front end is."""
+    if not _opened():
+        return None
+
+    def show(turn: str, layer: int, head: int, token: int) -> None:
+        try:
+            figures.vector_stages(views.stages(systems, subject, turn, layer, head, token))
+            plt.show()
+        except DataError as error:
+            print(error)
+
+    numbers = {"layer": layer, "head": head, "token": token}
+    moved = {name: ipywidgets.BoundedIntText(value, 0, 10**6, description=name) for name, value in numbers.items()}
+    said = ipywidgets.Textarea(turn, description="first turn", continuous_update=False, layout=WIDE)
+    return ipywidgets.interactive(show, turn=said, **moved)
 
 
 def calculator(model: str, context: int, memory_gb: float):
@@ -56,76 +71,37 @@ def _opened() -> bool:
     return "JPY_SESSION_NAME" in os.environ and "VQKV_OUT" not in os.environ
 
 
-class Explorer:
-    """``box`` has controls for the subject's model, the preset, its bits, the prompt, and the key that is followed;
-    below them the three ``views``. Whatever is moved, all views follow; what cannot be shown is said in
-    ``status``. An empty prompt is the held-out text that the page began with."""
+class Chat:
+    """``box`` has a line to type in, the two systems, and what they answer; another system begins a conversation."""
 
-    def __init__(
-        self,
-        preset: str,
-        bits: int,
-        subject: Subject,
-        prompt: str | list,
-        new_tokens: int,
-        layer: int,
-        head: int,
-        token: int,
-    ):
-        self.subject, self.begun, self.new_tokens = subject, prompt, new_tokens
-        names = list(dict.fromkeys([subject.name, *BUNDLED]))
-        self.model = ipywidgets.Dropdown(options=names, value=subject.name, description="model")
-        self.preset = ipywidgets.Dropdown(options=list(views.SYSTEMS), value=preset, description="preset")
-        self.bits = ipywidgets.ToggleButtons(
-            options=views.BITS, value=bits, description="bits", layout=ROW, style={"button_width": "3em"}
-        )
-        text = prompt if isinstance(prompt, str) else ""
-        self.prompt = ipywidgets.Textarea(value=text, description="prompt", continuous_update=False, layout=WIDE)
-        self.prompt.placeholder = "text to be continued; empty: the held-out text above"
-        self.layer, self.head, self.token = (
-            ipywidgets.BoundedIntText(value=value, min=0, max=value, description=name)
-            for name, value in (("layer", layer), ("KV head", head), ("token", token))
-        )
+    def __init__(self, systems: list, subject: Subject, max_new_tokens: int):
+        self.subject, self.max_new_tokens = subject, max_new_tokens
+        self.systems = [ipywidgets.Dropdown(options=views.SYSTEMS, value=system) for system in systems]
+        self.prompt = ipywidgets.Text(placeholder="say something, then Enter", continuous_update=False, layout=WIDE)
         self.status, self.text = ipywidgets.HTML(), ipywidgets.HTML()
-        self.vector, self.evr = (ipywidgets.Image(format="png", layout=FITTING) for _ in range(2))
-        self.controls = [self.model, self.preset, self.bits, self.prompt, self.layer, self.head, self.token]
-        rows = [self.controls[:3], [self.prompt], self.controls[4:]]
-        shown = [self.status, self.text, self.vector, self.evr]
-        self.box = ipywidgets.VBox([*(ipywidgets.HBox(row) for row in rows), *shown])
-        self.busy = False
-        for control in self.controls:
-            control.observe(self.refresh, "value")
-        self.refresh()
+        self.box = ipywidgets.VBox([ipywidgets.HBox(self.systems), self.prompt, self.status, self.text])
+        self.prompt.observe(self.say, "value")
+        for control in self.systems:
+            control.observe(self.begin, "value")
+        self.begin()
 
-    def refresh(self, change=None) -> None:
-        """Show what the controls say."""
-        if self.busy:  # a limit that moves may move a value
+    def begin(self, change=None) -> None:
+        """Forget what was said."""
+        self.talks: list[views.Dialogue] = []
+        self.rows: list[dict] = []
+        self.text.value = ""
+
+    def say(self, change=None) -> None:
+        """Have each system answer the prompt, and empty it."""
+        said = self.prompt.value.strip()
+        if not said:
             return
-        self.busy, self.status.value = True, "computing ..."
+        self.status.value = "computing ..."
         try:
-            self.status.value = self._show()
+            self.talks = self.talks or [views.Dialogue(control.value, self.subject) for control in self.systems]
+            for talk in self.talks:
+                self.rows += talk.turn(said, self.max_new_tokens)
+                self.text.value = figures.coloured_chat(pd.DataFrame(self.rows))
+            self.status.value = self.prompt.value = ""
         except (ValueError, RuntimeError) as error:
             self.status.value = f"<b>{html.escape(str(error))}</b>"
-        finally:
-            self.busy = False
-
-    def _show(self) -> str:
-        """Compute and draw all views; returns what calibration warns of."""
-        subject = self.subject.changed(name=self.model.value)
-        system = {"preset": self.preset.value, "bits": self.bits.value, "subject": subject}
-        prompt = {"prompt": self.prompt.value or self.begun}
-        text = views.continuation(**system, **prompt, new_tokens=self.new_tokens)
-        compressor, warned = views.fitted(**system)
-        shapes, length = compressor.model["shapes"], views.prompt_tokens(subject, **prompt).shape[1]
-        self.layer.max = len(shapes) - 1
-        self.head.max, self.token.max = shapes[self.layer.value][0] - 1, length - length % compressor.tokens_per_row - 1
-        place = {"layer": self.layer.value, "head": self.head.value, "token": self.token.value}
-        self.vector.value = _png(figures.vector_stages(views.stages(**system, **prompt, **place)))
-        self.evr.value = _png(figures.explained_by_layer(views.explained(**system)))
-        self.text.value = figures.coloured_text(text)
-        return html.escape(warned)
-
-
-def _png(fig) -> bytes:
-    plt.close(fig)
-    return figures.render(fig, "png")

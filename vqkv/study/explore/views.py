@@ -1,173 +1,145 @@
-"""Notebook 14: one prompt, one vector and one system seen from within.
-
-Every view is a table of plain literals' making, kept while the process lives, so that a control that is moved back
-costs nothing. Systems keep no token exact here: what is seen is the codec's own work.
-"""
+"""Notebook 14: a conversation, a key vector and every layer, as compressed caches have them."""
 
 import copy
 import json
 import math
 import re
-import warnings
-from collections.abc import Callable
 
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from vqkv import presets
-from vqkv.cache.compressor import Compressor
+from vqkv.cache.chat import Conversation, turn_tokens
+from vqkv.cache.compressor import BUNDLED, Compressor
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError, UnknownNameError
-from vqkv.evaluation.exact import RoundedCache
+from vqkv.codecs.stage import Quantizer, Stage
+from vqkv.errors import DataError
 from vqkv.models.capture import check_tokens
 from vqkv.models.metrics import token_kl
 from vqkv.runtime.checks import check_whole, whole_blocks
-from vqkv.study.experiments.common import bare, explained_by_layer, frame
+from vqkv.study.experiments.common import explained_by_layer, frame
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 
-SYSTEMS: dict[str, Callable[[int], presets.Preset]] = {  # those that any number of BITS suits
-    "quanto": presets.quanto,
-    "hqq": presets.hqq,
-    "kivi": presets.kivi,
-    "kvquant": presets.kvquant,
-    "turboquant": presets.turboquant,
-    "higgs": presets.higgs,
-    "aqua": lambda bits: presets.aqua(presets.higgs(bits)),
-    "vqllm": lambda bits: presets.vqllm(4 * bits, 256),
-    "best": lambda bits: presets.best(bits, context=1),
-}
-BITS = (2, 3, 4)
-SHOWN = 32  # tokens of the prompt's end
+SYSTEMS = ("live", "best", "aqua", "higgs", "kivi", "kvquant", "turboquant", "hqq", "quanto")  # to choose from
+CONTEXT = 32  # tokens before one, which its text may depend on
 
 
-@per_process(maxsize=16)
-def fitted(preset: str, bits: int, subject: Subject) -> tuple[Compressor, str]:
-    """A system of ``SYSTEMS`` with codes of ``bits`` bits a value, fitted on the subject's text, and what calibration
-    warns of. Raises ``UnknownNameError`` for another system, ``DataError`` for bits not in ``BITS``."""
-    if preset not in SYSTEMS:
-        raise UnknownNameError("preset", preset, SYSTEMS)
-    if bits not in BITS:
-        raise DataError(f"{bits!r} bits: this page has {', '.join(map(str, BITS))}")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        compressor = subject.calibrated(bare(SYSTEMS[preset](bits)), subject.train_size[0])
-    return compressor, " ".join(str(warning.message) for warning in said)
+def fitted(system: str, subject: Subject) -> Compressor:
+    """The compressor of a preset that comes with the package, or else is fitted on the subject's text. Raises
+    ``UnknownNameError`` for another name."""
+    compressor = _fitted(system=system, subject=subject)
+    subject.sources[f"compressor {system}"] = compressor.fingerprint[:16]
+    return compressor
 
 
-def prompt_tokens(subject: Subject, prompt: list) -> Tensor:
-    """Tokens (1, length) of ``prompt``: a text, or [number, length] of a held-out sequence and how much of it."""
-    if isinstance(prompt, str):
-        return subject.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    number, length = prompt
+@per_process(maxsize=4)
+def _fitted(system: str, subject: Subject) -> Compressor:
+    ready = f"vqkv/{subject.name}-{system}"
+    if ready in BUNDLED:
+        return Compressor.from_pretrained(ready).to(subject.model.device)
+    return subject.calibrated(presets.make(system))
+
+
+class Dialogue:
+    """A conversation with a system's cache, beside an uncompressed cache that reads the same tokens."""
+
+    def __init__(self, system: str, subject: Subject):
+        self.system, self.subject, self.turns = system, subject, 0
+        self.talk = Conversation(subject.model, subject.tokenizer, fitted(system, subject))
+        self.uncompressed = DynamicCache(config=subject.model.config)
+
+    @torch.no_grad()
+    def turn(self, said: str, max_new_tokens: int) -> list[dict]:
+        """Answer greedily. Returns a row for what is said and one for each token of the answer: ``kl`` in nats between
+        the two caches' predictions at its place; ``uncompressed``, whether it is the uncompressed cache's first choice;
+        bytes of the caches after the turn."""
+        how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        made = self.talk.answer(said, max_new_tokens, **how)
+        unread, length = made.sequences[:, self.uncompressed.get_seq_length() : -1], len(made.logits)
+        read = self.talk.model(unread, past_key_values=self.uncompressed, use_cache=True, logits_to_keep=length)
+        ids, kl = made.sequences[0].tolist(), token_kl(read.logits, torch.stack(made.logits, 1))[0].tolist()
+        choices, begun = read.logits[0].argmax(-1).tolist(), len(ids) - length
+        self.turns += 1
+        about = {"system": self.system, "turn": self.turns, "tokens": len(ids)}
+        about |= {"resident_bytes": self.talk.resident_bytes, "uncompressed_bytes": self.talk.uncompressed_bytes}
+        rows = [about | {"role": "user", "text": json.dumps(said), "kl": math.nan, "uncompressed": True}]
+        for place, choice in enumerate(choices):
+            text = _piece(self.subject.tokenizer, ids[: begun + place], ids[begun + place])
+            scored = {"kl": kl[place], "uncompressed": ids[begun + place] == choice}
+            rows.append(about | {"role": "assistant", "text": text} | scored)
+        return rows
+
+
+def conversation(systems: list, subject: Subject, turns: list, max_new_tokens: int) -> pd.DataFrame:
+    """The same ``turns`` said to each of the ``systems``: rows of ``Dialogue.turn``. A turn is a text, or [number,
+    length] of a held-out passage; texts are JSON strings."""
+    talks = [Dialogue(system, subject) for system in systems]
+    said = [_text(subject, turn) for turn in turns]
+    return frame([row for talk in talks for text in said for row in talk.turn(text, max_new_tokens)], subject.sources)
+
+
+def _text(subject: Subject, turn: str | list) -> str:
+    if isinstance(turn, str):
+        return turn
+    number, length = turn
     check_whole("number of the held-out sequence", number, 0, len(subject.test) - 1)
-    check_whole("length of the prompt", length, 2, subject.test.shape[1])
-    return subject.test[number : number + 1, :length]
-
-
-def _readable(subject: Subject, compressor: Compressor, prompt, new_tokens: int = 0) -> Tensor:
-    """The prompt on the model's device. Raises ``DataError`` where it is too short to pack, or too long."""
-    tokens, block = prompt_tokens(subject, prompt), compressor.tokens_per_row
-    if tokens.shape[1] <= block:
-        raise DataError(
-            f"{compressor.name} stores {block} token(s) together and reads the last one exact, but the prompt has "
-            f"{tokens.shape[1]}: write a longer one"
-        )
-    check_tokens(subject.model, pad(tokens, (0, new_tokens)))
-    return tokens.to(subject.model.device)
-
-
-@per_process(maxsize=16)
-def continuation(preset: str, bits: int, subject: Subject, prompt: str | list, new_tokens: int) -> pd.DataFrame:
-    """A prompt's end (``position`` below 0) and its greedy continuation, a row per token; texts are JSON strings.
-
-    ``exact``: what the model writes with its own cache; ``told``: its likeliest tokens with the compressed cache when
-    it is given the exact ones before them; ``alone``: what it writes with that cache by itself. ``kl``: KL(exact ||
-    compressed) in nats of the next token, given the exact ones before; ``kl_floor``: that of a cache in fp16.
-    Every token reads the prompt packed, but for what does not fill a block. Raises ``DataError`` for a prompt that is
-    too short to be packed.
-    """
-    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
-    tokens, model = _readable(subject, compressor, prompt, new_tokens), subject.model
-    expected, exact = _read(model, DynamicCache(config=model.config), tokens, new_tokens)
-    logits, told = _read(model, compressor.new_cache(model), tokens, new_tokens, exact)
-    rounded, _ = _read(model, RoundedCache(model, torch.float16), tokens, new_tokens, exact)
-    _, alone = _read(model, compressor.new_cache(model), tokens, new_tokens)
-    kls = {name: token_kl(expected, x)[0].tolist() for name, x in {"kl": logits, "kl_floor": rounded}.items()}
-    begun = tokens[0].tolist()
-    written = {name: x[0].tolist() for name, x in {"exact": exact, "told": told, "alone": alone}.items()}
-    rows = []
-    for position in range(-min(SHOWN, len(begun)), 0):
-        text = _piece(subject.tokenizer, begun[:position], begun[position])
-        rows.append({"position": position, "kl": math.nan, "kl_floor": math.nan} | dict.fromkeys(written, text))
-    for position in range(new_tokens):
-        row = {"position": position} | {name: kl[position] for name, kl in kls.items()}
-        before = {name: begun + written["alone" if name == "alone" else "exact"][:position] for name in written}
-        rows.append(row | {n: _piece(subject.tokenizer, before[n], ids[position]) for n, ids in written.items()})
-    return frame(rows, subject.sources)
-
-
-@torch.no_grad()
-def _read(model, cache, prompt: Tensor, steps: int, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Read ``prompt`` (1, length) into ``cache``, its last token apart, so that all behind it reads what is stored;
-    then go on for so many steps, each with its likeliest token or the one ``told`` (1, steps). Logits (1, steps,
-    vocabulary) and likeliest tokens (1, steps)."""
-    model(prompt[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    token, logits, likeliest = prompt[:, -1:], [], []
-    for step in range(steps):
-        logits.append(model(token, past_key_values=cache, use_cache=True).logits[:, -1:])
-        likeliest.append(logits[-1].argmax(-1))
-        token = likeliest[-1] if told is None else told[:, step : step + 1]
-    return torch.cat(logits, 1), torch.cat(likeliest, 1)
+    check_whole("length of the passage", length, 1, subject.test.shape[1])
+    return "Read this text.\n\n" + subject.tokenizer.decode(subject.test[number, :length], skip_special_tokens=True)
 
 
 def _piece(tokenizer, before: list[int], token: int) -> str:
     """What a token adds to the text of those before it, as JSON: it may be a space, or part of a character."""
-    before = before[-SHOWN:]
+    before = before[-CONTEXT:]
     return json.dumps(tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :])
 
 
-@per_process(maxsize=16)
-def stages(
-    preset: str, bits: int, subject: Subject, prompt: str | list, layer: int, head: int, token: int
-) -> pd.DataFrame:
-    """One key of a prompt on its way through its codec, a row per ``stage`` and ``value``.
+def stages(systems: list, subject: Subject, turn: str | list, layer: int, head: int, token: int) -> pd.DataFrame:
+    """One key of a conversation's first turn on its way through the codec of each of the ``systems``: a row per
+    ``stage`` and ``value``.
 
     ``as it comes``; what a prediction leaves, if there is one; then what every stage that changes values makes of it:
     all values that the key is read back from, which are those of other heads too where a stage mixes heads; the codes
     of these; and the key as it is read back, beside it as it came (``original``). ``text``: the token, as JSON. Raises
-    ``DataError`` for a layer, head or token that is not there.
+    ``DataError`` for a layer, head or token that is not there, and for a turn that is too short to be packed.
     """
-    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
-    tokens = _readable(subject, compressor, prompt)
+    tokens = turn_tokens(subject.tokenizer, _text(subject, turn))
+    check_tokens(subject.model, tokens)
+    ids, rows = tokens[0].tolist(), []
+    for system in systems:
+        original, shown = _stages(fitted(system, subject), subject, tokens, layer, head, token)
+        about = {"system": system, "text": _piece(subject.tokenizer, ids[:token], ids[token])}
+        for stage, line in shown.items():
+            came = original.tolist() if stage == "read back" else [math.nan] * len(line)
+            values = enumerate(zip(line.tolist(), came, strict=True))
+            rows += [about | {"stage": stage, "place": i, "value": x, "original": y} for i, (x, y) in values]
+    return frame(rows, subject.sources)
+
+
+def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int, head: int, token: int):
+    """A key (head_dim,) as it comes, and what each stage makes of it."""
+    block = compressor.tokens_per_row
+    if tokens.shape[1] < block:
+        raise DataError(f"{compressor.name} stores {block} tokens together, the turn has {tokens.shape[1]}: say more")
+    tokens = tokens.to(subject.model.device)
     keys, values = subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope)
     check_whole("layer", layer, 0, len(keys) - 1)
-    x, known = whole_blocks(keys[layer].float(), compressor.tokens_per_row), compressor.new_pass()
+    x, known = whole_blocks(keys[layer].float(), block), compressor.new_pass()
     for name, index, count in (("head", head, x.shape[1]), ("token", token, x.shape[2])):
         check_whole(name, index, 0, count - 1)
     for number in range(layer):
         compressor.reconstruct(number, keys[number], values[number], known)
     coder, at = compressor.coders[layer][0], (0, head, token)
+    if compressor.joint or not isinstance(coder.codec, Chain):
+        raise DataError(f"{compressor.name} has no stages that can be shown: choose another system")
     shown, left = {"as it comes": x[at]}, x
     if coder.prediction is not None:
         left = x - coder.prediction(known, x)
-        shown["what the prediction leaves"] = left[at]
+        shown["residual of the prediction"] = left[at]
     steps, read_back = _through(coder.codec, left, at)
-    shown |= steps | {"read back": read_back + x[at] - left[at]}
-    ids = tokens[0].tolist()
-    about = {"text": _piece(subject.tokenizer, ids[:token], ids[token])}
-    rows = [
-        about | {"stage": stage, "place": place, "value": value, "original": math.nan}
-        for stage, line in shown.items()
-        for place, value in enumerate(line.tolist())
-    ]
-    table = frame(rows, subject.sources)
-    table.loc[table["stage"] == "read back", "original"] = x[at].tolist()
-    return table
+    return x[at], shown | steps | {"read back": read_back + x[at] - left[at]}
 
 
 def _through(codec: Chain, x: Tensor, at: tuple[int, int, int]) -> tuple[dict[str, Tensor], Tensor]:
@@ -180,11 +152,16 @@ def _through(codec: Chain, x: Tensor, at: tuple[int, int, int]) -> tuple[dict[st
         passed.append((stage, side))
         places = _places(passed, x, at)
         if not torch.equal(x[places].sort().values, before.sort().values):
-            steps[re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(stage).__name__).lower()] = x[places]
+            steps[_name(stage)] = x[places]
         before = x[places]
     places = _places(passed, x, at)
     steps["codes"] = _codes(codec.quantizer, x, places)
     return steps, _back(passed, codec.quantizer.quantize_dequantize(x))[at]
+
+
+def _name(stage: Stage) -> str:
+    name = type(stage).__name__
+    return name if name.isupper() else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def _back(passed: list, y: Tensor) -> Tensor:
@@ -209,12 +186,12 @@ def _codes(quantizer: Quantizer, y: Tensor, places: Tensor) -> Tensor:
     return codes.unflatten(-1, (groups, -1))[places.flatten(3).unflatten(-1, (groups, -1)).any(-1)].flatten()
 
 
-@per_process(maxsize=16)
-def explained(preset: str, bits: int, subject: Subject) -> pd.DataFrame:
-    """EVR of what is stored of the subject's held-out text: a row per layer and role. Above 0, up to 1,
+def explained(systems: list, subject: Subject) -> pd.DataFrame:
+    """EVR of what is stored of the subject's held-out text: a row per system, layer and role. Above 0, up to 1,
     what is read back tells more than each channel's mean; below 0 it does worse."""
-    compressor, _ = fitted(preset=preset, bits=bits, subject=subject)
-    evr = explained_by_layer(subject, compressor, subject.test)
-    return frame(
-        [{"layer": layer, "role": role, "evr": ratio} for (role, layer), ratio in evr.items()], subject.sources
-    )
+    rows = [
+        {"system": system, "layer": layer, "role": role, "evr": ratio}
+        for system in systems
+        for (role, layer), ratio in explained_by_layer(subject, fitted(system, subject), subject.test).items()
+    ]
+    return frame(rows, subject.sources)

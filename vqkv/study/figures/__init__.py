@@ -5,7 +5,7 @@ from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.calibration_text import other_calibrations
 from vqkv.study.figures.compared import compared
 from vqkv.study.figures.depth import depth_curves, distance_to_bound
-from vqkv.study.figures.explore import coloured_text, explained_by_layer, vector_stages
+from vqkv.study.figures.explore import coloured_chat, conversation, explained_by_layer, vector_stages
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
 from vqkv.study.figures.generation import in_place, memory_dots, time_dumbbells
 from vqkv.study.figures.grouping import group_size_lines, grouping_bars
