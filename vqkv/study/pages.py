@@ -126,8 +126,8 @@ def refusals(notebook: NotebookNode) -> list[str]:
     """Say which tables a page elsewhere does without, and why. Raises ``DataError`` if it could make none of them."""
     making = [cell for cell in notebook.cells if cell.cell_type == "code" and "tables.table(" in cell.source]
     found = [_error(cell.outputs) for cell in making]
-    refused = [f"{error.ename}: {error.evalue}" for error in found if error]
-    if making and len(refused) == len(making):
+    refused = [error.evalue for error in found if error and error.ename == "DataError"]
+    if making and all(found):
         raise DataError(refused[0])
     return refused
 
