@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ import vqkv
 from vqkv import capture, evaluate, presets
 from vqkv.cache import meter
 from vqkv.cache.meter import tensor_bytes
+from vqkv.errors import DataError
 from vqkv.study.metrics import relative_mse
 from vqkv.study.peers import LAYERS, TransformersQuantized
 
@@ -214,3 +216,9 @@ def test_a_missing_compiler_names_the_remedy(monkeypatch):
     monkeypatch.setattr(torch.ops.quanto, "unpack", fail)
     with pytest.raises(ImportError, match="C\\+\\+ compiler, which failed: Ninja"):
         TransformersQuantized("quanto")
+
+
+def test_a_model_with_sliding_windows_is_refused(tmp_path):
+    model = small_models.sliding("gemma3", tmp_path)
+    with pytest.raises(DataError, match="does not fit Gemma3ForCausalLM.*sliding_attention"):
+        TransformersQuantized("quanto", 4).new_cache(model)

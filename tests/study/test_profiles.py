@@ -24,7 +24,7 @@ def pages():
     return {path.stem: notebook_parameters(path) for path in sorted(repository_root().glob("notebooks/*.ipynb"))}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "smoke"])
+@pytest.mark.parametrize("name", [*NAMES, "smoke", "quick"])
 def test_every_entry_is_a_parameter_of_the_right_type(name, pages):
     study, settings = Study(profile=name), load_profile(name)
     known = pages | {"*": {parameter for page in pages.values() for parameter in page}}

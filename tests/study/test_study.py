@@ -91,17 +91,46 @@ def test_a_failing_notebook_keeps_its_page_and_does_not_stop_the_next(root, fail
     assert "notebooks 3" in (root / "notebooks/01_first.ipynb").read_text()
 
 
-def test_elsewhere_a_broken_claim_is_a_finding_and_an_error_still_an_error(root):
-    write(root / "notebooks/01_first.ipynb", "assert steps == 3, 'three'", "print('to the end')")
+def test_elsewhere_every_claim_has_a_verdict_and_an_error_is_still_an_error(root):
+    write(root / "notebooks/01_first.ipynb", "x = 3\nassert steps == x, 'three'\nassert x == 3", "print('to the end')")
     write(root / "notebooks/02_second.ipynb", "assert steps == 3", "steps / 0")
-    write(root / "notebooks/03_third.ipynb", "assert {3: True}[steps]")
+    write(root / "notebooks/03_third.ipynb", "y = {3: True}[steps]\nassert y\n\nassert steps / 0\nsteps + 5")
     write(root / "notebooks/04_fourth.ipynb", "{3: True}[steps]", "print(steps)")
     run = study.Study(root, parameters={"steps": 4}, out=root / "out")
     assert list(run.run()) == ["02_second", "04_fourth"] and (root / "out/failed/02_second.ipynb").is_file()
-    assert run.broken_claims["03_third"] == ["assert {3: True}[steps]"]
-    assert run.broken_claims["01_first"] == ["assert steps == 3, 'three'"]
-    page = (root / "out/notebooks/01_first.ipynb").read_text()
-    assert "AssertionError" in page and "to the end" in page and "papermill-error" not in page
+    first, third = run.claims["01_first"], run.claims["03_third"]
+    assert first == {"assert steps == x, 'three'": "does not hold here", "assert x == 3": "holds"}
+    assert third["assert y"] == "cannot be asked here (KeyError: 4)"
+    assert third["assert steps / 0"].startswith("cannot be asked here (ZeroDivisionError")
+    page = nbformat.read(root / "out/notebooks/03_third.ipynb", as_version=4)
+    assert page.cells[2].outputs[0].text == "cannot be asked here (KeyError: 4)\n"
+    assert page.cells[4].outputs[0].data["text/plain"] == "9"
+    assert "to the end" in (root / "out/notebooks/01_first.ipynb").read_text()
+
+
+TABLES = """class DataError(ValueError): ...
+class tables:
+    def table(least):
+        if steps < least:
+            raise DataError(f"{steps} steps")
+        return steps"""
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(3, []), (2, ["2 steps"]), (1, None)])
+def test_elsewhere_a_page_goes_without_tables_but_not_without_all(root, steps, refused):
+    write(
+        root / "notebooks/01_first.ipynb", TABLES, "x = tables.table(2)\nassert x > 2", "y = tables.table(3)", "y + 0"
+    )
+    run = study.Study(root, parameters={"steps": steps}, out=root / "out")
+    failed = run.run()
+    assert run.refused == ({} if refused is None else {"01_first": refused})
+    assert [*failed] == ["01_first"] * (refused is None) and all("1 steps" in error for error in failed.values())
+
+
+def test_a_parameter_that_only_other_pages_have_is_left_out(root):
+    write(root / "notebooks/02_second.ipynb", parameters="other = 1")
+    run = study.Study(root, only=["02"], parameters={"steps": 4})
+    assert run.without == {"steps": ["02_second"]} and list(run.injected.values()) == [{}]
 
 
 def test_selection(root):

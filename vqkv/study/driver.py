@@ -1,8 +1,8 @@
 """``python -m vqkv.study``: the notebooks, run by papermill and nbclient, become committed pages, tables and figures.
 
 The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
-or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there an
-``assert`` of a page that does not hold is reported as a finding: the claims were made for the committed numbers.
+or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there each
+``assert`` of a page is reported as holding or not: the claims were made for the committed numbers.
 
 Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs; a page that takes
 times runs alone. Pages that read the others' tables come last.
@@ -54,10 +54,13 @@ class Study:
         self.notebooks = pages.select(self.root / "notebooks", self.only)
         settings = pages.load_profile(self.profile)
         defaults = {path: pages.notebook_parameters(path) for path in self.notebooks}
-        known = set().union(*defaults.values())
+        known = set().union(*map(pages.notebook_parameters, pages.all_notebooks(self.root / "notebooks")))
         for name in self.parameters:
             if name not in known:
-                raise UnknownNameError("parameter", name, known, "Choose notebooks by --only.")
+                raise UnknownNameError("parameter", name, known)
+        self.without = {  # parameter that was given: the pages that have none of this name
+            name: [path.stem for path, own in defaults.items() if name not in own] for name in self.parameters
+        }
         self.injected = {}  # of the profile's '*' entries, its own and further parameters those that the notebook has
         for path, own in defaults.items():
             given = settings.get("*", {}) | settings.get(path.stem, {}) | self.parameters
@@ -68,7 +71,8 @@ class Study:
         self.target = self.root if self.in_place else Path(other).resolve()
         if self.target == self.root and not self.in_place:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
-        self.broken_claims: dict[str, list[str]] = {}
+        self.claims: dict[str, dict[str, str]] = {}  # of a page elsewhere: verdict by claim,
+        self.refused: dict[str, list[str]] = {}  # and why it goes without some of its tables
         check(self.scheduler, self.workers)
 
     def run(self) -> dict[str, str]:
@@ -97,9 +101,12 @@ class Study:
         notebook = load_notebook_node(str(path))
         if self.injected[path]:
             notebook = parameterize_notebook(notebook, self.injected[path], kernel_name="python3", language="python")
+        if not self.in_place:
+            notebook = pages.claims_apart(notebook)
         try:
             self._execute(notebook)
-            self.broken_claims[path.stem] = pages.broken_claims(notebook)
+            self.refused[path.stem] = pages.refusals(notebook)
+            self.claims[path.stem] = pages.judge(notebook)
         except Exception as error:  # a failing page, or a dead kernel, must not stop the others
             kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
             write_atomically(kept, pages.written(notebook))
@@ -122,7 +129,7 @@ class Study:
             resources={"metadata": {"path": str(self.root / "notebooks")}},
             record_timing=False,
             coalesce_streams=True,
-            allow_error_names=[] if self.in_place else pages.CLAIM_ERRORS,
+            allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
         client.execute(env=environment)
 
@@ -148,11 +155,20 @@ def main(
     except (ValueError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+    for name, without in study.without.items():
+        if without:
+            typer.echo(f"no parameter {name} in {', '.join(without)}", err=True)
     failures = study.run()
     for name, error in failures.items():
         typer.echo(f"\n{name} failed: {error}", err=True)
-    for name, claims in sorted(study.broken_claims.items()):
-        for claim in claims:
-            typer.echo(f"\n{name}: with these parameters this does not hold:\n{claim}", err=True)
+    for name, reasons in sorted(study.refused.items()):
+        for reason in reasons:
+            typer.echo(f"\n{name} goes without a table: {reason}", err=True)
+    for name, verdicts in sorted(study.claims.items()):
+        missed = {claim: verdict for claim, verdict in verdicts.items() if verdict != pages.HOLDS}
+        for claim, verdict in missed.items():
+            typer.echo(f"\n{name}: {verdict}:\n{claim}", err=True)
+        if verdicts:
+            typer.echo(f"\n{name}: {len(verdicts) - len(missed)} of {len(verdicts)} claims hold here", err=True)
     typer.echo(f"{len(study.notebooks) - len(failures)} of {len(study.notebooks)} notebooks done, in {study.target}")
     raise typer.Exit(1 if failures else 0)

@@ -14,7 +14,9 @@ from vqkv.errors import DataError, UnknownNameError
 PROFILES = Path(__file__).parent / "profiles"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 METADATA |= {"language_info": {"name": "python"}}
-CLAIM_ERRORS = ["AssertionError", "KeyError"]  # of a claim that does not hold, or is about a setting that was not tried
+TOLERANT = "raises-exception"  # nbclient goes on after an error in a cell with this tag
+REFUSALS = ["DataError", "NameError"]  # of a table that this model cannot have, and of what would have read it
+HOLDS = "holds"
 
 
 def all_notebooks(folder: Path) -> list[Path]:
@@ -83,14 +85,66 @@ def written(notebook: NotebookNode) -> bytes:
     return nbformat.writes(notebook).encode() + b"\n"
 
 
-def broken_claims(notebook: NotebookNode) -> list[str]:
-    """List the cells with an ``assert`` that failed, or that found no row to ask. Raises ``RuntimeError`` for an error
-    in any other cell."""
-    claims = []
+def claims_apart(notebook: NotebookNode) -> NotebookNode:
+    """Give each claim, an ``assert`` with the lines that lead to it, a cell that may fail: so it hides no other's
+    verdict, and the page goes on. A statement that makes a table may not fail."""
+    notebook.cells = [part for cell in notebook.cells for part in _claims_of(cell)]
+    return notebook
+
+
+def _claims_of(cell: NotebookNode) -> list[NotebookNode]:
+    """Cut a cell with claims after each of them and after each table; another cell stays as it is."""
+    if cell.cell_type != "code" or "assert " not in cell.source:
+        return [cell]
+    lines, start, parts = cell.source.splitlines(), 0, []
+    statements = ast.parse(cell.source).body
+    for statement in statements:
+        text = "\n".join(lines[start : statement.end_lineno])
+        is_table = "tables.table(" in text
+        if isinstance(statement, ast.Assert) or is_table or statement is statements[-1]:
+            part = nbformat.v4.new_code_cell(text, metadata={"tags": [] if is_table else [TOLERANT]})
+            parts.append(part)
+            start = statement.end_lineno
+    return parts
+
+
+def judge(notebook: NotebookNode) -> dict[str, str]:
+    """Return {claim: verdict} of a page whose ``claims_apart`` have run; the verdicts replace what the cells printed.
+    A claim about a system or a layer that was not tried cannot be asked."""
+    verdicts = {}
     for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                if not any(line.startswith("assert ") for line in cell.source.splitlines()):
-                    raise RuntimeError(f"{output.ename}: {output.evalue}, in\n{cell.source}")
-                claims.append(cell.source)
-    return claims
+        if TOLERANT in cell.metadata.get("tags", []):
+            verdict, claim = _verdict(cell.outputs), _claim(cell.source)
+            if claim:
+                verdicts[claim] = verdict
+            if claim or verdict != HOLDS:
+                cell.outputs = [nbformat.v4.new_output("stream", text=f"{verdict}\n")]
+    return verdicts
+
+
+def refusals(notebook: NotebookNode) -> list[str]:
+    """Say which tables a page elsewhere does without, and why. Raises ``DataError`` if it could make none of them."""
+    making = [cell for cell in notebook.cells if cell.cell_type == "code" and "tables.table(" in cell.source]
+    found = [_error(cell.outputs) for cell in making]
+    refused = [error.evalue for error in found if error and error.ename == "DataError"]
+    if making and all(found):
+        raise DataError(refused[0])
+    return refused
+
+
+def _error(outputs: list[NotebookNode]) -> NotebookNode | None:
+    return next((output for output in outputs if output.output_type == "error"), None)
+
+
+def _claim(source: str) -> str:
+    """The ``assert`` that a cell ends with; empty if it ends with another statement."""
+    last = ast.parse(source).body[-1]
+    return ast.get_source_segment(source, last) if isinstance(last, ast.Assert) else ""
+
+
+def _verdict(outputs: list[NotebookNode]) -> str:
+    error = _error(outputs)
+    if error is None:
+        return HOLDS
+    reason = f"cannot be asked here ({error.ename}: {error.evalue})"
+    return "does not hold here" if error.ename == "AssertionError" else reason

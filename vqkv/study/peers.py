@@ -60,10 +60,14 @@ class TransformersQuantized:
         return f"transformers-{self.backend}"
 
     def new_cache(self, model, in_place: bool = False) -> "MeteredQuantizedCache":
-        """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do."""
+        """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do, and for a
+        model that it is not made for: one with sliding windows."""
         if in_place:
             raise DataError(f"{self.name} hands the first tokens back exact: it has no in-place protocol")
-        return MeteredQuantizedCache(self.backend, model.config, **self._arguments())
+        try:
+            return MeteredQuantizedCache(self.backend, model.config, **self._arguments())
+        except ValueError as error:
+            raise DataError(f"{self.name} does not fit {type(model).__name__}: {error}") from error
 
     def new_pass(self) -> None:
         """None, as no layer reads another here; ``Compressor.new_pass``."""

@@ -18,6 +18,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -88,14 +89,16 @@ class Experiment:
         """The table. A finished case is kept in ``folder``: a run that was killed goes on from there, unless code or
         arguments have changed.
 
-        What a case raises ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
-        literals, or sources that are not the same for all cases, ``RuntimeError`` where a process died.
+        A case that raises ``DataError``, as a system does that does not fit the model, has no rows, and a warning says
+        why; another error ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
+        literals, for sources that are not the same for all cases, and if there are no rows at all; ``RuntimeError``
+        where a process died.
         """
         cases, results, rows, sweeps = self.cases(**parameters), {}, [], 0
         while cases:
             found, sweeps = _computed(self.__name__, cases, folder), sweeps + 1
             results |= found
-            rows += [row for result in found.values() for row in result["rows"]]
+            rows += _known_rows(found)
             known = parameters | {"rows": rows, "sweeps": sweeps}
             cases = self._cases(self.then, known) if self.then else []
         if self.finish:
@@ -134,13 +137,17 @@ class ExperimentCase:
     name: str
 
     def result(self) -> dict:
-        """Compute ``rows`` and ``sources``, exactly as JSON gives them back, and the ``seconds`` that it took."""
-        arguments, start = with_subject(self.arguments), time.perf_counter()
-        rows = self.experiment.row(**arguments)
+        """Compute ``rows`` and ``sources``, exactly as JSON gives them back, and the ``seconds`` that it took;
+        ``refused``: why there are no rows."""
+        arguments, start, refused = with_subject(self.arguments), time.perf_counter(), ""
+        try:
+            rows = self.experiment.row(**arguments)
+        except DataError as error:
+            rows, refused = [], str(error)
         rows = [rows] if isinstance(rows, dict) else rows
         rows = [{k: v.item() if isinstance(v, np.generic) else v for k, v in row.items()} for row in rows]
         sources = arguments["subject"].sources if "subject" in arguments else {}
-        return {"rows": rows, "sources": sources, "seconds": time.perf_counter() - start}
+        return {"rows": rows, "sources": sources, "seconds": time.perf_counter() - start, "refused": refused}
 
     def identity(self, threads: int) -> str:
         """A hash of all that its rows depend on but for its sources, whose own hashes are compared with the other
@@ -194,6 +201,17 @@ def _result(case: ExperimentCase, code: str, threads: int) -> tuple[str, dict]:
         except Exception as error:
             error.add_note(f"in {case.name}")
             raise
+
+
+def _known_rows(results: dict[str, dict]) -> list[dict]:
+    """The rows of all cases; a warning for each that has none. Raises ``DataError`` if every case was refused."""
+    rows = [row for result in results.values() for row in result["rows"]]
+    refused = {name: result["refused"] for name, result in results.items() if result["refused"]}
+    for name, why in refused.items():
+        if not rows:
+            raise DataError(f"{why} (in {name})")
+        warnings.warn(f"no rows of {name}: {why}", stacklevel=3)
+    return rows
 
 
 def _sources(results: dict[str, dict]) -> dict:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,10 +90,7 @@ def halving_search(
     as at high rates it does; lower is better. ``rank_CONTEXT`` is the design's in its rung, from 1, ``rank_CONTEXT_se``
     its standard error, over ``DRAWS`` bootstrap draws of the windows; ``kept`` whether it went on.
     """
-    try:
-        compressor = fitted(presets.crossed(**factorial()[design], bits=bits, seed=subject.seed, **learning), subject)
-    except DataError as error:
-        return without(subject.name, design, error)
+    compressor = fitted(presets.crossed(**factorial()[design], bits=bits, seed=subject.seed, **learning), subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     totals = total_bits(row, subject.about, tokens_kept_exact(compressor))
     label = {"rung": rung, "model": subject.name, "design": design, "bits": bits}
@@ -157,21 +153,12 @@ def frontier(
     number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
     facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
     """
-    try:
-        compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
-    except DataError as error:
-        return without(subject.name, system, error)
+    compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     row |= facts_answered(subject, compressor, **facts) if facts else {}
     row |= total_bits(row, subject.about, tokens_kept_exact(compressor))
     row["evr"] = math.nan if compressor.joint else _explained(subject, compressor)
     return [{"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits} | row]
-
-
-def without(model: str, system: str, error: DataError) -> list[dict]:
-    """No row: eviction of a model that shows no attention probabilities, groups that do not divide its heads."""
-    warnings.warn(f"{model} goes without {system}: {error}", stacklevel=2)
-    return []
 
 
 def fitted_system(

@@ -150,19 +150,19 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
 }
 
 
-def _cases(subject: Subject, sizes: dict[str, list[float]], seeds: list[int]) -> list[dict]:
+def _cases(subject: Subject, sizes: dict[str, list[float]], seeds: list[int], codebook_size: int) -> list[dict]:
     return [
-        {"subject": each, "phenomenon": phenomenon, "size": size, "first": each.seed == seeds[0]}
+        {"subject": each, "phenomenon": phenomenon, "size": size, "system": system}
         for phenomenon in sizes
         for size in sizes[phenomenon]
         for each in subject.each(seed=seeds)
+        for system in PHENOMENA[phenomenon][1](codebook_size, each.seed)
+        if each.seed == seeds[0] or system.startswith("vq")
     ]
 
 
 @experiment(_cases)
-def injected(
-    subject: Subject, phenomenon: str, size: float, first: bool, codebook_size: int, chunk_size: int
-) -> list[dict]:
+def injected(subject: Subject, phenomenon: str, size: float, system: str, codebook_size: int, chunk_size: int) -> dict:
     """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes (0: none), and its systems calibrated on
     the changed model: a row per phenomenon, size, system and seed. All but norms leave the model's outputs as they
     were. ``chunked`` protocol, KL to the changed model's own exact cache, four sinks and no recent window, except for
@@ -170,21 +170,17 @@ def injected(
     codebooks have the first alone. ``injection_kl``: what the injection itself does to the model; ``warned``: whether
     ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
     """
-    changed, rows = subject.changed(kind=InjectedSubject, phenomenon=phenomenon, size=size), []
+    changed = subject.changed(kind=InjectedSubject, phenomenon=phenomenon, size=size)
     damage = token_kl(subject.exact(subject.test)[0], changed.exact(subject.test)[0]).mean().item()
-    for system, preset in PHENOMENA[phenomenon][1](codebook_size, subject.seed).items():
-        if not first and not system.startswith("vq"):
-            continue
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            compressor = _fitted(changed, preset)
-        row = by_window(changed, compressor, chunk_size=chunk_size, reconstruction=False)
-        label = {"model": subject.name, "phenomenon": phenomenon, "size": size, "system": system}
-        label |= {"seed": subject.seed} | {name: row[name] for name in MEASURED} | {"injection_kl": damage}
-        label["warned"] = any("of the variance of" in str(warning.message) for warning in said)
-        loud = phenomenon == "loud heads"
-        rows.append(label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan)))
-    return rows
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compressor = _fitted(changed, PHENOMENA[phenomenon][1](codebook_size, subject.seed)[system])
+    row = by_window(changed, compressor, chunk_size=chunk_size, reconstruction=False)
+    label = {"model": subject.name, "phenomenon": phenomenon, "size": size, "system": system}
+    label |= {"seed": subject.seed} | {name: row[name] for name in MEASURED} | {"injection_kl": damage}
+    label["warned"] = any("of the variance of" in str(warning.message) for warning in said)
+    loud = phenomenon == "loud heads"
+    return label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan))
 
 
 def _fitted(subject: InjectedSubject, preset):

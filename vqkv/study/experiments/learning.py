@@ -4,6 +4,7 @@ import torch
 
 from vqkv import presets
 from vqkv.models.capture import capture
+from vqkv.models.layers import max_positions
 from vqkv.study.metrics import code_perplexity
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -48,10 +49,13 @@ def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every:
 def _layer_vectors(
     subject: Subject, split: str, seed: int, count: int, role: str, layer: int, group_size: int
 ) -> torch.Tensor:
-    """Keys or values (1, 1, vectors, head_dim) of one layer that hold ``count`` group vectors."""
-    heads, *dims = subject.about["shapes"][layer]
+    """Keys or values (1, 1, vectors, head_dim) of one layer, the last of a model with fewer, that hold ``count`` group
+    vectors."""
+    shapes = subject.about["shapes"]
+    layer = min(layer, len(shapes) - 1)
+    heads, *dims = shapes[layer]
     per_token = heads * dims[role == "value"] // group_size
-    seq_len = min(512, count // per_token)
+    seq_len = min(512, max_positions(subject.model), count // per_token)
     tokens = subject.text(split, [-(-count // (per_token * seq_len)), seq_len], seed)
     x = _captured_layer(subject=subject, split=split, size=list(tokens.shape), seed=seed, role=role, layer=layer)
     return x.flatten(0, 2)[: count * group_size // x.shape[-1]][None, None]

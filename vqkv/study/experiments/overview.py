@@ -4,7 +4,7 @@ import pandas as pd
 
 from vqkv.study.experiments.common import frame
 from vqkv.study.experiments.designs import BEST
-from vqkv.study.experiments.rule import by_rule, share_of_bits
+from vqkv.study.experiments.rule import by_rule, cache_shape, share_of_bits
 from vqkv.study.tables import stored
 
 READ = ("08_latency", "11_frontier", "12_claims")
@@ -12,7 +12,6 @@ CONTEXTS = {"8,192": "8k", "131,072": "128k"}
 LEAST, MOST = 0.9, 3.0  # bits of KVTC within which the whole curve is compared
 TWO_BITS = (2.0, 2.5)
 BASELINE = "DynamicCache"
-MODEL, WIDTH = "smollm2-135m", 192  # channels of all KV heads
 
 
 def contents() -> dict[str, str]:
@@ -37,7 +36,11 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
 
 def frontier_rows() -> pd.DataFrame:
     """Page 11's rows, as ``figures.overview`` takes them."""
-    return by_rule(stored("11_frontier")[0], [*CONTEXTS.values()], WIDTH)
+    return _seen(stored("11_frontier")[0])
+
+
+def _seen(frontier: pd.DataFrame) -> pd.DataFrame:
+    return by_rule(frontier, [*CONTEXTS.values()], cache_shape(frontier["model"].iloc[0]).width)
 
 
 def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") -> dict:
@@ -45,11 +48,11 @@ def _row(finding: str, cases: pd.Series, unit: str, page: str, model: str = "") 
 
 
 def _bits(frontier: pd.DataFrame) -> list[dict]:
-    seen, found = by_rule(frontier, [*CONTEXTS.values()], WIDTH), []
+    seen, model, found = _seen(frontier), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():
         share = share_of_bits(seen, name, LEAST, MOST)
         ends = pd.Series([share["lowest"], share["highest"]])
-        found.append(_row(f"best over KVTC at equal KL, {tokens} tokens", ends, "of its bits", "11", MODEL))
+        found.append(_row(f"best over KVTC at equal KL, {tokens} tokens", ends, "of its bits", "11", model))
     return found
 
 
@@ -61,7 +64,8 @@ def _facts(frontier: pd.DataFrame) -> list[dict]:
         "facts lost, AQUA-KV, 2-2.5 bits": predicted & two_bits,
         "facts lost, best-long at 0.9 bits": (frontier["system"] == "best-long") & (frontier["nominal_bits"] == 0.9),
     }
-    return [_row(name, frontier.loc[kind, "facts_lost"], "points", "11", MODEL) for name, kind in kinds.items()]
+    model = frontier["model"].iloc[0]
+    return [_row(name, frontier.loc[kind, "facts_lost"], "points", "11", model) for name, kind in kinds.items()]
 
 
 def _told(claims: pd.DataFrame) -> list[dict]:

@@ -192,6 +192,7 @@ def _beside(rows: list[dict]) -> list[dict]:
     known = {row["label"]: row["kl_each"].split() for row in rows}
     for row in rows:
         beside = BESIDE.get(row["label"], "none")
+        beside = beside if beside in known else "none"
         ratios = paired_ratio(known[row["label"]], known[beside]) if beside != "none" else [math.nan] * 3
         row |= {"beside": beside} | dict(zip(("kl_ratio", "kl_ratio_low", "kl_ratio_high"), ratios, strict=True))
     return rows

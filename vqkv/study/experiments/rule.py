@@ -2,8 +2,10 @@
 
 import numpy as np
 import pandas as pd
+import torch
+from transformers import AutoModelForCausalLM
 
-from vqkv.evaluation.footprint import Shape, architecture, model_shape
+from vqkv.evaluation.footprint import Shape, model_shape
 from vqkv.models.load import config_of
 from vqkv.presets.crosses import best_for
 from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family, windows
@@ -51,8 +53,9 @@ def _hull(x: pd.Series, y: pd.Series) -> list:
 
 
 def cache_shape(model: str) -> Shape:
-    """Layers, KV heads and their width of a model by name."""
-    return model_shape(architecture(config_of(model)))
+    """Layers, KV heads and their width of a model by name, as if no layer had a sliding window."""
+    with torch.device("meta"):
+        return model_shape(AutoModelForCausalLM.from_config(config_of(model).get_text_config()))
 
 
 def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd.Series:

@@ -4,11 +4,10 @@ import ast
 
 import pandas as pd
 
-from vqkv.errors import DataError
 from vqkv.presets import Preset
 from vqkv.study.experiments.common import by_window, tokens_kept_exact
 from vqkv.study.experiments.designs import published, since
-from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits, without
+from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
@@ -71,10 +70,7 @@ def tuning(
     ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
     information included. ``chosen``: the least within a family, or its default if that is not worse by ``WORTH``.
     """
-    try:
-        compressor = fitted(trial(family, arguments, vqllm, sink_tokens, subject.seed), subject)
-    except DataError as error:
-        return without(subject.name, f"{family}, {arguments}", error)
+    compressor = fitted(trial(family, arguments, vqllm, sink_tokens, subject.seed), subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     bits = total_bits(row, subject.about, tokens_kept_exact(compressor))[f"bits_{context}_x1"]
     words = ", ".join(f"{name} {value}" for name, value in arguments.items())

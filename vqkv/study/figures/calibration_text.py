@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.style import PALETTE, look, whiskers
+from vqkv.study.figures.style import PALETTE, basename, look, whiskers
 
 FILLS = ("full", "none", "left")  # of the markers of the calibrations
 
@@ -18,7 +18,7 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
     for number, (fill, ((corpus, size, read), rows)) in enumerate(zip(FILLS, calibrations)):
         _calibration(times, bits, rows, systems, 0.25 * (number - 1), fill)
         style = {"fillstyle": fill, "markerfacecoloralt": "white", "color": PALETTE["published"], "ms": 8}
-        times.plot([], [], "o", label=f"{size} of {corpus}, reads {read}", **style)
+        times.plot([], [], "o", label=f"{size} of {basename(corpus)}, reads {basename(read)}", **style)
     for ax, nothing in ((times, 1), (bits, 0)):
         ax.axvline(nothing, color=PALETTE["bound"], linewidth=1)
     times.set(xlabel="times the KL of its own calibration")

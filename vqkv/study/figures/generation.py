@@ -67,8 +67,9 @@ def in_place(times, losses):
     information, what a token takes longer than with ``DynamicCache`` after few (hollow) and many tokens (filled), and
     KL with its 95% interval. ``times``: of one shape; ``losses``: of ``frontier``."""
     fig, axes = plt.subplots(1, 3, figsize=(11, 2.6), sharey=True)
-    systems = [system for system in IN_PLACE if system in set(times["system"])]
-    lost = losses.set_index("system").loc[[system.removeprefix("transformers ") for system in systems]]
+    measured = {system: system.removeprefix("transformers ") for system in IN_PLACE if system in set(times["system"])}
+    systems = [system for system, name in measured.items() if name in set(losses["system"])]
+    lost = losses.set_index("system").loc[[measured[system] for system in systems]]
     ends = sorted({times["context"].min(), times["context"].max()})
     for place, (system, (_, row)) in enumerate(zip(systems, lost.iterrows(), strict=True)):
         style = look(system)

@@ -18,12 +18,12 @@ PANELS = {"kl_mean": "KL (nats)", "facts_lost": "facts lost (points)", "stored_m
 def grouping_bars(table):
     """Draw a bar per row of Table 1, a panel per measure: KL and facts lost with 95% intervals over windows and texts,
     and the error of the role that is stored."""
-    rows = table.set_index("quantised").loc[list(GROUPING_COLOURS)]
+    rows = table.set_index("quantised").loc[[name for name in GROUPING_COLOURS if name in set(table["quantised"])]]
     rows["stored_mse"] = rows["key_mse"].where(rows.index != "value", rows["value_mse"])
     rows.loc[rows.index.str.contains("+", regex=False), "stored_mse"] = float("nan")
     shown = {column: label for column, label in PANELS.items() if column in rows}
     fig, axes = plt.subplots(1, len(shown), figsize=(11, 2.8), sharey=True)
-    colours = [PALETTE[name] for name in GROUPING_COLOURS.values()]
+    colours = [PALETTE[GROUPING_COLOURS[name]] for name in rows.index]
     for ax, (column, label) in zip(axes, shown.items(), strict=True):
         error = interval(rows, column)
         ax.barh(rows.index, rows[column], 0.7, xerr=error, color=colours, error_kw={"capsize": 3})

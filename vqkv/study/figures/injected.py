@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 
+from vqkv.errors import DataError
 from vqkv.study.figures.style import PALETTE, interval, look, mark_floor
 
 SHOWN = {  # phenomenon -> what its size is, and systems
@@ -17,9 +18,14 @@ SHOWN = {  # phenomenon -> what its size is, and systems
 
 
 def kl_by_size(table):
-    """KL against the size of each phenomenon of ``SHOWN``, a line for each system; bars: 95% intervals over windows."""
-    fig, axes = plt.subplots(1, len(SHOWN), figsize=(11, 5), sharey=True)
-    for ax, (phenomenon, (label, systems)) in zip(axes, SHOWN.items(), strict=True):
+    """KL against the size of each phenomenon of ``SHOWN`` that the model has, a line for each system; bars: 95%
+    intervals over windows. Raises ``DataError`` if it has none of them."""
+    put = set(table.loc[table["size"] > 0, "phenomenon"])
+    shown = {phenomenon: how for phenomenon, how in SHOWN.items() if phenomenon in put}
+    if not shown:
+        raise DataError(f"none of {', '.join(SHOWN)} was put into the model")
+    fig, axes = plt.subplots(1, len(shown), figsize=(11, 5), sharey=True, squeeze=False)
+    for ax, (phenomenon, (label, systems)) in zip(axes[0], shown.items(), strict=True):
         mine = table[table["phenomenon"] == phenomenon]
         for system in systems:
             rows = mine[mine["system"] == system].sort_values("size")
@@ -34,5 +40,5 @@ def kl_by_size(table):
         ax.legend(loc="upper left", fontsize=9, ncols=2)
         ax.set_ylim(top=8 * table["kl_mean"].max())  # room for the legend
         mark_floor(ax, mine)
-    axes[0].set_ylabel("KL to the exact cache (nats)")
+    axes[0, 0].set_ylabel("KL to the exact cache (nats)")
     return fig

@@ -11,9 +11,11 @@ def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float
     """Held-out loss after the last stage against moving-average steps; line: mean over seeds, band: their range.
 
     ``groups``: panel title -> [(label, {column: value}), ...], the first the same everywhere; ``top`` cuts the axis,
-    where a start is far above it.
+    where a start is far above it, unless an end is too.
     """
     last = table[table["stage"] == table["stage"].max()]
+    if top is not None and last[last["step"] == last["step"].max()]["loss"].max() > top:
+        top = None
     fig, axes = plt.subplots(1, len(groups), figsize=(11, 3.8), sharey=True, squeeze=False)
     for number, (ax, (title, variants)) in enumerate(zip(axes[0], groups.items(), strict=True)):
         for i, (label, chosen) in enumerate(variants):

@@ -46,7 +46,8 @@ def context_costs(table):
             about = float(f"{row['pays_from']:.2g}")
             ax.annotate(f"{about:,.0f}", (row["pays_from"], row["plain_bits"]), **note)
     ax.set(title=model_of(table), xscale="log", xlabel="tokens that share the predictors (context x batch)")
-    ax.set(ylim=(0, 2 * table["plain_bits"].max()), ylabel="bits per value, side information included")
+    most = table["plain_bits"].max()  # NaN if every system is worse than HIGGS of 2 bits
+    ax.set(ylim=(0, 2 * most if most > 0 else None), ylabel="bits per value, side information included")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     ax.plot([], [], color=PALETTE["higgs"], linewidth=1, label="HIGGS at the same KL")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
