@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from vqkv import presets
-from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
@@ -95,13 +94,10 @@ def eviction(
     SnapKV against random ones. ``quantizer``: ``codebook_size`` and ``num_quantizers`` of residual VQ.
 
     ``snapshot`` protocol, evicted once after the prompt; the first ``sink_tokens`` always stay, also for the random
-    rule, which would else show no more than what losing a sink costs. ``overlap``: the share of the tokens kept by
-    scores from exact keys that scores from this codec's keys would keep too. One row per codec, rule and share.
+    rule, which would else show no more than what losing a sink costs. One row per codec, rule and share.
     """
     compressor = _evicted_codec(subject=subject, codec=codec, sink_tokens=sink_tokens, **quantizer)
     settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(subject.test), "reconstruction": False}
-    compared = compare_scores(subject.model, compressor, subject.test[:, :prompt_len], retain, recent)
-    overlap = sum(compared) / len(compared)
     rows, rules = [], {
         "heavy hitters": H2O(compressor, retain, recent),
         "SnapKV": snapkv(compressor, retain),
@@ -109,7 +105,7 @@ def eviction(
     }  # fmt: skip
     for rule, policy in rules.items():
         row = evaluate(subject.model, policy, subject.test, "snapshot", **settings, exact=subject.exact)
-        label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
+        label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule}
         rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})
     return rows
 
@@ -129,16 +125,3 @@ def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
         return heavy_hitters(drawn.to(scores.device), *shares, **counts)
 
     return choose
-
-
-def compare_scores(
-    model, compressor, tokens: torch.Tensor, retain: float = 0.75, recent: float = 0.1, batch_size: int = 8
-) -> list[float]:
-    """The share, in each layer, of the tokens that an exact pass keeps which are kept too if attention reads packed
-    keys and values; mean over sequences and heads."""
-    exact, packed = (attention_scores(model, tokens, reads, batch_size) for reads in (None, compressor))
-    shares = []
-    for pair in zip(exact, packed, strict=True):
-        ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
-        shares.append((ours & theirs).sum().item() / ours.sum().item())
-    return shares
