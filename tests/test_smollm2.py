@@ -9,7 +9,7 @@ from vqkv import presets
 from vqkv.data.facts import FactsTask
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
-from vqkv.study.answers import answered
+from vqkv.study.experiments.common import answered
 
 pytestmark = [
     pytest.mark.smollm2,

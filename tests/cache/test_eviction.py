@@ -20,7 +20,6 @@ from vqkv.cache.attention_mass import token_mask, watching_attention
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
-from vqkv.study.experiments.ladder import compare_scores
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -277,13 +276,8 @@ def test_the_more_tokens_stay_the_less_is_lost(mini):
     assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
 
 
-def test_scores_from_packed_keys_against_exact_ones(mini):
+def test_scores_add_up(mini):
     tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=96, num_seqs=2)
-    base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
-    rough = calibrate(mini[0], tokens, presets.vqllm(1, 4, 32), progress=False)
-    assert min(compare_scores(mini[0], base, tokens)) > 0.97
-    overlaps, by_chance = compare_scores(mini[0], rough, tokens, retain=0.5), (10 + 38**2 / 86) / 48
-    assert len(overlaps) == 6 and all(by_chance < overlap < 0.99 for overlap in overlaps)
     scores = attention_scores(mini[0], tokens)
     assert scores[3].shape == (2, 2, 96)
     torch.testing.assert_close(

@@ -14,7 +14,6 @@ from transformers.trainer_utils import get_last_checkpoint
 import vqkv
 from vqkv.models.load import BUNDLED, describe
 from vqkv.models.metrics import token_nll
-from vqkv.reference import data as data_module
 from vqkv.reference import measure, rows, train
 from vqkv.reference.data import token_bytes
 
@@ -181,10 +180,3 @@ def test_a_release_loads_in_transformers_with_its_log(data, few, tmp_path, monke
     log = json.loads((tmp_path / "out" / "training.json").read_text())
     assert log["released"]["bits_per_byte"] > 0 and log["tokens"] == 256
     assert {entry["step"] for entry in log["log"] if "recall" in entry} == {0, 1, 2}
-
-
-def test_the_tokenizer_trained_anew_is_of_the_stored_one_s_kind(tokenizer, monkeypatch):
-    monkeypatch.setattr(data_module, "documents", lambda name, split: iter(["def f(x1): return 22 + x1\n"] * 9))
-    fresh = data_module.train_tokenizer()
-    assert fresh.bos_token_id == tokenizer.bos_token_id and fresh.tokenize("22") == ["2", "2"]
-    assert fresh.decode(fresh("# é日本")["input_ids"]) == "# é日本"

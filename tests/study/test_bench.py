@@ -9,7 +9,7 @@ from vqkv.study.bench import caches, generation
 from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, stored_bytes
 from vqkv.study.bench.generation import latency, peak_memory
 
-TINY = {"geometry": "tiny", "codebook_sizes": [16], "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
+TINY = {"geometry": "tiny", "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
 
 class Scripted:
@@ -36,8 +36,8 @@ def test_what_is_added_is_the_median_difference_of_the_same_tokens():
 
 
 def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monkeypatch):
-    rows = latency([[2, 140, 3]], 1, ["vqllm 8x16"], **TINY)
-    assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x16"] and rows[0]["added_ms"] == 0
+    rows = latency([[2, 140, 3]], 1, ["vqllm 8x256"], **TINY)
+    assert [row["system"] for row in rows] == [REFERENCE, PEER, "vqllm 8x256"] and rows[0]["added_ms"] == 0
     for row in rows:
         assert row["decode_q1"] <= row["decode_ms"] <= row["decode_q3"]
         assert row["prefill_ms"] > 0 and row["threads"] == 1 and "torch" in row["versions"]
@@ -74,7 +74,7 @@ def test_peak_memory_of_fresh_processes(monkeypatch):
 
 def test_what_a_system_shares_between_its_caches_is_not_stored_in_one():
     model = random_llama("tiny")
-    systems = prepared(model, ["vqllm 8x16", "aqua higgs 2", REFERENCE], [16])
+    systems = prepared(model, ["vqllm 8x256", "aqua higgs 2", REFERENCE])
     for system in systems.values():
         assert stored_bytes(system.new_cache(model), system) == 0
         assert getattr(system, "side_bytes", 0) == 0 or tensor_bytes(system) > 0

@@ -19,56 +19,9 @@ from vqkv.study.experiments.comparisons import (
     proxy_correlations,
     what_to_use,
 )
-from vqkv.study.experiments.frontier import CONTEXTS, halving_search, total_bits
-from vqkv.study.subject import Subject
+from vqkv.study.experiments.frontier import CONTEXTS, design_search, total_bits
 
-SEARCH = {"subject": Subject("a", "python-stdlib"), "contexts": ["1k", "32k"], "seq_len": 264}
 ALL = designs.factorial()
-
-
-def rung(keep, bits=(2,), models=1, **more):
-    return {"models": models, "bits": list(bits), "train_seqs": 4, "num_seqs": 1, "keep": keep} | more
-
-
-def made_up(subject, design, bits, rung):
-    """Bits and KL that follow from the name alone: predictors take many bytes and help."""
-    arguments = ALL[design]
-    kl = 4.0**-bits * (0.01 if arguments.get("predicted") else 1.0) * (1 + len(design) / 1e3)
-    side = 4.0 if arguments.get("predicted") else 0.1
-    found = {"1k": bits + side, "32k": bits + side / 32}
-    label = {"rung": rung, "model": subject.name, "design": design, "bits": bits, "train": subject.train_size[0]}
-    label |= {"kl_mean": kl, "kl_each": f"{kl * 0.9} {kl * 1.1}"}
-    return [label | {f"equivalent_bits_{name}": at + math.log2(kl) / 2 for name, at in found.items()}]
-
-
-@pytest.fixture
-def guessed(monkeypatch):
-    monkeypatch.setattr(halving_search, "row", made_up)
-
-
-def test_each_rung_keeps_the_best_of_each_context(guessed):
-    rungs = [rung(3), rung(1, bits=(2, 3), models=2, train_seqs=8)]
-    table = halving_search(models=["a", "b"], rungs=rungs, **SEARCH)
-    first, second = table[table["rung"] == 1], table[table["rung"] == 2]
-    assert len(first) == sum(designs.exists(name, 2) for name in ALL) and set(first["model"]) == {"a"}
-    for context in SEARCH["contexts"]:
-        ranked = first.sort_values(f"equivalent_bits_{context}", kind="stable")
-        assert list(ranked[f"rank_{context}"]) == list(range(1, len(first) + 1))
-        assert ranked["kept"].iloc[:3].all()
-        assert (first[f"rank_{context}_se"] == 0).all()  # all windows agree
-    kept = set(first[first["kept"]]["design"])
-    assert 3 <= len(kept) <= 6 and set(second["design"]) == kept
-    assert set(second["train"]) == {8} and len(second) == 4 * len(kept)
-    short, long = (second.groupby("design")[f"equivalent_bits_{name}"].mean().idxmin() for name in SEARCH["contexts"])
-    assert set(table.loc[(table["rung"] == table["rung"].max()) & table["kept"], "design"]) == {short, long}
-    assert not ALL[short]["predicted"] and ALL[long]["predicted"]
-
-
-def test_a_search_may_begin_with_few_designs(guessed):
-    named = ["uniform", "grid, predicted"]
-    table = halving_search(models=["a"], rungs=[rung(1, designs=named), rung(1, bits=(0.5,))], **SEARCH)
-    assert list(table[table["rung"] == 1]["design"]) == named
-    assert set(table[table["rung"] == 2]["design"]) == {"uniform"}  # a grid has no half bit
 
 
 def test_a_part_is_worth_what_its_twin_lacks():
@@ -78,8 +31,8 @@ def test_a_part_is_worth_what_its_twin_lacks():
         "trellis, fisher_pca, mixed": 1.0,
         "rvq, mixed": 0.0,
     }
-    rows = [{"rung": 1, "design": name, "equivalent_bits_1k": bits} for name, bits in designs.items()]
-    found = paired_ablation(pd.DataFrame([*rows, {"rung": 2, "design": "rvq", "equivalent_bits_1k": 9.0}]), ["1k"])
+    rows = [{"design": name, "equivalent_bits_1k": bits} for name, bits in designs.items()]
+    found = paired_ablation(pd.DataFrame(rows), ["1k"])
     assert found.to_dict("list") == {
         "part": ["trellis, not uniform", "mixed"],
         "design": ["trellis, fisher_pca", "trellis, fisher_pca, mixed"],
@@ -87,6 +40,15 @@ def test_a_part_is_worth_what_its_twin_lacks():
     }
     none = paired_ablation(pd.DataFrame(rows[:1]), ["1k"])
     assert none.empty and all(figures.ablation_dots(pairs, {"1k": "1,024 tokens"}).axes for pairs in (found, none))
+
+
+def test_a_search_tries_what_exists_of_all_designs_or_of_those_named():
+    tried = [case.arguments["design"] for case in design_search.cases(bits=[2])]
+    assert tried == [name for name in ALL if designs.exists(name, 2)]
+    few = [case.arguments for case in design_search.cases(bits=[2, 0.5], designs=["uniform", "grid, predicted"])]
+    assert [(case["design"], case["bits"]) for case in few] == [
+        ("uniform", 2), ("uniform", 0.5), ("grid, predicted", 2),
+    ]  # fmt: skip
 
 
 def test_every_design_is_a_preset_and_has_a_name_of_its_own():

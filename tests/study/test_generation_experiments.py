@@ -23,7 +23,7 @@ def test_names_stand_apart_and_move_no_further_than_needed(places, step):
 
 
 def test_what_reads_in_place_is_timed_and_drawn_beside_int4():
-    settings = {"rounds": 1, "systems": ["quanto 4"], "codebook_sizes": [16], "seed": 0, "threads": 1,
+    settings = {"rounds": 1, "systems": ["quanto 4"], "seed": 0, "threads": 1,
                 "dtype": "float32", "device": "cpu"}  # fmt: skip
     times = generation.read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], **settings)
     assert set(times["system"]) == {"DynamicCache", "transformers quanto 4", "quanto 4"} and len(times) == 6

@@ -12,7 +12,7 @@ from vqkv.study.subject import Subject
 
 SETTINGS = dict(
     subject=Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96]), episodes=[[1, 150, 2]], passage=32,
-    systems=["higgs 2"], designs=["uniform, pca"], bits=[2.0], least_exact=0, tell_apart=100,
+    systems=["higgs 2"], designs=["uniform, pca"], bits=[2.0], least_exact=0,
     vqllm={"vqllm 2x16": [2, 16]}, learning={"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1},
 )  # fmt: skip
 
@@ -26,13 +26,6 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task()
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
     names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
     assert len(figures.told_bars(table, names).axes) == 1
-
-
-def test_episodes_too_few_to_tell_points_apart_are_refused():
-    with pytest.raises(DataError, match="tell_apart 0 must be"):
-        retrieval(**SETTINGS | {"tell_apart": 0})
-    with pytest.raises(DataError, match="'2 facts in 150 tokens' asks 8 questions.*at least 73"):
-        retrieval(**SETTINGS | {"tell_apart": 5, "episodes": [[2, 150, 4]]})
 
 
 def test_a_task_that_the_model_itself_fails_is_refused():

@@ -41,7 +41,7 @@ def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
     assert (timed["min"] <= timed["median"]).all() and (timed["median"] <= timed["max"]).all()
     assert (whole["threads"] == 1).all() and (timed["repetitions"] >= 2).all()
     assert whole["versions"].str.contains("torch").all() and whole["device"].notna().all()
-    assert (timed["bound_ms"] > 0).all() and set(timed["limited_by"]) <= {"copy", "matmul"}
+    assert (timed["bound_ms"] > 0).all()
     assert set(whole["shape"][whole["operation"] == "rvq_encode"]) == {
         "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
     }  # fmt: skip
@@ -149,9 +149,9 @@ def test_work_counted_by_hand():
 def test_the_bound_is_what_takes_longer():
     assert roofline.encode(torch.zeros(10, 4), torch.zeros(3, 8, 4)).exact
     line = roofline.Roofline(1e9, {"float32": 1e10, "float16": 1e11})
-    assert line.bound(roofline.Demand(1e6, 1e6, 1)) == (pytest.approx(1), "copy")
-    assert line.bound(roofline.Demand(1e9, 1e6, 1)) == (pytest.approx(10), "matmul")
-    assert line.bound(roofline.Demand(1e9, 1e6, 1, exact=True)) == (pytest.approx(100), "matmul")
+    assert line.bound(roofline.Demand(1e6, 1e6, 1)) == pytest.approx(1)
+    assert line.bound(roofline.Demand(1e9, 1e6, 1)) == pytest.approx(10)
+    assert line.bound(roofline.Demand(1e9, 1e6, 1, exact=True)) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)

@@ -51,15 +51,14 @@ def _tell(layer: KVLayer, see, last: int, module, args, output) -> None:
 
 
 @torch.no_grad()
-def attention_scores(model, tokens: Tensor, compressor=None, batch_size: int = 8) -> list[Tensor]:
+def attention_scores(model, tokens: Tensor, batch_size: int = 8) -> list[Tensor]:
     """Per layer, the attention that each of ``tokens`` (num_seqs, seq_len) received in one causal pass: fp32
-    (num_seqs, num_kv_heads, seq_len). With a ``compressor``, attention reads all keys and values packed (in place)."""
+    (num_seqs, num_kv_heads, seq_len)."""
     model = evaluating(model)
     found: dict[int, list[Tensor]] = {layer.layer_idx: [] for layer in kv_layers(model)}
     with watching_attention(model, lambda layer, scores: found[layer].append(scores)):
         for batch in tokens.to(model.device).split(batch_size):
-            cache = None if compressor is None else compressor.new_cache(model, in_place=True)
-            model(batch, past_key_values=cache, use_cache=cache is not None)
+            model(batch, use_cache=False)
     return [torch.cat(found[layer]) for layer in sorted(found)]
 
 

@@ -1,25 +1,15 @@
 """The tokenizer of the bundled models, and the files of token ids that they are trained on."""
 
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from vqkv.data.bundled import documents
 from vqkv.runtime.files import replacing
 
 CORPORA = ("python", "prose-files")
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
-
-
-def train_tokenizer(max_documents: int = 3000) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of the stored one's kind and size: byte-level BPE, so that no text is unknown, digits one by
-    one, and a special token that marks where a document begins."""
-    stored = PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR)
-    texts = (text for name in CORPORA for text in islice(documents(name, "train"), max_documents))
-    return stored.train_new_from_iterator(texts, len(stored), show_progress=False)
 
 
 def token_bytes(tokenizer) -> np.ndarray:
@@ -37,7 +27,3 @@ def write_stream(path: Path, tokenizer, split: str) -> None:
             for text in tqdm(documents(name, split), desc=f"tokenise {name} {split}", unit=" documents"):
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 file.write(np.array([tokenizer.bos_token_id, *ids], dtype=np.uint16).tobytes())
-
-
-if __name__ == "__main__":
-    train_tokenizer().save_pretrained(TOKENIZER_DIR)

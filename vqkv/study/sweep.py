@@ -58,9 +58,9 @@ class Experiment:
     the rows of every case. ``attrs["sources"]`` has the hashes of models and texts, ``attrs["seconds"]`` the time of
     all cases, those of earlier runs too. Made by ``experiment``."""
 
-    def __init__(self, row: Callable, cases: Callable, then: Callable | None, finish: Callable | None):
+    def __init__(self, row: Callable, cases: Callable, finish: Callable | None):
         update_wrapper(self, row)
-        self.row, self.listed, self.then, self.finish = row, cases, then, finish
+        self.row, self.listed, self.finish = row, cases, finish
 
     def __reduce__(self) -> str:  # a worker imports it
         return self.__qualname__
@@ -69,15 +69,12 @@ class Experiment:
         return self.run(parameters)
 
     def cases(self, **parameters) -> list["ExperimentCase"]:
-        """The cases of these parameters; of an experiment that goes on by what it found, the first ones."""
-        parts = [part for part in (self.row, self.listed, self.then, self.finish) if part]
+        """The cases of these parameters."""
+        parts = [part for part in (self.row, self.listed, self.finish) if part]
         if unknown := parameters.keys() - {name for part in parts for name in inspect.signature(part).parameters}:
             raise TypeError(f"{self.__name__} takes no {', '.join(sorted(unknown))}")
-        return self._cases(self.listed, parameters)
-
-    def _cases(self, listing: Callable, parameters: dict) -> list["ExperimentCase"]:
         parameters = with_subject(parameters)
-        listed, settings = listing(**_taken(listing, parameters)), _taken(self.row, parameters)
+        listed, settings = self.listed(**_taken(self.listed, parameters)), _taken(self.row, parameters)
         found = []
         for number, case in enumerate(listed, 1):
             about = ", ".join(f"{name}={value}" for name, value in case.items())
@@ -94,13 +91,8 @@ class Experiment:
         literals, for sources that are not the same for all cases, and if there are no rows at all; ``RuntimeError``
         where a process died.
         """
-        cases, results, rows, sweeps = self.cases(**parameters), {}, [], 0
-        while cases:
-            found, sweeps = _computed(self.__name__, cases, folder), sweeps + 1
-            results |= found
-            rows += _known_rows(found)
-            known = parameters | {"rows": rows, "sweeps": sweeps}
-            cases = self._cases(self.then, known) if self.then else []
+        results = _computed(self.__name__, self.cases(**parameters), folder)
+        rows = _known_rows(results)
         if self.finish:
             rows = self.finish(**_taken(self.finish, parameters | {"rows": rows}))
         table = pd.DataFrame(rows)
@@ -109,18 +101,14 @@ class Experiment:
         return table
 
 
-def experiment(
-    cases: Callable = lambda: [{}], then: Callable | None = None, finish: Callable | None = None
-) -> Callable:
+def experiment(cases: Callable = lambda: [{}], finish: Callable | None = None) -> Callable:
     """Decorator: make a table of a function that computes the row, or the rows, of a case.
 
     Each of these functions gets those of the table's parameters that it names. ``cases`` lists the arguments that the
     row function gets in each case, in place of parameters of these names or beside them (``product`` helps); there is
-    one case by default.
-    ``then`` lists further cases of the ``rows`` that so many ``sweeps`` made, until there are none; ``finish`` makes
-    the table's rows of all ``rows``.
+    one case by default. ``finish`` makes the table's rows of all ``rows``.
     """
-    return lambda row: Experiment(row, cases, then, finish)
+    return lambda row: Experiment(row, cases, finish)
 
 
 def product(**choices) -> list[dict]:

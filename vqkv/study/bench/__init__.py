@@ -2,5 +2,5 @@
 
 ``python -m vqkv.study.bench [--only OPERATION ...] [--out FILE.csv]``: kernels against other libraries, fp16 attention
 and the machine's roofline, as page 09 has them (``speed``). Page 08 has what a cache adds to the time of a generated
-token and how much memory that takes at its peak (``generation``), page 13 prompts that come back (``restoring``).
+token and how much memory that takes at its peak (``generation``).
 """

@@ -86,11 +86,10 @@ THEIRS: dict[str, Callable] = {
 }
 
 
-def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset]:
+def ours(kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset]:
     """The presets by label, as they are published: with the sinks, window and flush block that each of them has.
-    ``codebook_sizes`` (a row each) and ``kmeans_iterations`` are residual VQ's; ``seed`` starts whatever learns."""
+    ``kmeans_iterations`` is residual VQ's; ``seed`` starts whatever learns."""
     learning = {"kmeans_iterations": kmeans_iterations, "seed": seed}
-    residual = {f"vqllm 8x{size}": presets.vqllm(8, size, **learning) for size in codebook_sizes}
     return {
         "quanto 4": presets.quanto(4),
         "quanto 2": presets.quanto(2),
@@ -99,7 +98,7 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
         "kvquant 4": presets.kvquant(4, seed=seed),
         "higgs 4": presets.higgs(4),
         "higgs 2": presets.higgs(2),
-        **residual,
+        **{f"vqllm 8x{size}": presets.vqllm(8, size, **learning) for size in (256, 2048)},
         "rvq2": presets.rvq2(seed=seed),
         "vqq_product 0.3": presets.vqq_product(0.3, seed=seed),
         "aqua higgs 2": presets.aqua(presets.higgs(2)),
@@ -113,9 +112,9 @@ def ours(codebook_sizes: list[int], kmeans_iterations: int = 10, seed: int = 0) 
     }
 
 
-def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
+def chosen(systems: list[str]) -> list[str]:
     """The labels of ``systems`` (all if there are none) in their order. Raises ``UnknownNameError`` for another one."""
-    known = [*THEIRS, *ours(codebook_sizes), *KEPT]
+    known = [*THEIRS, *ours(), *KEPT]
     check_known("system", systems, known)
     asked = (MID, "live", "cachegen", "kvtc")  # by pages 08 and 13 alone
     usual = [label for label in known if not label.startswith(asked)]
@@ -123,15 +122,14 @@ def chosen(systems: list[str], codebook_sizes: list[int]) -> list[str]:
 
 
 def contenders(
-    fit: Callable[[presets.Preset], Compressor], systems: list[str], codebook_sizes: list[int], seed: int = 0,
-    kmeans_iterations: int = 10,
-) -> dict:  # fmt: skip
+    fit: Callable[[presets.Preset], Compressor], systems: list[str], seed: int = 0, kmeans_iterations: int = 10
+) -> dict:
     """The ``systems`` by label (all if there are none), each with ``new_cache(model)``: presets as ``fit`` fits them,
     and transformers' caches; of those whose package is missing a warning says so. Raises ``UnknownNameError`` for
     another label."""
-    wanted, found = ours(codebook_sizes, kmeans_iterations, seed), {}
+    wanted, found = ours(kmeans_iterations, seed), {}
     fitted = cache(lambda label: fit(wanted[label]))
-    for label in tqdm(chosen(systems, codebook_sizes), desc="calibrate", leave=False, disable=None):
+    for label in tqdm(chosen(systems), desc="calibrate", leave=False, disable=None):
         if label in THEIRS:
             try:
                 found[label] = THEIRS[label]()
@@ -142,12 +140,12 @@ def contenders(
     return found
 
 
-def prepared(model, systems: list[str], codebook_sizes: list[int], seed: int = 0) -> dict:
+def prepared(model, systems: list[str], seed: int = 0) -> dict:
     """``contenders`` for a random model, fitted with little text: 16 tokens for each channel of all KV heads."""
     width = model.config.num_key_value_heads * model.config.head_dim
-    tokens = random_tokens(model, 8, max(64, 2 * width, max(codebook_sizes) // 16), seed + 1)
+    tokens = random_tokens(model, 8, max(256, 2 * width), seed + 1)
     fit = partial(calibrate, model, tokens, batch_size=len(tokens), progress=False)
-    return contenders(fit, systems, codebook_sizes, seed, kmeans_iterations=1)
+    return contenders(fit, systems, seed, kmeans_iterations=1)
 
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):

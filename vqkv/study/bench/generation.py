@@ -29,8 +29,8 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def latency(
-    runs: list[list[int]], rounds: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
-    threads: int, dtype: str, device: str, attention: str = "sdpa",
+    runs: list[list[int]], rounds: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
+    device: str, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
     """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]. Prefills take
     turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``attention``: the model's.
@@ -40,14 +40,15 @@ def latency(
     median over the generated tokens, with quartiles ``decode_q1`` and ``decode_q3``; ``mean_ms``: their mean, which has
     the steps that pack a block, too. ``added_ms`` and ``added_mean_ms``: median and mean of the differences from
     ``DynamicCache``'s time for the same token, which a machine that is busy now and then disturbs less than the
-    difference of medians. ``stored_bytes``: what the cache holds in the end. Presets that learn are fitted on random
-    text, which changes no time but those of ``vqq_product`` and entropy codes: how many of its blocks stay in fp16,
-    and what escapes from their tables, depends on the data. Raises ``UnknownNameError`` for other systems.
+    difference of medians. ``slowdown``: median of the ratios to that time, with quartiles. ``stored_bytes``: what the
+    cache holds in the end. Presets that learn are fitted on random text, which changes no time but those of
+    ``vqq_product`` and entropy codes: how many of its blocks stay in fp16, and what escapes from their tables, depends
+    on the data. Raises ``UnknownNameError`` for other systems.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
         model.set_attn_implementation(attention)
-        compared = prepared(model, systems and [REFERENCE, PEER, *systems], codebook_sizes, seed)
+        compared = prepared(model, systems and [REFERENCE, PEER, *systems], seed)
         shared, rows = _machine(geometry, dtype, device, threads), []
         going = {label: Generation(model, system) for label, system in compared.items()}
         for batch, context, generated in tqdm(runs, desc="runs", leave=False, disable=None):
@@ -84,9 +85,10 @@ def timed_run(going: dict[str, "Generation"], tokens: torch.Tensor, generated: i
 
 
 def _times(steps: np.ndarray, uncompressed: np.ndarray) -> dict[str, float]:
-    first, middle, third = np.percentile(steps, (25, 50, 75)).tolist()
-    found = {"decode_ms": middle, "decode_q1": first, "decode_q3": third, "mean_ms": steps.mean()}
-    added = steps - uncompressed
+    found, added = {"mean_ms": steps.mean()}, steps - uncompressed
+    for name, values in (("decode", steps), ("slowdown", steps / uncompressed)):
+        middle = "decode_ms" if name == "decode" else name
+        found |= zip((f"{name}_q1", middle, f"{name}_q3"), np.percentile(values, (25, 50, 75)).tolist(), strict=True)
     return found | {"added_ms": np.median(added), "added_mean_ms": added.mean()}
 
 
@@ -122,8 +124,8 @@ class Generation:
 
 
 def peak_memory(
-    sizes: list[int], chunk_size: int, systems: list[str], geometry: str, codebook_sizes: list[int], seed: int,
-    threads: int, dtype: str, device: str,
+    sizes: list[int], chunk_size: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
+    device: str,
 ) -> list[dict]:  # fmt: skip
     """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system (all
     if ``systems`` is empty), in units of 10^6 bytes. ``sizes``: [batch size, tokens of context, generated tokens].
@@ -136,7 +138,7 @@ def peak_memory(
     random = geometry, dtype, device, seed
     with num_threads(threads):
         model = random_llama(*random)
-        made = {label: pickle.dumps(each) for label, each in prepared(model, systems, codebook_sizes, seed).items()}
+        made = {label: pickle.dumps(each) for label, each in prepared(model, systems, seed).items()}
     about = dict(zip(("batch", "context", "generated"), sizes, strict=True)) | {"chunk_size": chunk_size}
     about |= _machine(geometry, dtype, device, threads)
     del model

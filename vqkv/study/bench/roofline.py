@@ -27,12 +27,10 @@ class Roofline:
     copy: float
     matmul: dict[str, float]
 
-    def bound(self, work: Demand) -> tuple[float, str]:
-        """The least milliseconds that the work takes, and what limits it: ``copy`` or ``matmul``."""
+    def bound(self, work: Demand) -> float:
+        """The least milliseconds that the work takes."""
         rate = self.matmul["float32"] if work.exact else max(self.matmul.values())
-        times = {"copy": work.bytes / self.copy * 1e3, "matmul": work.flops / rate * 1e3}
-        limit = max(times, key=times.get)
-        return times[limit], limit
+        return 1e3 * max(work.bytes / self.copy, work.flops / rate)
 
 
 def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -> Demand:

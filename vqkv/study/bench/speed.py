@@ -82,12 +82,12 @@ def _probes(device: str) -> list[Case]:
 
 def _row(case: Case, taken: list[float], median: float, fp16: float | None, line: Roofline) -> dict:
     problem = case.problem
-    bound, limit = (None, None) if problem.operation == ROOFLINE else line.bound(problem.work)
+    bound = None if problem.operation == ROOFLINE else line.bound(problem.work)
     about = {"operation": problem.operation, "format": problem.format, "implementation": case.implementation}
     about |= {"shape": problem.shape, "dtype": problem.dtype, "repetitions": len(taken)}
     about |= {"median": median, "min": min(taken), "max": max(taken), "throughput": problem.work.values / median / 1e3}
     about |= {"ratio_to_fp16": median / fp16 if fp16 else math.nan, "ratio_to_bound": bound / median if bound else None}
-    return about | {"bound_ms": bound, "limited_by": limit, "equal": case.equal, "error": case.error}
+    return about | {"bound_ms": bound, "equal": case.equal, "error": case.error}
 
 
 def _rounded(value):

@@ -18,7 +18,7 @@ from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.entropy import code_entropy
 from vqkv.study.experiments.facts import retrieval
 from vqkv.study.experiments.finetuning import finetuning, given_back
-from vqkv.study.experiments.frontier import frontier, halving_search
+from vqkv.study.experiments.frontier import design_search, frontier
 from vqkv.study.experiments.generation import generation_latency, generation_peak, read_in_place
 from vqkv.study.experiments.injected import injected
 from vqkv.study.experiments.ladder import eviction, tier_ladder

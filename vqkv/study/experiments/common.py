@@ -11,11 +11,11 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.codecs.predictive import ROLES, Place, side_by_side
-from vqkv.data.facts import FactsTask
+from vqkv.data.facts import FactsBatch, FactsTask, all_right
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.models.load import values_per_token
+from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
-from vqkv.study.answers import answered
 from vqkv.study.metrics import explained_variance_ratio
 from vqkv.study.subject import Subject
 
@@ -73,6 +73,25 @@ def facts_answered(
     share, share_exact = right.double().mean().item(), exact.double().mean().item()
     lost = {"facts_lost": 100 * (share_exact - share), "facts_lost_low": low, "facts_lost_high": high}
     return {"facts": share, "facts_exact": share_exact} | lost
+
+
+@torch.no_grad()
+def answered(model, compressor, batch: FactsBatch) -> torch.Tensor:
+    """Which questions of ``batch`` the model answers with every token right, bool (n, num_facts): what greedy
+    generation would say after the same conversation. The text is one prefill; the questions read it as ``compressor``
+    stores it, or exactly if that is None."""
+    model, right = evaluating(model), []
+    for tokens, question in zip(batch.tokens.to(model.device), batch.question):
+        asked = (question > 0).nonzero().flatten().to(tokens.device)
+        cache = None if compressor is None else compressor.new_cache(model)
+        first = 0
+        if cache is not None:
+            first = batch.text_len
+            model(tokens[None, :first], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        piece = tokens[None, first : asked[-1]]  # the last token answered is not read
+        kept = {"use_cache": cache is not None, "logits_to_keep": asked - 1 - first}
+        right.append(model(piece, past_key_values=cache, **kept).logits[0].argmax(-1) == tokens[asked])
+    return all_right(batch, torch.cat(right).cpu())
 
 
 def frame(rows: list[dict], sources: dict) -> pd.DataFrame:

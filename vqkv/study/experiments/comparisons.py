@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS, LEAST, MOST
+from vqkv.study.experiments.frontier import CONTEXTS, LEAST, MOST
 
 CHANCE = 0.95  # of the intervals
+DRAWS = 1000  # of a bootstrap
 
 
 def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
@@ -136,9 +137,8 @@ PARTS = {  # part of a design -> what names it, and what stands in its place in 
 
 def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
     """Equivalent bits that a part of a design saves at each of ``contexts`` (``saved_CONTEXT``): a row for every part
-    (of ``PARTS``) and design of the first rung that has it, if its twin, which differs in nothing else, was tried."""
-    first = search[search["rung"] == 1].groupby("design", sort=False)
-    bits = first[[f"equivalent_bits_{name}" for name in contexts]].mean()
+    (of ``PARTS``) and design that has it, if its twin, which differs in nothing else, was tried."""
+    bits = search.groupby("design", sort=False)[[f"equivalent_bits_{name}" for name in contexts]].mean()
     bits.columns = [f"saved_{name}" for name in contexts]
     rows = []
     for (part, (own, other)), design in itertools.product(PARTS.items(), bits.index):

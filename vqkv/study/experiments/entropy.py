@@ -1,12 +1,9 @@
-"""Notebook 05: how far from equally likely codes are, and what an entropy coder makes of it."""
+"""Notebook 05: what an entropy coder makes of codes that are not equally likely."""
 
 import statistics
 
-import torch
-
 from vqkv import presets
 from vqkv.models.capture import capture
-from vqkv.study.metrics import code_perplexity
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
@@ -22,9 +19,7 @@ def _codecs(codebook_size: int, num_quantizers: int, seed: int = 0) -> dict[str,
 
 @experiment(lambda codebook_size, num_quantizers: product(codec=_codecs(codebook_size, num_quantizers)))
 def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizers: int) -> list[dict]:
-    """One row per codec, role and stage: ``entropy`` of the stage's held-out codes in bits, beside their width.
-
-    Beside it, the same for all stages, bits a value of the codes alone: packed, and by rANS with one table for each
+    """One row per codec and role: bits a value of the held-out codes alone, packed, and by rANS with one table for each
     stage (``by_stage``) and one for each place in a token (``by_place``; ``table_bytes`` of side information). Means
     over layers.
     """
@@ -34,27 +29,19 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
         layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
-        rows += [{"model": subject.name, "codec": codec, "role": role} | row for row in _mean_rows(layers)]
+        means = {name: statistics.mean(layer[name] for layer in layers) for name in layers[0]}
+        rows.append({"model": subject.name, "codec": codec, "role": role} | means)
     return rows
 
 
-def _layer(by_stage, by_place, x) -> tuple[list[float], dict]:
-    """Entropy by stage, and bits a value of the codes by way of coding them."""
+def _layer(by_stage, by_place, x) -> dict[str, float]:
+    """Bits a value of the codes by way of coding them."""
     inner = by_place.quantizer.quantizer
-    codes = inner.encode(by_place.vectors(x))[0].reshape(-1, inner.num_quantizers)
-    counts = torch.stack([torch.bincount(stage, minlength=inner.codebook_size) for stage in codes.T])
-    numbers = {"code_bits": inner.code_bits, "packed": codes.numel() * inner.code_bits / x.numel()}
-    numbers |= {"by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
-    numbers["table_bytes"] = by_place.side_bytes - inner.codebooks.nbytes
-    return code_perplexity(counts).log2().tolist(), numbers
+    packed = inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()
+    found = {"packed": packed, "by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
+    return found | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}
 
 
 def _code_bits(codec, x) -> float:
     payload = codec.encode(x)
     return 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
-
-
-def _mean_rows(layers: list[tuple[list[float], dict]]) -> list[dict]:
-    numbers = {name: statistics.mean(each[name] for _, each in layers) for name in layers[0][1]}
-    by_stage = [statistics.mean(stage) for stage in zip(*(entropies for entropies, _ in layers), strict=True)]
-    return [{"stage": i + 1, "entropy": entropy} | numbers for i, entropy in enumerate(by_stage)]

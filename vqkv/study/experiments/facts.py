@@ -2,7 +2,6 @@
 again."""
 
 import itertools
-import math
 
 import torch
 
@@ -17,13 +16,7 @@ from vqkv.study.sweep import experiment
 EXACT = "fp16"
 
 
-def _cases(
-    subject: Subject, systems: list[str], designs: list[str], bits: list[float], episodes: list[list[int]],
-    passage: int, tell_apart: float,
-) -> list[dict]:  # fmt: skip
-    asked = [(f"{count} facts in {text_len} tokens", count * number) for count, text_len, number in episodes]
-    for task, questions in [*asked, ("copy", subject.test_size[0] * (passage - COPY_FROM))]:
-        check_enough(task, questions, tell_apart)
+def _cases(systems: list[str], designs: list[str], bits: list[float]) -> list[dict]:
     listed = [(EXACT, 16.0), *((label, 0.0) for label in systems), *itertools.product(designs, bits)]
     return [{"system": label, "bits": rate} for label, rate in listed]
 
@@ -40,8 +33,8 @@ def retrieval(
     of ``questions``, ``lost`` their difference in points with its 95% interval over texts. Systems: fp16, published
     ones of ``systems`` and ``designs`` at all nominal ``bits``, only sinks exact.
 
-    Raises ``DataError`` where texts are too few to tell ``tell_apart`` points apart, or where the model itself, with an
-    exact cache, answers less than ``least_exact`` of the questions: such a task says nothing of caches.
+    Raises ``DataError`` where the model itself, with an exact cache, answers less than ``least_exact`` of the
+    questions: such a task says nothing of caches.
     """
     exact = system == EXACT
     compressor = exact_compressor(subject) if exact else fitted_system(subject, system, bits, vqllm, learning)
@@ -57,21 +50,6 @@ def retrieval(
                 f"{row['text_len']} tokens: ask for fewer facts, in shorter text, or take a larger model"
             )
     return [{"model": subject.name, "system": system, "nominal_bits": bits} | row for row in rows]
-
-
-def check_enough(task: str, items: int, points: float) -> None:
-    """Raise ``DataError`` if a task asks too few questions for a loss of so many accuracy points, none gained, to be
-    1.96 of its standard errors (of paired, independent answers): 73 questions for 5 points. The least that is needed;
-    the intervals that a table shows say what was reached."""
-    if not 0 < points <= 100:
-        raise DataError(f"tell_apart {points!r} must be accuracy points, more than 0 and at most 100")
-    share = points / 100
-    least = max(1, math.ceil(1.96**2 * (1 - share) / share))
-    if items < least:
-        raise DataError(
-            f"task {task!r} asks {items} questions, too few to tell {points:g} points apart: ask at least {least}, "
-            "or raise tell_apart"
-        )
 
 
 def _copy(subject: Subject, compressor, passage: int) -> dict:

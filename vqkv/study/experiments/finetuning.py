@@ -6,12 +6,11 @@ import pandas as pd
 import torch
 
 from vqkv import presets
-from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.calibration.finetune import finetune
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.models.load import kv_width
-from vqkv.study.experiments.residual_vq import shallower
+from vqkv.study.experiments.residual_vq import first_stages
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
@@ -39,25 +38,20 @@ def finetuning(
     One row per seed, number of codebooks, label and rate (0: not trained): ``ppl`` of the same held-out sequences read
     packed, and ``ppl_exact``, what the model, trained or not, makes of them exact. ``quantizer``: of ``presets.vqllm``.
     """
-    tuning, quantizer = {"steps": steps, "size": size, "rate": rate}, quantizer | {"seed": subject.seed}
-    preset = presets.vqllm(count, **quantizer)
+    tuning, preset = {"steps": steps, "size": size, "rate": rate}, presets.vqllm(count, **quantizer, seed=subject.seed)
+    batch_size = _batch_size(subject, quantizer)
     if label == BOTH:
-        deepest = _untrained(subject=subject, quantizer=quantizer | {"num_quantizers": max(num_quantizers)})
-        model, compressor = subject.model, shallower(deepest, count)
+        deepest = quantizer | {"num_quantizers": max(num_quantizers)}
+        model, compressor = subject.model, first_stages(subject, count, deepest, batch_size)
     elif label == TUNED:
         model, compressor = _trained(subject, preset, **tuning)
     else:
         model = _control(subject=subject, tuning=tuning)
-        compressor = calibrate(model, subject.train, preset, _batch_size(subject, quantizer), progress=False)
+        compressor = calibrate(model, subject.train, preset, batch_size, progress=False)
     score = evaluate(model, compressor, subject.test, protocol, reconstruction=False)
     about = {"model": subject.name, "seed": subject.seed, "label": label, "learning_rate": rate}
     about["num_quantizers"] = count
     return about | {name: score[name] for name in ("bits_per_value", "ppl", "ppl_exact")}
-
-
-@per_process(maxsize=1)
-def _untrained(subject: Subject, quantizer: dict) -> Compressor:
-    return subject.calibrated(presets.vqllm(**quantizer), _batch_size(subject, quantizer))
 
 
 @per_process(maxsize=1)

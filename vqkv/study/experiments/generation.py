@@ -5,8 +5,6 @@ import pandas as pd
 from vqkv.study.bench.generation import latency, peak_memory
 from vqkv.study.experiments.common import frame
 
-BLOCK = 128  # tokens: every system packs in blocks that divide it
-
 
 def generation_latency(**settings) -> pd.DataFrame:
     """Times by ``vqkv.study.bench.generation.latency``, which no two runs have alike, and no case of a sweep: all

@@ -27,10 +27,9 @@ from vqkv.study.sweep import experiment
 PAIRS = 4  # neighbouring RoPE pairs of a head that are outliers
 GROUPINGS = {"contiguous": 16, "strided": 16, "contiguous, groups of 32": 32, "strided, groups of 32": 32}
 KEYFRAME = 64  # tokens that the framework divides by one maximum
-COVERED = 0.9
 MEASURED = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_each", "kl_floor", "top1", "ppl",
             "ppl_exact")  # fmt: skip
-BY_HEAD = ("quiet_error", "loud_error", "quiet_codes", "quiet_effective", "quiet_most", "quiet_worst")
+BY_HEAD = ("quiet_error", "quiet_codes", "quiet_effective", "quiet_worst")
 
 
 @dataclass(frozen=True)
@@ -192,30 +191,26 @@ def _fitted(subject: InjectedSubject, preset):
 
 
 def by_head(subject: Subject, compressor) -> dict[str, float]:
-    """Relative squared error of the quiet and of the loud heads (means over layers and roles). Of the quiet ones the
-    codes that they use at all, in effect (2 to the entropy), and the fewest that make up ``COVERED`` of their blocks
-    (means over heads, NaN where blocks may stay exact), and the largest error of a value in shares of its head's
-    maximum in the keyframe."""
+    """Relative squared error of the quiet heads (mean over layers and roles), the codes that they use at all and in
+    effect (2 to the entropy; means over heads, NaN where blocks may stay exact), and the largest error of a value in
+    shares of its head's maximum in the keyframe."""
     keys, values = subject.exact.keys_and_values(subject.test, pre_rope=compressor.settings.pre_rope)
     loud, rows = _loud(subject.model), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
         read = compressor.reconstruct(layer, *pair)
         for x, x_hat, codec in zip(pair, read, compressor.codecs[layer], strict=True):
             x = x[:, :, : x_hat.shape[2]].float()
-            for head, is_loud in enumerate(loud[layer].tolist()):
-                one = slice(head, head + 1)
-                rows.append({"loud": is_loud} | _head(x[:, one], x_hat[:, one], codec))
+            quiet = [slice(head, head + 1) for head, is_loud in enumerate(loud[layer].tolist()) if not is_loud]
+            rows += [_head(x[:, head], x_hat[:, head], codec) for head in quiet]
     table = pd.DataFrame(rows)
-    quiet, loud = table[~table["loud"]], table[table["loud"]]
-    means = {f"quiet_{name}": quiet[name].mean() for name in ("error", "codes", "effective", "most")}
-    return means | {"quiet_worst": quiet["worst"].max(), "loud_error": loud["error"].mean()}
+    means = {f"quiet_{name}": table[name].mean() for name in ("error", "codes", "effective")}
+    return means | {"quiet_worst": table["worst"].max()}
 
 
 def _head(x: torch.Tensor, x_hat: torch.Tensor, codec) -> dict[str, float]:
     largest, error = (y.abs().unflatten(2, (-1, KEYFRAME)).amax(dim=(3, 4)) for y in (x, x - x_hat))
     row = {"error": relative_mse(x, x_hat), "worst": (error / largest).max().item()}
     if not hasattr(codec.quantizer, "usage"):
-        return row | dict.fromkeys(("codes", "effective", "most"), math.nan)
-    counts = codec.quantizer.usage(codec.vectors(x))[0].sort(descending=True).values.double()
-    most = int((counts.cumsum(0) < COVERED * counts.sum()).sum()) + 1
-    return row | {"codes": int((counts > 0).sum()), "effective": code_perplexity(counts).item(), "most": most}
+        return row | dict.fromkeys(("codes", "effective"), math.nan)
+    counts = codec.quantizer.usage(codec.vectors(x))[0]
+    return row | {"codes": int((counts > 0).sum()), "effective": code_perplexity(counts).item()}

@@ -1,28 +1,22 @@
 """Notebook 05: the VQ quality framework's tiers as files, and eviction beside them."""
 
 import dataclasses
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from vqkv import presets
-from vqkv.cache.attention_mass import token_mask
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
 from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.shared import per_process
-from vqkv.study.snapshots import SnapshotReader, write_stream
+from vqkv.study.snapshots import Stream
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
-KEPT = (
-    "file_bytes", "keyframe_bytes", "delta_bytes", "header_bytes", "side_bytes", "every_fp32_bytes", "live_fp16_bytes",
-)  # fmt: skip
+RATIOS = ("ratio_every_fp32", "ratio_live_fp16")
 EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
 TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
@@ -32,12 +26,13 @@ EVICTION_COLUMNS = (*DAMAGE, "ratio")
 
 
 def _with_evicted(rows: list[dict]) -> list[dict]:
-    """The rows with ratios; the evicted tier's bytes are those of the whole one, less what its last keyframe loses."""
+    """The rows; the evicted tier's bytes are those of the whole one, less what its last keyframe loses."""
     whole = next((row for row in rows if row["tier"] == WHOLE), {})
     for row in (row for row in rows if row["tier"] == EVICTED):
-        saved = row.pop("saved_bytes")
-        row |= whole | {name: whole[name] - saved for name in ("file_bytes", "keyframe_bytes")} | row
-    return [_ratios(row) for row in rows]
+        saved, stored = row.pop("saved_bytes"), whole["live_fp16_bytes"] / whole["ratio_live_fp16"]
+        less = {name: whole[name] - saved for name in ("file_bytes", "keyframe_bytes")}
+        row |= whole | less | {name: whole[name] * stored / (stored - saved) for name in RATIOS} | row
+    return rows
 
 
 @experiment(lambda: product(tier=TIERS), finish=_with_evicted)
@@ -45,10 +40,10 @@ def tier_ladder(
     subject: Subject, tier: str, steps: int, interval: int, retain: float, recent: float, codebook_size: int
 ) -> dict:
     """Each tier as a snapshot stream of caches that grow by one token a step, and the KL of going on from one of them:
-    the last but one, which with ``steps`` a multiple of ``interval`` has the most deltas.
+    the last but one (if there are two), which with ``steps`` a multiple of ``interval`` has the most deltas.
 
-    A row per tier. Ratios are from bytes on disk, the header (codebooks) apart: against every snapshot in fp32, the
-    source's baseline, and against the live fp16 cache after the last step.
+    A row per tier. Ratios are from the bytes of a file, the header (codebooks) apart: against every snapshot in fp32,
+    the source's baseline, and against the live fp16 cache after the last step.
     """
     live = _live(subject=subject, steps=steps)
     if tier == EVICTED:
@@ -58,7 +53,9 @@ def tier_ladder(
         if not stored:
             preset = FRAMEWORK[tier](keyframe=interval, codebook_size=codebook_size, seed=subject.seed)
             stored = subject.calibrated(preset).codecs, "int4"
-        row, state = _stream(live, *stored, interval)
+        stream = Stream(live, *stored, interval)
+        state, row = stream.state(max(0, steps - 2)), stream.report()
+        del row["header_bytes"]
         row |= evaluate_restored(subject.exact, subject.test, *state)
     return {"model": subject.name, "tier": tier} | row
 
@@ -68,29 +65,13 @@ def _live(subject: Subject, steps: int):
     return capture(subject.model, subject.test[:, :steps], batch_size=len(subject.test), pre_rope=False)
 
 
-def _stream(live, keyframes, deltas, interval: int) -> tuple[dict, tuple]:
-    """Write the growing cache to a file; its sizes, and its last snapshot but one (if there are two) read back."""
-    with written(live, keyframes, deltas, interval) as stream:
-        report = stream.report()
-        return {name: report[name] for name in KEPT}, stream.state(max(0, len(stream) - 2))
-
-
-@contextmanager
-def written(live: list[list[torch.Tensor]], keyframes, deltas, interval: int) -> Iterator[SnapshotReader]:
-    """A file of a cache (keys and values, each layer's) that grows by one token a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stream"
-        write_stream(path, live, keyframes, deltas, interval)
-        yield SnapshotReader(path)
-
-
 def _evicted(subject: Subject, live, interval: int, retain: float, recent: float) -> dict:
     """Bytes that a stream's last keyframe is smaller by once evicted, as the source does; KL of the evicted exact
     cache."""
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
-    whole, evicted = (_stream(_one_keyframe(live, last, index), "fp32", "exact", 1)[0] for index in (None, kept))
+    whole, evicted = (Stream(_one_keyframe(live, last, index), "fp32", "exact", 1).report() for index in (None, kept))
     settings = {"prompt_len": steps, "batch_size": len(tokens), "reconstruction": False, "exact": subject.exact}
     row = evaluate(subject.model, H2O(exact_compressor(subject), retain, recent), tokens, "snapshot", **settings)
     saved = {"saved_bytes": whole["keyframe_bytes"] - evicted["keyframe_bytes"]}
@@ -105,12 +86,6 @@ def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
     return [[x.flatten(2).unsqueeze(2) for x in role] for role in roles]
 
 
-def _ratios(row: dict) -> dict:
-    stored = row["file_bytes"] - row["header_bytes"]
-    against = {f"ratio_{name}": row[f"{name}_bytes"] / stored for name in ("every_fp32", "live_fp16")}
-    return row | against | {"keyframe_share": row["keyframe_bytes"] / stored}
-
-
 @experiment(lambda retains: product(codec=CODECS, retain=retains))
 def eviction(
     subject: Subject, codec: str, retain: float, prompt_len: int, recent: float, sink_tokens: int, quantizer: dict
@@ -119,13 +94,10 @@ def eviction(
     SnapKV against random ones. ``quantizer``: ``codebook_size`` and ``num_quantizers`` of residual VQ.
 
     ``snapshot`` protocol, evicted once after the prompt; the first ``sink_tokens`` always stay, also for the random
-    rule, which would else show no more than what losing a sink costs. ``overlap``: the share of the tokens kept by
-    scores from exact keys that scores from this codec's keys would keep too. One row per codec, rule and share.
+    rule, which would else show no more than what losing a sink costs. One row per codec, rule and share.
     """
     compressor = _evicted_codec(subject=subject, codec=codec, sink_tokens=sink_tokens, **quantizer)
     settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(subject.test), "reconstruction": False}
-    compared = compare_scores(subject.model, compressor, subject.test[:, :prompt_len], retain, recent)
-    overlap = sum(compared) / len(compared)
     rows, rules = [], {
         "heavy hitters": H2O(compressor, retain, recent),
         "SnapKV": snapkv(compressor, retain),
@@ -133,7 +105,7 @@ def eviction(
     }  # fmt: skip
     for rule, policy in rules.items():
         row = evaluate(subject.model, policy, subject.test, "snapshot", **settings, exact=subject.exact)
-        label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule, "overlap": overlap}
+        label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule}
         rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})
     return rows
 
@@ -153,16 +125,3 @@ def random_tokens(seed: int = 0) -> Callable[..., torch.Tensor]:
         return heavy_hitters(drawn.to(scores.device), *shares, **counts)
 
     return choose
-
-
-def compare_scores(
-    model, compressor, tokens: torch.Tensor, retain: float = 0.75, recent: float = 0.1, batch_size: int = 8
-) -> list[float]:
-    """The share, in each layer, of the tokens that an exact pass keeps which are kept too if attention reads packed
-    keys and values; mean over sequences and heads."""
-    exact, packed = (attention_scores(model, tokens, reads, batch_size) for reads in (None, compressor))
-    shares = []
-    for pair in zip(exact, packed, strict=True):
-        ours, theirs = (token_mask(heavy_hitters(x, retain, recent), x.shape[-1]) for x in pair)
-        shares.append((ours & theirs).sum().item() / ours.sum().item())
-    return shares

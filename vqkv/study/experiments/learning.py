@@ -5,7 +5,6 @@ import torch
 from vqkv import presets
 from vqkv.models.capture import capture
 from vqkv.models.layers import max_positions
-from vqkv.study.metrics import code_perplexity
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
@@ -16,7 +15,7 @@ def codebook_learning(
     subject: Subject, variant: dict, role: str, layer: int, quantizer: dict, vectors_per_step: int, steps: int,
     every: int,
 ) -> list[dict]:  # fmt: skip
-    """Held-out loss (relative MSE), code perplexity and unused codes against moving-average steps.
+    """Held-out loss (relative MSE) and unused codes against moving-average steps.
 
     ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive) beside those of ``quantizer``; each is learned
     with each of ``seeds``, which also draw the text. One row per variant, seed, step and stage; a stage's loss is what
@@ -38,11 +37,10 @@ def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every:
         codec.partial_fit(batch)
         if step % every == 0 or step == steps:
             vectors = codec.vectors(test)
-            loss, usage = codec.quantizer.loss(vectors), codec.quantizer.usage(vectors)
-            effective, unused = code_perplexity(usage), (usage == 0).float().mean(dim=1)
+            loss, unused = codec.quantizer.loss(vectors), (codec.quantizer.usage(vectors) == 0).float().mean(dim=1)
             for stage in range(len(loss)):
                 row = {"step": step, "stage": stage + 1, "loss": loss[stage].item()}
-                rows.append(row | {"perplexity": effective[stage].item(), "unused": unused[stage].item()})
+                rows.append(row | {"unused": unused[stage].item()})
     return rows
 
 

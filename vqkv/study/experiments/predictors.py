@@ -7,14 +7,13 @@ from functools import partial
 import numpy as np
 
 from vqkv import presets
-from vqkv.codecs.predictive import ROLES, Prediction, inputs, side_by_side
+from vqkv.codecs.predictive import ROLES, inputs, side_by_side
 from vqkv.evaluation.evaluate import reconstruction_error
 from vqkv.models.load import kv_width
 from vqkv.models.rope import rotates
 from vqkv.study.experiments.common import bare, bits_with_side, by_window
 from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.metrics import explained_variance_ratio
-from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
@@ -138,35 +137,20 @@ def predictor_ablation(
 def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict]:
     """The prediction that quantised inputs leave, on held-out tokens; a row per bits, layer and role.
 
-    ``evr_exact``: fitted on exact inputs and read from them. ``evr_mismatched``: the same predictor reading what
-    AQUA-KV with HIGGS of ``bits`` bits restores. ``evr``: fitted on restored inputs, as AQUA-KV does. ``mse``: the
-    error of the restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
+    ``evr``: fitted on what AQUA-KV with HIGGS of ``bits`` bits restores, and read from it. ``mse``: the error of the
+    restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
     """
-    exact, on_exact = _exact(subject), _on_exact(subject=subject, batch_size=batch_size)
+    captured = zip(ROLES, subject.exact.keys_and_values(subject.test, pre_rope=True), strict=True)
+    exact = {(role, layer): x.float() for role, layers in captured for layer, x in enumerate(layers)}
     chosen = (presets.aqua(presets.higgs(bits), sink_tokens=0), presets.higgs(bits, sink_tokens=0))
     compressor, alone = (subject.calibrated(preset, batch_size) for preset in chosen)
     restored, without, rows = _restored(exact, compressor), _restored(exact, alone), []
     for place, prediction in compressor.predictions.items():
-        row = {"model": subject.name, "bits": bits, "role": place[0], "layer": place[1]}
-        row["evr_exact"] = _evr(exact, exact[place], on_exact.predictions[place])
-        row["evr_mismatched"] = _evr(restored, exact[place], on_exact.predictions[place])
-        row["evr"] = _evr(restored, exact[place], prediction)
-        rows.append(
-            row | {"mse": _error(exact[place], restored[place]), "mse_alone": _error(exact[place], without[place])}
-        )
+        y, row = exact[place], {"model": subject.name, "bits": bits, "role": place[0], "layer": place[1]}
+        read = prediction.predictor(inputs(restored, prediction.sources, y))
+        row["evr"] = explained_variance_ratio(side_by_side(y), read)
+        rows.append(row | {"mse": _error(y, restored[place]), "mse_alone": _error(y, without[place])})
     return rows
-
-
-def _exact(subject: Subject) -> dict:
-    """Held-out keys and values by role and layer."""
-    captured = zip(ROLES, subject.exact.keys_and_values(subject.test, pre_rope=True), strict=True)
-    return {(role, layer): x.float() for role, layers in captured for layer, x in enumerate(layers)}
-
-
-@per_process(maxsize=1)
-def _on_exact(subject: Subject, batch_size: int):
-    """AQUA-KV whose predictors were fitted on exact inputs."""
-    return subject.calibrated(presets.aqua(presets.fp16(), first_layer_bits=16, sink_tokens=0), batch_size)
 
 
 def _restored(exact: dict, compressor) -> dict:
@@ -181,10 +165,6 @@ def _restored(exact: dict, compressor) -> dict:
 def _error(x, x_hat) -> float:
     """Over the variance."""
     return 1 - explained_variance_ratio(side_by_side(x), side_by_side(x_hat))
-
-
-def _evr(known: dict, y, prediction: Prediction) -> float:
-    return explained_variance_ratio(side_by_side(y), prediction.predictor(inputs(known, prediction.sources, y)))
 
 
 def _beside(rows: list[dict]) -> list[dict]:

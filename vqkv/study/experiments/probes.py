@@ -110,9 +110,8 @@ def probe_sums(
 def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
     """Held-out EVR: one row per probe and layer in which it exists, fitted on ``train`` and judged on ``test``.
 
-    ``source_width``: the features that it reads. ``bits``: what it would save a quantizer per value. ``mean_share``:
-    how much of the target's mean square its training mean explains, which EVR leaves out. ``strength``: of the
-    ridge; 1e-6 measures without shrinking much.
+    ``bits``: what it would save a quantizer per value. ``mean_share``: how much of the target's mean square its
+    training mean explains, which EVR leaves out. ``strength``: of the ridge; 1e-6 measures without shrinking much.
     """
     rows = []
     for probe in probes:
@@ -120,7 +119,7 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
             sources, target = probe.blocks(layer)
             weights = train.solve(sources, target, strength)
             evr = test.explained(weights, sources, target)
-            row = {"target": probe.target, "sources": probe.sources, "layer": layer, "source_width": len(weights)}
+            row = {"target": probe.target, "sources": probe.sources, "layer": layer}
             row |= {"train_tokens": train.count, "evr": evr, "bits": bits_saved(evr)}
             rows.append(row | {"mean_share": test.mean_share(target, train.mean(target))})
     return rows

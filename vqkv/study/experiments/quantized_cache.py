@@ -1,13 +1,10 @@
 """Page 08: what transformers' quantized cache loses by residual length, and greedy text with each cache."""
 
-import dataclasses
-from collections.abc import Sequence
 from functools import partial
 
 import pandas as pd
 import torch
 
-from vqkv import presets
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import RoundedCache
 from vqkv.models.load import load_model
@@ -18,9 +15,7 @@ from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
-THEIRS = "transformers "
-MEASURED = ("num_seqs", "scored_tokens", "ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1",
-            "exact_neighbours", "bits_per_value")  # fmt: skip
+MEASURED = ("ppl", "ppl_exact", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "exact_neighbours", "side_bytes")
 BITS_AT = {"bits_1k": 1024, "bits_8k": 8192}
 EXACT = "exact"
 FP16 = "fp16"  # a cache of everything, rounded: the floor
@@ -32,23 +27,23 @@ def _residual_cases(swept: list[str], lengths: list[int], systems: list[str], le
 
 @experiment(_residual_cases)
 def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
-    """Loss and bits by the number of recent tokens that are kept exact until they are quantized as one block: ``swept``
-    with every one of ``lengths``, ``systems`` with ``length``; a row per system and length.
+    """Loss and bits of transformers' caches (``transformers hqq 8`` and the like) by the number of recent tokens that
+    are kept exact until they are quantized as one block: ``swept`` with every ``residual_length`` of ``lengths`` (0,
+    which it does not tell from 1), ``systems`` with ``length``; a row per system and length.
 
-    Systems: ``quanto 4`` and the like are presets with that ``flush_block``, ``transformers hqq 8`` and the like its
-    own cache with that ``residual_length`` (0, which it does not tell from 1). ``snapshot`` protocol, token by token,
-    as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed, and every later one reads them.
+    ``snapshot`` protocol, token by token, as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed,
+    and every later one reads them.
     ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of packed tokens, scales in
     16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192 tokens. ``ppl_increase`` is
     in percent.
     """
-    system, test = _system(subject, label, max(1, length)), subject.test
+    name, bits = label.removeprefix("transformers ").rsplit(" ", 1)
+    system, test = TransformersQuantized(name, int(bits), residual_length=max(1, length)), subject.test
     how = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
     row = evaluate(subject.model, system, test, exact=subject.exact, batch_size=2, **how)  # of which logits are held
-    row = {name: row[name] for name in MEASURED} | {"side_bytes": row["side_bytes"]}
-    if label.startswith(THEIRS):
-        short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
-        row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
+    row = {name: row[name] for name in MEASURED}
+    short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
+    row["bits_per_value"] = evaluate(short, system, few, **how)["bits_per_value"]
     row["held"] = row.pop("exact_neighbours") - 1  # itself
     row |= {name: bits_with_side(row, subject.about, n, row["held"]) for name, n in BITS_AT.items()}
     row["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
@@ -61,41 +56,32 @@ def _in_bfloat16(name: str, device: str):
     return load_model(name, "bfloat16", device)[0]
 
 
-def _system(subject: Subject, label: str, length: int):
-    name, bits = label.removeprefix(THEIRS).rsplit(" ", 1)
-    if label.startswith(THEIRS):
-        return TransformersQuantized(name, int(bits), residual_length=length)
-    return subject.calibrated(dataclasses.replace(presets.make(name, bits=int(bits)), flush_block=length))
-
-
-@experiment(lambda systems: product(label=[EXACT, FP16, *chosen(systems, [256])]))
-def greedy_text(subject: Subject, label: str, new_tokens: int, shown: int) -> list[dict]:
+@experiment(lambda systems: product(label=[EXACT, FP16, *chosen(systems)]))
+def greedy_text(subject: Subject, label: str, new_tokens: int) -> list[dict]:
     """Greedy continuations of held-out text, ``new_tokens`` after each of its prompts; a row per system and prompt.
 
     Systems: labels of ``bench.caches``; before them ``exact``, the model's own cache, and ``fp16``, the same rounded,
     whose changes no quantizer is to blame for. ``same``: tokens equal to the exact ones before the first that differs
-    (``new_tokens`` if none does). ``text`` and ``prompt_text`` (the prompt's end): of the first ``shown`` prompts.
-    There are no rows for transformers' cache with a package that is missing.
+    (``new_tokens`` if none does). There are no rows for transformers' cache with a package that is missing.
     """
     model, prompts, rows = subject.model, subject.test.to(subject.model.device), []
     caches = {EXACT: None, FP16: RoundedCache(model, torch.float16)}
     if label not in caches:
-        systems = fitted_contender(subject, label, [256])
+        systems = fitted_contender(subject, label)
         caches = {name: system.new_cache(model) for name, system in systems.items()}
     if label in caches:
-        expected, decode = _greedy(model, None, prompts, new_tokens), subject.tokenizer.decode
+        expected = _greedy(model, None, prompts, new_tokens)
         for number, text in enumerate(_greedy(model, caches[label], prompts, new_tokens)):
             same = (text == expected[number]).cumprod(0).sum().item()
-            row = {"model": subject.name, "system": label, "prompt": number, "same": same, "new_tokens": new_tokens}
-            texts = {"prompt_text": decode(prompts[number, -48:]), "text": decode(text)} if number < shown else {}
-            rows.append(row | {"prompt_text": None, "text": None} | texts)
+            about = {"model": subject.name, "system": label, "prompt": number}
+            rows.append(about | {"same": same, "new_tokens": new_tokens})
     return rows
 
 
-def fitted_contender(subject: Subject, label: str, codebook_sizes: Sequence[int] = ()) -> dict:
+def fitted_contender(subject: Subject, label: str) -> dict:
     """The system of this label by its name, fitted; nothing for transformers' cache with a package that is missing."""
     fit = partial(subject.calibrated, batch_size=len(subject.train))
-    return contenders(fit, [label], [*codebook_sizes], seed=subject.seed)
+    return contenders(fit, [label], subject.seed)
 
 
 @torch.inference_mode()

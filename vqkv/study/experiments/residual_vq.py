@@ -78,7 +78,8 @@ def group_sizes(subject: Subject, codebooks: str, size: int, count: int, quantiz
     the values of a cache of 8,192 and of 131,072 tokens.
     """
     if codebooks == "shared":
-        compressor = shallower(_largest(subject=subject, quantizer=quantizer, size=size), count)
+        deepest = quantizer | {"group_size": size, "num_quantizers": _counts(size, quantizer)[-1]}
+        compressor = first_stages(subject, count, deepest | {"key_grouping": "contiguous"})
     else:
         compressor = subject.calibrated(_separate(subject, codebooks, quantizer))
     row = by_window(subject, compressor, chunk_size=chunk_size)
@@ -92,13 +93,6 @@ def _counts(size: int, quantizer: dict) -> list[int]:
     """Codebooks of groups of ``size`` channels: as many as usual, and as many as make the usual bits."""
     count = quantizer["num_quantizers"]
     return sorted({count, max(1, count * size // quantizer["group_size"])})
-
-
-@per_process(maxsize=1)
-def _largest(subject: Subject, quantizer: dict, size: int) -> Compressor:
-    """Groups of ``size`` channels with the most codebooks that are asked for; fewer are its first ones."""
-    settings = quantizer | {"group_size": size, "num_quantizers": _counts(size, quantizer)[-1]}
-    return subject.calibrated(presets.vqllm(**settings, key_grouping="contiguous", seed=subject.seed))
 
 
 def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Preset:
@@ -146,18 +140,23 @@ def residual_depth(
     Codebooks are learned once per size; a shallower quantizer is the first stages of the deepest, which is what
     learning fewer stages gives.
     """
-    learning = {"group_size": group_size, "kmeans_iterations": kmeans_iterations, "seed": subject.seed}
-    deepest = _deepest(subject=subject, num_quantizers=max(depths), codebook_size=codebook_size, **learning)
-    compressor = shallower(deepest, num_quantizers)
+    deepest = {"num_quantizers": max(depths), "codebook_size": codebook_size, "group_size": group_size}
+    deepest |= {"kmeans_iterations": kmeans_iterations}
+    compressor = first_stages(subject, num_quantizers, deepest, subject.train_size[0])
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     row |= facts_answered(subject, compressor, **facts) if facts else {}
     row |= reconstruction_error(subject.exact, compressor, subject.test[:1])
     return {"model": subject.name, "codebook_size": codebook_size, "num_quantizers": num_quantizers} | row
 
 
+def first_stages(subject: Subject, num_quantizers: int, deepest: dict, batch_size: int = 8) -> Compressor:
+    """The first stages of residual VQ with the settings ``deepest``, which is fitted once in a process."""
+    return shallower(_deepest(subject=subject, quantizer=deepest, batch_size=batch_size), num_quantizers)
+
+
 @per_process(maxsize=1)
-def _deepest(subject: Subject, **quantizer) -> Compressor:
-    return subject.calibrated(presets.vqllm(**quantizer), subject.train_size[0])
+def _deepest(subject: Subject, quantizer: dict, batch_size: int) -> Compressor:
+    return subject.calibrated(presets.vqllm(**quantizer, seed=subject.seed), batch_size)
 
 
 def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:

@@ -7,14 +7,14 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 import torch
+from tqdm import tqdm
 
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.prompts import PromptCache
 from vqkv.evaluation.evaluate import bootstrap_interval
 from vqkv.models.metrics import token_kl
-from vqkv.study.bench.caches import Uncompressed, chosen
+from vqkv.study.bench.caches import EVERYTHING, KeepingDecoded, Uncompressed, chosen
 from vqkv.study.bench.generation import Generation
-from vqkv.study.bench.restoring import EVERYTHING, FP16, timed_prompts
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.experiments.common import COPY_FROM, frame
 from vqkv.study.experiments.quantized_cache import fitted_contender
@@ -24,23 +24,59 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 GOES_ON = 64  # tokens read from a restored cache
+FP16 = "fp16 file"
 
 
 def restoring_times(
     subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
 ) -> pd.DataFrame:
-    """Times of ``bench.restoring.timed_prompts``, which no two runs have alike, of held-out prompts of ``lengths``
-    tokens."""
-    with num_threads(threads):
-        prompts = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
-        timed = timed_prompts(subject.model, _fitted(subject, systems), prompts, lengths, rounds)
+    """Save, restore and go on after held-out prompts of ``lengths`` tokens; a row per length and way to store: a
+    safetensors file of 16 bits, and ``systems``, which take turns in one process.
+
+    Medians of ``rounds``, milliseconds: ``ready_ms``, until the cache is back and the token after the prompt is there;
+    ``again_ms``, prompt and token computed again with transformers' cache, in the same round. Files are read while the
+    operating system still holds them in memory.
+    """
+    with num_threads(threads), TemporaryDirectory() as folder:
+        tokens = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
+        kept = {label: KeepingDecoded(each) for label, each in _fitted(subject, systems).items()}
+        timed = partial(_timed_prompt, subject.model, {FP16: Uncompressed()} | kept, rounds=rounds, folder=Path(folder))
+        bar = tqdm(lengths, desc="prompts", leave=False, disable=None)
+        rows = [row for length in bar for row in timed(tokens[:, : length + 1])]
+    return _on_machine(subject, threads, rows)
+
+
+def _timed_prompt(model, ways: dict, tokens: torch.Tensor, rounds: int, folder: Path) -> list[dict]:
+    for label, way in ways.items():
+        stored = Generation(model, way)
+        stored.prefill(tokens[:, :-1])
+        way.save(stored.cache, folder / label)
+    rows = []
+    for turn in range(rounds + 1):  # the first warms up
+        found = {label: _ready(model, way, folder / label, tokens[:, -1:]) for label, way in ways.items()}
+        again = Generation(model, Uncompressed()).prefill(tokens)
+        rows += [{"system": label, "ready_ms": ms, "again_ms": again} for label, ms in found.items() if turn]
+    medians = pd.DataFrame(rows).groupby("system").median().to_dict("index")
+    about = [{"tokens": tokens.shape[1] - 1, "system": label} for label in ways]
+    return [row | {"file_bytes": (folder / row["system"]).stat().st_size} | medians[row["system"]] for row in about]
+
+
+def _ready(model, way, path: Path, last: torch.Tensor) -> float:
+    """Milliseconds until the cache is back, and for the token ``last`` after it."""
+    going = Generation(model, way)
+    start = going.now()
+    going.cache = way.load(path, model)
+    return 1e3 * (going.now() - start) + going.feed(last)
+
+
+def _on_machine(subject: Subject, threads: int, rows: list[dict]) -> pd.DataFrame:
     machine = {"threads": threads, "device": device_name(torch.device(subject.device))}
-    return frame([{"model": subject.name} | row | machine for row in timed], subject.sources)
+    return frame([{"model": subject.name} | row | machine for row in rows], subject.sources)
 
 
 def _fitted(subject: Subject, systems: list[str]) -> dict:
     subject = subject.changed(test_size=[1, 2])  # which no fit depends on
-    return {label: _one_fitted(subject=subject, label=label) for label in chosen(systems, [])}
+    return {label: _one_fitted(subject=subject, label=label) for label in chosen(systems)}
 
 
 @per_process(maxsize=16)
@@ -65,7 +101,7 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-@experiment(lambda systems: product(system=chosen(systems, [])))
+@experiment(lambda systems: product(system=chosen(systems)))
 def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
     """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
 
@@ -111,17 +147,16 @@ def chat(subject: Subject, systems: list[str], turns: int, said: int, answered: 
     """A conversation of ``turns``, each of ``said`` tokens of held-out text and an answer of ``answered``; in between,
     nothing stays in memory and a ``PromptCache`` has the rest. A row per system and turn.
 
-    ``find_ms``: until the cache is back; ``ready_ms``: until the answer's first token is there; ``save_ms``;
-    ``again_ms``: everything computed again with transformers' cache. ``restored``: tokens that need not be read again.
+    ``ready_ms``: until the answer's first token is there; ``again_ms``: everything computed again with transformers'
+    cache. ``restored``: tokens that need not be read again.
     ``folder_bytes``: all that is stored so far. ``same``: the answer is the one of a cache that stayed in memory.
     """
     with num_threads(threads):
         text, rows = subject.changed(test_size=[1, turns * said]).test.to(subject.model.device), []
         for label, compressor in _fitted(subject, systems).items():
             talk = _talk(subject.model, compressor, text.split(said, 1), answered)
-            rows += [{"model": subject.name, "system": label} | row for row in talk]
-    machine = {"threads": threads, "device": device_name(torch.device(subject.device))}
-    return frame([row | machine for row in rows], subject.sources)
+            rows += [{"system": label} | row for row in talk]
+    return _on_machine(subject, threads, rows)
 
 
 def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> list[dict]:
@@ -135,16 +170,13 @@ def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> l
             start = back.now()
             cache, restored = prompts.find(prompt)
             back.cache = new_cache() if cache is None else cache
-            found_at = back.now()
             back.feed(prompt[:, restored:])
             ready = back.now()
             answer, stayed = _answer(back, answered), _answer(stays, answered, piece)
             before = torch.cat([prompt, answer], 1)
-            saving = back.now()
             prompts.save(before, back.cache)
             rows.append({
-                "turn": turn, "tokens": prompt.shape[1], "restored": restored, "find_ms": 1e3 * (found_at - start),
-                "ready_ms": 1e3 * (ready - start), "save_ms": 1e3 * (back.now() - saving),
+                "turn": turn, "tokens": prompt.shape[1], "restored": restored, "ready_ms": 1e3 * (ready - start),
                 "again_ms": again.prefill(prompt), "folder_bytes": _size(folder), "same": answer.equal(stayed),
             })  # fmt: skip
     return rows

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 from vqkv.evaluation.footprint import Shape, model_shape
 from vqkv.models.load import config_of
 from vqkv.presets.crosses import best_for
-from vqkv.study.experiments.comparisons import CHANCE, at_equal_bits, family, windows
+from vqkv.study.experiments.comparisons import CHANCE, DRAWS, at_equal_bits, family, windows
 from vqkv.study.experiments.designs import BEST, KVTC, RANKS
-from vqkv.study.experiments.frontier import CONTEXTS, DRAWS
+from vqkv.study.experiments.frontier import CONTEXTS
 
 OURS, THEIRS = "best", "kvtc"
 PREDICTED = [f"uniform, fisher_pca, predicted in {bits} bits, mixed" for bits in (8, 4)]

@@ -67,7 +67,7 @@ def tuning(
     page 11's default, on the validation split, on which no table reports: a row per family and ``settings``, of which
     ``arguments`` are the literal.
 
-    ``equivalent_bits``: as in ``frontier.halving_search``, with the bits of ``context``, exact tokens and side
+    ``equivalent_bits``: as in ``frontier.design_search``, with the bits of ``context``, exact tokens and side
     information included. ``chosen``: the least within a family, or its default if that is not worse by ``WORTH``.
     """
     compressor = fitted(trial(family, arguments, vqllm, sink_tokens, subject.seed), subject)

@@ -25,7 +25,6 @@ PALETTE = {
     "pq": "#717581",
     "aqua": "#92dadd",
     "lossless": "#2e8b57",
-    "zlib": "#94a4a2",
     "other": "#bbbbbb",
     "kvtc": "#1b5e20",
     "cachegen": "#cc8800",
@@ -59,7 +58,6 @@ PALETTE = {
 }
 
 LOOKS = {  # part of a system's name -> palette key and marker; the first that fits
-    "zlib": ("zlib", "h"),
     "fp16": ("fp16", "o"),
     "DynamicCache": ("fp16", "o"),
     "best-mid": ("crossed 3", "*"),

@@ -4,14 +4,14 @@ import pandas as pd
 import torch
 
 from vqkv.presets import Preset
-from vqkv.study.experiments.ladder import written
+from vqkv.study.snapshots import Stream
 
 STEPS, INTERVAL = 512, 64  # of streams that are written here: a token each, and from keyframe to keyframe
 LAYERS, HEADS, HEAD_DIM = 2, 4, 64  # on which ratios hardly depend
 
 
 def stream(keyframes: str | Preset, deltas: str) -> pd.DataFrame:
-    """Write a stream of random values and return ``SnapshotReader.report()`` as a row.
+    """Return ``Stream.report()`` of random values as a row.
 
     A preset takes the same bytes for all data; what does not is read from page 05's table.
     """
@@ -20,8 +20,7 @@ def stream(keyframes: str | Preset, deltas: str) -> pd.DataFrame:
     if isinstance(keyframes, Preset):
         codec = keyframes.key_codec(HEAD_DIM).fit(x[0, 0])
         codecs = [(codec, codec)] * LAYERS
-    with written(list(map(list, x)), codecs, deltas, INTERVAL) as reader:
-        return pd.DataFrame([reader.report()])
+    return pd.DataFrame([Stream(list(map(list, x)), codecs, deltas, INTERVAL).report()])
 
 
 def longer_ratio(files: pd.DataFrame, steps: int = 4096) -> pd.Series:
