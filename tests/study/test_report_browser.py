@@ -20,7 +20,8 @@ FRAME = """<iframe width=WIDTH height=800 style="border: 0" src="PAGE"></iframe>
   const { document: page, performance, innerWidth } = frames[0], images = [...page.images];
   const seen = { pictures: images.map(each => each.naturalWidth), drawn: images.map(each => each.clientWidth),
     window: innerWidth, page: page.documentElement.scrollWidth, shown: page.documentElement.clientWidth,
-    asked: performance.getEntriesByType("resource").map(entry => entry.name) };
+    asked: performance.getEntriesByType("resource").map(entry => entry.name),
+    tables: [...page.querySelectorAll("table.recommended")].filter(each => !each.hidden).map(each => each.id) };
   console.log("all seen");
   document.body.innerHTML = "<pre id=seen></pre>";
   document.body.firstChild.textContent = JSON.stringify(seen);
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """An index and two pages."""
+    """An index, two pages and the calculator."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "notebooks").mkdir()
     for name in ("02_codebook_learning", "12_claims_audit"):
@@ -63,11 +64,12 @@ def look(file: Path, width: int, profile: Path) -> dict:
 
 def test_pages_are_whole(seen):
     _, pages = seen
-    assert pages.keys() == {"index", "02_codebook_learning", "12_claims_audit"}
+    assert pages.keys() == {"index", "02_codebook_learning", "12_claims_audit", "calculator"}
     for name, page in pages.items():
         (line,) = page["console"]  # ours
         assert line.startswith('"all seen"'), (name, line)
         assert not page["asked"] and all(width > 0 for width in page["pictures"]), name
+    assert pages["calculator"]["tables"] == [f"{report.MODELS[0]} {report.CONTEXTS[0]}"]
     assert pages["02_codebook_learning"]["pictures"] and pages["12_claims_audit"]["pictures"]
 
 
