@@ -181,6 +181,19 @@ def test_all_rows_are_finished_together():
     assert made().to_dict("list") == {"x": [1, 2], "all": [2, 2]}
 
 
+def test_a_case_that_is_refused_has_no_rows_and_only_all_of_them_are_an_error():
+    def row(x, least):
+        if x < least:
+            raise DataError(f"{x} is too small")
+        return {"x": x}
+
+    made = sweep.experiment(lambda: [{"x": 1}, {"x": 2}])(row)
+    with pytest.warns(UserWarning, match="no rows of row, case 1 of 2 .x=1.: 1 is too small"):
+        assert made(least=2).to_dict("list") == {"x": [2]}
+    with pytest.raises(DataError, match="1 is too small .in row, case 1 of 2"):
+        made(least=3)
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.dictionaries(st.text(), SCALARS, max_size=4), max_size=4))
 def test_rows_come_back_exactly(tmp_path, rows):
