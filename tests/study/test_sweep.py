@@ -145,6 +145,10 @@ def test_a_source_that_changes_on_the_way_is_an_error():
     assert sweep._sources(results) == {"text": "abc"}
     with pytest.raises(DataError, match=r"text is abd for case 3 but abc for case 1.*--recompute"):
         sweep._sources(results | {"case 3": {"sources": {"text": "abd"}}})
+    other = {"case 3": {"sources": {"model b": "x", "text": "abd"}}}
+    assert sweep._sources(results | other) == {"text": "abc", "model b": "x", "text, model b": "abd"}
+    with pytest.raises(DataError, match="text, model b is abe for case 4 but abd for case 3"):
+        sweep._sources(results | other | {"case 4": {"sources": {"model b": "x", "text": "abe"}}})
 
 
 def test_a_subject_s_copies_share_its_sources_and_each_case_has_its_own():
