@@ -13,8 +13,7 @@ from vqkv.data.splits import SPLITS, listed
 from vqkv.models.load import BUNDLED
 from vqkv.study.experiments.comparisons import what_to_use
 from vqkv.study.experiments.frontier import CONTEXTS
-from vqkv.study.experiments.overview import WIDTH
-from vqkv.study.experiments.rule import by_rule
+from vqkv.study.experiments.rule import by_rule, cache_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "notebooks", "results", "vqkv", "vqkv/data", "vqkv/kernels", "vqkv/models", "vqkv/presets")
@@ -40,7 +39,7 @@ def test_code_runs(block, tmp_path, monkeypatch):
 def test_the_table_of_what_to_use_is_the_committed_one():
     """In each cell what ``best`` takes there, and the best other system."""
     table = pd.read_csv(ROOT / "results/11_frontier.csv")
-    rows = by_rule(table, list(CONTEXTS), WIDTH)
+    rows = by_rule(table, list(CONTEXTS), cache_shape("smollm2-135m").width)
     mine = rows["family"] == "best"
     budgets = [1, 1.5, 2, 3, 4]
     best, others = what_to_use(rows[mine], budgets), what_to_use(table[~mine], budgets)

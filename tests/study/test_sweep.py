@@ -145,6 +145,10 @@ def test_a_source_that_changes_on_the_way_is_an_error():
     assert sweep._sources(results) == {"text": "abc"}
     with pytest.raises(DataError, match=r"text is abd for case 3 but abc for case 1.*--recompute"):
         sweep._sources(results | {"case 3": {"sources": {"text": "abd"}}})
+    other = {"case 3": {"sources": {"model b": "x", "text": "abd"}}}
+    assert sweep._sources(results | other) == {"text": "abc", "model b": "x", "text, model b": "abd"}
+    with pytest.raises(DataError, match="text, model b is abe for case 4 but abd for case 3"):
+        sweep._sources(results | other | {"case 4": {"sources": {"model b": "x", "text": "abe"}}})
 
 
 def test_a_subject_s_copies_share_its_sources_and_each_case_has_its_own():
@@ -179,6 +183,19 @@ def test_all_rows_are_finished_together():
 
     made = sweep.experiment(lambda: [{"x": 1}, {"x": 2}], finish)(lambda x: {"x": x})
     assert made().to_dict("list") == {"x": [1, 2], "all": [2, 2]}
+
+
+def test_a_case_that_is_refused_has_no_rows_and_only_all_of_them_are_an_error():
+    def row(x, least):
+        if x < least:
+            raise DataError(f"{x} is too small")
+        return {"x": x}
+
+    made = sweep.experiment(lambda: [{"x": 1}, {"x": 2}])(row)
+    with pytest.warns(UserWarning, match="no rows of row, case 1 of 2 .x=1.: 1 is too small"):
+        assert made(least=2).to_dict("list") == {"x": [2]}
+    with pytest.raises(DataError, match="1 is too small .in row, case 1 of 2"):
+        made(least=3)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

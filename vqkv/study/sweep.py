@@ -203,14 +203,18 @@ def _known_rows(results: dict[str, dict]) -> list[dict]:
 
 
 def _sources(results: dict[str, dict]) -> dict:
-    """All sources. Raises ``DataError`` if one of them was not the same for two cases."""
+    """All sources; a text of which another model's tokenizer makes other tokens is named with the model. Raises
+    ``DataError`` if a source was not the same for two cases."""
     known, first = {}, {}
     for case, result in results.items():
+        model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():
+            if name in known and known[name] != value and model != first[name][1]:
+                name = f"{name}, {model}"
             if known.setdefault(name, value) != value:
                 raise DataError(
-                    f"{name} is {value} for {case} but {known[name]} for {first[name]}: it changed meanwhile, or "
+                    f"{name} is {value} for {case} but {known[name]} for {first[name][0]}: it changed meanwhile, or "
                     "workers have another one; begin again with --recompute"
                 )
-            first.setdefault(name, case)
+            first.setdefault(name, (case, model))
     return known
