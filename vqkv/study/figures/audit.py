@@ -8,7 +8,7 @@ COLOURS = {  # verdict: from blue to red, then what says nothing about the sourc
     "does not hold": "#bd1f01",
     "needs their model": "#c9c9c9",
 }
-KINDS = {"arithmetic": "arithmetic", "measured here": "measured on small models", "needs their model": "not tested"}
+KINDS = {"arithmetic": "arithmetic", "measured here": "measured here", "needs their model": "not tested"}
 
 
 def verdict_bars(table):
