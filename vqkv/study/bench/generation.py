@@ -3,7 +3,6 @@ process, and memory at its peak, each system in a process of its own."""
 
 import ctypes
 import multiprocessing
-import pickle
 import re
 import resource
 import sys
@@ -138,7 +137,7 @@ def peak_memory(
     random = geometry, dtype, device, seed
     with num_threads(threads):
         model = random_llama(*random)
-        made = {label: pickle.dumps(each) for label, each in prepared(model, systems, seed).items()}
+        made = prepared(model, systems, seed)
     about = dict(zip(("batch", "context", "generated"), sizes, strict=True)) | {"chunk_size": chunk_size}
     about |= _machine(geometry, dtype, device, threads)
     del model
@@ -150,12 +149,12 @@ def peak_memory(
     return rows
 
 
-def generate_once(random: tuple, pickled: bytes, sizes: list[int], chunk_size: int, threads: int) -> dict[str, float]:
+def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, threads: int) -> dict[str, float]:
     """In a fresh process: load, generate, and say how much memory it took in between."""
     _keep_nothing_freed()
     batch, context, generated = sizes
     with num_threads(threads):
-        model, system = random_llama(*random), pickle.loads(pickled)
+        model = random_llama(*random)
         chunks = random_tokens(model, batch, context).split(chunk_size, dim=1)
         _prefilled(model, system, [chunk[:1] for chunk in chunks[:FIRST_CHUNKS]]).step()
         before = _start_measuring(model.device)
