@@ -8,7 +8,7 @@ from vqkv.models.layers import max_positions
 from vqkv.presets import Preset
 
 PROBE = 256  # tokens of the pass that is timed
-# Passes of the model over its text that take as long as calibrating: processor time, with a random Llama of 8 layers and
+# Passes of the model over its text that take as long as calibrating: processor time, a random Llama of 8 layers and
 # 1,024 KV channels on 32,768 tokens. What is not listed was not timed.
 PASSES = {"kvtc": 14, "aqua": 5.9, "live": 4.2, "crossed": 2.7, "aatc": 2.6, "kvquant": 1.8, "cachegen": 1.5}
 PASSES |= {"block_gtq": 1.4, "lossless": 1.3, "higgs": 1.2}
