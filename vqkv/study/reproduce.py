@@ -22,6 +22,8 @@ from vqkv.study.tables import provenance, stored, stored_names
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
+SPREAD = 0.03  # by which an Intel Xeon's and an AMD EPYC's numbers differed at most (page 11's search: 2.6%)
+NOT_COMPARED = ("_each", "_floor")  # numbers of single windows; fp16's own error, which is rounding
 
 
 def again(name: str, seed: int, until: float = math.inf) -> dict:
@@ -52,7 +54,7 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
     """The largest relative ``difference`` of a number in ``rows`` from the nearest row of ``kept`` with the same words,
     and its ``column``; infinite where there is no such row, or a number in one of them alone."""
-    shared = [name for name in kept if name in rows and not name.endswith("_each")]
+    shared = [name for name in kept if name in rows and not name.endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]
     worst = {"difference": 0.0, "column": ""}
@@ -84,7 +86,10 @@ def main(
     minutes: Annotated[float, typer.Option(help="Begin no table after so many.")] = math.inf,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; with several, set OMP_NUM_THREADS.")] = 1,
 ):
-    """Compute one case of every stored table again, and compare; ends with 1 where one fails or has no such row."""
+    """Compute one case of every stored table again, and compare.
+
+    Ends with 1 where one fails, has no such row, or differs by more than processors do (``SPREAD``).
+    """
     records = [provenance(name) for name in stored_names() if name.startswith(only)]
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
@@ -96,7 +101,7 @@ def main(
     reached = [each for each in found if not math.isnan(each)]
     typer.echo(f"{sum(each < SIX_DIGITS for each in reached)} of {len(reached)} tables give the same six digits again")
     typer.echo(f"{len(found) - len(reached)} tables were not reached" * (len(found) > len(reached)))
-    raise typer.Exit(1 if math.inf in found else 0)
+    raise typer.Exit(1 if any(each > SPREAD for each in reached) else 0)
 
 
 def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seconds=0.0, device: str = "") -> str:
@@ -104,7 +109,8 @@ def _verdict(case: str, difference: float, column: str = "", rows: int = 0, seco
         return case
     found = "same" if difference < SIX_DIGITS else f"FAILS {column}".rstrip()
     if SIX_DIGITS <= difference < math.inf:
-        found = f"differs by up to {100 * difference:.2g}% ({column}; stored: {device})"
+        found = "differs" if difference <= SPREAD else "FAILS: differs"
+        found += f" by up to {100 * difference:.2g}% ({column}; stored: {device})"
     return f"{found}: {case}" + f", {rows} rows in {seconds:.0f} s" * (rows > 0)
 
 
