@@ -41,7 +41,7 @@ def test_keys_and_values_are_read_layer_by_layer(llama, compressor):
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[0, :5] = 0
     cache, exact = compressor.new_cache(llama), DynamicCache(config=llama.config)
-    assert [layer.keys for layer in cache.layers] == [None] * 3
+    assert [layer.decoded() for layer in cache.layers] == [None] * 3
     for each in (cache, exact):
         llama(TOKENS[:2, :40], attention_mask=mask, past_key_values=each)
     before = cache.report()

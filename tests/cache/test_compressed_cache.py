@@ -126,7 +126,7 @@ def test_the_same_codes_are_stored_in_any_pieces(llama, name):
         cache, start = compressor.new_cache(llama), 0
         while start < 60:
             new, *pieces = pieces
-            cache.batch.see(None, None)
+            cache.expect(None, None)
             for layer, pair in enumerate(states):
                 cache.update(*(x[:, :, start : start + new] for x in pair), layer)
             start += new
@@ -156,7 +156,7 @@ def test_what_no_codec_stores_is_refused_as_it_comes(preset, dtype, tmp_path):
             pair = [torch.randn(1, 2, 20, 32, dtype=dtype, generator=torch.Generator().manual_seed(0)) for _ in "kv"]
             pair[role][0, 0, 19, 3] = value if layer == 1 else 1.0
             if layer == 0:
-                cache.batch.see(None, None)
+                cache.expect(None, None)
             if layer < 1 or abs(value) < 65504:
                 cache.update(*pair, layer)
                 continue

@@ -16,8 +16,15 @@ from transformers import DynamicCache
 
 import vqkv
 from vqkv import DataError, calibrate, evaluate, presets
-from vqkv.cache.attention_mass import token_mask, watching_attention
-from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
+from vqkv.cache.eviction import (
+    H2O,
+    EvictedKeys,
+    attention_scores,
+    heavy_hitters,
+    snapkv,
+    token_mask,
+    watching_attention,
+)
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
 
@@ -82,7 +89,7 @@ def test_evicting_equals_masking_the_evicted(model):
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (kept + 1, 40 - kept)
     for layer, expected_tokens in zip(cache.layers, alive, strict=True):
         assert sum(layer.stores[0].parts) == sum(layer.stores[1].parts) == kept
-        if (held := layer.stores[0].kept) is not None:
+        if isinstance(held := layer.stores[0], EvictedKeys):
             assert torch.equal(token_mask(held.tokens(40), 40), expected_tokens)
     keys = capture(model, TOKENS)[0][0][alive[0]].view(2, -1, kept, cache.compressor.model["shapes"][0][1])
     torch.testing.assert_close(cache.layers[0].stores[0].payload.fields["values"], keys, rtol=1e-3, atol=1e-4)
@@ -295,8 +302,8 @@ def test_snapkv_keeps_what_the_last_queries_see_and_these(model):
         attentions = eager(TOKENS, output_attentions=True).attentions
     for layer, weights in zip(cache.layers, attentions, strict=True):
         assert sum(layer.stores[0].parts) == 20
-        if (held := layer.stores[0].kept) is not None:
-            scores = weights[:, :, -6:].sum(2).unflatten(1, (held.bits.shape[1], -1)).sum(2)
+        if isinstance(held := layer.stores[0], EvictedKeys):
+            scores = weights[:, :, -6:].sum(2).unflatten(1, (held.kept.shape[1], -1)).sum(2)
             around = torch.nn.functional.pad(scores, (1, 1)).unfold(-1, 3, 1).amax(-1)
             around[..., -6:] = torch.inf
             mask, expected = (token_mask(x, 40) for x in (held.tokens(40), around.topk(20).indices))

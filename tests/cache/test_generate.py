@@ -112,9 +112,9 @@ def test_what_stays_after_guesses_were_taken_back_reads_as_before(sliding, name)
     for new, removed in [(40, 3), (4, 1), (4, 3), (1, 0), (6, 2), (20, 17), (9, 0), (3, 2), (12, 7)]:
         sliding(MORE[:1, seen : seen + new], past_key_values=cache)
         layer, seen = cache.layers[1], seen + new - removed
-        first, before = layer.first, (layer.keys, layer.values)
+        first, before = layer.first, layer.decoded()
         cache.crop(-removed)
-        for x, y in zip(before, (layer.keys, layer.values), strict=True):
+        for x, y in zip(before, layer.decoded(), strict=True):
             torch.testing.assert_close(y, x[:, :, layer.first - first : seen - first], rtol=1e-5, atol=1e-5)
         held, settings = sum(layer.stores[0].parts), cache.settings
         most = max(9, settings.recent_window + settings.block) + settings.block + settings.sink_tokens

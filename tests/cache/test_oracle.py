@@ -196,7 +196,7 @@ def feed(cache, oracle, model, generator, new_tokens, padding, batch):
     old = [[t is not None for t in row] for row in oracle.rows] if oracle.rows else [[] for _ in range(batch)]
     mask = torch.cat([torch.tensor(old, dtype=torch.bool).view(batch, -1), real], dim=1)
     positions = mask.long().cumsum(1)[:, -new_tokens:]  # the first token of a sequence is at 1
-    cache.batch.see(mask.long(), positions)
+    cache.expect(mask.long(), positions)
     states = [
         tuple(torch.randn(batch, HEADS, new_tokens, HEAD_DIM, generator=generator) for _ in "kv") for _ in range(LAYERS)
     ]
@@ -288,7 +288,7 @@ def test_a_window_that_slides_reads_what_a_plain_list_holds(model, codec, held, 
     if recording:
         cache.activate_past_recording()
     for new, removed in steps:
-        cache.batch.see(None, None)
+        cache.expect(None, None)
         for layer in range(LAYERS):
             pair = [torch.randn(1, HEADS, new, HEAD_DIM, generator=generator) for _ in "kv"]
             for role, x in enumerate(pair):

@@ -129,7 +129,7 @@ def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
     history, packed_now = 60 - 4 - 4, 1
     # every layer's keys and values once; what was packed now is decoded where a later place reads it (all but the last)
     assert sorted(lengths) == [packed_now] * 5 + [history] * 6
-    assert cache.batch.groups[0].step is None
+    assert cache.batch.groups[0].step.past is None
 
 
 def test_bytes_are_counted_as_side_information(fitted):

@@ -12,8 +12,6 @@ from scipy.stats import bootstrap
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, presets
 from vqkv.cache.eviction import H2O
-from vqkv.cache.store import ForwardPass
-from vqkv.codecs.predictive import Known
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.capture import capture
@@ -168,10 +166,7 @@ def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
     cache = one_bit.new_cache(model)
     with torch.inference_mode():
         model(tokens[:, :48], past_key_values=cache)
-    stored = [
-        [store.read(keys[0][..., :0, :], ForwardPass(Known(), Known())) for store in layer.stores]
-        for layer in cache.layers
-    ]
+    stored = [layer.decoded() for layer in cache.layers]
     restored = evaluate_restored(exact, tokens, *zip(*stored, strict=True))
     row = evaluate(model, one_bit, tokens, "snapshot", prompt_len=48, step_size=16, per_sequence=True)
     assert restored["kl_mean"] == pytest.approx(row["kl_mean"], rel=1e-4)  # in one step, all it reads is the prompt

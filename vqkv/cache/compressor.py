@@ -3,23 +3,22 @@
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from vqkv.cache.card import model_card
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
-from vqkv.codecs.part import codec_from_config
+from vqkv.codecs.part import Part, codec_from_config
 from vqkv.codecs.predictive import ROLES, JointCodec, Known, Place, Prediction, PredictiveCodec, last_readers
 from vqkv.codecs.predictor_kinds import Slice
 from vqkv.errors import DataError, FormatError
@@ -53,8 +52,8 @@ class Compressor:
         self.notes, self.predictions = notes or {}, predictions or {}
         self.last_readers = last_readers(self.predictions)
         self.coders = [
-            tuple(self._coder(codec, (role, layer)) for role, codec in zip(ROLES, pair, strict=True))
-            for layer, pair in enumerate(codecs)
+            (self._coder(keys, ("key", layer)), self._coder(values, ("value", layer)))
+            for layer, (keys, values) in enumerate(codecs)
         ]
 
     def _coder(self, codec: Codec, place: Place) -> PredictiveCodec:
@@ -80,12 +79,9 @@ class Compressor:
     @property
     def derived_bytes(self) -> int:
         """Bytes of the tables that it made from side information to compute with: in memory now, in no file."""
-        parts = [*self.codecs, *(prediction.predictor for prediction in self.predictions.values())]
+        parts = [part for _, part in self._parts()]
         tables = [tables_of(tensor) for tensor in tensors(parts)]
-        return tensor_bytes(parts, tables) - tensor_bytes(
-            [part.state_dict() for pair in self.codecs for part in pair],
-            [prediction.predictor.state_dict() for prediction in self.predictions.values()],
-        )
+        return tensor_bytes(parts, tables) - tensor_bytes([part.state_dict() for part in parts])
 
     @property
     def fingerprint(self) -> str:
@@ -94,28 +90,36 @@ class Compressor:
         text = json.dumps(self._described(), sort_keys=True)
         return hashlib.sha256((text + tensors_sha256(sorted(self._learned().items()))).encode()).hexdigest()
 
-    def to(self, device) -> "Compressor":
-        """Move everything learned to ``device``, in place."""
-        self.to_layers([device] * len(self.codecs))
-        return self
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that every codec can pack and unpack without others."""
+        return math.lcm(*(codec.tokens_per_row for pair in self.codecs for codec in pair))
 
     def to_layers(self, devices: list[torch.device]) -> None:
         """Move what each layer has learned to that layer's device, in place."""
-        for layer, device in enumerate(devices):
-            for coder in self.coders[layer]:
-                coder.codec.to(device)
-                if coder.prediction is not None:
-                    coder.prediction.predictor.to(device)
+        for (_, layer, _), part in self._parts():
+            part.to(devices[layer])
 
-    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0):
+    def check(self, model) -> None:
+        """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
+        if other := difference(self.model, model):
+            raise FormatError(
+                f"compressor {self.name!r} was fitted to {self.model['name']!r} with {other}: "
+                "calibrate a compressor for this model"
+            )
+
+    def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
         """An empty ``CompressedCache`` for ``model``. Raises ``FormatError`` if this compressor was fitted to another
         model."""
         return CompressedCache(self, plain(model), in_place, decoded_cache_bytes)
 
-    def __getattr__(self, name: str):
-        if hasattr(Cache, name):
-            raise DataError("a Compressor is no cache: pass past_key_values=compressor.new_cache(model)")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    def get_seq_length(self, *_):
+        """Raise ``DataError``: models ask this first of what they are given as a cache, and this is none."""
+        raise DataError("a Compressor is no cache: pass past_key_values=compressor.new_cache(model)")
+
+    def new_pass(self) -> Known:
+        """Nothing known yet; see ``reconstruct``."""
+        return Known(self.last_readers)
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
         """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32, without tokens after
@@ -127,24 +131,6 @@ class Compressor:
         block = self.tokens_per_row if self.predictions else 1
         pairs = zip(self.coders[layer], (keys, values), strict=True)
         return tuple(coder.through(whole_blocks(x, max(block, coder.tokens_per_row)), known) for coder, x in pairs)
-
-    def new_pass(self) -> Known:
-        """Nothing known yet; see ``reconstruct``."""
-        return Known(self.last_readers)
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens that every codec can pack and unpack without others."""
-        return math.lcm(*(codec.tokens_per_row for pair in self.codecs for codec in pair))
-
-    def check(self, model) -> None:
-        """Raise ``FormatError`` naming the first difference if ``model`` is not the one this was fitted to."""
-        found = difference(self.model, model)
-        if found:
-            raise FormatError(
-                f"compressor {self.name!r} was fitted to {self.model['name']!r} with {found}: "
-                "calibrate a compressor for this model"
-            )
 
     def save_pretrained(self, folder) -> None:
         """Write ``compressor.safetensors`` and a model card, ``README.md``, into ``folder``; older ones stay until the
@@ -158,23 +144,6 @@ class Compressor:
         save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
         with replacing(folder / "README.md") as file:
             file.write(str(model_card(self)).encode())
-
-    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address."""
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
-
-    def _saved(self) -> tuple[dict, dict[str, Tensor]]:
-        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
-        # codecs may share what they learned
-        return about, {name: tensor.clone().contiguous() for name, tensor in self._learned().items()}
-
-    def __reduce__(self):
-        about, own = self._saved()  # as safetensors, for torch does not pickle every dtype
-        return self._restored, (json.dumps(about), save(own))
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
@@ -190,6 +159,10 @@ class Compressor:
                 reason = str(error).strip().split("\n")[0][:200]
                 raise FormatError(f"{folder} is no folder, and not on the hub ({reason}): {REMEDY}") from error
         return cls._of(*load_checked(path, FORMAT, VERSION, REMEDY))
+
+    def __reduce__(self):
+        about, own = self._saved()  # as safetensors, for torch does not pickle every dtype
+        return self._restored, (json.dumps(about), save(own))
 
     @classmethod
     def _restored(cls, about: str, tensors: bytes) -> "Compressor":
@@ -209,6 +182,11 @@ class Compressor:
         settings = CacheSettings(**about["settings"])
         return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
 
+    def _saved(self) -> tuple[dict, dict[str, Tensor]]:
+        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
+        # codecs may share what they learned
+        return about, {name: tensor.clone().contiguous() for name, tensor in self._learned().items()}
+
     def _described(self) -> dict:
         """All but what was learned, as JSON."""
         return {
@@ -222,17 +200,18 @@ class Compressor:
 
     def _learned(self) -> dict[str, Tensor]:
         """Everything learned, by the name it is saved under."""
-        codecs = {
-            f"{layer}.{role}.{name}": tensor
-            for layer, pair in enumerate(self.codecs)
-            for role, codec in zip(ROLES, pair, strict=True)
-            for name, tensor in codec.state_dict().items()
+        return {
+            f"{layer}.{role}.{kind}{name}": tensor
+            for (role, layer, kind), part in self._parts()
+            for name, tensor in part.state_dict().items()
         }
-        return codecs | {
-            f"{layer}.{role}.predictor.{name}": tensor
-            for (role, layer), prediction in self.predictions.items()
-            for name, tensor in prediction.predictor.state_dict().items()
-        }
+
+    def _parts(self) -> Iterator[tuple[tuple[str, int, str], Part]]:
+        """Codecs and predictors, each after its role, layer and prefix in saved names."""
+        for layer, pair in enumerate(self.codecs):
+            yield from (((role, layer, ""), codec) for role, codec in zip(ROLES, pair, strict=True))
+        for (role, layer), prediction in self.predictions.items():
+            yield (role, layer, "predictor."), prediction.predictor
 
     def __repr__(self) -> str:
         layers = len(self.codecs)

@@ -5,7 +5,7 @@ decoding it. Everything else (prompts, other caches, presets that kernels cannot
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,80 +13,68 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vqkv.cache.batch import Batch, Group, Pair
-from vqkv.cache.store import TokenStore
+from vqkv.cache.groups import Group, Pair
 from vqkv.errors import DataError
 from vqkv.kernels import Rope, decode_attention
 from vqkv.kernels.precision import full_precision
 
 NAME = "vqkv_packed"
 FEW = 16  # new tokens, up to which attention reads packed tokens; it decodes them for more
-NOT_A_TENSOR = (
-    "keys and values are packed, which only attention set to 'vqkv_packed' reads, but this model changes them first: "
-    "call set_attn_implementation('sdpa')"
-)
+UNLIMITED = 1 << 62  # slots
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for attention to do, and this does not
+
+Reader = Callable[[Tensor, float], Tensor]  # query (sequences, num_heads, new_tokens, head_dim), scaling -> attention
 
 
 @dataclass
 class PackedStates:
-    """Stand for keys and for values where a ``CompressedCache`` hands them to attention: ``groups`` of sequences, each
-    a function of query (sequences, num_heads, new_tokens, head_dim) and scaling. ``places``: of each group the
-    sequences, the slots of their new tokens and of all; empty where nothing is padded."""
+    """What a ``CompressedCache`` hands to attention in place of keys and of values, and no tensor: how to read each
+    group's tokens. Models that change values between cache and attention (DiffLlama) cannot read it."""
 
-    groups: list[Callable[[Tensor, float], Tensor]]
-    places: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def __getattr__(self, name: str):
-        raise DataError(NOT_A_TENSOR)
-
-    @classmethod
-    def __torch_function__(cls, *_, **__):
-        raise DataError(NOT_A_TENSOR)
+    readers: list[tuple[Group, Reader]]
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
-        if not self.places:
-            return self.groups[0](query, scaling).to(query.dtype)
         out = torch.zeros_like(query)
-        for group, (rows, new, _) in zip(self.groups, self.places, strict=True):
-            found = group(query[rows, :, new].transpose(1, 2), scaling)
-            out[rows, :, new] = found.transpose(1, 2).to(out.dtype)
+        for group, reader in self.readers:
+            group.put(out, reader(group.take(query), scaling))
         return out
 
 
-def packed_states(batch: Batch, layer: int, keys: Tensor, parts: list[tuple[Group, Pair]]) -> PackedStates | None:
-    """Store the new tokens ``parts`` of ``keys`` and values; return what attention reads of this layer, them included.
-    None, and nothing is stored, if they are many or some group's tokens must be decoded."""
-    groups = [] if keys.shape[2] > FEW or batch.settings.in_place else [_packed_group(layer, *part) for part in parts]
-    if not groups or None in groups:
-        return None
-    for group, pair in parts:
+def packed_states(groups: list[Group], layer: int, pairs: list[Pair]) -> PackedStates | None:
+    """Store the new ``pairs`` of all groups; return what attention to all tokens needs. None, and nothing is stored, if
+    they are many or some group's tokens must be decoded."""
+    readers: list[tuple[Group, Reader]] = []
+    for group, pair in zip(groups, pairs, strict=True):
+        reader = _reader(group, layer, pair) if pair[0].shape[2] <= FEW else None
+        if reader is None:
+            return None
+        readers.append((group, reader))
+    for group, pair in zip(groups, pairs, strict=True):
         for store, x in zip(group.stores[layer], pair, strict=True):
             store.write(x, group.step)
-    return PackedStates(groups, batch.places(keys.device))
+    return PackedStates(readers)
 
 
-def _packed_group(layer: int, group: Group, pair: Pair) -> Callable[[Tensor, float], Tensor] | None:
-    """Attention to all tokens of a group, the new ``pair`` included; None if they must be decoded."""
-    stores = group.stores[layer]
-    packed = [store.kernel_view(group.step.past) for store in stores]
-    if None in packed:
+def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
+    """Attention to a group's tokens as they are before the new ``pair`` is stored, and to that; None if they must be
+    decoded."""
+    keys, values = group.stores[layer]
+    packed_keys, packed_values = keys.kernel_view(group.step.past), values.kernel_view(group.step.past)
+    if packed_keys is None or packed_values is None:
         return None
-    exact = [store.exact(x).float() for store, x in zip(stores, pair, strict=True)]
-    keys = stores[0]
-    rope = _rope(keys, pair[0].device) if keys.rotation else None
+    exact_keys, exact_values = keys.exact(pair[0]).float(), values.exact(pair[1]).float()
+    rope = None
+    if keys.rotation is not None:
+        rope = Rope(keys.rotation.angle.to(pair[0].device), keys.parts[0], keys.rotation.block)
 
     def attend(query: Tensor, scaling: float) -> Tensor:
         """float32 of the query's shape: new tokens see those before them, and all that is stored."""
         with full_precision(query.device):
-            return _joined(query.float(), *exact, scaling, *decode_attention(query, *packed, scaling, rope))
+            packed = decode_attention(query, packed_keys, packed_values, scaling, rope)
+            return _joined(query.float(), exact_keys, exact_values, scaling, *packed)
 
     return attend
-
-
-def _rope(keys: TokenStore, device) -> Rope:
-    return Rope(keys.rotation.angle.to(device), keys.parts[0], keys.rotation.block)
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):
@@ -100,11 +88,12 @@ def packed_attention(module, query, key, value, attention_mask, dropout: float =
     return key.attend(query, scaling).transpose(1, 2).contiguous(), None
 
 
-def reads_packed(model, slots: int) -> bool:
-    """True if ``model`` is set to attend by ``packed_attention``, each of ``slots`` tokens to all before it."""
+def packed_slots(model) -> int:
+    """Up to how many slots ``model`` is set to attend by ``packed_attention``, each to all before it."""
     config = model.config.get_text_config()
-    reach = [getattr(config, name, None) or slots for name in ("sliding_window", "attention_chunk_size")]
-    return config._attn_implementation == NAME and slots <= min(reach) and not model.training
+    if config._attn_implementation != NAME or model.training:
+        return 0
+    return min(getattr(config, name, None) or UNLIMITED for name in ("sliding_window", "attention_chunk_size"))
 
 
 def _joined(query: Tensor, keys: Tensor, values: Tensor, scaling: float, packed: Tensor, total: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """A folder of caches of prompts that come back: found by their longest common prefix, written turn by turn."""
 
 import hashlib
-import itertools
 import json
-from collections import namedtuple
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,16 @@ from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 FORMAT, VERSION, SUFFIX = "vqkv-prompt", 2, ".prompt"
 
 
-Stored = namedtuple("Stored", "state prompt about")  # what is known of a file while its time and size are ``state``
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A stored prompt's token ids; how many of its tokens are quantized; the digest of these; whether some were cropped
+    out of a block; the name of the file that it goes on from."""
+
+    prompt: np.ndarray
+    quantized: int
+    digest: str
+    has_holes: bool
+    before: str | None
 
 
 class PromptCache:
@@ -35,10 +44,8 @@ class PromptCache:
     """
 
     def __init__(self, folder, compressor, model, decoded_cache_bytes: int = 0):
-        self.compressor, self.model = compressor, plain(model)
-        self.decoded_cache_bytes = decoded_cache_bytes
-        self._root, self._known = Path(folder), dict[Path, Stored]()
-        self._compressor = compressor.fingerprint
+        self.compressor, self.model, self.decoded_cache_bytes = compressor, plain(model), decoded_cache_bytes
+        self._root, self._compressor = Path(folder), compressor.fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -64,9 +71,9 @@ class PromptCache:
         header = saving.header_of(cache)
         folder = self._folder(header["model"])
         folder.mkdir(parents=True, exist_ok=True)
-        before, start = self._before(folder, tokens, cache)
+        before, start = self._before(folder, tokens.numpy(), cache)
         header |= {"format": FORMAT, "version": VERSION, "start": start, "before": before and before.name}
-        header["stored"] = _stored(cache, None)
+        header["stored"] = _digest(cache)
         tensors = {"prompt": tokens.to(torch.int32)} | dict(saving.tensors_of(cache.batch, start))
         path = folder / f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]}{SUFFIX}"
         if before != path:
@@ -76,65 +83,47 @@ class PromptCache:
         """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
         these, so that there is something left to read; (None, 0) if none is stored."""
         wanted = _flat(tokens)[:-1].numpy()
-        known = [(_common(stored.prompt, wanted), path) for path, stored in self._listed(self.folder).items()]
-        for count, path in sorted((each for each in known if each[0]), reverse=True):
+        counts = [(_common(stored.prompt, wanted), path) for path, stored in _listed(self.folder).items()]
+        for count, path in sorted((each for each in counts if each[0]), reverse=True):
             with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
-                if self._chain(path):
-                    cache = self._load(path)
-                    cache.crop(count - cache.get_seq_length())
-                    return cache, count
+                cache = self._load(path)
+                cache.crop(count - cache.get_seq_length())
+                return cache, count
         return None, 0
 
-    def _listed(self, folder: Path) -> dict[Path, Stored]:
-        """What is stored. Files that were read before and have not changed are not read again."""
-        found = dict[Path, Stored]()
-        for path in folder.glob(f"*{SUFFIX}"):
-            with suppress(Exception):  # being removed, or damaged: a miss
-                known = self._known.get(path)
-                found[path] = known if known and known.state == _state(path) else _opened(path)
-        self._known = {path: x for path, x in self._known.items() if path.parent != folder} | found
-        return found
-
-    def _chain(self, path: Path | None) -> list[Path]:
-        """A listed file and those that it goes on from; none if one of them is gone."""
-        chain = list[Path]()
-        while path is not None:
-            if path not in self._known or path in chain:
-                return []
-            chain.append(path)
-            before = self._known[path].about["before"]
-            path = path.with_name(before) if before else None
-        return chain
-
-    def _before(self, folder: Path, tokens: Tensor, cache: CompressedCache) -> tuple[Path | None, int]:
+    def _before(self, folder: Path, tokens: np.ndarray, cache: CompressedCache) -> tuple[Path | None, int]:
         """The longest stored prompt with the cache's first packed tokens, and how many these are."""
-        known = [(len(x.prompt), path) for path, x in self._listed(folder).items()]
-        fitting = [(n, path) for n, path in known if n == _common(self._known[path].prompt, tokens.numpy())]
-        for _, path in sorted(fitting, reverse=True):
-            (group,) = (about := self._known[path].about)["groups"]
-            plain = not group["holes"] and not cache.batch.groups[0].all_stores[0].holes
-            usable = plain and group["quantized"] and self._chain(path)
-            if usable and about["stored"] == _stored(cache, group["quantized"]):
-                return path, group["quantized"]
+        listed, cropped = _listed(folder), bool(cache.batch.groups[0].all_stores[0].holes)
+        fitting = [path for path, x in listed.items() if len(x.prompt) == _common(x.prompt, tokens)]
+        for path in sorted(fitting, key=lambda path: len(listed[path].prompt), reverse=True):
+            stored, earlier = listed[path], path
+            while earlier in listed and (name := listed[earlier].before):
+                earlier = path.with_name(name)
+            usable = earlier in listed and stored.quantized and not (cropped or stored.has_holes)
+            if usable and stored.digest == _digest(cache, stored.quantized):
+                return path, stored.quantized
         return None, 0
 
     def _load(self, path: Path) -> CompressedCache:
         """A file's cache, and of those that it goes on from what it has of them."""
         chain = [_read(path)]
+        header, tensors = chain[0]
         while before := chain[-1][0]["before"]:
             chain.append(_read(path.with_name(before)))
-        cache = CompressedCache(self.compressor, self.model, chain[0][0]["in_place"], self.decoded_cache_bytes)
-        for (later, _), (earlier, _) in itertools.pairwise(chain):
-            if earlier["groups"][0]["quantized"] != later["start"]:
-                raise DataError(f"{path} goes on from another file than {later['before']}")
-        prompt, *_ = [tensors.pop("prompt") for _, tensors in chain]
-        saving.fill(cache, chain[0][0], [tensors for _, tensors in reversed(chain)])
-        parts = {store.parts for store in cache.batch.groups[0].all_stores}
-        if len(parts) > 1 or sum(*parts) != len(prompt):
-            raise DataError(f"{path} holds {parts} tokens, of a prompt of {len(prompt)}")
-        if _stored(cache, None) != chain[0][0]["stored"]:
-            raise DataError(f"{path} goes on from other tokens than those of {chain[0][0]['before']}")
+        cache = CompressedCache(self.compressor, self.model, header["in_place"], self.decoded_cache_bytes)
+        saving.fill(cache, header, tensors, [tensors for _, tensors in reversed(chain[1:])])
+        if _digest(cache) != header["stored"]:
+            raise DataError(f"{path} goes on from other tokens than those of {header['before']}")
         return cache
+
+
+def _listed(folder: Path) -> dict[Path, Stored]:
+    """What is stored. Files that were read before and have not changed are not read again."""
+    listed = {}
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(Exception):  # being removed, or damaged: a miss
+            listed[path] = _opened(path, *_state(path))
+    return listed
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -143,12 +132,12 @@ def _state(path: Path) -> tuple[int, int]:
     return about.st_mtime_ns, about.st_size
 
 
-def _opened(path: Path) -> Stored:
-    state = _state(path)
+@lru_cache(1 << 16)
+def _opened(path: Path, time: int, size: int) -> Stored:
     with safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()["about"])
-        kept = {name: about[name] for name in ("before", "groups", "stored")}
-        return Stored(state, file.get_tensor("prompt").numpy().copy(), kept)
+        about, prompt = json.loads(file.metadata()["about"]), file.get_tensor("prompt").numpy().copy()
+    (group,) = about["groups"]
+    return Stored(prompt, group["quantized"], about["stored"], bool(group["holes"]), about["before"])
 
 
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -165,9 +154,7 @@ def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
 def _common(prompt: np.ndarray, tokens: np.ndarray) -> int:
     """How many first tokens are the same."""
     shorter = min(len(prompt), len(tokens))
-    unlike = prompt[:shorter] != tokens[:shorter]
-    first = int(unlike.argmax()) if shorter else 0
-    return first if shorter and unlike[first] else shorter
+    return int(np.append(prompt[:shorter] != tokens[:shorter], True).argmax())
 
 
 def _flat(tokens: Tensor) -> Tensor:
@@ -178,8 +165,8 @@ def _flat(tokens: Tensor) -> Tensor:
     return tokens.detach().reshape(-1).cpu().long()
 
 
-def _stored(cache: CompressedCache, count: int | None) -> str:
-    """Digest of the first ``count`` (all) packed tokens of every layer."""
+def _digest(cache: CompressedCache, count: int | None = None) -> str:
+    """Of the first ``count`` (all) packed tokens of every layer."""
     stores = [store for group in cache.batch.groups for store in group.all_stores]
     payloads = [store.payload for store in stores if store.payload is not None]
     parts = [payload if count in (None, payload.seq_len) else payload.tokens(0, count) for payload in payloads]

@@ -8,14 +8,14 @@ they are 0, 1, 2, ...; of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and 
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vqkv.cache.batch import Group
+from vqkv.cache.groups import Group
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
@@ -24,6 +24,7 @@ from vqkv.models.load import outline
 from vqkv.runtime.files import load_checked, save_checked
 
 FORMAT, VERSION = "vqkv-cache", 6
+REMEDY = "save a cache with cache.save(...)"
 
 
 def save(cache, path) -> None:
@@ -34,9 +35,36 @@ def save(cache, path) -> None:
     save_checked(path, header_of(cache), dict(tensors_of(cache.batch)))
 
 
+def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
+    """Read a cache of class ``kind``, as ``CompressedCache.load`` says."""
+    if not hasattr(compressor, "fingerprint"):
+        raise DataError(f"a {type(compressor).__name__} is no Compressor: pass the one that the cache was made with")
+    header, tensors = load_checked(Path(path), FORMAT, VERSION, REMEDY)
+    for part, now in made_for(compressor, model).items():
+        was = header[part]
+        for key in now:
+            if key != "name" and was[key] != now[key]:
+                saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
+                raise FormatError(
+                    f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
+                )
+    cache = kind(compressor, model, header["in_place"], decoded_cache_bytes)
+    fill(cache, header, tensors)
+    return cache
+
+
+def inspect(path) -> dict:
+    """Read a saved cache's header and report, without compressor or model. Raises ``FormatError`` for another file."""
+    header, tensors = load_checked(Path(path), FORMAT, VERSION, REMEDY)
+    about = {key: header[key] for key in ("format", "version", "compressor", "model", "in_place")}
+    about["groups"] = [group | {"rows": len(group["rows"])} for group in header["groups"]]
+    file_bytes, stored = Path(path).stat().st_size, sum(x.numel() * x.element_size() for x in tensors.values())
+    return about | {"file_bytes": file_bytes, "header_bytes": file_bytes - stored} | header["report"]
+
+
 def header_of(cache) -> dict:
-    """What is said about a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
-    cache.batch.check_complete()
+    """Describe a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
+    cache.check_complete()
     if (model := cache.model()) is None:
         raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
     if cache.with_states:
@@ -62,33 +90,14 @@ def header_of(cache) -> dict:
     }
 
 
-def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
-    """Read a cache of class ``kind``, as ``CompressedCache.load`` says."""
-    if not hasattr(compressor, "fingerprint"):
-        raise DataError(f"a {type(compressor).__name__} is no Compressor: pass the one that the cache was made with")
-    header, tensors = _read(path)
-    _check_made_for(header, path, compressor, model)
-    cache = kind(compressor, model, header["in_place"], decoded_cache_bytes)
-    fill(cache, header, [tensors])
-    return cache
-
-
-def inspect(path) -> dict:
-    """A saved cache's header and report, without compressor or model. Raises ``FormatError`` for anything else."""
-    header, tensors = _read(path)
-    about = {key: header[key] for key in ("format", "version", "compressor", "model", "in_place")}
-    about["groups"] = [group | {"rows": len(group["rows"])} for group in header["groups"]]
-    file_bytes, stored = Path(path).stat().st_size, sum(x.numel() * x.element_size() for x in tensors.values())
-    return about | {"file_bytes": file_bytes, "header_bytes": file_bytes - stored} | header["report"]
-
-
 def made_for(compressor, model) -> dict[str, dict]:
+    """Name compressor and model."""
     about = {"name": compressor.name, "fingerprint": compressor.fingerprint}
     return {"compressor": about, "model": model_of(model)}
 
 
 def model_of(model) -> dict:
-    """Names, shapes and the identity of the model as it is now."""
+    """Describe the model as it is now: names, shapes, identity."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
     about = outline(model) | {"dtype": str(model.dtype).removeprefix("torch.")}
     return about | {"rope_parameters": json.dumps(rope, sort_keys=True, default=str), "weights": identity(model)}
@@ -102,8 +111,8 @@ def _about_group(group: Group) -> dict:
 
 def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
     """All that a batch stores, by name; of quantized tokens those from the ``start``-th on, a whole block's first."""
-    if batch.tokens is not None:
-        yield "tokens", batch.tokens.to(torch.uint8)
+    if batch.padded:
+        yield "tokens", torch.stack([group.slots for group in batch.groups]).to(torch.uint8)
     for number, group in enumerate(batch.groups):
         if group.positions.explicit is not None:
             yield f"{number}.positions", group.positions.explicit
@@ -116,54 +125,45 @@ def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
                 yield from ((f"{number}.{layer}.{role}.{name}", x) for name, x in stored.items() if x is not None)
 
 
-def fill(cache, header: dict, parts: list[dict[str, Tensor]]) -> None:
-    """Hand every store of an empty ``cache`` its own of the last of ``parts``, and quantized tokens of all of them."""
-    batch, device = cache.batch, cache.model().device
-    owned: dict[tuple, dict[str, list[Tensor]]] = defaultdict(dict)
-    *earlier, tensors = parts
-    cache.read_by = stamp(cache.model()), switches(cache.model())
+def fill(cache, header: dict, tensors: dict[str, Tensor], earlier: Sequence[dict[str, Tensor]] = ()) -> None:
+    """Hand an empty ``cache`` what was saved; ``earlier``: files with the quantized tokens before those in
+    ``tensors``."""
+    batch, model = cache.batch, cache.model()
+    owned, *before = (_by_owner(part, model.device) for part in (tensors, *earlier))
+    cache.read_by = stamp(model), switches(model)
     batch.size, batch.slots = header["batch_size"], header["slots"]
-    batch.tokens = tensors.pop("tokens").bool() if "tokens" in tensors else None
-    for name, tensor in tensors.items():
-        group_number, *owner, part = name.split(".", 3)
-        before = [x[name].to(device) for x in earlier] if part.startswith("payload.") else []
-        owned[int(group_number), *owner][part] = [*before, tensor.to(device)]
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(about["rows"])
-        (group.positions.explicit,) = owned[number,].get("positions", [None])
+        group.positions.explicit = owned[f"{number}"].get("positions")
         group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         for layer, pair in enumerate(group.stores):
-            for role, store in zip(ROLES, pair, strict=True):
-                heads, *dims = batch.settings.shapes[layer]
-                codec = store.coder.codec  # of all layers' heads, where they are stored together
-                shape = codec.num_kv_heads or heads, codec.tokens_per_row, dims[role == "value"]
-                _fill_store(store, owned[number, str(layer), role], about, shape)
+            heads, *dims = batch.settings.shapes[layer]
+            for role, store, dim in zip(ROLES, pair, dims, strict=True):
+                owner = f"{number}.{layer}.{role}"
+                store.sinks, store.window = (owned[owner].get(name) for name in ("sinks", "window"))
+                store.holes = tuple(about["holes"])
+                if about["quantized"]:
+                    parts = [_payload_tensors(each[owner]) for each in (*before, owned)]
+                    codec = store.coder.codec  # of all layers' heads, where they are stored together
+                    empty = torch.zeros(1, codec.num_kv_heads or heads, codec.tokens_per_row, dim, device=model.device)
+                    like = codec.encode(empty.to(next(iter(parts[0].values())).device))
+                    payloads = [like.holding(part) for part in parts]
+                    store.payload = Payload.concat(payloads) if before else payloads[0]
         batch.groups.append(group)
+    if "tokens" in tensors:
+        batch.split(tensors["tokens"].bool())
     for layer in cache.compressed:
         layer.is_initialized = bool(batch.slots)
 
 
-def _fill_store(store, tensors: dict[str, list[Tensor]], about: dict, shape: tuple[int, int, int]) -> None:
-    (store.sinks,), (store.window,) = (tensors.pop(name, [None]) for name in ("sinks", "window"))
-    store.holes = tuple(about["holes"])
-    if about["quantized"]:
-        found = {name.removeprefix("payload."): parts for name, parts in tensors.items()}
-        like = store.coder.codec.encode(torch.zeros(1, *shape, device=next(iter(found.values()))[0].device))
-        parts = [dict(zip(found, each)) for each in zip(*found.values(), strict=True)]
-        store.payload = Payload.concat([like.holding(part) for part in parts]) if parts[1:] else like.holding(parts[0])
+def _by_owner(tensors: dict[str, Tensor], device) -> dict[str, dict[str, Tensor]]:
+    """Tensors by group, layer and role (``0.3.key``), and by the rest of their name."""
+    owned: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, x in tensors.items():
+        *owner, part = name.split(".", 3)
+        owned[".".join(owner)][part] = x.to(device)
+    return owned
 
 
-def _check_made_for(header: dict, path, compressor, model) -> None:
-    """Raise ``FormatError`` if either is not what the cache was made for: which of them, what it was and what it is."""
-    for kind, here in made_for(compressor, model).items():
-        was = header[kind]
-        for key in here:
-            if key != "name" and was[key] != here[key]:
-                found, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, here))
-                raise FormatError(
-                    f"{path} was saved with {kind} {found}, not {given}: load it with what it was saved with"
-                )
-
-
-def _read(path) -> tuple[dict, dict[str, Tensor]]:
-    return load_checked(Path(path), FORMAT, VERSION, "save a cache with cache.save(...)")
+def _payload_tensors(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("payload."): x for name, x in own.items() if name.startswith("payload.")}

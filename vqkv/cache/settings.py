@@ -7,7 +7,7 @@ import torch
 
 from vqkv.runtime.checks import check_whole
 
-MOST = 1 << 62  # tokens or bytes
+LARGEST = 1 << 62  # tokens or bytes
 
 
 @dataclass(frozen=True)
@@ -24,50 +24,44 @@ class CacheSettings:
 
     def __post_init__(self):
         if type(self.pre_rope) is not bool:
-            check_whole("pre_rope", self.pre_rope, 1, MOST)
+            check_whole("pre_rope", self.pre_rope, 1, LARGEST)
         for name, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
-            check_whole(name, getattr(self, name), least, MOST)
+            check_whole(name, getattr(self, name), least, LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
-    """The settings of one cache, with what its compressor and its model add. ``joint``: all layers are stored together;
-    ``shapes``: num_kv_heads and head_dim of keys and values by layer."""
+    """The settings of one cache, with what its compressor and its model add. Tokens are quantized in multiples of
+    ``block``; sinks and window have ``exact_dtype``; all layers are stored together if ``joint``. ``shapes``:
+    num_kv_heads and head_dim of keys and values by layer. A decoded token of one sequence has ``token_bytes``."""
 
     in_place: bool
     decoded_cache_bytes: int
     tokens_per_row: int
+    block: int
     joint: bool
     dtype: torch.dtype
+    exact_dtype: torch.dtype
     shapes: tuple[tuple[int, int, int], ...]
+    token_bytes: int
 
     @classmethod
     def of(cls, compressor, model, in_place: bool, decoded_cache_bytes: int) -> "LiveSettings":
         """Those of a compressor's cache for a model; in place nothing stays exact."""
-        exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
+        held = vars(compressor.settings)
+        if in_place:
+            held = held | {"sink_tokens": 0, "recent_window": 0, "flush_block": 1}
+        shapes = tuple(map(tuple, compressor.model["shapes"]))
+        values = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in shapes)
         return cls(
-            **vars(compressor.settings) | exact,
+            **held,
             in_place=in_place,
             decoded_cache_bytes=decoded_cache_bytes,
             tokens_per_row=compressor.tokens_per_row,
+            block=math.lcm(compressor.tokens_per_row, held["flush_block"]),
             joint=compressor.joint,
             dtype=model.dtype,
-            shapes=tuple(map(tuple, compressor.model["shapes"])),
+            exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
+            shapes=shapes,
+            token_bytes=values * model.dtype.itemsize,
         )
-
-    @property
-    def block(self) -> int:
-        """Tokens are quantized in multiples of it."""
-        return math.lcm(self.tokens_per_row, self.flush_block)
-
-    @property
-    def exact(self) -> torch.dtype:
-        """Type of sinks and window: the model's if it has 16 bits, else fp16."""
-        return self.dtype if self.dtype.itemsize == 2 else torch.float16
-
-    def room(self, batch_size: int) -> int:
-        """Quantized tokens, whole blocks, of which ``decoded_cache_bytes`` holds what is decoded."""
-        values = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.shapes)
-        token = values * self.dtype.itemsize * batch_size
-        tokens = self.decoded_cache_bytes // token
-        return tokens - tokens % self.tokens_per_row
