@@ -1,27 +1,35 @@
 """Saved caches, loaded again, also in another process: they go on as if they had never been away, or are refused."""
 
+import copy
 import dataclasses
 import os
+import random
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import forked
 import pytest
 import small_models
 import torch
+from mutations import mutated
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file, save_file
 from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_state, through_file
+from strategies import run
 
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
-from vqkv.cache.eviction import H2O
+from vqkv.cache.compressor import FILE, FORMAT, VERSION
 from vqkv.cache.saving import inspect
 from vqkv.models.load import describe, difference
+from vqkv.runtime.files import save_checked
 
 PREDICTING = {f"aqua-{kind}": presets.aqua(presets.quanto(), kind, recent_window=8, **arguments)
               for kind, arguments in PREDICTORS.items()}  # fmt: skip
+PRESETS = EVERY | PREDICTED | PREDICTING
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +38,12 @@ def kivi(llama):
     return calibrate(llama, TOKENS, EVERY["kivi"], progress=False)
 
 
-@pytest.mark.parametrize("name", EVERY | PREDICTED | PREDICTING)
-def test_a_loaded_cache_goes_on_as_if_never_saved(llama, tmp_path, name):
-    tokens = MANY if name in PREDICTING else TOKENS
-    compressor = calibrate(llama, tokens, (EVERY | PREDICTED | PREDICTING)[name], progress=False)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, name):
+    """And goes on as if it had never been away, also with a compressor that was saved."""
+    compressor = calibrate(llama, MANY if name in PREDICTING else TOKENS, PRESETS[name], progress=False)
+    compressor.save_pretrained(tmp_path)
+    assert Compressor.from_pretrained(tmp_path).fingerprint == compressor.fingerprint
     for in_place in (False, True):
         cache = compressor.new_cache(llama, in_place)
         half_way(llama, cache)
@@ -42,6 +52,24 @@ def test_a_loaded_cache_goes_on_as_if_never_saved(llama, tmp_path, name):
         assert again.report() == cache.report() and again.is_initialized == cache.is_initialized
         assert torch.equal(rest(llama, again), rest(llama, cache))
         assert same_state(again, cache)
+    cache, tokens = compressor.new_cache(llama), TOKENS[:2, :60]
+    first = run(llama, cache, tokens, (40, 1, 1, 18))
+    swapped, one, more = copy.deepcopy(cache), copy.deepcopy(cache), TOKENS[:2, 60:65]
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    one.batch_select_indices(torch.tensor([False, True]))
+    with pytest.raises(IndexError, match="no sequence is chosen"):
+        one.batch_select_indices(torch.tensor([], dtype=torch.long))
+    expected = run(llama, copy.deepcopy(cache), more, (5,))
+    torch.testing.assert_close(run(llama, swapped, more.flip(0), (5,)).flip(0), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run(llama, one, more[1:], (5,)), expected[1:], rtol=1e-3, atol=1e-3)
+    for length in (37, 3, 0):
+        cache.crop(length - cache.get_seq_length())
+        held = {sum(store.parts) for group in cache.batch.groups for store in group.all_stores}
+        assert held == ({length} if length else set()) and cache.get_seq_length() == length
+    assert torch.equal(run(llama, cache, tokens, (40, 1, 1, 18)), first)
+    cache.reset()
+    assert cache.report().cache_bytes == 0 and cache.get_seq_length() == 0
+    assert same_state(through_file(cache, tmp_path / "cache"), cache) and inspect(tmp_path / "cache")["seq_len"] == 0
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3", "bfloat16"), ("llama-yarn", "float32")])
@@ -53,45 +81,20 @@ def test_other_models_and_types(tmp_path, name, dtype):
     assert same_state(again, cache) and torch.equal(rest(model, again), rest(model, cache))
 
 
-def test_an_empty_cache_and_one_that_was_reset(llama, kivi, tmp_path):
-    cache = kivi.new_cache(llama)
-    again = through_file(cache, tmp_path / "cache")
-    assert same_state(again, cache) and inspect(tmp_path / "cache")["seq_len"] == 0
-    assert torch.equal(feed(llama, again, TOKENS), feed(llama, cache, TOKENS))
-    cache.reset()
-    assert through_file(cache, tmp_path / "cache").get_seq_length() == 0
-
-
-def test_decoded_tokens_are_not_saved_and_may_be_kept_anew(llama, kivi, tmp_path):
+def test_decoded_tokens_are_not_saved_and_what_was_loaded_does_not_change_with_its_file(llama, kivi, tmp_path):
     cache = kivi.new_cache(llama, decoded_cache_bytes=1 << 20)
     half_way(llama, cache)
     assert cache.report().kinds["decoded"]
     again = through_file(cache, tmp_path / "cache", decoded_cache_bytes=1 << 19)
     assert again.report().kinds["decoded"] == 0 and again.settings.decoded_cache_bytes == 1 << 19
-    expected = rest(llama, through_file(cache, tmp_path / "cache"))
-    for other in (cache, again):
-        assert torch.equal(rest(llama, other), expected) and other.report().kinds["decoded"]
-
-
-def test_what_was_loaded_does_not_change_with_its_file(llama, kivi, tmp_path):
-    cache = kivi.new_cache(llama)
-    half_way(llama, cache)
-    again = through_file(cache, tmp_path / "cache")
     kivi.save_pretrained(tmp_path)
-    compressor = Compressor.from_pretrained(tmp_path)
-    for path in (tmp_path / "cache", tmp_path / "compressor.safetensors"):
+    compressor, expected = Compressor.from_pretrained(tmp_path), rest(llama, through_file(cache, tmp_path / "cache"))
+    for path in (tmp_path / "cache", tmp_path / FILE):
         with open(path, "r+b") as file:
             file.write(bytes(path.stat().st_size))
     assert same_state(again, cache) and compressor.fingerprint == kivi.fingerprint
-
-
-@pytest.mark.parametrize("other", [float("nan"), float("inf"), -float("inf"), 3e38, -3e38])
-def test_no_weights_match_every_model(llama, other):
-    about = describe(llama)
-    filled = [[other for _ in row] for row in about["weights"]]
-    assert difference(about, llama) is None
-    for weights in (filled, filled[:1], [*about["weights"], [1.0]], [row[:-1] for row in about["weights"]]):
-        assert difference(about | {"weights": weights}, llama) == "other attention weights"
+    for other in (cache, again):
+        assert torch.equal(rest(llama, other), expected) and other.report().kinds["decoded"]
 
 
 def generate_on(model_folder: str, folder: Path, arguments: dict) -> list:
@@ -115,29 +118,17 @@ def test_generate_goes_on_in_a_new_process(llama, tmp_path):
     assert forked.call(generate_on, llama.config._name_or_path, tmp_path, arguments) == more.tolist()
 
 
-def test_the_file_is_the_bytes_of_the_report_and_a_header(llama, tmp_path):
-    preset = presets.vqllm(num_quantizers=2, codebook_size=16, group_size=8)
-    long = TOKENS.repeat(1, 21)[:, :2000]
-    cache = calibrate(llama, TOKENS, preset, progress=False).new_cache(llama)
-    for piece in long.split(200, dim=1):
-        feed(llama, cache, piece)
+@pytest.mark.parametrize("name", ["kivi", "vqq", "aqua-vqllm"])
+def test_the_file_is_the_bytes_of_the_report_and_a_header(llama, tmp_path, name):
+    cache = calibrate(llama, TOKENS, (EVERY | PREDICTED)[name], progress=False).new_cache(llama)
+    half_way(llama, cache)
     cache.save(tmp_path / "cache")
-    stored, about = cache.report().cache_bytes, inspect(tmp_path / "cache")
-    assert about["file_bytes"] == (tmp_path / "cache").stat().st_size == stored + about["header_bytes"]
-    assert about["header_bytes"] < 0.01 * stored
-    kinds = load_file(tmp_path / "cache")  # by safetensors' own hand
-    assert sum(x.numel() * x.element_size() for x in kinds.values()) == stored
-
-
-def test_inspect_reports_what_the_cache_does(llama, tmp_path):
-    for name in ("kivi", "vqq", "aqua-vqllm"):
-        cache = calibrate(llama, TOKENS, (EVERY | PREDICTED)[name], progress=False).new_cache(llama)
-        half_way(llama, cache)
-        cache.save(tmp_path / "cache")
-        about = inspect(tmp_path / "cache")
-        told = dataclasses.replace(cache.report(), derived_bytes=0).as_dict()  # of this process, not of the file
-        assert {key: about[key] for key in told} == told
-        assert about["compressor"]["name"] == cache.compressor.name and about["model"]["model_type"] == "llama"
+    report, about, stored = cache.report(), inspect(tmp_path / "cache"), load_file(tmp_path / "cache")
+    assert about["file_bytes"] == (tmp_path / "cache").stat().st_size == report.cache_bytes + about["header_bytes"]
+    assert sum(x.numel() * x.element_size() for x in stored.values()) == report.cache_bytes  # by safetensors' own hand
+    printed = dataclasses.replace(report, derived_bytes=0).as_dict()  # of this process, not of the file
+    assert {key: about[key] for key in printed} == printed
+    assert about["compressor"]["name"] == cache.compressor.name and about["model"]["model_type"] == "llama"
 
 
 def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
@@ -168,19 +159,14 @@ def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
         model = load_model(str(folder), "bfloat16" if "dtype" in message else None)[0]
         with pytest.raises(FormatError, match=f"saved with model .* with {message}"):
             CompressedCache.load(tmp_path / "cache", kivi, model)
-    model = load_model(llama.config._name_or_path)[0]
-    CompressedCache.load(tmp_path / "cache", kivi, model)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[0, 0] *= 1.01
-    with pytest.raises(FormatError, match=r"with weights \w{16}, not .* with weights \w{16}: load it"):
-        CompressedCache.load(tmp_path / "cache", kivi, model)
+    about = describe(llama)
+    for value in (float("nan"), float("inf"), -3e38):  # weights that match no model's
+        weights = [[value for _ in row] for row in about["weights"]]
+        for wrong in (weights, weights[:1], [*about["weights"], [1.0]], [row[:-1] for row in about["weights"]]):
+            assert difference(about | {"weights": wrong}, llama) == "other attention weights"
 
 
-def test_what_cannot_be_saved_is_named(llama, kivi, tmp_path, monkeypatch):
-    policy = H2O(calibrate(llama, TOKENS, EVERY["vqllm"], progress=False), 0.5)
-    evicting = policy.new_cache(llama)
-    with pytest.raises(DataError, match="an EvictingCache keeps more .* Compressor.new_cache"):
-        evicting.save(tmp_path / "cache")
+def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypatch):
     cache = kivi.new_cache(llama)
     with pytest.raises(FormatError, match="is a folder"):
         cache.save(tmp_path)
@@ -197,20 +183,15 @@ def test_what_cannot_be_saved_is_named(llama, kivi, tmp_path, monkeypatch):
         gone.save(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     kivi.new_cache(llama).save(tmp_path / "cache")
-    with pytest.raises(DataError, match="a H2O is no Compressor"):
-        CompressedCache.load(tmp_path / "cache", policy, llama)
-
-
-def test_other_files_are_refused(llama, kivi, tmp_path):
+    with pytest.raises(DataError, match="a Preset is no Compressor"):
+        CompressedCache.load(tmp_path / "cache", EVERY["kivi"], llama)
     kivi.save_pretrained(tmp_path / "c")
     (tmp_path / "text").write_text("not a cache")
-    (tmp_path / "empty").write_bytes(b"")
     for path, message in (
         (tmp_path / "none", "missing, cut or altered, or no vqkv-cache: save a cache with"),
         (tmp_path, "missing"),
         (tmp_path / "text", "no vqkv-cache"),
-        (tmp_path / "empty", "no vqkv-cache"),
-        (tmp_path / "c" / "compressor.safetensors", "is vqkv-compressor 3; this vqkv reads vqkv-cache 6: save a cache"),
+        (tmp_path / "c" / FILE, "is vqkv-compressor 3; this vqkv reads vqkv-cache 6: save a cache"),
     ):
         for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
             with pytest.raises(FormatError, match=message):
@@ -235,5 +216,58 @@ def test_a_failed_save_leaves_the_older_file_and_nothing_else(llama, kivi, tmp_p
     with pytest.raises(KeyboardInterrupt):
         cache.save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    monkeypatch.undo()
-    assert same_state(through_file(cache, path), cache)
+
+
+@pytest.mark.parametrize("name", ["kivi", "aqua-vqllm"])
+def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
+    """A cache, then its compressor: bytes that change nothing (a part grafted onto itself) are no damage."""
+    model, rng, path = made("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
+    compressors = [calibrate(model, tokens, PRESETS[name], progress=False) for tokens in (TOKENS, TOKENS + 1)]
+    caches = [compressor.new_cache(model) for compressor in compressors[:1] * 2]
+    half_way(model, caches[0])
+    feed(model, caches[1], TOKENS)
+    kinds = [
+        (caches, lambda x, to: x.save(to), lambda: CompressedCache.load(path, compressors[0], model), same_state),
+        (compressors, lambda x, to: x.save_pretrained(to.parent), lambda: Compressor.from_pretrained(path.parent),
+         lambda a, b: a.fingerprint == b.fingerprint),
+    ]  # fmt: skip
+    path.parent.mkdir()
+    for wholes, save, load, alike in kinds:
+        files = []
+        for whole in wholes:
+            save(whole, path)
+            files.append(path.read_bytes())
+        refused = 0
+        for data in [*(mutated(rng, *files) for _ in range(120)), files[0][:-1]]:
+            path.write_bytes(data)
+            try:
+                loaded = load()
+            except FormatError as error:
+                refused += f"{path} is missing, cut or altered, or no vqkv-c" in str(error) and ": save a" in str(error)
+            else:
+                assert any(alike(loaded, whole) for whole in wholes)
+        assert refused > 100
+
+
+def test_other_versions_and_unknown_parts_are_named(tmp_path):
+    about = {"format": FORMAT, "version": 99}
+    save_checked(tmp_path / FILE, about, {})
+    with pytest.raises(FormatError, match="is vqkv-compressor 99; this vqkv reads vqkv-compressor"):
+        Compressor.from_pretrained(tmp_path)
+    about |= {"version": VERSION, "predictions": [], "codecs": [[{"part": "Newer"}, {"part": "Newer"}]]}
+    save_checked(tmp_path / FILE, about, {})
+    with pytest.raises(FormatError, match="unknown codec part 'Newer'"):
+        Compressor.from_pretrained(tmp_path)
+
+
+def test_a_new_process_knows_every_part():
+    """As ``vqkv evaluate`` reads a saved compressor, which imports no preset's module."""
+    script = (
+        "import importlib, pkgutil, vqkv.cache.compressor, vqkv.codecs; from vqkv.codecs.part import Part\n"
+        "known = set(Part.registry)\n"
+        "for module in pkgutil.walk_packages(vqkv.codecs.__path__, 'vqkv.codecs.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "print(*sorted(set(Part.registry) - known))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

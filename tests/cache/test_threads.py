@@ -7,13 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from vqkv import calibrate, evaluate, load_model, presets
-from vqkv.kernels.derived import remembered, tables_of
-from vqkv.kernels.precision import full_precision
-from vqkv.models.layers import kv_layers
-from vqkv.runtime.files import replacing
+from vqkv import calibrate, evaluate, presets
 
 TOKENS = torch.randint(1, 4000, (8, 48), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones(2, 48, dtype=torch.int64).index_put((torch.zeros(5).long(), torch.arange(5)), torch.tensor(0))
@@ -31,38 +26,6 @@ def often():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-class Held(DynamicCache):
-    """Waits in the last layer for ``go``, once ``inside`` is set."""
-
-    def __init__(self, config, inside, go):
-        super().__init__(config=config)
-        self.inside, self.go = inside, go
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        if layer_idx == 2:
-            self.inside.set()
-            self.go.wait(30)
-        return super().update(keys, values, layer_idx, *args, **kwargs)
-
-
-def test_a_pass_that_ends_during_a_probe_disturbs_neither(llama_folder):
-    model, inside, go = load_model(llama_folder)[0], threading.Event(), threading.Event()
-    held, main = Held(model.config, inside, go), threading.get_ident()
-    model.model.register_forward_pre_hook(lambda *_: None)  # modules without hooks do not look for them at the end
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(model, TOKENS, past_key_values=held)
-        inside.wait(30)
-
-        def let_it_end(*_):
-            if threading.get_ident() == main:
-                go.set()
-                other.result(30)
-
-        model.model.layers[1].mlp.register_forward_hook(let_it_end)
-        assert [layer.attention for layer in kv_layers(model)] == [each.self_attn for each in model.model.layers]
-        assert other.result(30).logits.shape[:2] == TOKENS.shape
 
 
 def test_passes_of_other_threads_are_not_measured(llama, compressor):
@@ -99,59 +62,3 @@ def test_threads_generate_while_others_make_caches_and_calibrate(llama, compress
             model = copy.deepcopy(llama)  # of which nothing is known yet
             for done in [pool.submit(work, model) for work in (generate, fit, generate)]:
                 done.result(60)
-
-
-def test_full_precision_lasts_until_the_last_thread_leaves():
-    def within(entered, leave) -> str:
-        with full_precision(torch.device("cpu")):
-            entered.set()
-            leave.wait(30)
-            return torch.get_float32_matmul_precision()
-
-    torch.set_float32_matmul_precision("high")
-    try:
-        events = [(threading.Event(), threading.Event()) for _ in range(2)]
-        with ThreadPoolExecutor(2) as pool:
-            works = []
-            for entered, leave in events:
-                works.append(pool.submit(within, entered, leave))
-                entered.wait(30)
-            for work, (_, leave) in zip(works, events, strict=True):
-                leave.set()
-                assert work.result(30) == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_two_threads_replace_one_file(tmp_path):
-    path = tmp_path / "file"
-
-    def write(data: bytes) -> None:
-        with replacing(path) as file:
-            file.write(data)
-
-    with ThreadPoolExecutor(1) as pool, replacing(path) as file:
-        file.write(b"mine" * 9)
-        pool.submit(write, b"other").result(30)
-        assert path.read_bytes() == b"other"
-    assert path.read_bytes() == b"mine" * 9 and list(tmp_path.iterdir()) == [path]
-
-
-def test_tables_are_listed_while_another_thread_adds_some(often):
-    build, x, stop = remembered(lambda tensor, key: key), torch.ones(2), threading.Event()
-
-    def add() -> None:
-        for key in range(20_000):
-            build(x, key)
-            if stop.is_set():
-                return
-
-    with ThreadPoolExecutor(1) as pool:
-        adding = pool.submit(add)
-        try:
-            while not adding.done():
-                assert tables_of(x) is not None
-        finally:
-            stop.set()
-        adding.result(30)

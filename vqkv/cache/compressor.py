@@ -117,6 +117,8 @@ class Compressor:
         """Raise ``DataError``: models ask this first of what they are given as a cache, and this is none."""
         raise DataError("a Compressor is no cache: pass past_key_values=compressor.new_cache(model)")
 
+    is_compileable = property(get_seq_length)  # ``generate`` asks this first
+
     def new_pass(self) -> Known:
         """Nothing known yet; see ``reconstruct``."""
         return Known(self.last_readers)

@@ -13,6 +13,7 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import ForwardPass, Positions, TokenStore
 from vqkv.codecs.predictive import Known, Place, PredictiveCodec
 from vqkv.errors import DataError
+from vqkv.kernels.precision import full_precision
 from vqkv.models.rotation import Rotation
 
 
@@ -176,11 +177,14 @@ class CompressedLayer(CacheLayerMixin):
         Where attention can read quantized tokens, the same ``PackedStates`` for both."""
         batch, self.is_initialized = self.batch, True
         batch.layer = self.index
-        pairs = [(group.take(key_states), group.take(value_states)) for group in batch.groups]
-        packed = packed_states(batch.groups, self.index, pairs) if batch.packed else None
-        if packed is None:
-            read = batch.join([self._pass(group, pair) for group, pair in zip(batch.groups, pairs, strict=True)])
-        self._end()
+        pairs = [(key_states, value_states)]
+        if batch.padded:
+            pairs = [(group.take(key_states), group.take(value_states)) for group in batch.groups]
+        with full_precision(key_states.device):
+            packed = packed_states(batch.groups, self.index, pairs) if batch.packed else None
+            if packed is None:
+                read = batch.join([self._pass(group, pair) for group, pair in zip(batch.groups, pairs, strict=True)])
+            self._end()
         return read if packed is None else (packed, packed)
 
     def _pass(self, group: Group, pair: Pair) -> Pair:

@@ -14,7 +14,6 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView
-from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rope import rotate, unrotate
 from vqkv.models.rotation import Rotation
 from vqkv.runtime.checks import FP16_MAX
@@ -141,7 +140,8 @@ class TokenStore:
             piece = max(1, few // (rows * out[:, :, 0].numel())) * rows
         for start in range(first, last, piece):
             stop = min(start + piece, last)
-            x = self._decoded(payload if stop - start == last else payload.tokens(start, stop), step.past)
+            part = payload if stop - start == last else payload.tokens(start, stop)
+            x = self.coder.codec.decode(part) if step.past is None else self.coder.decode(part, step.past)
             if self.holes:
                 read = sorted({*range(start, stop)} - {*self.holes})
                 x = x[:, :, torch.tensor(read, device=x.device) - start]
@@ -177,12 +177,8 @@ class TokenStore:
             return
         states = _append(self.window, states)
         old, rest = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized), states[:, :, count:]
-        if step.fresh is None:
-            payload = self.coder.codec.encode(old)
-        else:
-            with full_precision(old.device):
-                payload = self.coder.encode(old, step.fresh)
-        self._quantized(payload, rest)
+        known = step.fresh
+        self._quantized(self.coder.codec.encode(old) if known is None else self.coder.encode(old, known), rest)
 
     def _to_quantize(self, waiting: int) -> int:
         """How many of the oldest of ``waiting`` tokens are to be quantized: whole blocks beyond the recent window."""
@@ -287,12 +283,6 @@ class TokenStore:
     def _shared(self, known: Known | None) -> bool:
         """Whether these tokens are predicted from other layers' or others from them."""
         return known is not None and (self.coder.prediction is not None or self.coder.place in known.last_reader)
-
-    def _decoded(self, payload: Payload, known: Known | None) -> Tensor:
-        if known is None:
-            return self.coder.codec.decode(payload)
-        with full_precision(next(iter(payload.tensors.values())).device):
-            return self.coder.decode(payload, known)
 
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
         """``rotate`` or ``unrotate`` the stored tokens start, start + 1, ..."""
