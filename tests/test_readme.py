@@ -85,6 +85,8 @@ def test_every_link_to_a_file_leads_somewhere(folder):
             path = ROOT / folder / (target or "README.md")
             assert path.exists(), target
             heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if path.suffix == ".md" else []
+            if path.suffix == ".py":  # lines are checked in tests/cache/test_walk.py
+                continue
             assert not anchor or anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
 
 

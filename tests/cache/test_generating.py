@@ -11,7 +11,8 @@ import vqkv
 from vqkv import CompressedCache, FormatError, calibrate, presets
 
 TOKENS = torch.randint(1, 400, (8, 48), generator=torch.Generator().manual_seed(0))
-PROMPT = {"input_ids": TOKENS[:2, :20], "attention_mask": torch.ones(2, 20, dtype=torch.int64)}
+MASK = torch.ones(2, 20, dtype=torch.int64)
+PADDED = MASK.index_put((torch.zeros(5).long(), torch.arange(5)), torch.tensor(0))
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
@@ -21,59 +22,45 @@ def two(llama):
     return [calibrate(llama, TOKENS, preset, progress=False) for preset in (presets.fp16(), presets.vqllm(2, 16, 8))]
 
 
-def generated(model, cache=None, **settings):
-    return model.generate(**PROMPT | GREEDY | settings, past_key_values=cache).tolist()
+def generated(model, cache=None, rows=2, mask=MASK, **settings):
+    prompt = {"input_ids": TOKENS[:rows, :20], "attention_mask": mask[:rows]}
+    return model.generate(**prompt | GREEDY | settings, past_key_values=cache).tolist()
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3, "rows": 1}, {"mask": PADDED}],
+    ids=["greedy", "beams", "prompt-lookup", "padded"],
+)  # fmt: skip
 def test_generate_reads_what_a_cache_passed_to_it_would(llama, two, settings):
-    prompt = {name: x[:1] for name, x in PROMPT.items()} if "prompt_lookup_num_tokens" in settings else PROMPT
-    wanted = generated(llama, two[1].new_cache(llama), **prompt | settings)
+    wanted = generated(llama, two[1].new_cache(llama), **settings)
     with vqkv.compressed(llama, two[1]) as use:
-        assert generated(llama, **prompt | settings) == wanted
+        assert generated(llama, **settings) == wanted
     assert use.cache.report().bits_per_value < 3 and use.cache.get_seq_length() >= 31
 
 
-def test_a_padded_batch(llama, two):
-    padded = PROMPT | {"attention_mask": torch.ones(2, 20, dtype=torch.int64)}
-    padded["attention_mask"][0, :5] = 0
-    wanted = generated(llama, two[1].new_cache(llama), **padded)
-    with vqkv.compressed(llama, two[1]):
-        assert generated(llama, **padded) == wanted
-
-
-def test_outside_and_after_an_error_the_model_is_as_before(llama, two):
-    wanted = generated(llama)
-    with pytest.raises(ZeroDivisionError), vqkv.compressed(llama, two[1]):
-        1 / 0  # noqa: B018
-    assert generated(llama) == wanted
-    assert type(llama(TOKENS[:1], use_cache=True).past_key_values) is DynamicCache
-
-
-def test_caches_that_the_caller_passes_stay(llama, two):
-    mine = DynamicCache(config=llama.config)
+def test_only_caches_that_the_model_makes_within_the_block_are_compressed(llama, mini, two):
+    wanted, mine = generated(llama), DynamicCache(config=llama.config)
     llama(TOKENS[:1], past_key_values=mine)
-    with vqkv.compressed(llama, two[1]) as use:
+    with pytest.raises(ZeroDivisionError), vqkv.compressed(llama, two[1]) as use:
         llama(TOKENS[:1, :1], past_key_values=mine)
         llama(TOKENS[:1], use_cache=False)
         llama(TOKENS[:1], past_key_values=two[0].new_cache(llama))
+        1 / 0  # noqa: B018
     assert mine.get_seq_length() == 49 and use.cache is None
+    assert generated(llama) == wanted and type(llama(TOKENS[:1], use_cache=True).past_key_values) is DynamicCache
+    with pytest.raises(FormatError, match="calibrate"), vqkv.compressed(mini[0], two[0]):
+        pass
 
 
-def test_blocks_nest(llama, two):
+def test_blocks_nest_and_threads_have_their_own_or_that_which_started_them(llama, two):
     made = lambda: llama(TOKENS[:1]).past_key_values.compressor  # noqa: E731
-    with vqkv.compressed(llama, two[0]):
-        with vqkv.compressed(llama, two[1]):
-            assert made() is two[1]
-        assert made() is two[0]
 
-
-def test_threads_have_their_own_blocks_and_see_those_that_started_them(llama, two):
     def inside(compressor):
         with vqkv.compressed(llama, compressor):
-            return {llama(TOKENS[:1]).past_key_values.compressor for _ in range(20)}
+            return {made() for _ in range(20)}
 
     with vqkv.compressed(llama, two[1]) as use, ThreadPoolExecutor(2) as pool:
+        assert inside(two[0]) == {two[0]} and made() is two[1]
         assert [*pool.map(inside, two)] == [{two[0]}, {two[1]}]
         pool.submit(llama, TOKENS[:1]).result(60)
         assert use.cache.get_seq_length() == 48
@@ -96,20 +83,10 @@ def test_a_pipeline_and_a_streamer(mini):
         assert isinstance(use.cache, CompressedCache)
 
 
-def test_in_place_reads_its_own_tokens_compressed(llama, two):
-    exact = llama(TOKENS[:1]).logits
+def test_in_place_reads_its_own_tokens_and_evaluate_measures_the_same_within_a_block(llama, two):
+    exact, wanted = llama(TOKENS[:1]).logits, vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16)
     with vqkv.compressed(llama, two[1]):
         assert torch.equal(llama(TOKENS[:1]).logits, exact)
+        assert vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16) == wanted
     with vqkv.compressed(llama, two[1], in_place=True):
         assert not torch.allclose(llama(TOKENS[:1]).logits, exact)
-
-
-def test_a_compressor_of_another_model_is_refused(llama, mini, two):
-    with pytest.raises(FormatError, match="calibrate"), vqkv.compressed(mini[0], two[0]):
-        pass
-
-
-def test_evaluate_measures_the_same_within_a_block(llama, two):
-    wanted = vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16)
-    with vqkv.compressed(llama, two[1]):
-        assert vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16) == wanted
