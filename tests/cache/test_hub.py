@@ -1,5 +1,8 @@
 """Compressors are shared as models are: a card, a folder or a name on the hub."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -15,31 +18,35 @@ def compressor(llama):
 
 
 def test_the_card_names_model_text_bits_and_losses(llama, compressor, tmp_path):
-    compressor.notes |= {"corpus": "random tokens", "measured": evaluate(llama, compressor, TOKENS, chunk_size=16)}
-    compressor.save_pretrained(tmp_path)
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.library_name == "vqkv"
-    bits = "| bits a value, without side information | 1.5 |"
-    for part in ("random tokens", "384 tokens", "num_quantizers=2", bits, "nats"):
-        assert part in card.text, part
-    row = Compressor.from_pretrained(tmp_path).notes["measured"]
-    assert f"| {row['kl_mean']:.4g} |" in card.text
-
-
-def test_without_measured_losses_the_card_says_so(compressor, tmp_path):
-    compressor.notes.pop("measured", None)
     compressor.save_pretrained(tmp_path)
     assert "were not measured" in (tmp_path / "README.md").read_text()
+    compressor.notes |= {"corpus": "random tokens", "measured": evaluate(llama, compressor, TOKENS, chunk_size=16)}
+    compressor.save_pretrained(tmp_path)
+    card, row = ModelCard.load(tmp_path / "README.md"), Compressor.from_pretrained(tmp_path).notes["measured"]
+    bits = "| bits a value, without side information | 1.5 |"
+    for part in ("random tokens", "384 tokens", "num_quantizers=2", bits, "nats", f"| {row['kl_mean']:.4g} |"):
+        assert part in card.text, part
+    assert card.data.library_name == "vqkv"
 
 
-def test_a_name_on_the_hub_is_downloaded(compressor, tmp_path, monkeypatch):
-    """The hub itself is out of reach: its client's call is made on a folder."""
-    compressor.save_pretrained(tmp_path / "me/mine")
+def test_push_and_pull(compressor, tmp_path, monkeypatch):
+    """The hub itself is out of reach: its client's calls are made on a folder."""
+
+    def upload_folder(repo_id, folder_path):
+        (tmp_path / repo_id).mkdir(parents=True)
+        for path in sorted(Path(folder_path).iterdir()):
+            (tmp_path / repo_id / path.name).write_bytes(path.read_bytes())
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    hub = SimpleNamespace(create_repo=lambda repo_id, private, exist_ok: None, upload_folder=upload_folder)
+    monkeypatch.setattr("vqkv.cache.compressor.HfApi", lambda token: {"secret": hub}[token])
     monkeypatch.setattr("vqkv.cache.compressor.hf_hub_download", lambda name, file, **_: tmp_path / name / file)
+    assert compressor.push_to_hub("me/mine", token="secret") == "https://hub/commit"
+    assert sorted(path.name for path in (tmp_path / "me/mine").iterdir()) == ["README.md", "compressor.safetensors"]
     assert Compressor.from_pretrained("me/mine").fingerprint == compressor.fingerprint
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "no such folder", "a/b/c"])
+@pytest.mark.parametrize("name", ["nobody/nothing", "a/b/c"])
 def test_a_name_that_is_nowhere(name):
     with pytest.raises(FormatError, match="is no folder, and not on the hub .*save_pretrained"):
         Compressor.from_pretrained(name)

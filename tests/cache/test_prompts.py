@@ -217,10 +217,6 @@ def write_data(model):
     model.model.layers[0].mlp.up_proj.weight.data *= 1.5
 
 
-def load_weights(model):
-    model.load_state_dict({name: 1.01 * x for name, x in model.state_dict().items()})
-
-
 def new_module(model):
     model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
     add(model)
@@ -230,11 +226,7 @@ def rotate_otherwise(model):
     model.model.rotary_emb.inv_freq *= 0.5
 
 
-def change_type(model):
-    model.half()
-
-
-@pytest.mark.parametrize("change", [add, write_data, load_weights, new_module, rotate_otherwise, change_type])
+@pytest.mark.parametrize("change", [add, write_data, new_module, rotate_otherwise, lambda model: model.half()])
 def test_a_model_changed_in_place_is_another_and_its_prompts_stay(llama, kivi, quanto, tmp_path, change):
     model = copy.deepcopy(llama)
     known, before = PromptCache(tmp_path, kivi, model), identity(model)
@@ -274,22 +266,3 @@ def test_each_adapter_finds_its_own_prompts_and_tokens_of_two_are_saved_under_ne
     for adapter in adapters:  # of a merge that is undone the rounding stays
         adapter.merged_adapters = []
     assert known.find(text) == (None, 0) and len(list(tmp_path.glob("*/*.prompt"))) == 3
-
-
-def test_peft(llama, tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
-    model.add_adapter("other", config)
-    kivi = calibrate(model, TOKENS, EVERY["kivi"], progress=False)
-    known, cache = PromptCache(tmp_path, kivi, model), kivi.new_cache(model)
-    made = model.generate(TOKENS[:1, :40], past_key_values=cache, max_new_tokens=4, do_sample=False)[0]
-    known.save(made[:-1], cache)
-    model.set_adapter("other")
-    assert known.find(made)[1] == 0
-    with pytest.raises(DataError, match="adapters changed"):
-        known.save(made[:-1], cache)
-    model.set_adapter("default")
-    assert known.find(made)[1] == 43
-    with model.disable_adapter():
-        assert known.find(made)[1] == 0

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -146,6 +147,14 @@ class Compressor:
         save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
         with replacing(folder / "README.md") as file:
             file.write(str(model_card(self)).encode())
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address."""
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":

@@ -3,6 +3,7 @@ blocks: each sequence of a padded batch reads what it would read alone."""
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from vqkv.cache.store import ForwardPass, Positions, TokenStore
@@ -28,17 +29,17 @@ class Group:
         return [store for pair in self.stores for store in pair]
 
     def take(self, x: Tensor) -> Tensor:
-        """The group's tokens (sequences, heads, tokens, dim) of the batch's last slots (batch, heads, slots, dim)."""
-        if self.slots is None:
-            return x
-        return x[self.rows][:, :, self.slots[self.slots.shape[0] - x.shape[2] :].to(x.device)]
+        """Take this row's tokens (1, heads, tokens, dim) out of the last slots (batch, heads, slots, dim) of a padded
+        batch."""
+        return x[self.rows][:, :, self._last(x)]
 
     def put(self, out: Tensor, x: Tensor) -> None:
         """Undo ``take``, in place."""
-        if self.slots is None:
-            out.copy_(x)
-        else:
-            out[self.rows[0]][:, self.slots[self.slots.shape[0] - out.shape[2] :].to(x.device)] = x[0].to(out.dtype)
+        out[self.rows[0]][:, self._last(out)] = x[0].to(out.dtype)
+
+    def _last(self, x: Tensor) -> Tensor:
+        slots = torch.ones(x.shape[2], dtype=torch.bool) if self.slots is None else self.slots
+        return slots[len(slots) - x.shape[2] :].to(x.device)
 
     def truncate(self, slots: int) -> None:
         """Keep the first ``slots`` slots."""

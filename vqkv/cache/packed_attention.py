@@ -37,6 +37,8 @@ class PackedStates:
         """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
         out = torch.zeros_like(query)
         for group, reader in self.readers:
+            if group.slots is None:
+                return reader(query, scaling).to(query.dtype)
             group.put(out, reader(group.take(query), scaling))
         return out
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,18 +18,6 @@ from vqkv.models.plain import plain
 from vqkv.runtime.files import load_checked, save_checked, tensors_sha256
 
 FORMAT, VERSION, SUFFIX = "vqkv-prompt", 2, ".prompt"
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A stored prompt's token ids; how many of its tokens are quantized; the digest of these; whether some were cropped
-    out of a block; the name of the file that it goes on from."""
-
-    prompt: np.ndarray
-    quantized: int
-    digest: str
-    has_holes: bool
-    before: str | None
 
 
 class PromptCache:
@@ -83,7 +70,7 @@ class PromptCache:
         """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
         these, so that there is something left to read; (None, 0) if none is stored."""
         wanted = _flat(tokens)[:-1].numpy()
-        counts = [(_common(stored.prompt, wanted), path) for path, stored in _listed(self.folder).items()]
+        counts = [(_common(prompt, wanted), path) for path, (prompt, _) in _listed(self.folder).items()]
         for count, path in sorted((each for each in counts if each[0]), reverse=True):
             with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
                 cache = self._load(path)
@@ -94,14 +81,14 @@ class PromptCache:
     def _before(self, folder: Path, tokens: np.ndarray, cache: CompressedCache) -> tuple[Path | None, int]:
         """The longest stored prompt with the cache's first packed tokens, and how many these are."""
         listed, cropped = _listed(folder), bool(cache.batch.groups[0].all_stores[0].holes)
-        fitting = [path for path, x in listed.items() if len(x.prompt) == _common(x.prompt, tokens)]
-        for path in sorted(fitting, key=lambda path: len(listed[path].prompt), reverse=True):
-            stored, earlier = listed[path], path
-            while earlier in listed and (name := listed[earlier].before):
+        whole = [path for path, (prompt, _) in listed.items() if len(prompt) == _common(prompt, tokens)]
+        for path in sorted(whole, key=lambda path: len(listed[path][0]), reverse=True):
+            header, earlier = listed[path][1], path
+            while earlier in listed and (name := listed[earlier][1]["before"]):
                 earlier = path.with_name(name)
-            usable = earlier in listed and stored.quantized and not (cropped or stored.has_holes)
-            if usable and stored.digest == _digest(cache, stored.quantized):
-                return path, stored.quantized
+            count, holes = (header["groups"][0][name] for name in ("quantized", "holes"))
+            if earlier in listed and count and not (cropped or holes) and header["stored"] == _digest(cache, count):
+                return path, count
         return None, 0
 
     def _load(self, path: Path) -> CompressedCache:
@@ -117,8 +104,8 @@ class PromptCache:
         return cache
 
 
-def _listed(folder: Path) -> dict[Path, Stored]:
-    """What is stored. Files that were read before and have not changed are not read again."""
+def _listed(folder: Path) -> dict[Path, tuple[np.ndarray, dict]]:
+    """Token ids and header of what is stored. Files that were read before and have not changed are not read again."""
     listed = {}
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(Exception):  # being removed, or damaged: a miss
@@ -133,11 +120,11 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(1 << 16)
-def _opened(path: Path, time: int, size: int) -> Stored:
+def _opened(path: Path, time: int, size: int) -> tuple[np.ndarray, dict]:
     with safe_open(path, "pt") as file:
-        about, prompt = json.loads(file.metadata()["about"]), file.get_tensor("prompt").numpy().copy()
-    (group,) = about["groups"]
-    return Stored(prompt, group["quantized"], about["stored"], bool(group["holes"]), about["before"])
+        header = json.loads(file.metadata()["about"])
+        kept = {name: header[name] for name in ("before", "groups", "stored")}
+        return file.get_tensor("prompt").numpy().copy(), kept
 
 
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
