@@ -90,6 +90,8 @@ def test_sinks_window_and_rope_as_stored(llama):
     caches = [H2O(c, 0.5, 0.1).new_cache(llama) for c in (before, after)]
     outputs = [run(llama, cache) for cache in caches]
     torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02 * outputs[0].std().item())
+    kept = H2O(before, 0.5, 0.1).new_cache(llama, decoded_cache_bytes=10**6)
+    assert torch.equal(run(llama, kept), outputs[0]) and kept.report().kinds["decoded"]
     for cache, stored_bits in zip(caches, (3 * 2 * 2 * 3, 0), strict=True):
         assert [store.parts[::2] for store in cache.layers[1].stores] == [(3, 5), (3, 5)]
         assert cache.report().kinds["positions"] == stored_bits  # layers x batch x heads x a bit for each token seen

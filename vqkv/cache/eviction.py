@@ -151,15 +151,15 @@ def snapkv(compressor: Compressor, retain: float = 0.25, observed: int = 32, poo
 @dataclass(eq=False)
 class EvictedKeys(TokenStore):
     """Keys stored before RoPE of the tokens that eviction left. ``kept`` (uint8, batch x num_kv_heads x bytes) has a
-    bit for each of the first ``seen`` tokens, set if the token is kept; later ones all are."""
+    bit for each of the first ``upto`` tokens, set if the token is kept; later ones all are."""
 
     kept: Tensor = field(kw_only=True)
-    seen: int = field(kw_only=True)
+    upto: int = field(kw_only=True)
 
     def tokens(self, seq_len: int) -> Tensor:
         """The numbers of the kept ones among ``seq_len`` tokens: (batch, num_kv_heads, kept)."""
-        mask = unpack_codes(self.kept, 1, self.seen)
-        mask = torch.nn.functional.pad(mask, (0, seq_len - self.seen), value=1)
+        mask = unpack_codes(self.kept, 1, self.upto)
+        mask = torch.nn.functional.pad(mask, (0, seq_len - self.upto), value=1)
         return mask.nonzero()[:, -1].view(*mask.shape[:2], -1)
 
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
@@ -214,7 +214,7 @@ class EvictingLayer(CompressedLayer):
         chosen = policy.choose(scores, policy.retain, policy.recent, batch.slots, *exempt)
         if keys.rotation is not None and chosen.shape[-1] < scores.shape[-1]:
             kept = pack_codes(token_mask(chosen, batch.slots), 1)
-            keys = EvictedKeys(keys.coder, batch.settings, keys.positions, keys.rotation, kept=kept, seen=batch.slots)
+            keys = EvictedKeys(keys.coder, batch.settings, keys.positions, keys.rotation, kept=kept, upto=batch.slots)
             batch.groups[0].stores[self.index] = keys, values
         for store, x in zip((keys, values), new, strict=True):
             store.write(x.detach().take_along_dim(chosen[..., None], 2), batch.groups[0].step)

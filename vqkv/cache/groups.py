@@ -54,4 +54,4 @@ class Group:
         """Copy the sequences ``index``, which become ``rows`` of the batch."""
         positions = self.positions.select(index)
         stores = [(k.select(index, positions), v.select(index, positions)) for k, v in self.stores]
-        return Group(rows, stores, positions, self.slots)
+        return Group(rows, stores, positions, None if self.slots is None else self.slots.clone())

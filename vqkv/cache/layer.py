@@ -70,7 +70,7 @@ class Batch:
             self.groups, self.size = [self.new_group(list(range(size)))], size
         if mask is not None and (self.padded or not mask.all()):
             mask = mask.cpu()
-            self._see(mask[:, : self.slots], mask[:, self.slots :])
+            self._check_mask(mask[:, : self.slots], mask[:, self.slots :])
         self.slots, self.new_slots, self.layer = self.slots + new_slots, new_slots, -1
         for group in self.groups:
             group.step, positions, count = self.new_step(), position_ids, new_slots
@@ -82,7 +82,7 @@ class Batch:
                     positions = positions.expand(size, -1)[[row]][:, new.to(positions.device)]
             group.positions.advance(count, positions)
 
-    def _see(self, shown: Tensor, new: Tensor) -> None:
+    def _check_mask(self, shown: Tensor, new: Tensor) -> None:
         """Compare the stored slots that attention is to see (size, slots) with those that hold tokens. Store each row
         by itself once a ``new`` slot (size, new_slots) is padding."""
         everything = torch.ones(self.slots, dtype=torch.bool)

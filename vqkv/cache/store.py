@@ -59,8 +59,8 @@ class Positions:
     def select(self, index: Tensor) -> "Positions":
         """Copy the positions of the sequences ``index``."""
         explicit = self.explicit
-        if explicit is not None and len(explicit) > 1:
-            explicit = explicit[index.to(explicit.device)]
+        if explicit is not None:
+            explicit = explicit[index.to(explicit.device)] if len(explicit) > 1 else explicit.clone()
         return Positions(explicit, self.seq_len)
 
 
@@ -148,7 +148,7 @@ class TokenStore:
             x = self._rotated(rotate, x, _tokens(self.sinks) + at)
             out.narrow(2, at, x.shape[2]).copy_(x)
             at += x.shape[2]
-        room = self._read(min(last, step.room))
+        room = self._count_read(min(last, step.room))
         if room > kept:
             self.decoded = _append(self.decoded, out[:, :, kept:room].clone(memory_format=torch.contiguous_format))
 
@@ -214,7 +214,7 @@ class TokenStore:
         if spare < 0 or spare + sinks == 0:
             return
         gone = min(self.quantized, spare + len(self.holes)) // block * block
-        while (read := self._read(gone)) > spare:
+        while (read := self._count_read(gone)) > spare:
             gone -= block
         waiting = spare - read if gone == self.quantized else 0
         self.sinks, self.first = None, self.first + sinks + read + waiting
@@ -222,7 +222,7 @@ class TokenStore:
             self.window = _slice(self.window, waiting, None)
         if gone and self.payload is not None:
             self.decoded = _slice(self.decoded, read, None)
-            self.payload = self.payload.tokens(gone) if gone < self.quantized else None
+            self.payload, self.view = self.payload.tokens(gone) if gone < self.quantized else None, (None, None)
             self.holes = tuple(hole - gone for hole in self.holes if hole >= gone)
 
     def kernel_view(self, known: Known | None) -> KernelView | None:
@@ -244,40 +244,39 @@ class TokenStore:
         sinks, quantized, _ = self.parts
         self.window = _slice(self.window, 0, seq_len - sinks - quantized)
         if self.payload is not None and seq_len < sinks + quantized:
-            end = self._number(max(0, seq_len - sinks))
+            end = self._with_holes(max(0, seq_len - sinks))
             stop = self._whole_rows(max(0, seq_len - sinks))
             self.holes = (*(hole for hole in self.holes if hole < end), *range(end, stop))
-            self.payload = self.payload.tokens(0, stop) if stop else None
+            self.payload, self.view = self.payload.tokens(0, stop) if stop else None, (None, None)
             self.decoded = _slice(self.decoded, 0, seq_len - sinks)
         self.sinks = _slice(self.sinks, 0, seq_len)
 
     def trim(self, room: int) -> None:
         """Forget decoded tokens beyond the first ``room`` quantized ones."""
-        self.decoded = _slice(self.decoded, 0, self._read(room))
+        self.decoded = _slice(self.decoded, 0, self._count_read(room))
 
     def select(self, index: Tensor, positions: Positions) -> Self:
         """Copy the sequences ``index``, which may come more than once; ``positions``: of all their tokens."""
-        payload = None if self.payload is None else self.payload.batch_select(index)
-        sinks, window, decoded = (
+        copy = dataclasses.replace(self, positions=positions, view=(None, None))
+        copy.payload = None if self.payload is None else self.payload.batch_select(index)
+        copy.sinks, copy.window, copy.decoded = (
             None if x is None else x[index.to(x.device)] for x in (self.sinks, self.window, self.decoded)
         )
-        return dataclasses.replace(
-            self, positions=positions, sinks=sinks, payload=payload, window=window, decoded=decoded
-        )
+        return copy
 
-    def _read(self, stop: int) -> int:
+    def _count_read(self, stop: int) -> int:
         """Count the tokens that are read among the first ``stop`` quantized ones."""
         return stop - sum(hole < stop for hole in self.holes)
 
-    def _number(self, read: int) -> int:
+    def _with_holes(self, read: int) -> int:
         """Count the quantized tokens before the one that is read after ``read`` others, without holes just before."""
         for hole in self.holes:
             read += hole < read
         return read
 
     def _whole_rows(self, read: int) -> int:
-        """``_number``, with the rest of its row, of which every token is a hole or comes after it."""
-        number = self._number(read)
+        """``_with_holes``, with the rest of its row, of which every token is a hole or comes after it."""
+        number = self._with_holes(read)
         return number + -number % self.settings.tokens_per_row
 
     def _shared(self, known: Known | None) -> bool:
