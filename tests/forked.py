@@ -36,3 +36,11 @@ def share(count: int, function, *arguments) -> list:
 def _call(variables: dict, function, arguments: tuple):
     os.environ.update({name: str(value) for name, value in variables.items()})
     return function(*arguments)
+
+
+def known_parts() -> set[str]:
+    """Names of the codec parts that a process knows once it can load a compressor."""
+    import vqkv.cache.compressor  # noqa: F401
+    from vqkv.codecs.part import Part
+
+    return set(Part.registry)

@@ -8,7 +8,7 @@ import pytest
 import small_models
 import torch
 from strategies import run
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config
 
 from vqkv import DataError, calibrate, presets
 from vqkv.cache.eviction import H2O
@@ -167,6 +167,7 @@ def test_other_caches_models_and_kept_or_evicted_tokens_are_read_as_with_sdpa(ll
         lambda: llama(TOKENS, past_key_values=None).logits,
         lambda: llama(TOKENS, past_key_values=DynamicCache()).logits,
         lambda: logits(llama, quanto.new_cache(llama, **kept)),
+        lambda: logits(llama, quanto.new_cache(llama, in_place=True)),
         lambda: logits(llama, H2O(quanto, retain=0.5).new_cache(llama)),
         lambda: logits(other, quanto.new_cache(llama)),
     ):
@@ -180,6 +181,13 @@ def test_sliding_windows_are_obeyed(name, tmp_path):
     compressor = fitted(model, READ["quanto"])
     ours, theirs = both(model, lambda: logits(model, compressor.new_cache(model)))
     assert_same(theirs, ours)
+
+
+def test_models_that_change_values_after_the_cache_read_decoded_tokens(tmp_path):
+    config = {name: x for name, x in small_models.COMMON.items() if name != "head_dim"} | {"hidden_size": 128}
+    model = small_models.load("diffllama", tmp_path, config=DiffLlamaConfig(**config))
+    compressor = fitted(model, READ["quanto"])
+    assert torch.equal(*both(model, lambda: logits(model, compressor.new_cache(model))))
 
 
 def test_soft_caps_are_refused_and_models_load_with_it(tmp_path):

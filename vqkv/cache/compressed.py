@@ -119,9 +119,9 @@ class CompressedCache(Cache):
                 "token; use pre_rope=False"
             )
         mask = attention_mask.bool() if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        model, slots = self.model(), 0
-        if model is not None and (attention_mask is None) == (mask is None) and not self.settings.decoded_cache_bytes:
-            slots = packed_slots(model)
+        model, decodes = self.model(), self.settings.in_place or self.settings.decoded_cache_bytes
+        by_slot = (attention_mask is None) == (mask is None)
+        slots = packed_slots(model) if model is not None and by_slot and not decodes else 0
         self.inputs = PassInputs(mask, position_ids, module, slots)
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):

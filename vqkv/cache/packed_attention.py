@@ -21,6 +21,7 @@ from vqkv.kernels.precision import full_precision
 NAME = "vqkv_packed"
 FEW = 16  # new tokens, up to which attention reads packed tokens; it decodes them for more
 UNLIMITED = 1 << 62  # slots
+CHANGE_VALUES = {"diffllama"}  # models that do so between cache and attention, and so need tensors
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models pass for attention to do, and this does not
 
 Reader = Callable[[Tensor, float], Tensor]  # query (sequences, num_heads, new_tokens, head_dim), scaling -> attention
@@ -29,7 +30,7 @@ Reader = Callable[[Tensor, float], Tensor]  # query (sequences, num_heads, new_t
 @dataclass
 class PackedStates:
     """What a ``CompressedCache`` hands to attention in place of keys and of values, and no tensor: how to read each
-    group's tokens. Models that change values between cache and attention (DiffLlama) cannot read it."""
+    group's tokens."""
 
     readers: list[tuple[Group, Reader]]
 
@@ -93,7 +94,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout: float =
 def packed_slots(model) -> int:
     """Up to how many slots ``model`` is set to attend by ``packed_attention``, each to all before it."""
     config = model.config.get_text_config()
-    if config._attn_implementation != NAME or model.training:
+    if config._attn_implementation != NAME or model.training or config.model_type in CHANGE_VALUES:
         return 0
     return min(getattr(config, name, None) or UNLIMITED for name in ("sliding_window", "attention_chunk_size"))
 
