@@ -98,7 +98,7 @@ WIDE = {  # two layers as wide as a published model's, of few words
         },
     },
 }  # fmt: skip
-LONG = torch.randint(3, 100, (4, 1100), generator=torch.Generator().manual_seed(0))  # past Gemma's window
+LONG = torch.randint(3, 100, (2, 1100), generator=torch.Generator().manual_seed(0))  # past Gemma's window
 
 
 def wide(name: str):
