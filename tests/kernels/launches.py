@@ -23,7 +23,7 @@ from vqkv.kernels.decoding.triton import decode
 from vqkv.kernels.entropy.code import TOTAL, make_code
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
-from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed
+from vqkv.kernels.rvq.triton import rvq_encode
 from vqkv.kernels.trellis.code import REACH
 from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
 from vqkv.kernels.view import Affine, Coded, Rope
@@ -47,10 +47,6 @@ def coded(dim: int, k: int, size: int, tables: int = 1, every: int = 1, strided:
     codes = zeros(1, HEADS, TOKENS, groups * k * bits // 8, dtype=torch.uint8)
     scale = zeros(1, HEADS, TOKENS // every, 1)
     return Coded(codes, zeros(tables, k, size, dim), bits, groups, scale, every, strided)
-
-
-def encode(groups: int, dim: int, tokens: int = TOKENS * 16) -> None:
-    rvq_encode_packed(zeros(tokens, groups, dim), zeros(8, 2048, dim), 11)
 
 
 def attend(keys, values, rope: Rope | None = None, rows: int = 4) -> None:
@@ -77,11 +73,10 @@ CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
 PRODUCT = coded(4, 1, 256, 2, 64)
 CASES: dict[str, Callable[[], object]] = {
     "rvq_encode": lambda: rvq_encode(zeros(TOKENS * 64, 32), zeros(8, 2048, 32)),
-    "rvq_encode many": lambda: encode(4, 32),
-    "rvq_encode few": lambda: encode(4, 32, tokens=64),
-    "rvq_encode 64 channels": lambda: encode(2, 64),
-    "rvq_encode 128 channels": lambda: encode(1, 128),
-    "grid": lambda: rvq_encode_packed(zeros(1, HEADS, TOKENS, 64, 2), zeros(1, 256, 2), 8),
+    "rvq_encode few": lambda: rvq_encode(zeros(64, 32), zeros(8, 2048, 32)),
+    "rvq_encode 64 channels": lambda: rvq_encode(zeros(TOKENS * 64, 64), zeros(8, 2048, 64)),
+    "rvq_encode 128 channels": lambda: rvq_encode(zeros(TOKENS * 64, 128), zeros(8, 2048, 128)),
+    "grid": lambda: rvq_encode(zeros(1, HEADS, TOKENS, 64, 2), zeros(1, 256, 2)),
     "pack 11": lambda: pack_codes(zeros(*CODES, dtype=torch.int64), 11),
     "unpack 11": lambda: unpack_codes(zeros(CODES[0], 44, dtype=torch.uint8), 11, 32),
     "rans_encode": lambda: streams(False),

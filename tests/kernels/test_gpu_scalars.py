@@ -17,7 +17,7 @@ def codes_of(shape, bits: int, dtype=torch.int64) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 15, 16])
 def test_packing(bits, request):
-    if bits not in (8, 16):  # which need no kernel
+    if bits != 8:  # which needs no kernel
         request.getfixturevalue("guarded")
     for shape in ((3, 5), (2, 3, 40), (1, 1), (7, 33), (1500,), (2, 1025), (0, 5), (3, 0), (2, 0, 4)):
         codes = codes_of(shape, bits)

@@ -18,7 +18,7 @@ from vqkv.kernels.view import Affine, Grouped, KernelView, Rope
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
-    "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
+    "rvq_encode": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
     "grouped_encode": "decoding",
     "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
@@ -88,7 +88,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
-    return _find("rvq_encode_packed", x, codebooks, beam)(x, codebooks, bits, beam)
+    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:

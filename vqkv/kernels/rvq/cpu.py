@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.kernels.machine import serves, spread
-from vqkv.kernels.packing.cpu import pack_codes
 from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq.beam import rvq_candidates
 from vqkv.kernels.rvq.loops import LANES, step
@@ -55,11 +54,6 @@ def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
         for k, weights in enumerate(tables.lanes):
             torch.mm(residual, weights[:-1], out=found)  # without the norms
             spread(lambda i, j, k=k, fixed=fixed: step(i, j, k, *fixed), len(residual), PASSES * width)
-
-
-def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode_packed``."""
-    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
