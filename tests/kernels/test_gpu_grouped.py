@@ -52,7 +52,7 @@ def test_all_query_heads_and_new_tokens_of_a_kv_head_at_once(num_heads, new_toke
 def test_shares_of_the_tokens_are_joined(monkeypatch):
     monkeypatch.setattr(triton_shares, "LEAST_TILES", 1)
     monkeypatch.setattr(triton_shares, "PROGRAMS_EACH", 64)
-    assert triton_shares.shares(torch.device("cpu"), 6, 300, 32)[0] == 10
+    assert triton_shares.shares(torch.device("cpu"), 6, 300, 16)[0] == 19
     assert_same(random(2, 3, 1, 32), *both(SIZES["by head"], 300, 32), rope(32, 20, 16))
 
 
@@ -63,4 +63,3 @@ def test_what_the_kernel_cannot_read_is_said_before():
     assert not gpu.serves(query, keys, values, rope(16, 0, 16))
     assert not gpu.serves(random(2, 3, 64, 32), keys, values, None)
     assert not gpu.serves(query, keys, values.inner, None)
-    assert not gpu.serves(random(2, 3, 1, 48), *both(SIZES["by head"], 20, 48), None)
