@@ -64,7 +64,9 @@ def test_reference_is_beam_search_written_out_in_plain_python(beam):
     dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
     seed=st.integers(0, 10**6),
 )
-def test_where_fp32_is_exact_codes_are_as_good_as_the_reference_s(rows, dim, num_quantizers, codebook_size, spare, dtype, seed):
+def test_where_fp32_is_exact_codes_are_as_good_as_the_reference_s(
+    rows, dim, num_quantizers, codebook_size, spare, dtype, seed
+):
     """Small whole numbers: no rounding, many exact ties, all sequences kept, more candidates than codes."""
     beam = codebook_size ** (num_quantizers - 1) + spare
     assume(beam <= 200)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu_guard import DEVICE
 from test_rans import SIGMAS, code_of, drawn
+from views import DEVICE
 
 from vqkv.kernels import naive
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode, serves

@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from gpu_guard import DEVICE, gaussian, poisoned
+from views import DEVICE, amid, gaussian, whole_numbers
 
 from vqkv.kernels import naive
 from vqkv.kernels.rvq import triton
-
-
-def whole_numbers(*shape, seed=0, size=2):
-    """Scores of such vectors are exact in every arithmetic, and often equal."""
-    return torch.randint(-size, size + 1, shape, generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
 
 
 def assert_same(x, codebooks):
@@ -72,8 +67,8 @@ def test_a_residual_needs_more_digits_than_its_vector(dtype):
 def test_what_lies_around_the_inputs_is_not_read(strides, garbage):
     """Codes and vectors have gaps between them, too."""
     x, codebooks = whole_numbers(5, 3, 5), whole_numbers(2, 33, 5, seed=1)
-    books = poisoned(codebooks, strides, garbage)
-    found = triton.rvq_encode(poisoned(x, (3 * 8 + 1, 8, 1), garbage), books)
+    books = amid(codebooks, strides, garbage)
+    found = triton.rvq_encode(amid(x, (3 * 8 + 1, 8, 1), garbage), books)
     assert torch.equal(found, naive.rvq_encode(x, codebooks))
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu_guard import DEVICE, amid, gaussian
 from test_trellis import costs
+from views import DEVICE, amid, gaussian
 
 from vqkv.kernels import naive
 from vqkv.kernels.trellis.code import LARGEST, REACH, TRANSITIONS

@@ -1,7 +1,7 @@
 """The choice between implementations of an operation: ``triton`` on a GPU, ``cpu`` elsewhere (compiled
 loops for a CPU's tensors, torch for others), and ``naive`` when asked for. ``which`` says so."""
 
-import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def using(name: str) -> Iterator[None]:
 
 
 def which(operation: str, x: Tensor, *about) -> str:
-    """The implementation that would serve ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
+    """Name the implementation that serves ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
     Triton's module, if it has one, is to be asked."""
     asked = _wanted.get(threading.get_ident()) if _wanted else None
     on_gpu = x.is_cuda and has_triton() and not torch.compiler.is_compiling()
@@ -67,17 +67,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _find(operation: str, x: Tensor, *about):
-    """The function that serves ``operation``, see ``which``."""
-    return getattr(_module(operation, which(operation, x, *about)), operation)
-
-
 def _module(operation: str, name: str) -> ModuleType:
-    if name == "triton":
-        return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
-    from vqkv.kernels import cpu, naive  # not before: a model is loaded without numba
+    return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.{name}")  # not before: a model needs no numba
 
-    return cpu if name == "cpu" else naive
+
+def _find(operation: str, x: Tensor, *about):
+    """Return the function that serves ``operation``, see ``which``."""
+    return getattr(_module(operation, which(operation, x, *about)), operation)
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:

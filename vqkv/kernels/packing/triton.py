@@ -139,12 +139,3 @@ def _unpack(
     code = code_at(words + tl.minimum(row, rows - 1) * length + first, bit, last, BITS, WORD, SPANNED)
     there = (row < rows) & (start + lane < count)
     tl.store(codes + row * count + start + lane, code.to(codes.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def join(codes, BITS: tl.constexpr, EACH: tl.constexpr):
-    """Codes (R, W * EACH), int32 -> words (R, W) of EACH codes."""
-    R: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1] // EACH
-    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
-    return tl.sum(codes.reshape(R, W, EACH) << shifts, axis=2)
