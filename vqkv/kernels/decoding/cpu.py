@@ -75,7 +75,7 @@ def _coded(packed: Coded) -> Tensor:
         return values if alone else values.view(packed.shape)
     values = values.view(*packed.codes.shape[:3], packed.groups, dim)
     if packed.scale is not None:
-        values *= _by_group(packed)
+        values *= _by_group(packed, packed.scale.float())
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
 
 
@@ -97,9 +97,8 @@ def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
     return values if wide is None else values.view(wide).view(-1)  # one axis is gathered faster than two
 
 
-def _by_group(packed: Coded) -> Tensor:
+def _by_group(packed: Coded, scale: Tensor) -> Tensor:
     """The scale of every token and group: (batch, num_kv_heads, seq_len, groups or 1, 1)."""
-    scale = packed.scale.float()
     if packed.tokens_per_scale > 1:
         scale = scale.repeat_interleave(packed.tokens_per_scale, dim=2)[:, :, : packed.shape[2]]
     if scale.shape[-1] > 1:

@@ -35,9 +35,11 @@ class Tile:
 def decode(packed: KernelView) -> Tensor:
     """``naive.decode``. A code that its codebook does not have stands for the last one."""
     out = torch.empty(packed.shape, dtype=torch.float32, device=packed.codes.device)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            (_decode_affine if isinstance(packed, Affine) else _decode_coded)(packed, out)
+    with torch.cuda.device_of(out):
+        if isinstance(packed, Affine) and out.numel():
+            _decode_affine(packed, out)
+        elif isinstance(packed, Coded) and out.numel():
+            _decode_coded(packed, out)
     return out
 
 
