@@ -9,7 +9,7 @@ from vqkv.kernels import naive
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode, serves
 
 
-@pytest.mark.parametrize("lanes, tokens", [(1, 5), (3, 13), (4, 16), (4, 1), (32, 33)])
+@pytest.mark.parametrize("lanes, tokens", [(1, 3), (4, 1), (4, 9), (32, 17)])
 def test_streams_are_naive(lanes, tokens, request):
     """Whole ones, two of them with the farthest values there are, and what is made of damaged ones."""
     tables = torch.arange(7) % len(SIGMAS)

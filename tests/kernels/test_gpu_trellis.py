@@ -13,7 +13,7 @@ ODD = [0.0, float("nan"), -3e38, 2.0 * LARGEST]  # one in each row
 
 
 @pytest.mark.parametrize("states", TRANSITIONS)
-@pytest.mark.parametrize("channels", [1, 37])
+@pytest.mark.parametrize("channels", [1, 11])
 def test_paths_are_as_good_and_read_back_alike(states, channels, guarded):
     x = 2 * gaussian(len(ODD), channels, seed=1)
     x[:, channels // 2] = torch.tensor(ODD)
