@@ -134,12 +134,12 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """Integers (streams, channels, tokens), 24 bits each -> all streams' words, int16, and how many each has, int64."""
-    return _find("rans_encode", values, values, code)(values, code)
+    return _find("rans_encode", values)(values, code)
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
     """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
-    return _find("rans_decode", words, words, code)(words, lengths, code, tokens)
+    return _find("rans_decode", words)(words, lengths, code, tokens)
 
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Packed tokens -> values on a GPU, in one pass: codes, table look-ups, scales.
 
 A row is made of chunks, neighbouring channels of one group, for each of which a lane reads one code and a vector of the
-table: a power of two of them, so that any group size is made of whole ones. Chunks of strided groups lie in runs, a
-group each.
+table: a power of two of them, so that any group size is made of whole ones. Strided groups are transposed afterwards.
 """
 
 from dataclasses import dataclass
@@ -22,14 +21,12 @@ VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program decodes: ROWS, each of RUNS of CHUNKS of V channels; runs and chunks padded to powers of two."""
+    """What a program decodes: ROWS, each of CHUNKS of V channels; chunks are padded to a power of two."""
 
     ROWS: int
-    RUNS: int
     CHUNKS: int
+    PADDED: int
     V: int
-    RUNS_PADDED: int
-    CHUNKS_PADDED: int
 
 
 def decode(packed: KernelView) -> Tensor:
@@ -40,6 +37,8 @@ def decode(packed: KernelView) -> Tensor:
             _decode_affine(packed, out)
         elif isinstance(packed, Coded) and out.numel():
             _decode_coded(packed, out)
+    if isinstance(packed, Coded) and packed.strided:
+        return out.unflatten(-1, (packed.groups, -1)).mT.flatten(-2)
     return out
 
 
@@ -54,7 +53,7 @@ def _decode_coded(packed: Coded, out: Tensor) -> None:
     tables, num_quantizers, size, dim = packed.codebooks.shape
     words, word = words_of(packed.codes.contiguous())
     scale = None if packed.scale is None else packed.scale.contiguous()
-    tile, rows = _tile(out.shape, packed.groups if packed.strided else 1, gcd(dim, VECTOR)), out.shape[:3].numel()
+    tile, rows = _tile(out.shape, gcd(dim, VECTOR)), out.shape[:3].numel()
     _coded[(triton.cdiv(rows, tile.ROWS),)](
         words, packed.codebooks.contiguous(), scale, out, rows, out.shape[2], words.shape[-1],
         packed.tokens_per_scale, 0 if scale is None else scale.shape[-1], packed.groups, dim, tables, num_quantizers,
@@ -66,20 +65,19 @@ def _decode_affine(packed: Affine, out: Tensor) -> None:
     codes = packed.codes.contiguous()
     words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
     vector = gcd(packed.group_size, VECTOR if packed.bits == 8 else min(VECTOR, word // packed.bits))
-    tile, rows = _tile(out.shape, 1, vector), out.shape[:3].numel()
+    tile, rows = _tile(out.shape, vector), out.shape[:3].numel()
     _affine[(triton.cdiv(rows, tile.ROWS),)](
         words, packed.low.contiguous(), packed.high.contiguous(), out, rows, words.shape[-1], packed.group_size,
         packed.bits, word, T=tile, num_stages=1,
     )  # fmt: skip
 
 
-def _tile(shape: torch.Size, runs: int, vector: int) -> Tile:
+def _tile(shape: torch.Size, vector: int) -> Tile:
     """For an output of ``shape``, about VALUES values a program."""
-    chunks = shape[3] // runs // vector
-    padded = triton.next_power_of_2(runs), triton.next_power_of_2(chunks)
-    height = VALUES * min(vector, 4) // 4 // (padded[0] * padded[1] * vector)
-    height = max(1, min(height, triton.next_power_of_2(shape[:3].numel())))
-    return Tile(height, runs, chunks, vector, *padded)
+    chunks = shape[3] // vector
+    padded = triton.next_power_of_2(chunks)
+    height = VALUES * min(vector, 4) // 4 // (padded * vector)
+    return Tile(max(1, min(height, triton.next_power_of_2(shape[:3].numel()))), chunks, padded, vector)
 
 
 @triton.jit
@@ -91,16 +89,11 @@ def _rows(rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _store(values, row, there, out, T: tl.constexpr):
-    """Values (rows, padded runs x chunks, V) in the channels' order, in which those of runs alternate."""
-    W: tl.constexpr = T.RUNS_PADDED * T.CHUNKS_PADDED * T.V
-    values = values.reshape(values.shape[0], T.RUNS_PADDED, T.CHUNKS_PADDED * T.V).permute(0, 2, 1)
-    lane, inside = tl.arange(0, W), tl.full([W], 1, tl.int1)
-    run, place = lane % T.RUNS_PADDED, lane // T.RUNS_PADDED
-    channel = lane if T.RUNS == T.RUNS_PADDED else place * T.RUNS + run
-    if T.RUNS < T.RUNS_PADDED or T.CHUNKS < T.CHUNKS_PADDED:
-        inside = (run < T.RUNS) & (place < T.CHUNKS * T.V)
-    out += row.to(tl.int64)[:, None] * (T.RUNS * T.CHUNKS * T.V) + channel[None, :]
-    tl.store(out, values.reshape(values.shape[0], W), mask=there[:, None] & inside[None, :])
+    """Values (rows, padded chunks, V)."""
+    channel = tl.arange(0, T.PADDED * T.V)
+    out += row.to(tl.int64)[:, None] * (T.CHUNKS * T.V) + channel[None, :]
+    values = values.reshape(values.shape[0], T.PADDED * T.V)
+    tl.store(out, values, mask=there[:, None] & (channel < T.CHUNKS * T.V)[None, :])
 
 
 @triton.jit
@@ -110,17 +103,15 @@ def _coded(
     SIZE: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The codes of K quantizers are summed in a rolled loop: unrolled, the look-ups of all would be held at once."""
-    N: tl.constexpr = T.RUNS_PADDED * T.CHUNKS_PADDED
     V: tl.constexpr = T.V
     row, there = _rows(rows, T.ROWS)
-    run, chunk = tl.arange(0, N) // T.CHUNKS_PADDED, tl.arange(0, N) % T.CHUNKS_PADDED
-    start = tl.where((run < T.RUNS) & (chunk < T.CHUNKS), chunk * T.V, 0)  # of no chunk, the first once more
-    group = tl.where(run < T.RUNS, run, 0) if T.RUNS > 1 else start // DIM
-    first = tl.multiple_of(start if T.RUNS > 1 else start % DIM, V)
+    chunk = tl.arange(0, T.PADDED)
+    start = tl.where(chunk < T.CHUNKS, chunk * V, 0)  # of no chunk, the first once more
+    group, first = start // DIM, tl.multiple_of(start % DIM, V)
     words += (row.to(tl.int64) * length)[:, None]
     table = tables + (group % TABLES * (K * SIZE * DIM) + first)[None, :]
     element = tl.arange(0, T.V)[None, None, :]
-    values = tl.zeros([row.shape[0], N, V], tl.float32)
+    values = tl.zeros([row.shape[0], chunk.shape[0], V], tl.float32)
     for k in range(K):
         code = code_at(words, ((group * K + k) * BITS)[None, :], length - 1, BITS, WORD, spanned(BITS, WORD))
         if SIZE < 2**BITS:
@@ -141,7 +132,7 @@ def _affine(
     """A chunk's codes lie in one word, or each of them is a byte."""
     V: tl.constexpr = T.V
     row, there = _rows(rows, T.ROWS)
-    chunk = tl.arange(0, T.CHUNKS_PADDED)
+    chunk = tl.arange(0, T.PADDED)
     start = tl.where(chunk < T.CHUNKS, chunk * T.V, 0)
     words += (row.to(tl.int64) * length)[:, None]
     element = tl.arange(0, T.V)[None, None, :]
