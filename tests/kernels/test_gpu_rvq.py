@@ -35,23 +35,16 @@ def test_programs_of_many_vectors(monkeypatch, guarded):
     assert_same(whole_numbers(257, 8), whole_numbers(2, 257, 8, seed=1))
 
 
-@pytest.mark.parametrize("magnitude", [1, 1e-6, 1e4])
-def test_gaussian_codes_are_nearly_always_naive_and_as_good(magnitude):
-    """Operands are fp16: the first stage's codes differ where two are as near to within 1/1,000 or so."""
-    x, codebooks = gaussian(500, 32) * magnitude, gaussian(2, 64, 32, seed=1) * magnitude
-    codebooks[1] *= 0.4
+@pytest.mark.parametrize(("magnitude", "second"), [(1, 0.4), (1e-6, 0.4), (1e4, 1e-4)])
+def test_gaussian_codes_are_nearly_always_naive_and_as_good(magnitude, second):
+    """Operands are fp16: the first stage's codes differ where two are as near to within 1/1,000 or so. Stages may
+    differ in magnitude."""
+    x, codebooks = gaussian(200, 32) * magnitude, gaussian(2, 64, 32, seed=1) * magnitude
+    codebooks[1] *= second
     expected, found = naive.rvq_encode(x, codebooks), triton.rvq_encode(x, codebooks)
     assert (expected[:, 0] == found[:, 0]).float().mean() >= 0.99
     assert_as_good(x, codebooks, found, expected)
     assert torch.equal(found, triton.rvq_encode(x, codebooks))
-
-
-def test_magnitudes_may_differ_from_stage_to_stage():
-    scales = torch.tensor([1e4, 1.0, 1e-4], device=DEVICE)[:, None, None]
-    codebooks = whole_numbers(3, 60, 8, seed=1, size=8) * scales
-    codes = torch.randint(60, (65, 3), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    x = naive.rvq_decode(codes, codebooks).float()
-    assert_as_good(x, codebooks, triton.rvq_encode(x, codebooks), naive.rvq_encode(x, codebooks), 1.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -51,8 +51,8 @@ def _rows(table: Tensor, places: Tensor, width: int) -> tuple[Tensor, Tensor, Te
         for byte, (size, start, first) in enumerate(zip(*of_head, strict=True)):
             rows[0, head, first : first + size] = start + 256 * torch.arange(size, dtype=torch.int32)
             rows[1, head, first : first + size] = byte
-    found = rows.to(table.device)
-    return table.half(), found[0], found[1]
+    rows = rows.to(table.device)
+    return table.half(), rows[0], rows[1]
 
 
 @triton.jit

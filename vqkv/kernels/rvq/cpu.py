@@ -50,10 +50,10 @@ def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     fixed = [table.numpy() for table in (tables.norms, tables.codebooks, tables.exact, bounds)]
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
-        residual, found = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
-        rows = [tensor.numpy() for tensor in (x[part], residual, codes[part], found)]
+        residual, used = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
+        rows = [tensor.numpy() for tensor in (x[part], residual, codes[part], used)]
         for k, products in enumerate(tables.products):
-            torch.mm(residual, products, out=found)
+            torch.mm(residual, products, out=used)
 
             def step(first: int, stop: int, stage: int = k, rows: list = rows) -> None:
                 loops.step(first, stop, stage, tables.largest, *fixed, *rows)
