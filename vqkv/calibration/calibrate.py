@@ -10,11 +10,11 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration.costs import metrics
+from vqkv.calibration.error_costs import metrics
 from vqkv.calibration.layer_fit import fit_layers
-from vqkv.calibration.sharing import ModelTrial
-from vqkv.calibration.spill import CapturedTokens
-from vqkv.calibration.survival import warn_if_destroyed
+from vqkv.calibration.model_trial import ModelTrial
+from vqkv.calibration.captured import CapturedTokens
+from vqkv.calibration.damage_warning import warn_if_destroyed
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError

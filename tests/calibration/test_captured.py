@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from vqkv import DataError, calibrate, load_model, presets
-from vqkv.calibration.spill import CapturedTokens
+from vqkv.calibration.captured import CapturedTokens
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
 
@@ -57,7 +57,7 @@ def test_an_interrupted_capture_leaves_nothing(llama, tmp_path, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vqkv.calibration.spill.capture", interrupted)
+    monkeypatch.setattr("vqkv.calibration.captured.capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
         CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
@@ -67,7 +67,7 @@ def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
     def full(*args):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("vqkv.calibration.spill.save_file", full)
+    monkeypatch.setattr("vqkv.calibration.captured.save_file", full)
     with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
         calibrate(llama, TOKENS, presets.aqua(), progress=False)
 

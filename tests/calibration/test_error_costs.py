@@ -8,7 +8,7 @@ import torch
 from projections import kv_sources
 
 from vqkv import DataError, calibrate, presets
-from vqkv.calibration.costs import cost_curves, fisher_metrics
+from vqkv.calibration.error_costs import cost_curves, fisher_metrics
 from vqkv.models.capture import capture
 from vqkv.models.load import describe
 from vqkv.models.metrics import token_kl

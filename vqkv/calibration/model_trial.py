@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
-from vqkv.calibration.costs import cost_curves
+from vqkv.calibration.error_costs import cost_curves
 from vqkv.calibration.layer_fit import fit_layers
-from vqkv.calibration.spill import CapturedTokens
+from vqkv.calibration.captured import CapturedTokens
 from vqkv.codecs.predictive import ROLES, Place, Prediction
 from vqkv.models.load import describe
 from vqkv.presets.plans import RolePlan

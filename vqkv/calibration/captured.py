@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vqkv.calibration.costs import metrics
+from vqkv.calibration.error_costs import metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
