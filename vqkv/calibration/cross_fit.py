@@ -48,20 +48,22 @@ def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Regression
     sums = {number: _sums(ridges[number]) for number in sorted(ridges)}
     xx, xy = (sum(each, torch.zeros(())) for each in zip(*sums.values(), strict=True))
     others = {number: _ridge(xx - fold_xx, xy - fold_xy) for number, (fold_xx, fold_xy) in sums.items()}
-    errors = dict.fromkeys((MEAN, *STRENGTHS), 0.0)
+    errors, solved = dict.fromkeys((MEAN, *STRENGTHS), 0.0), {}
     for number, (fold_xx, fold_xy) in sums.items():
         for strength in errors:
-            weights = _weights(others[number], strength)
+            weights = solved[number, strength] = _weights(others[number], strength)
             errors[strength] += squares[number] - 2 * float((weights * fold_xy).sum())
             errors[strength] += float((weights * (fold_xx @ weights)).sum())
     best = min(STRENGTHS, key=lambda strength: errors[strength])
     if errors[best] > WORTH * errors[MEAN]:
         return None
-    fitted = {number: replace(like, strength=best) for number in (None, *others)}
-    for number, predictor in fitted.items():
-        ridge = _ridge(xx, xy) if number is None else others[number]
-        predictor.take(ridge, _weights(ridge, best))
-    return CrossFit(fitted[None], [fitted.get(number, fitted[min(others)]) for number in range(FOLDS)])
+    complete, ridge = replace(like, strength=best), _ridge(xx, xy)
+    complete.take(ridge, _weights(ridge, best))
+    folds = {number: replace(like, strength=best) for number in others}
+    for number, predictor in folds.items():
+        # GPTQ rounds these with the penalty of the last strength that was tried: the study's tables are made so
+        predictor.take(others[number], solved[number, best])
+    return CrossFit(complete, [folds.get(number, folds[min(folds)]) for number in range(FOLDS)])
 
 
 def folds_of(number: int, batch: int, tokens: int, total: int) -> Tensor:
