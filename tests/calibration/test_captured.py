@@ -15,55 +15,46 @@ from vqkv.calibration.captured import CapturedTokens
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
 
 
-def test_captured_tokens_serve_several_presets_and_are_checked(llama, tmp_path):
-    with CapturedTokens(llama, TOKENS, batch_size=4, folder=tmp_path, progress=False) as captured:
-        given, own = (
-            calibrate(llama, TOKENS, presets.aqua(), batch_size=4, progress=False, captured=c) for c in (captured, None)
-        )
-        for place, prediction in given.predictions.items():
-            assert torch.equal(prediction.predictor.weight, own.predictions[place].predictor.weight)
-        with pytest.raises(DataError, match="captured holds other tokens"):
-            calibrate(llama, TOKENS[:4], presets.aqua(), progress=False, captured=captured)
-        with pytest.raises(DataError, match="other side of RoPE"):
-            calibrate(llama, TOKENS, presets.aqua(pre_rope=False), progress=False, captured=captured)
-        assert list(tmp_path.iterdir())
-    assert not list(tmp_path.iterdir())
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where temporary files go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
 
 
-def test_captured_tokens_keep_what_they_were_made_from(llama, tmp_path):
-    tokens = TOKENS.clone()
-    with CapturedTokens(llama, tokens, batch_size=2, folder=tmp_path, progress=False) as captured:
-        assert calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured).notes["batch_size"] == 2
-        other = copy.deepcopy(llama).bfloat16()
-        with pytest.raises(DataError, match="other weights"):
-            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
-        with torch.no_grad():
-            other = copy.deepcopy(llama)
-            other.model.layers[1].mlp.up_proj.weight.mul_(2)  # keys of layers above depend on it
-        with pytest.raises(DataError, match="other weights"):
-            calibrate(other, TOKENS, presets.aqua(), progress=False, captured=captured)
-        tokens.fill_(3)
-        with pytest.raises(DataError, match="captured holds other tokens"):
-            calibrate(llama, tokens, presets.aqua(), progress=False, captured=captured)
+def test_captured_tokens_serve_several_presets_and_keep_what_they_were_made_from(llama, folder):
+    tokens, other = TOKENS.clone(), copy.deepcopy(llama)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(2)  # keys of layers above depend on it
+    with CapturedTokens(llama, tokens, batch_size=4, progress=False) as captured:
+        for preset in (presets.aqua(), presets.kvquant(2, block=16, fisher=True), presets.vqllm(2, 16, 8)):
+            given = calibrate(llama, tokens, preset, progress=False, captured=captured)
+            own = calibrate(llama, tokens, preset, batch_size=4, progress=False)
+            assert given.fingerprint == own.fingerprint and given.notes["batch_size"] == 4
+        assert [*folder.iterdir()]
+        for model, given, preset, message in (
+            (llama, tokens[:4], presets.aqua(), "captured holds other tokens"),
+            (llama, tokens, presets.aqua(pre_rope=False), "other side of RoPE"),
+            (other, tokens, presets.aqua(), "other weights"),
+            (copy.deepcopy(llama).bfloat16(), tokens, presets.aqua(), "other weights"),
+            (llama, tokens.fill_(3), presets.aqua(), "captured holds other tokens"),
+        ):
+            with pytest.raises(DataError, match=message):
+                calibrate(model, given, preset, progress=False, captured=captured)
+    assert not [*folder.iterdir()]
 
 
-def test_reconstructions_go_where_the_captured_tokens_are(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "small"))
-    with CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False) as captured:
-        calibrate(llama, TOKENS, presets.aqua(), progress=False, captured=captured)  # the small one does not exist
-
-
-def test_an_interrupted_capture_leaves_nothing(llama, tmp_path, monkeypatch):
+def test_an_interrupted_capture_leaves_nothing(llama, folder, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vqkv.calibration.captured.capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        CapturedTokens(llama, TOKENS, folder=tmp_path, progress=False)
-    assert not list(tmp_path.iterdir())
+        CapturedTokens(llama, TOKENS, progress=False)
+    assert not [*folder.iterdir()]
 
 
-def test_a_write_that_fails_names_the_folder(llama, tmp_path, monkeypatch):
+def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
     def full(*args):
         raise SafetensorError("No space left on device")
 
