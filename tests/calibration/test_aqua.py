@@ -9,7 +9,6 @@ from projections import kv_sources
 from strategies import TOKENS, feed, run
 
 from vqkv import DataError, UnknownNameError, calibrate, evaluate, presets
-from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.codecs.predictive import side_by_side
 from vqkv.models.capture import capture
@@ -101,18 +100,6 @@ def test_predictors_are_fitted_on_reconstructed_inputs(llama):
         solved.append(ridge.solve()[:-1])
     torch.testing.assert_close(weights, solved[0], rtol=2e-3, atol=2e-3)
     assert (weights - solved[1]).abs().max() > 0.01
-
-
-def test_a_history_is_decoded_once_a_step(llama, fitted, monkeypatch):
-    cache = fitted.new_cache(llama)
-    run(llama, cache, TOKENS[:2, :60], (60,))
-    lengths, decode = [], Codec.decode
-    monkeypatch.setattr(Codec, "decode", lambda self, p, *a: (lengths.append(p.seq_len), decode(self, p, *a))[1])
-    run(llama, cache, TOKENS[:2, 60:61], (1,))
-    history, packed_now = 60 - 4 - 4, 1
-    # every layer's keys and values once; what was packed now is decoded where a later layer reads it (all but the last)
-    assert sorted(lengths) == [packed_now] * 5 + [history] * 6
-    assert cache.batch.groups[0].step is None
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,7 @@ def test_codebooks_follow_the_moving_average_of_changing_keys_and_values(models)
 
 
 def test_parts_of_a_batch_add_up_to_the_batch(models):
-    whole, result = tuned(models["llama"])
-    parts, also = tuned(models["llama"], micro_batch=2)
+    (whole, result), (parts, also) = tuned(models["llama"]), tuned(models["llama"], micro_batch=2)
     assert result.losses == pytest.approx(also.losses, rel=1e-5)
     assert apart(whole, parts) < 2e-5 < 1e-3 < apart(whole, models["llama"])
 
@@ -180,9 +179,7 @@ def test_steps_too_small_for_16_bits_add_up(models, name, dtype, lr):
         ({"lr": float("nan")}, "lr nan"),
         ({"lr": 1.5}, "lr 1.5"),
         ({"lr": "1e-5"}, "lr '1e-5'"),
-        ({"lr": True}, "lr True"),
         ({"batch_size": 0}, "batch_size 0"),
-        ({"micro_batch": 0}, "micro_batch 0"),
         ({"micro_batch": 2.0}, "micro_batch 2.0"),
         ({"batch_size": 24}, "a second batch"),
         ({"tokens": TOKENS[:, :1]}, "2 tokens"),
