@@ -32,7 +32,6 @@ except ImportError as error:
 
 PROTOCOLS = ("in_place", "chunked")
 BOOTSTRAP_ITERS = 100  # only a few metrics of text are bootstrapped; accuracies have a formula
-SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 LONGBENCH = (
     "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
     "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
@@ -127,7 +126,6 @@ def run_tasks(
     limit: int | None = None,
     protocol: str = "chunked",
     chunk_size: int = 32,
-    seed: int = 1234,
     metadata: dict | None = None,
     **of_hflm,
 ) -> list[dict]:
@@ -155,7 +153,7 @@ def run_tasks(
     for name, count in shots.items():
         task = _local(name, tokenizer) if name in LOCAL else name
         manager = TaskManager(include_defaults=False) if name in LOCAL else _lm_eval_tasks(about)
-        how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False} | dict.fromkeys(SEEDS, seed)
+        how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False}
         how |= {"num_fewshot": count if num_fewshot is None else num_fewshot, "task_manager": manager}
         lm = CompressedLM(model, tokenizer, compressor, protocol, chunk_size, **of_hflm)
         try:
