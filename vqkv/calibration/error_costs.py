@@ -24,8 +24,8 @@ WATCHED = "vqkv_watched"
 
 
 def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
-    """For each role and layer, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's
-    predictions about a head's key (before RoPE, or after) or value. An error e costs about e' F e / 2 nats of KL.
+    """Compute the Fisher information of a model's predictions about a head's key (before RoPE, or after) or value, by
+    role and layer: fp32 (num_kv_heads, head_dim, head_dim). An error e costs about e' F e / 2 nats of KL.
 
     From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on the first
     ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences of ``tokens`` (num_seqs, seq_len), one sequence at a time. Raises
@@ -66,10 +66,11 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
 
 @torch.no_grad()
 def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
-    """For each role and layer, fp32 (num_kv_heads, head_dim, head_dim): of a head's keys, after RoPE, the second
-    moments M of the queries that read them; of its values theirs, each weighted by k' M k of its own key k, over the
-    mean of that (OSCAR, arXiv 2605.17757). On the tokens that ``fisher_metrics`` reads. Raises ``DataError`` for a
-    model whose attention does not show them."""
+    """Compute what attention makes of errors, by role and layer: fp32 (num_kv_heads, head_dim, head_dim).
+
+    Of a head's keys, after RoPE, the second moments M of the queries that read them; of its values theirs, each
+    weighted by k' M k of its own key k, over the mean of that (OSCAR, arXiv 2605.17757). On the tokens that
+    ``fisher_metrics`` reads. Raises ``DataError`` for a model whose attention does not show them."""
     moments: dict[Place, Tensor] = {}
 
     def watched(module, query, key, value, *arguments, **more):
@@ -100,8 +101,8 @@ def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
 
 @torch.no_grad()
 def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """For each role and layer, float64 (n, 2): bits a value, and the KL in nats that its error is expected to cost on
-    the first ``COST_TOKENS`` of each of ``tokens`` (num_seqs, seq_len).
+    """Estimate, by role and layer, float64 (n, 2): bits a value, and the KL in nats that its error costs on the first
+    ``COST_TOKENS`` of each of ``tokens`` (num_seqs, seq_len).
 
     An error e of a head costs e' F e / 2, with F from ``metrics`` (``fisher_metrics``), for what ``compressor``
     restores; other bits cost in proportion to their squared error, without a pass of the model. Raises ``DataError``

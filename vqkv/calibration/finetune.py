@@ -112,7 +112,7 @@ def finetune(
 
 
 def attention_weights(model) -> list[Parameter]:
-    """All weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
+    """List all weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
     weights = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
     if not all(weight.is_floating_point() for weight in weights):
         raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")
@@ -176,7 +176,7 @@ class StraightThrough:
         self.passes: list[dict[Place, Tensor]] = []  # exact keys and values since the last learning step
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits of tokens (batch, seq_len); exact keys and values are kept for ``learn``."""
+        """Compute the logits of tokens (batch, seq_len), and keep exact keys and values for ``learn``."""
         exact: dict[Place, Tensor] = {}
         self.passes.append(exact)
         cache = Door(self.model, partial(self._read, exact))
@@ -190,10 +190,8 @@ class StraightThrough:
         self.passes.clear()
 
     def _read(self, exact: dict[Place, Tensor], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        rotation = self.rotations[layer] if self.rotations else None
-        return self._through(exact, ("key", layer), keys, rotation), self._through(
-            exact, ("value", layer), values, None
-        )
+        keys = self._through(exact, ("key", layer), keys, self.rotations[layer] if self.rotations else None)
+        return keys, self._through(exact, ("value", layer), values, None)
 
     def _through(self, exact: dict[Place, Tensor], place: Place, x: Tensor, rotation: Rotation | None) -> Tensor:
         if place not in self.codecs:

@@ -35,7 +35,7 @@ class ModelTrial:
         self.num_layers, self.shapes = captured.about["num_layers"], captured.about["shapes"]
 
     def distances(self) -> Tensor:
-        """(num_layers, num_layers): Euclidean distances between layers' keys and values averaged over sequences."""
+        """Compute Euclidean distances (num_layers, num_layers) between keys and values averaged over sequences."""
         means = []
         for layer in range(self.num_layers):
             places, zero = [(role, layer) for role in ROLES], torch.zeros(())
@@ -44,13 +44,13 @@ class ModelTrial:
         return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
 
     def cost_curves(self, preset, plan: Plan) -> dict[Place, Tensor]:
-        """``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
+        """Compute ``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
         compressor, metrics = self._compressor(plan, preset.sink_tokens), self.captured.metrics(self.model)
         return cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], metrics)
 
     @torch.no_grad()
     def similarity(self, plan: Plan) -> float:
-        """Cosine similarity, mean over tokens, of the last hidden states with the uncompressed ones, in place."""
+        """Compute the cosine similarity, mean over tokens, of the last hidden states with the uncompressed ones."""
         tokens = self.captured.tokens[:SHARED_SEQS].to(self.model.device)
         cache = self._compressor(plan).new_cache(self.model, in_place=True)
         states, shared = (
