@@ -163,11 +163,11 @@ def test_the_real_leaderboard_tasks(small, tmp_path, monkeypatch):
     assert all(row["packed_share"] > 0.4 for row in rows.values())
 
 
-def test_bad_arguments_are_named(small, model):
-    one, tokenizer, _ = small
+def test_bad_arguments_are_named(small, mini):
+    one, tokenizer, fitted = small
     for arguments, error, message in (
         ((one, tokenizer, None, "local", None, 1, "snapshot"), UnknownNameError, "in_place"),
-        ((model, tokenizer, compressor(one, "vqllm")), FormatError, "fitted to"),
+        ((*mini, fitted), FormatError, "fitted to"),
         ((*small, [*SUITES, "arc_chalenge"]), UnknownNameError, "'arc_chalenge'. Did you mean 'arc_challenge'"),
         ((*small, "hellaswag", None, 1), DataError, r"'hellaswag': .*Rowan/hellaswag.*hf download"),
     ):

@@ -1,7 +1,7 @@
 """model + corpus + preset -> compressor, in constant memory."""
 
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ def calibrate(
     does not grow with the number of tokens.
 
     The first batch initialises the codebooks, each further batch is one learning step; means and principal components
-    come from all batches, before what they transform is learned from. A preset with predictors is fitted layer by layer
-    (AQUA-KV, Algorithm 1). For that, and for several passes, keys and values go to a temporary folder; ``captured`` may
-    hold them already, in batches of its own.
+    come from all batches, before what they transform is learned from. Keys and values go to a temporary folder;
+    ``captured`` may hold them already, in batches of its own. Layers are fitted one after another, with predictors on
+    reconstructions of those before (AQUA-KV, Algorithm 1). ``preset.pre_rope`` None: keys are stored before RoPE where
+    it can be undone.
 
     Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors in the first batch
-    than codes, or a disk without room.
-    ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone. Warns if little of some layer is left.
+    than codes, or a disk without room. Warns if most of some layer is lost.
     """
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
@@ -50,18 +50,17 @@ def calibrate(
     preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
-    if captured is not None:
-        _check_captured(captured, model, tokens, preset)
-        batch_size = captured.batch_size
-    if captured is None:
-        codecs = preset.key_codec(), preset.value_codec()
-        learns = preset.plan is not None or any(codec.learns or codec.weighted for codec in codecs)
-        read = tokens if learns else tokens[:batch_size]
-        made = CapturedTokens(model, read, batch_size, preset.settings.pre_rope, progress=progress)
-    with nullcontext(captured) if captured else made as held:
-        preset, codecs, predictions = _fit(model, preset, held, progress)
-    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
-    compressor = Compressor(preset.name, codecs, preset.settings, describe(model), notes, predictions)
+    with ExitStack() as stack:
+        if captured is None:
+            codecs = preset.key_codec(), preset.value_codec()
+            learns = preset.plan is not None or any(codec.learns or codec.weighted for codec in codecs)
+            read, pre_rope = tokens if learns else tokens[:batch_size], preset.settings.pre_rope
+            captured = stack.enter_context(CapturedTokens(model, read, batch_size, pre_rope, progress))
+        else:
+            _check_captured(captured, model, tokens, preset)
+        preset, pairs, predictions = _fit(model, preset, captured, progress)
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": captured.batch_size}
+    compressor = Compressor(preset.name, pairs, preset.settings, describe(model), notes, predictions)
     if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
         warnings.warn(
             f"{preset.name} predicts layers from each other, for which sliding windows keep all tokens", stacklevel=2
