@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv import DataError, calibrate, capacity, presets
-from vqkv.calibration.costs import attention_metrics
+from vqkv.calibration.error_costs import attention_metrics
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.nonuniform import NonUniform

@@ -1,5 +1,5 @@
 """Plans of who is predicted from whom: what a preset with predictors arranges for each layer of a model, of which it
-may ask a ``trial`` (``calibration.sharing.ModelTrial``)."""
+may ask a ``trial`` (``calibration.layer_fit.ModelTrial``)."""
 
 import dataclasses
 import math
