@@ -20,10 +20,12 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.plans import Budgeted, FromPrevious, Together, Unpredicted
+from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
 from vqkv.presets.preset import Preset, preset
 from vqkv.runtime.checks import check_whole
 
+TRANSFORM_CODERS = {"uniform": EntropyCodedScalar, "trellis": TrellisCodedScalar}
+QUANTIZERS = (*TRANSFORM_CODERS, "rvq", "grid", "affine")
 ROTATIONS = ("none", "hadamard", "pca", "fisher_pca")
 # Tokens for each channel of all KV heads from which on a design pays (results/11_rule.csv).
 PAYS = {"best-short": 0, "best-mid": 6, "best-long": 45}
@@ -67,72 +69,49 @@ def crossed(
 
     Raises ``UnknownNameError`` or ``DataError`` for what does not exist together.
     """
-    arguments = dict(locals())
-    for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
+    for what, name, known in (("quantizer", quantizer, QUANTIZERS), ("rotation", rotation, ROTATIONS)):
         if name not in known:
             raise UnknownNameError(what, name, known)
+    coder = TRANSFORM_CODERS.get(quantizer)
     if not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
+    if quantizer == "grid" and bits not in (2, 3, 4):
+        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
+    if quantizer == "affine" and bits != int(bits):
+        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
+    if mixed and ((quantizer != "rvq" and coder is None) or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq")
-    if entropy and quantizer in TRANSFORM_CODERS:
+    if entropy and coder:
         raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
     if rank and not joint:
         raise DataError("rank: only of a joint rotation can components be left out")
-    if joint and (quantizer not in TRANSFORM_CODERS or predicted or mixed or not merged):
+    if joint and (coder is None or predicted or mixed or not merged):
         raise DataError("joint: all layers take one rotation, with uniform or trellis, merged, not predicted or mixed")
-    make = partial(CHAINS[quantizer], arguments)
-    make(None)  # raises what its parts refuse
-    flush = block if quantizer in TRANSFORM_CODERS else 1
-    plain = Preset("crossed", make, make, sink_tokens, flush_block=flush, pre_rope=pre_rope)
+
+    def codec(head_dim: int | None) -> Codec:
+        stages: list[Stage] = [MeanRemoval()] * mean
+        stages += [MergeHeads()] * (quantizer == "grid" or (merged and coder is not None))
+        if rotation == "hadamard":  # of several heads' channels, where they are merged, in groups
+            stages += [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * (quantizer not in ("rvq", "affine"))
+            stages += [Hadamard()]
+        elif rotation != "none":
+            stages += [PCA(rotation == "fisher_pca", rank)]
+        if coder is not None:
+            return Chain([*stages, TokenBlock(block)], coder(bits), head_dim)
+        if quantizer == "grid":
+            return Chain([*stages, VectorScale("rms")], Grid(4 ** int(bits)), head_dim)
+        if quantizer == "affine":
+            return Chain([*stages, Grouping(group_size=64, shrink="divisor")], AffineQuantizer(int(bits)), head_dim)
+        books = ResidualVQ(1, codebook_size, group_size, kmeans_iterations, beam=beam, seed=seed).with_bits(bits)
+        return Chain([*stages, VectorScale("std"), Grouping(grouping, group_size)], books, head_dim)
+
+    codec(None)  # raises what its parts refuse
+    plain = Preset("crossed", codec, codec, sink_tokens, flush_block=block if coder else 1, pre_rope=pre_rope)
     plain = dataclasses.replace(entropy_coded(plain, block=block), flush_block=block) if entropy else plain
     kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
     arranged = FromPrevious(plain, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
-    plan = Together() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
+    plan = Joint() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
     return dataclasses.replace(plain, name="crossed", plan=plan)
-
-
-def _transform_coder(quantizer: type, arguments: dict, head_dim: int | None) -> Codec:
-    stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _rotated(arguments, True)
-    return Chain([*stages, TokenBlock(arguments["block"])], quantizer(arguments["bits"]), head_dim)
-
-
-def _grid(arguments: dict, head_dim: int | None) -> Codec:
-    bits = arguments["bits"]
-    if bits not in (2, 3, 4):
-        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
-    stages = [*[MeanRemoval()] * arguments["mean"], MergeHeads(), *_rotated(arguments, merged=True), VectorScale("rms")]
-    return Chain(stages, Grid(4 ** int(bits)), head_dim)
-
-
-def _affine(arguments: dict, head_dim: int | None) -> Codec:
-    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments)]
-    bits = arguments["bits"]
-    if bits != int(bits):
-        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
-    return Chain([*stages, Grouping(group_size=64, shrink="divisor")], AffineQuantizer(int(bits)), head_dim)
-
-
-def _rvq(arguments: dict, head_dim: int | None) -> Codec:
-    names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
-    quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
-    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments), VectorScale("std")]
-    return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
-
-
-def _rotated(arguments: dict, merged: bool = False) -> list[Stage]:
-    """The rotation of the last axis, which may hold several heads where they are ``merged``."""
-    rotation = arguments["rotation"]
-    if rotation == "hadamard":
-        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * merged + [Hadamard()]
-    return [] if rotation == "none" else [PCA(rotation == "fisher_pca", arguments["rank"])]
-
-
-TRANSFORM_CODERS = {
-    "uniform": partial(_transform_coder, EntropyCodedScalar),
-    "trellis": partial(_transform_coder, TrellisCodedScalar),
-}
-CHAINS: dict[str, Callable[..., Codec]] = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
 @preset
@@ -206,8 +185,8 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
             raise DataError(f"{preset.name} has no codes to entropy-code")
         stages = [*chain.stages]
         if chain.tokens_per_row == 1:  # before the first stage that stores something per row
-            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
-            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
+            index = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
+            stages.insert(index, TokenBlock(block))
         return Chain(stages, Entropy(chain.quantizer, context), head_dim)
 
     return dataclasses.replace(

@@ -1,6 +1,5 @@
 """Each published system in a few lines, so that what differs between them is visible at a glance."""
 
-import copy
 import dataclasses
 from functools import partial
 from typing import Any
@@ -21,8 +20,7 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import FromPrevious, Shared
-from vqkv.presets.preset import PRESETS, Preset, preset
-from vqkv.runtime.registry import call_described
+from vqkv.presets.preset import Preset, make, preset
 
 
 @preset
@@ -195,14 +193,7 @@ def vq(
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
     quantizer = partial(ResidualVQ, 1, codebook_size, block, seed=seed)
-    made = _framework("vq", keyframe, pre_rope, quantizer, Grouping(group_size=block))
-    if per_head_scale:
-        return made
-
-    def naive(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(keyframe), Grouping(group_size=block)], quantizer(), head_dim)
-
-    return dataclasses.replace(made, make_key_codec=naive, make_value_codec=naive)
+    return _framework("vq", keyframe, pre_rope, quantizer, block, per_head_scale)
 
 
 @preset
@@ -211,14 +202,16 @@ def rvq2(
 ) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
     quantizer = partial(ResidualVQ, 2, codebook_size, block, seed=seed)
-    return _framework("rvq2", keyframe, pre_rope, quantizer, Grouping(group_size=block))
+    return _framework("rvq2", keyframe, pre_rope, quantizer, block)
 
 
-def _framework(name: str, keyframe: int, pre_rope: bool | None, make_quantizer, *grouping: Stage) -> Preset:
-    """Chains of the VQ quality framework's systems: blocks of tokens, scaled per head, keys as attention sees them."""
+def _framework(name: str, keyframe: int, pre_rope: bool | None, make_quantizer, block=0, scaled=True) -> Preset:
+    """Chain the stages of the VQ quality framework's systems: blocks of tokens, scaled per head, cut into vectors."""
 
     def codec(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
+        stages: list[Stage] = [TokenBlock(keyframe)] + [HeadScale()] * scaled
+        stages += [Grouping(group_size=block)] if block else []
+        return Chain(stages, make_quantizer(), head_dim)
 
     return Preset(name, codec, codec, pre_rope=pre_rope)
 
@@ -236,14 +229,18 @@ def aqua(
     **settings,
 ) -> Preset:
     """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
-    keys; ``backbone`` stores what the predictors leave: a preset, the name of one, or a name with arguments,
+    keys; ``backbone`` stores the residuals: a preset, the name of one, or a name with arguments,
     ``{"name": "higgs", "bits": 3}`` (``-p "backbone={name: higgs, bits: 3}"`` on the command line).
 
     ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
     layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
     backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
     """
-    backbone = call_described("preset", PRESETS, backbone) if isinstance(backbone, (str, dict)) else backbone
+    if not isinstance(backbone, Preset):
+        given: dict = (
+            {"name": backbone} if isinstance(backbone, str) else {str(name): x for name, x in backbone.items()}
+        )
+        backbone = make(given.pop("name", None), **given)
     if backbone.plan is not None:
         raise DataError(f"backbone {backbone.name!r} must be a preset without predictors of its own, such as higgs(2)")
     if first_layer_bits not in (16, 4, 3, 2):

@@ -19,7 +19,7 @@ from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
-from vqkv.presets.plans import Graded, Together
+from vqkv.presets.plans import Graded, Joint
 from vqkv.presets.preset import Preset, preset
 
 LARGEST = 1024  # channels that a Hadamard rotation mixes
@@ -49,7 +49,7 @@ def kvtc(
         stages = [MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block)]
         return Chain(stages, ComponentGroups(bits) if deflate else EntropyCodedScalar(bits), head_dim)
 
-    return Preset("kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=Together())
+    return Preset("kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=Joint())
 
 
 @preset

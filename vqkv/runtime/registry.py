@@ -31,14 +31,6 @@ def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
     return functions[name](**arguments)
 
 
-def call_described(what: str, functions: dict[str, Callable], described: str | dict):
-    """``call`` by a name alone, or by a dict of the arguments with the name under ``name``."""
-    if isinstance(described, str):
-        return call(what, functions, described, {})
-    arguments = {str(argument): value for argument, value in described.items()}
-    return call(what, functions, arguments.pop("name", None), arguments)
-
-
 def check_type(label: str, value, parameter: inspect.Parameter) -> None:
     """Raise ``DataError`` for another type than ``parameter`` is annotated with, NaN and infinity."""
     if parameter.kind is parameter.VAR_KEYWORD:
