@@ -8,8 +8,8 @@ from torch import Tensor
 
 from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import Place
-from vqkv.models.layers import Door
-from vqkv.models.rotation import Rotation
+from vqkv.models.layers import InterceptingCache
+from vqkv.models.rope import Rotation
 
 
 class StraightThrough:
@@ -23,9 +23,9 @@ class StraightThrough:
         self.seen: dict[Place, list[Tensor]] = {place: [] for place in codecs}
         self.recording = False
 
-    def cache(self, model) -> Door:
+    def cache(self, model) -> InterceptingCache:
         """A cache for one forward pass, in which ``model`` reads through the codecs."""
-        return Door(model, self._read)
+        return InterceptingCache(model, self._read)
 
     @contextmanager
     def record(self) -> Iterator[None]:
