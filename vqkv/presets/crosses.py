@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
@@ -21,7 +20,7 @@ from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
-from vqkv.presets.preset import Preset, preset
+from vqkv.presets.preset import Preset, chain, preset
 from vqkv.runtime.checks import check_whole
 
 TRANSFORM_CODERS = {"uniform": EntropyCodedScalar, "trellis": TrellisCodedScalar}
@@ -88,24 +87,21 @@ def crossed(
     if joint and (coder is None or predicted or mixed or not merged):
         raise DataError("joint: all layers take one rotation, with uniform or trellis, merged, not predicted or mixed")
 
-    def codec(head_dim: int | None) -> Codec:
-        stages: list[Stage] = [MeanRemoval()] * mean
-        stages += [MergeHeads()] * (quantizer == "grid" or (merged and coder is not None))
-        if rotation == "hadamard":  # of several heads' channels, where they are merged, in groups
-            stages += [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * (quantizer not in ("rvq", "affine"))
-            stages += [Hadamard()]
-        elif rotation != "none":
-            stages += [PCA(rotation == "fisher_pca", rank)]
-        if coder is not None:
-            return Chain([*stages, TokenBlock(block)], coder(bits), head_dim)
-        if quantizer == "grid":
-            return Chain([*stages, VectorScale("rms")], Grid(4 ** int(bits)), head_dim)
-        if quantizer == "affine":
-            return Chain([*stages, Grouping(group_size=64, shrink="divisor")], AffineQuantizer(int(bits)), head_dim)
+    apart = quantizer in ("rvq", "affine")  # these take a head at a time
+    stages: list[Stage] = [MeanRemoval()] * mean + [MergeHeads()] * (quantizer == "grid" or (merged and not apart))
+    if rotation == "hadamard":
+        stages += [Hadamard()] if apart else [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
+    elif rotation != "none":
+        stages += [PCA(rotation == "fisher_pca", rank)]
+    if coder is not None:
+        codec = chain(*stages, TokenBlock(block), coder(bits))
+    elif quantizer == "grid":
+        codec = chain(*stages, VectorScale("rms"), Grid(4 ** int(bits)))
+    elif quantizer == "affine":
+        codec = chain(*stages, Grouping(group_size=64, shrink="divisor"), AffineQuantizer(int(bits)))
+    else:
         books = ResidualVQ(1, codebook_size, group_size, kmeans_iterations, beam=beam, seed=seed).with_bits(bits)
-        return Chain([*stages, VectorScale("std"), Grouping(grouping, group_size)], books, head_dim)
-
-    codec(None)  # raises what its parts refuse
+        codec = chain(*stages, VectorScale("std"), Grouping(grouping, group_size), books)
     plain = Preset("crossed", codec, codec, sink_tokens, flush_block=block if coder else 1, pre_rope=pre_rope)
     plain = dataclasses.replace(entropy_coded(plain, block=block), flush_block=block) if entropy else plain
     kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
@@ -162,37 +158,33 @@ def live(
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
     more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)
-
+    codec = chain(MeanRemoval(), PCA(weighted=True), ByteGroups(bits, seed))
     plan = Budgeted(Unpredicted(), bits)
     return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
 
 
 def best_for(tokens: int, kv_width: int) -> str:
-    """The design, of ``PAYS``, that ``best`` takes."""
+    """Choose the design, of ``PAYS``, that ``best`` takes."""
     return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.__getitem__)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
-    """``preset`` with its codes rANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
-    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+    """Code the codes of ``preset`` with rANS (see ``Entropy``), one stream for each head and ``block`` tokens where it
+    has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
 
-    def coded(make: Callable, head_dim: int | None) -> Codec:
-        chain = make(head_dim)
-        if not isinstance(chain, Chain):
+    def coded(codec: Codec) -> Callable[[int | None], Codec]:
+        if not isinstance(codec, Chain):
             raise DataError(f"{preset.name} has no codes to entropy-code")
-        stages = [*chain.stages]
-        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
+        stages = [*codec.stages]
+        if codec.tokens_per_row == 1:  # before the first stage that stores something per row
             index = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
             stages.insert(index, TokenBlock(block))
-        return Chain(stages, Entropy(chain.quantizer, context), head_dim)
+        return chain(*stages, Entropy(codec.quantizer, context))
 
     return dataclasses.replace(
         preset,
         name=f"{preset.name}+ans",
-        make_key_codec=partial(coded, preset.make_key_codec),
-        make_value_codec=partial(coded, preset.make_value_codec),
+        make_key_codec=coded(preset.key_codec()),
+        make_value_codec=coded(preset.value_codec()),
         arguments=preset.arguments | {"context": context, "block": block},
     )

@@ -1,16 +1,19 @@
 """Presets: how a cache is stored, before any model is known."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Protocol
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import Place
 from vqkv.codecs.predictor_kinds import Predictor
+from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
 from vqkv.runtime.registry import call, check_type
@@ -82,6 +85,16 @@ class Preset:
     def value_codec(self, head_dim: int | None = None) -> Codec:
         """Make an unfitted codec for one layer's values."""
         return self.make_value_codec(head_dim)
+
+
+def chain(*parts: Stage | Quantizer, kind: type[Chain] = Chain) -> Callable[[int | None], Codec]:
+    """Describe a codec by its stages and, last, its quantizer: what is returned makes chains of copies of them."""
+    return partial(_chain, parts, kind)
+
+
+def _chain(parts: tuple, kind: type[Chain], head_dim: int | None) -> Codec:
+    *stages, quantizer = copy.deepcopy(parts)
+    return kind(stages, quantizer, head_dim)
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
