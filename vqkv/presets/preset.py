@@ -30,7 +30,7 @@ class RolePlan:
     layers: int = 1
 
 
-class Plan(Protocol):
+class LayerPlan(Protocol):
     """What a preset arranges for each layer of a model: which others predict it, how many bits it gets."""
 
     def arrange(self, preset: "Preset", trial) -> list[dict[str, RolePlan]]:
@@ -54,7 +54,7 @@ class Preset:
     flush_block: int = 1
     pre_rope: int | None = None
     arguments: dict = field(default_factory=dict)
-    plan: Plan | None = None
+    plan: LayerPlan | None = None
     fallback: "Preset | None" = None
 
     def __post_init__(self):
