@@ -13,7 +13,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import Door, kv_layers
+from vqkv.models.layers import InterceptingCache, kv_layers
 from vqkv.models.plain import copied
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import whole_blocks
@@ -46,7 +46,8 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
                 error = error if rotation is None else rotation.turned(error).to(keys)  # as the key is
                 return keys + error, values + added["value", layer]
 
-            logits = model(sequence.to(model.device), past_key_values=Door(model, perturb), use_cache=True).logits
+            cache = InterceptingCache(model, perturb)
+            logits = model(sequence.to(model.device), past_key_values=cache, use_cache=True).logits
             logits = logits[0].float()
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")

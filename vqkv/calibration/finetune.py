@@ -25,11 +25,10 @@ from vqkv.codecs.base import Codec
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.layers import Door, kv_layers
+from vqkv.models.layers import InterceptingCache, kv_layers
 from vqkv.models.load import describe
 from vqkv.models.plain import plain
-from vqkv.models.rope import rotations
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation, rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 
@@ -179,7 +178,7 @@ class StraightThrough:
         """Compute the logits of tokens (batch, seq_len), and keep exact keys and values for ``learn``."""
         exact: dict[Place, Tensor] = {}
         self.passes.append(exact)
-        cache = Door(self.model, partial(self._read, exact))
+        cache = InterceptingCache(self.model, partial(self._read, exact))
         return self.model(tokens.to(self.model.device), past_key_values=cache, use_cache=True).logits
 
     def learn(self) -> None:
