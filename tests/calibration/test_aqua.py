@@ -9,8 +9,8 @@ from projections import kv_sources
 from strategies import TOKENS, feed, run
 
 from vqkv import DataError, UnknownNameError, calibrate, evaluate, presets
-from vqkv.codecs.base import Codec
 from vqkv.codecs.learning.ridge import Ridge
+from vqkv.codecs.pipeline import Codec
 from vqkv.models.capture import capture
 
 model = small_models.fixture(*small_models.CONFIGS)

@@ -14,8 +14,8 @@ from vqkv import Compressor, DataError, FormatError, calibrate, evaluate, load_m
 from vqkv.calibration.finetune import finetune
 from vqkv.calibration.straight_through import StraightThrough
 from vqkv.calibration.trained_weights import attention_weights
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictive import ROLES
+from vqkv.codecs.stage import codec_from_config
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
 

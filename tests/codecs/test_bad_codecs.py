@@ -17,11 +17,11 @@ from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.nonuniform import NonUniform, SparseOutliers
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import HalfQuadratic, VectorScale
+from vqkv.codecs.stage import codec_from_config
 from vqkv.codecs.transform import Grouping
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from predictor_zoo import SMALL, gaussian, small, stream
 
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.predictor_kinds import KINDS, Copy, make_predictor
+from vqkv.codecs.stage import codec_from_config
 from vqkv.errors import DataError
 
 

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vqkv import presets
-from vqkv.codecs.part import codec_from_config, load_learned
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.stage import codec_from_config, load_learned
 
 MEANS = ("higgs key", "higgs value", "kvquant key", "rotated")  # subtracted from zeros
 WITHOUT_ZERO = (

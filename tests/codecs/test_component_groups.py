@@ -11,9 +11,9 @@ from strategies import gaussian
 from vqkv import FormatError
 from vqkv.codecs.component_groups import ENDS, WIDTHS, ComponentGroups, _cheapest, _error
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.stage import codec_from_config
 
 
 def every_grouping(components):

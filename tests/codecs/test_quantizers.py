@@ -13,11 +13,11 @@ from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.grid import Grid, gaussian_grids
 from vqkv.codecs.nonuniform import NonUniform, WeightedChain
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, MinMax
+from vqkv.codecs.stage import codec_from_config
 from vqkv.errors import DataError
 from vqkv.study.metrics import explained_variance_ratio
 

@@ -15,7 +15,7 @@ from vqkv.calibration.layer_fit import fit_layers
 from vqkv.calibration.sharing import ModelTrial
 from vqkv.calibration.spill import CapturedTokens
 from vqkv.calibration.survival import warn_if_destroyed
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens

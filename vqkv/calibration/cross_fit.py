@@ -32,7 +32,7 @@ def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Regression
             if mine.any():
                 ridges[number].accumulate(x[mine], y[mine])
                 squares[number] += float(y[mine].double().square().sum())
-    there = [number for number in range(FOLDS) if ridges[number].xx is not None]
+    there = [number for number in range(FOLDS) if ridges[number].xx.ndim]
     if len(there) < 2:
         return None
     totals = sum(ridges[number].xx for number in there), sum(ridges[number].xy for number in there)

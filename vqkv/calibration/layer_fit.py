@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from vqkv.calibration.cross_fit import cross_fit, folds_of
 from vqkv.calibration.spill import CapturedTokens, Spill
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
 from vqkv.kernels.precision import full_precision
 from vqkv.presets import Preset

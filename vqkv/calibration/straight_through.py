@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import Place
 from vqkv.models.layers import Door
 from vqkv.models.rotation import Rotation

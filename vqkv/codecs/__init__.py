@@ -1,4 +1,5 @@
-"""A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
+"""A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every stage, quantizer and codec by
+name; ``predictor_kinds``, which ``predictive`` imports, registers predictors."""
 
 from vqkv.codecs import (  # noqa: F401
     affine,
@@ -11,13 +12,9 @@ from vqkv.codecs import (  # noqa: F401
     fallback,
     float_bits,
     grid,
-    layout,
     nonuniform,
-    pca,
-    pipeline,
     product,
     residual,
-    scaling,
     small_floats,
     tiles,
     transform,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Codec
 
 
 @dataclass(eq=False)
@@ -34,4 +34,4 @@ class Nothing(Fp16):
 
     def _decode(self, payload: Payload) -> Tensor:
         none = payload.fields["nothing"]
-        return none.new_zeros(*none.shape[:3], self.head_dim, dtype=torch.float32)
+        return none.new_zeros(*none.shape[:3], self.head_dim or 0, dtype=torch.float32)

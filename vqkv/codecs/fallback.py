@@ -1,4 +1,4 @@
-"""Keep in fp16 what a codec gets wrong, behind a mask."""
+"""Keep in fp16 what a codec gets wrong, with a mask."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.stage import Quantizer
-from vqkv.errors import DataError
 from vqkv.kernels import pack_codes
 from vqkv.runtime.checks import FP16_MAX, MAX_HEAD_DIM
 
@@ -29,13 +28,11 @@ class Fallback(Quantizer):
     block_size: int = 8
     limits = {"block_size": (1, MAX_HEAD_DIM), "threshold": (0.0, math.inf)}
 
-    def build(self, shape: tuple[int, ...]) -> None:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if blocks do not divide a row's last axis."""
-        if shape[-1] % self.block_size:
-            raise DataError(f"{shape[-1]} channels are not divisible by blocks of {self.block_size} values")
-        self.row_shape = shape[1:]
-        self._units = math.prod(self.row_shape) // self.block_size
+        self.block_values = self.block_size
         self.inner.prepare(1, self.block_size)
+        return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
         """Let ``inner`` learn from all blocks."""
@@ -52,9 +49,8 @@ class Fallback(Quantizer):
         good = ((blocks - self.inner.decode(payload)).abs().amax(dim=-1) <= self.threshold)[0, 0]
         ragged = {name: tensor[0, 0, good] for name, tensor in payload.fields.items()}
         ragged["exact"] = blocks[0, 0, ~good].clamp(-FP16_MAX, FP16_MAX).half()
-        batch, heads, rows = y.shape[:3]
-        mask = good.view(rows, batch, heads, self._units).permute(1, 2, 0, 3)
-        return Payload({"mask": pack_codes(mask.byte(), 1)}, ragged=ragged, units=self._units)
+        mask = good.byte().view(y.shape[2], *y.shape[:2], self.codes_per_row).movedim(0, 2)
+        return Payload({"mask": pack_codes(mask, 1)}, ragged=ragged, units=self.codes_per_row)
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:
         blocks = self._blocks(y)
@@ -72,7 +68,7 @@ class Fallback(Quantizer):
         if good.any():
             blocks[good] = self.inner.decode(Payload(inner))[0, 0]
         batch, heads, rows = mask.shape[:3]
-        return blocks.view(rows, batch, heads, *self.row_shape).permute(1, 2, 0, *range(3, 3 + len(self.row_shape)))
+        return blocks.view(rows, batch, heads, *self.row_shape).movedim(0, 2)
 
     def _blocks(self, y: Tensor) -> Tensor:
         """(1, 1, blocks, block_size) in the order (row, batch, head) of ragged payloads."""

@@ -1,23 +1,21 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.gptq import dequantize, gptq
-from vqkv.codecs.learning.mlp import mlp, train_mlp
+from vqkv.codecs.learning.mlp import Samples, mlp, train_mlp
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.part import Part
+from vqkv.codecs.stage import Part
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
 from vqkv.kernels.precision import by_rows, full_precision, product
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 from vqkv.runtime.registry import call
 
-Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
 MANY = 1 << 20
 MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")
@@ -40,9 +38,9 @@ class Predictor(Part):
         with full_precision(x.device):
             return self._predict(x.detach().float())
 
-    @abstractmethod
     def layout(self, inputs: int, outputs: int) -> Layout:
         """Shape and type of every learned tensor, for features of these widths."""
+        return {}
 
     def keep(self, **tensors: Tensor) -> None:
         """Make what was learned its buffers."""
@@ -64,15 +62,17 @@ def half(name: str, tensor: Tensor) -> Tensor:
     return tensor.half().contiguous()
 
 
+def in_fp16(**shapes: tuple[int, ...]) -> Layout:
+    """Lay out tensors that are all fp16."""
+    return {name: (shape, torch.float16) for name, shape in shapes.items()}
+
+
 @dataclass(eq=False)
 class Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
     limits = {"strength": (0.0, 1e6)}
-
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {"bias": ((outputs,), torch.float16)}
 
     def _fit(self, samples: Samples) -> None:
         ridge = Ridge(self.strength)
@@ -105,7 +105,7 @@ class Linear(Regression):
     times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
     def layout(self, inputs: int, outputs: int) -> Layout:
-        return {"weight": ((inputs, outputs), torch.float16)} | super().layout(inputs, outputs)
+        return in_fp16(weight=(inputs, outputs), bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         self.keep(weight=half("weight", weights))
@@ -125,8 +125,7 @@ class ReducedRank(Linear):
     def layout(self, inputs: int, outputs: int) -> Layout:
         if not self._factored(inputs, outputs):
             return super().layout(inputs, outputs)
-        shapes = {"left": (inputs, self.rank), "right": (self.rank, outputs), "bias": (outputs,)}
-        return {name: (shape, torch.float16) for name, shape in shapes.items()}
+        return in_fp16(left=(inputs, self.rank), right=(self.rank, outputs), bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
@@ -158,9 +157,8 @@ class LinearGPTQ(Regression):
     limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
-        grid = ((-(-inputs // self.group_size), outputs), torch.float16)
-        codes = ((outputs, -(-inputs * self.bits // 8)), torch.uint8)
-        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout(inputs, outputs)
+        grid, codes = (-(-inputs // self.group_size), outputs), (outputs, -(-inputs * self.bits // 8))
+        return {"codes": (codes, torch.uint8)} | in_fp16(scales=grid, zeros=grid, bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
@@ -189,7 +187,7 @@ class MLP(Predictor):
         """The first layer, LayerNorm's gain and shift, the second layer."""
         hidden = self.width * outputs
         shapes = ((inputs, hidden), (hidden,), (hidden,), (hidden,), (hidden, outputs), (outputs,))
-        return {name: (shape, torch.float16) for name, shape in zip(MLP_WEIGHTS, shapes, strict=True)}
+        return in_fp16(**dict(zip(MLP_WEIGHTS, shapes, strict=True)))
 
     def _fit(self, samples: Samples) -> None:
         trained = train_mlp(samples, self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
@@ -206,9 +204,6 @@ class Copy(Predictor):
 
     learns = False
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {}
-
     def _predict(self, x: Tensor) -> Tensor:
         return x
 
@@ -221,9 +216,6 @@ class Slice(Predictor):
     size: int = 1
     learns = False
     limits = {"start": (0, MANY), "size": (1, MANY)}
-
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {}
 
     def _predict(self, x: Tensor) -> Tensor:
         return x[..., self.start : self.start + self.size]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vqkv.codecs.nonuniform import nearest
 from vqkv.codecs.stage import Quantizer, Side
 
 E4M3, MOST_E4M3 = torch.float8_e4m3fn, 448.0
@@ -36,9 +37,8 @@ class Fp4(Quantizer):
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(MOST_E4M3).to(E4M3)
         size = scale.float().unsqueeze(-1)
-        levels = E2M1.to(x.device)
         y = x / torch.where(size > 0, size, torch.inf)
-        return torch.bucketize(y, (levels[1:] + levels[:-1]) / 2).flatten(3), {"scale": scale.view(torch.uint8)}
+        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)

@@ -51,10 +51,10 @@ class StreamQuantizer(Quantizer):
         """Raises ``FormatError`` for streams that were cut, extended or altered, or are another codec's."""
         lengths = payload.counts("stream").permute(2, 0, 1)
         tokens = self.codes_per_row // self.num_tables
-        codes, whole = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
-        if not whole.all():
+        codes, intact = rans_decode(payload.ragged["stream"], lengths.flatten(), self.code(), tokens)
+        if not intact.all():
             raise FormatError(
-                f"{int((~whole).sum())} of {whole.numel()} streams were cut, extended or altered, or are another "
+                f"{int((~intact).sum())} of {intact.numel()} streams were cut, extended or altered, or are another "
                 "codec's: store the tokens again"
             )
         joined = self.heads if self.by_head else 1
@@ -68,11 +68,13 @@ class StreamQuantizer(Quantizer):
 
 
 def frequencies(counts: Tensor) -> Tensor:
-    """Counts (..., codes), none 0 -> uint16 of the same shape, which sum to 4,096 along the last axis, none 0."""
-    shares = counts.double() / counts.double().sum(-1, keepdim=True) * TOTAL
-    found = shares.round().clamp_min(1)
-    while (rest := TOTAL - found.sum(-1, keepdim=True)).any():  # from or to where a slot changes a code's bits least
-        gain = torch.where(rest > 0, shares * ((found + 1) / found).log2(), -shares * (found / (found - 1)).log2())
-        gain = gain.masked_fill((rest < 0) & (found == 1), -torch.inf)
-        found.scatter_add_(-1, gain.argmax(-1, keepdim=True), rest.sign())
-    return found.to(torch.uint16)
+    """Smooth counts (..., codes) and round them to uint16 that sum to 4,096 along the last axis, none 0."""
+    counts = counts.double() + SMOOTHING
+    shares = counts / counts.sum(-1, keepdim=True) * TOTAL
+    rounded = shares.round().clamp_min(1)
+    while (rest := TOTAL - rounded.sum(-1, keepdim=True)).any():  # from or to where a slot changes a code's bits least
+        more, less = ((rounded + 1) / rounded).log2(), (rounded / (rounded - 1)).log2()
+        gain = shares * torch.where(rest > 0, more, -less)
+        gain = gain.masked_fill((rest < 0) & (rounded == 1), -torch.inf)
+        rounded.scatter_add_(-1, gain.argmax(-1, keepdim=True), rest.sign())
+    return rounded.to(torch.uint16)

@@ -1,4 +1,4 @@
-"""Uniform steps whose rounding is chosen for a whole token at a time: trellis-coded quantization, entropy-coded."""
+"""Trellis-coded quantizer with entropy-coded codes: rounding is chosen for a complete token at a time."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from vqkv.codecs.entropy_coded_scalar import (
     spreads_of,
     step_for,
 )
-from vqkv.codecs.stage import Side
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF
 from vqkv.kernels.trellis.code import REACH, TRANSITIONS
@@ -33,12 +32,12 @@ MOST = 2.0 * HALF + 12  # bits of a code that no table holds
 class TrellisCodedScalar(EntropyCodedScalar):
     """As ``EntropyCodedScalar``, but a token's codes are those of least error and rate together among the paths of a
     trellis of ``states`` states along its channels (``kernels.trellis``: universal TCQ; Kasner, Marcellin & Hunt 1999,
-    with entropy coding Fischer & Wang 1992), which wins back part of the 0.25 bit that uniform steps lose to Shannon's
-    bound. Only the encoder searches; what is stored is coded and laid out in the same way.
+    with entropy coding Fischer & Wang 1992), which wins back part of the 0.25 bit that a uniform quantizer loses to
+    Shannon's bound. Only the encoder searches; what is stored is coded and laid out in the same way.
 
     ``weight``: squared steps that a bit is worth. On the bundled models squared error at a rate is least with 0.3, KL
     with 0.05 (chosen on validation text). The search takes codes for Laplacian, of their channel's spread in the first
-    batch; ``rates`` are those of uniform steps, which a trellis moves alike.
+    batch; ``rates`` are those of a uniform quantizer, which a trellis moves alike.
     """
 
     states: int = 8
@@ -46,32 +45,25 @@ class TrellisCodedScalar(EntropyCodedScalar):
     limits = EntropyCodedScalar.limits | {"weight": (0.0, 4.0)}
     choices = {"states": tuple(TRANSITIONS)}
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        channels = x.transpose(0, 1)
-        codes = self._codes(channels.flatten(1, -2)).view(channels.shape)
-        return codes.transpose(0, 1).flatten(3), {}
-
-    def set_step(self, step: float, sample: Tensor) -> Tensor:
-        """Take a step, and the spreads that a sample has in uniform steps as long; returns the sample's codes."""
-        self.step = as_step(step, sample.device)
-        plain = rounded(sample, 2 * self.step)
-        self.shifts = shifts_of(plain)
-        self.spreads = spreads_of(counted(plain, self.shifts)).to(torch.int8)
-        return self._codes(sample)
-
-    def _start(self, sample: Tensor) -> Tensor:
-        """By bisection."""
-        start, low, high = step_for(sample, self.bits / self.share).item() / FINER, -AROUND, AROUND
+    def _start(self, sample: Tensor) -> None:
+        """By bisection; shifts and spreads are those of a sample in uniform steps as long."""
+        bits, low, high = self.bits / self.share, -AROUND, AROUND
+        start = step_for(sample, bits).item() / FINER
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            codes = self.set_step(start * 2**middle, sample)
-            low, high = (middle, high) if bits_of(codes) > self.bits / self.share else (low, middle)
-        return codes
+            self.step = as_step(start * 2**middle, sample.device)
+            plain = rounded(sample, 2 * self.step)
+            self.shifts = shifts_of(plain)
+            self.spreads = spreads_of(counted(plain, self.shifts)).to(torch.int8)
+            codes = self._codes(sample)
+            low, high = (middle, high) if bits_of(codes) > bits else (low, middle)
+        self.shifts = shifts_of(codes)
 
     def _codes(self, channels: Tensor) -> Tensor:
-        costs, number = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
-        heads = zip(channels / self.step, number, self.shifts.int(), strict=True)
-        return torch.stack([trellis_encode(x, costs, *about, self.weight, self.states) for x, *about in heads])
+        costs, tables = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
+        heads = zip(channels / self.step, tables, self.shifts.int(), strict=True)
+        codes = [trellis_encode(x, costs, table, shifts, self.weight, self.states) for x, table, shifts in heads]
+        return torch.stack(codes)
 
     def _values(self, codes: Tensor) -> Tensor:
         return trellis_decode(codes.flatten(0, -2), self.step, self.states).view(codes.shape)

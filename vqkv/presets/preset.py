@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
 from vqkv.presets.plans import Budgeted, FromPrevious, Graded, Shared, Together, Unpredicted

@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform, SparseOutliers, WeightedChain
-from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale

@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec
 from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
@@ -12,7 +11,7 @@ from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import GaussianLevels
 from vqkv.codecs.pca import PCA, CostBasis
-from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.product import HeadCodebooks
 from vqkv.codecs.scaling import Clipped, MeanRemoval, VectorScale
 from vqkv.codecs.small_floats import Fp4, Fp8
