@@ -5,13 +5,12 @@ import pytest
 import torch
 from strategies import gaussian
 
-from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy import Entropy, frequencies
 from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import VectorScale
-from vqkv.codecs.streams import frequencies
 from vqkv.codecs.transform import Grouping
 
 KINDS = {"position": {}, "stage": {"context": "stage"}}

@@ -37,7 +37,7 @@ class AffineQuantizer(Quantizer):
         if type(self.ends) is not MinMax:
             return super().store(y)
         packed = affine_encode(y.flatten(3), self.bits, y.shape[-1])
-        low, high = packed.low.view(y.shape[:-1]), packed.high.view(y.shape[:-1])
+        low, high = (end.view(y.shape[:-1]) for end in (packed.low, packed.high) if end is not None)
         return Payload({"codes": packed.codes, "low": low, "high": high})
 
     def kernel_view(self, payload: Payload) -> KernelView | None:

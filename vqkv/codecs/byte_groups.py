@@ -48,7 +48,8 @@ class ByteGroups(Quantizer):
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` for fewer bits than a byte a row."""
         shape = super().build(shape)
-        self.codes_per_row, self._known = int(self.bits * shape[-1] / 8 + 1e-6), (None, None, None)
+        self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
+        self._known: tuple = None, None, None
         if not self.codes_per_row:
             raise DataError(f"{self.bits:g} bits of {shape[-1]} components are no byte: use at least {8 / shape[-1]:g}")
         return shape

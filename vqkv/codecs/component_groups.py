@@ -88,7 +88,7 @@ class ComponentGroups(Quantizer):
         streams = []
         for row in codes.permute(2, 0, 1, 3).flatten(0, 2).cpu().numpy():
             deflater = zlib.compressobj(EFFORT, wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
-            parts = [deflater.compress(part) + deflater.flush(zlib.Z_BLOCK) for part in np.split(row, stops)]
+            parts = [deflater.compress(part.data) + deflater.flush(zlib.Z_BLOCK) for part in np.split(row, stops)]
             streams.append(b"".join(parts) + deflater.flush())
         lengths = torch.tensor([len(stream) for stream in streams], dtype=torch.int32, device=y.device)
         lengths = lengths.view(y.shape[2], *y.shape[:2]).permute(1, 2, 0)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vqkv.codecs.entropy import MOST_LANES, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
-from vqkv.codecs.streams import MOST_LANES, StreamQuantizer, frequencies
 from vqkv.kernels.entropy.code import TOTAL, Code, make_code
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
@@ -61,7 +61,7 @@ class EntropyCodedScalar(StreamQuantizer):
     def rates(self, y: Tensor) -> Tensor:
         """A point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at the least."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
-        size, points = _rms(channels), []
+        size, points = _rms(channels), list[tuple[float, float]]()
         for half in CURVE:
             step = as_step(size * 2 ** (half / 2), y.device)
             codes = rounded(channels, step)

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vqkv.codecs.entropy import MOST_LANES, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
-from vqkv.codecs.streams import MOST_LANES, StreamQuantizer, frequencies
 from vqkv.kernels.entropy.code import Code, make_code
 
 TYPES = {7: torch.bfloat16, 10: torch.float16}  # by bits of the mantissa

@@ -117,7 +117,7 @@ class NonUniform(Levels):
             restored = levels[nearest(self._first, levels)]
             spread = self._first.std() / restored.std().clamp_min(1e-9)
             self.read = ((levels - restored.mean()) * spread + self._first.mean()).half()
-        self._first = self._first[:0]
+        del self._first, self._ema
 
     def _start(self, values: Tensor, weights: Tensor) -> None:
         self._first = values[:, 0]

@@ -70,8 +70,8 @@ class Payload:
 
     def holding(self, tensors: dict[str, Tensor]) -> "Payload":
         """Other tokens of the same codec: ``tensors`` have the same names."""
-        groups = {group: {name: tensors[name] for name in getattr(self, group)} for group in ("fields", "ragged")}
-        return dataclasses.replace(self, **groups)
+        fields, ragged = ({name: tensors[name] for name in group} for group in (self.fields, self.ragged))
+        return dataclasses.replace(self, fields=fields, ragged=ragged)
 
     @staticmethod
     def concat(payloads: "list[Payload]") -> "Payload":

@@ -199,8 +199,9 @@ class Chain(Codec):
             rows = torch.cat([self._rows(block, 3)[..., : self.quantizer.kept] for block in blocks], dim=2)
 
         def read(first: int, last: int) -> Tensor:
+            head_dim = mean.mean.shape[-1]
             with full_precision(rows.device):
-                heads = basis.decode(rows, {}, slice(first * self.head_dim, last * self.head_dim))
+                heads = basis.decode(rows, {}, slice(first * head_dim, last * head_dim))
                 heads = heads.squeeze(1).unflatten(-1, (last - first, -1)).movedim(-2, 1)
                 return heads.add_(mean.mean[first:last].float().unsqueeze(1))
 

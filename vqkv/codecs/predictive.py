@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Codec
-from vqkv.codecs.predictor_kinds import Predictor
+from vqkv.codecs.predictor_kinds import Predictor, Slice
 from vqkv.errors import DataError
 
 ROLES = ("key", "value")
@@ -43,7 +43,7 @@ class Prediction:
             raise DataError(
                 f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
             )
-        if self.sources and callable(read := known[self.sources[0]]):
+        if isinstance(self.predictor, Slice) and callable(read := known[self.sources[0]]):
             first = self.predictor.start // like.shape[3]
             return read(first, first + like.shape[1]).to(like.device)
         rows = inputs(known, self.sources, like)

@@ -1,6 +1,7 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from vqkv.codecs.learning.gptq import dequantize, gptq
 from vqkv.codecs.learning.mlp import Samples, mlp, train_mlp
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.stage import Part
+from vqkv.codecs.stage import Part, learned
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
 from vqkv.kernels.precision import by_rows, full_precision, product
@@ -72,6 +73,7 @@ class Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
+    bias: Tensor = learned()
     limits = {"strength": (0.0, 1e6)}
 
     def _fit(self, samples: Samples) -> None:
@@ -104,6 +106,8 @@ class Linear(Regression):
     """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
     times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
+    weight: Tensor = learned()
+
     def layout(self, inputs: int, outputs: int) -> Layout:
         return in_fp16(weight=(inputs, outputs), bias=(outputs,))
 
@@ -120,6 +124,8 @@ class ReducedRank(Linear):
     (Mukherjee and Zhu 2011). Two fp16 factors, or one matrix where these take more."""
 
     rank: int = 256
+    left: Tensor = learned()
+    right: Tensor = learned()
     limits = Linear.limits | {"rank": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
@@ -136,10 +142,10 @@ class ReducedRank(Linear):
             super()._store(ridge, weights @ directions @ directions.T)
 
     def _weights(self, inputs: int) -> Tensor:
-        return self.left.float() @ self.right.float() if "left" in self._buffers else super()._weights(inputs)
+        return super()._weights(inputs) if self.left is None else self.left.float() @ self.right.float()
 
     def _predict(self, x: Tensor) -> Tensor:
-        if "left" not in self._buffers:
+        if self.left is None:
             return super()._predict(x)
         return product(product(x, self.left.float()), self.right.float()) + self.bias.float()
 
@@ -154,6 +160,9 @@ class LinearGPTQ(Regression):
 
     bits: int = 4
     group_size: int = 128
+    codes: Tensor = learned()
+    scales: Tensor = learned()
+    zeros: Tensor = learned()
     limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
@@ -221,7 +230,12 @@ class Slice(Predictor):
         return x[..., self.start : self.start + self.size]
 
 
-KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
+KINDS: dict[str, Callable[..., Predictor]] = {
+    "linear": Linear,
+    "reduced_rank": ReducedRank,
+    "mlp": MLP,
+    "gptq": LinearGPTQ,
+}
 
 
 def make_predictor(kind: str, /, **settings) -> Predictor:

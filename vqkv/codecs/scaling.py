@@ -80,8 +80,9 @@ class HeadScale(Stage):
 def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
     """``inner`` with one scale for each row, or one for each of some of its groups."""
     scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
-    fits = isinstance(inner, Coded) and inner.scale is None and scale.ndim == 4 and inner.groups % scale.shape[3] == 0
-    return dataclasses.replace(inner, scale=scale) if fits else None
+    if not isinstance(inner, Coded) or inner.scale is not None or scale.ndim != 4 or inner.groups % scale.shape[3]:
+        return None
+    return dataclasses.replace(inner, scale=scale)
 
 
 @dataclass(eq=False)
