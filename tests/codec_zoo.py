@@ -9,7 +9,7 @@ from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy import Entropy
-from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.float_bits import FloatBits
@@ -21,7 +21,6 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 
 HEADS, HEAD_DIM = 3, 16
 

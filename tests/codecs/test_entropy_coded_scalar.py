@@ -6,10 +6,9 @@ import pytest
 import torch
 from codec_zoo import gaussian
 
-from vqkv.codecs.entropy_coded_scalar import LARGEST_CODE, EntropyCodedScalar
+from vqkv.codecs.entropy_coded_scalar import LARGEST_CODE, EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 
 CHANNELS = 16
 WIDTHS = {  # standard deviations of the channels

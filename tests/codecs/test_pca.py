@@ -9,13 +9,12 @@ import torch
 from codec_zoo import gaussian, same
 
 from vqkv.codecs.component_groups import ComponentGroups
-from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import MeanRemoval
 from vqkv.codecs.stage import codec_from_config
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError
 
 HEADS, WIDTH = 3, 8

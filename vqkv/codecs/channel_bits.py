@@ -33,7 +33,6 @@ class ChannelBits(Quantizer):
     bits: float = 2.5
     pairs: bool = False
     widths: Tensor = learned()
-    metric: Tensor = learned(saved=False)  # second moments of each head's queries, see ``calibration.costs``
     by_head = True
     costs = "attention"
     code_bits = 1
@@ -50,15 +49,13 @@ class ChannelBits(Quantizer):
             raise DataError(f"head_dim {shape[-1]} is an odd number: use turboquant, pairs need an even number")
         return super().build(shape)
 
-    def weigh(self, metric: Tensor) -> None:
-        self.metric = metric
-
     def partial_fit(self, x: Tensor) -> None:
         """The first batch decides."""
         if self.widths is not None:
             return
         energy = x.square().mean((0, 2))
         if self.pairs:
+            # second moments of each head's queries, see ``calibration.costs``
             queries = 0.0 if self.metric is None else self.metric.diagonal(dim1=1, dim2=2)
             both = (energy + queries).unflatten(-1, (2, -1)).sum(1)
             widths = torch.stack([_greedy(each, int(self.bits * len(each))) for each in both]).repeat(1, 2)

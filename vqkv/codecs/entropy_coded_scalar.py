@@ -1,8 +1,10 @@
-"""Uniform quantizer with entropy-coded codes: what a transform coder stores, its rate met by the size of the step."""
+"""Quantizers of one step with entropy-coded codes, uniform or trellis-coded: what a transform coder stores. The rate is
+met by the size of the step."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,7 +12,10 @@ from torch import Tensor
 
 from vqkv.codecs.entropy import MOST_LANES, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
-from vqkv.kernels.entropy.code import TOTAL, Code, make_code
+from vqkv.kernels import trellis_decode, trellis_encode
+from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
+from vqkv.kernels.trellis.code import REACH as SEARCHED
+from vqkv.kernels.trellis.code import TRANSITIONS
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
@@ -25,6 +30,10 @@ WIDEST = 16.0  # codes of a larger root mean square leave low bits out of the ta
 MOST_SHIFT = 16
 PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8, two an octave
 RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
+
+FINER = 1.6  # the step of a trellis-coded quantizer is shorter by about this, at the same rate
+TRELLIS_BISECTIONS = 8  # of two octaves around there
+MOST_COST = 2.0 * HALF + 12  # bits of a code that no table holds
 
 
 @dataclass(eq=False)
@@ -134,6 +143,47 @@ class EntropyCodedScalar(StreamQuantizer):
         return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), self.lanes)
 
 
+@dataclass(eq=False)
+class TrellisCodedScalar(EntropyCodedScalar):
+    """As ``EntropyCodedScalar``, but a token's codes are those of least error and rate together among the paths of a
+    trellis of ``states`` states along its channels (``kernels.trellis``: universal TCQ; Kasner, Marcellin & Hunt 1999,
+    with entropy coding Fischer & Wang 1992), which wins back part of the 0.25 bit that a uniform quantizer loses to
+    Shannon's bound. Only the encoder searches; what is stored is coded and laid out in the same way.
+
+    ``weight``: squared steps that a bit is worth. On the bundled models squared error at a rate is least with 0.3, KL
+    with 0.05 (chosen on validation text). The search takes codes for Laplacian, of their channel's spread in the first
+    batch; ``rates`` are those of a uniform quantizer, which a trellis moves alike.
+    """
+
+    states: int = 8
+    weight: float = 0.05
+    limits = EntropyCodedScalar.limits | {"weight": (0.0, 4.0)}
+    choices = {"states": tuple(TRANSITIONS)}
+
+    def _start(self, sample: Tensor) -> None:
+        """By bisection; shifts and spreads are those of a sample in uniform steps as long."""
+        bits, low, high = self.bits / self.share, -1.0, 1.0
+        start = step_for(sample, bits).item() / FINER
+        for _ in range(TRELLIS_BISECTIONS):
+            middle = (low + high) / 2
+            self.step = as_step(start * 2**middle, sample.device)
+            plain = rounded(sample, 2 * self.step)
+            self.shifts = shifts_of(plain)
+            self.spreads = spreads_of(counted(plain, self.shifts)).to(torch.int8)
+            codes = self._codes(sample)
+            low, high = (middle, high) if bits_of(codes) > bits else (low, middle)
+        self.shifts = shifts_of(codes)
+
+    def _codes(self, channels: Tensor) -> Tensor:
+        costs, tables = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
+        heads = zip(channels / self.step, tables, self.shifts.int(), strict=True)
+        codes = [trellis_encode(x, costs, table, shifts, self.weight, self.states) for x, table, shifts in heads]
+        return torch.stack(codes)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return trellis_decode(codes.flatten(0, -2), self.step, self.states).view(codes.shape)
+
+
 def rounded(x: Tensor, step: Tensor) -> Tensor:
     """Multiples of the step, int32, a little nearer to zero than the nearest."""
     size = (x.abs() / step).add_(0.5 - TOWARDS_ZERO).floor_().clamp_(max=LARGEST_CODE)
@@ -197,3 +247,20 @@ def _rms(channels: Tensor) -> float:
 def _sampled(channels: Tensor) -> Tensor:
     """At most ``SEARCHED_ROWS`` rows of (heads, rows, channels)."""
     return channels[:, :: -(-channels.shape[1] // SEARCHED_ROWS)]
+
+
+@cache
+def _costs() -> Tensor:
+    """Bits of each code of every spread, and of those farther out than a table reaches: float32 (spreads,
+    2 * SEARCHED + 2). Code e is as frequent as a power of the size of its value, 2e or 2e + 1."""
+    codes = torch.arange(-SEARCHED, SEARCHED + 1, dtype=torch.float64)
+    size = (2 * codes + (codes < 0)).abs()
+    spreads = 2.0 ** (torch.arange(-PER_OCTAVE * OCTAVES, PER_OCTAVE * OCTAVES + 1, dtype=torch.float64) / PER_OCTAVE)
+    low, high = torch.full_like(spreads, -40.0), torch.zeros_like(spreads)  # log2 of that power's base
+    for _ in range(60):
+        middle = (low + high) / 2
+        shares = torch.softmax(middle[:, None] * size * math.log(2), dim=1)
+        wide = (shares * codes.square()).sum(1) > spreads.square()
+        low, high = torch.where(wide, low, middle), torch.where(wide, middle, high)
+    bits = -shares.log2().clamp_min(-MOST_COST)
+    return torch.cat([bits, torch.full_like(bits[:, :1], MOST_COST)], dim=1).float()

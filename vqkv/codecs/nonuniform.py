@@ -1,4 +1,4 @@
-"""Scalar levels, learned (KVQuant) or a Gaussian's best (TurboQuant), and the few values that do not fit them."""
+"""Scalar levels, learned (KVQuant), a Gaussian's best (TurboQuant) or those of small floats; values that fit none."""
 
 import math
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ from vqkv.kernels.rvq.tables import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30
+E4M3, MOST_E4M3 = torch.float8_e4m3fn, 448.0
+HALF_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*(-x for x in reversed(HALF_E2M1)), 0.0, *HALF_E2M1])
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
@@ -77,6 +80,38 @@ def lloyd_max(bits: int) -> Tensor:
         mass = torch.cat([inner.new_zeros(1), normal.cdf(inner), inner.new_ones(1)]).diff()
         before, levels = levels, -density.diff() / mass
     return levels
+
+
+@dataclass(eq=False)
+class Fp8(Quantizer):
+    """Each value rounded to E4M3, those beyond 448 to 448."""
+
+    code_bits = 8
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x.clamp(-MOST_E4M3, MOST_E4M3).to(E4M3).view(torch.uint8).flatten(3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return codes.byte().view(E4M3).float().unflatten(-1, self.row_shape)
+
+
+@dataclass(eq=False)
+class Fp4(Quantizer):
+    """Each value rounded to E2M1, once divided by a sixth of the largest magnitude of its vector along the last axis:
+    NVFP4, if vectors have 16 values. Stores that ``scale`` as the bytes of E4M3."""
+
+    code_bits = 4
+    side_fields = ("scale",)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(MOST_E4M3).to(E4M3)
+        size = scale.float().unsqueeze(-1)
+        y = x / torch.where(size > 0, size, torch.inf)
+        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)
+        return values.mul_(side["scale"].view(E4M3).float().unsqueeze(-1))
 
 
 @dataclass(eq=False)
@@ -143,16 +178,15 @@ class WeightedChain(Chain):
     def __post_init__(self):
         super().__post_init__()
         self.weighted = True
-        self.register_buffer("metric", None, persistent=False)
 
     def weigh(self, metric: Tensor) -> None:
-        self.metric = metric
+        self.quantizer.weigh(metric)
 
     def _partial_fit(self, x: Tensor) -> None:
         """Raises ``DataError`` if nothing was said about costs."""
-        if self.metric is None:
+        if self.quantizer.metric is None:
             raise DataError("a WeightedChain was not told what errors cost: fit it with vqkv.calibrate")
-        costs = self.metric.diagonal(dim1=1, dim2=2)
+        costs = self.quantizer.metric.diagonal(dim1=1, dim2=2)
         costs = torch.where(costs.any(), costs, 1.0).unsqueeze(1)
         y, sides = x, []
         for stage in self._stages:

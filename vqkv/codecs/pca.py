@@ -32,7 +32,6 @@ class PCA(Stage):
     matrix: Tensor = learned()
     unweighted: Tensor = learned()  # the inverse of what errors cost, where some components are left out
     inverse: Tensor | None = learned(saved=False)  # of the matrix as stored, when it is first needed
-    metric: Tensor = learned(saved=False)  # what errors cost, see ``weigh``
     by_head = True
     learns_first = True
     limits = {"rank": (0, 1 << 24)}
@@ -44,9 +43,6 @@ class PCA(Stage):
         rank = min(self.rank or shape[-1], shape[-1])
         self.share = rank / shape[-1]
         return *shape[:-1], rank
-
-    def weigh(self, metric: Tensor) -> None:
-        self.metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
         """Sum up second moments."""
@@ -82,7 +78,6 @@ class PCA(Stage):
             self.matrix, self.inverse = self.matrix[..., :count].contiguous(), None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x @ matrix."""
         return self._times(x, self.matrix.float()), {}
 
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:

@@ -43,14 +43,12 @@ class VectorScale(Stage):
     choices = {"kind": STATISTICS}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x / scale, and the scale."""
         size = STATISTICS[self.kind](x)
         scale = torch.where(size == 0, 1.0, size.clamp(FP16_MIN_NORMAL, FP16_MAX)).half()
         y = x / scale.float().unsqueeze(-1)
         return y, {self.side_fields[0]: scale.masked_fill(size < FP16_MIN_NORMAL / 2, 0)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * scale."""
         return y.mul_(side[self.side_fields[0]].float().unsqueeze(-1))
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
@@ -65,12 +63,10 @@ class HeadScale(Stage):
     side_fields = ("scale",)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x / max|x|, and max|x|."""
         scale = x.abs().amax(dim=tuple(range(3, x.ndim)), keepdim=True)
         return x / scale.where(scale > 0, torch.ones_like(scale)), {"scale": scale.flatten(3).squeeze(3)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * scale."""
         return y.mul_(side["scale"][(..., *[None] * (y.ndim - 3))])
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
@@ -93,13 +89,11 @@ class MinMax(Stage):
     side_fields = ("low", "high")
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(x - low) / (high - low), and both ends."""
         low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self.ends(x))
         start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
         return (x - start).div_(span.where(span > 0, torch.ones_like(span))), {"low": low, "high": high}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """low + y * (high - low)."""
         low = side["low"].float()
         return y.mul_((side["high"].float() - low).unsqueeze(-1)).add_(low.unsqueeze(-1))
 
@@ -178,11 +172,9 @@ class MeanRemoval(Stage):
             raise DataError("a channel's mean overflows fp16: scale the values first")
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x - mean."""
         return x - self.mean.float().unsqueeze(1), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y + mean."""
         return y.add_(self.mean.float().unsqueeze(1))
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
@@ -223,9 +215,7 @@ class ChannelScale(MeanRemoval):
         self.scale = self.scale.clamp(FP16_MIN_NORMAL, FP16_MAX).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """(x - mean) / std."""
         return super().encode(x)[0].div_(self.scale.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(1)), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * std + mean."""
         return super().decode(y.mul_(self.scale.float().unsqueeze(1)), side)

@@ -111,6 +111,7 @@ class Stage(Part):
     costs: str = "loss"  # and of which costs: to the model's ``loss`` or in ``attention`` (``calibration.costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
     learns_first: bool = False  # whether it learns from all batches before what comes after it begins
+    metric: Tensor | None = None  # what errors cost, once it was told
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Prepare for rows of shape (num_kv_heads, *row_shape) and return that of rows going out. Raises ``DataError``
@@ -119,6 +120,7 @@ class Stage(Part):
 
     def weigh(self, metric: Tensor) -> None:
         """Learn what errors cost: that of e in a head's vector is e' metric e, (num_kv_heads, head_dim, head_dim)."""
+        self.metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
         """Learn from one batch; nothing to learn by default."""

@@ -20,12 +20,10 @@ class TileMean(Stage):
     side_fields = ("shift",)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x - shift, and the shift."""
         shift = x.mean(dim=-2).clamp(-FP16_MAX, FP16_MAX).half()
         return x - shift.float().unsqueeze(-2), {"shift": shift}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y + shift."""
         return y.add_(side["shift"].float().unsqueeze(-2))
 
 
@@ -47,14 +45,7 @@ class DualScale(Stage):
     side_fields = ("inner",)
     limits = {"iterations": (1, 1000)}
 
-    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for rows without two axes."""
-        if len(shape) != 3:
-            raise DataError(f"a tile has two axes, not the {len(shape) - 1} of {shape[1:]}: put a TokenBlock first")
-        return shape
-
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x / inner, and that."""
         logs = {-1: x.new_zeros(x.shape[:-1]), -2: x.new_zeros(*x.shape[:-2], x.shape[-1])}
         for _ in range(self.iterations):
             for axis in logs:
@@ -64,7 +55,6 @@ class DualScale(Stage):
         return x / inner.float().unsqueeze(-2), {"inner": inner}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * inner."""
         return y.mul_(side["inner"].float().unsqueeze(-2))
 
 
