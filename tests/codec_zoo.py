@@ -7,6 +7,8 @@ from strategies import gaussian
 
 from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.byte_groups import ByteGroups
+from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
@@ -79,6 +81,8 @@ EXTRA |= {
     "few components": Chain([MergeHeads(), PCA(rank=20), TokenBlock(4)], ComponentGroups(2.0)),
     "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
     "fp16": Fp16(),
+    "channel bits": Chain([], ChannelBits(2.25)),
+    "byte groups": Chain([], ByteGroups(3.0)),
     "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
 }
 KINDS = [*(f"{name} {role}" for name in SMALL for role in ("key", "value")), *EXTRA]

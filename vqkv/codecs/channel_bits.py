@@ -13,6 +13,7 @@ from vqkv.codecs.scaling import FP16_MIN_NORMAL, rms
 from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.codecs.transform import orthogonal
 from vqkv.errors import DataError
+from vqkv.kernels.precision import product
 from vqkv.runtime.checks import FP16_MAX
 
 MOST_BITS = 8
@@ -72,8 +73,8 @@ class ChannelBits(Quantizer):
         for head, width, channels in self._sets():
             y = x[:, head, :, channels]
             size = rms(y).clamp_max(FP16_MAX).half()
-            y = y / size.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(-1) @ orthogonal(len(channels)).to(x.device)
-            code = nearest(y, lloyd_max(width).to(x))
+            y = y / size.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(-1)
+            code = nearest(product(y, orthogonal(len(channels)).to(x.device)), lloyd_max(width).to(x))
             codes.append((code.unsqueeze(-1) >> torch.arange(width, device=x.device) & 1).flatten(-2))
             sizes.append(size)
         return torch.cat(codes, -1).unsqueeze(1), {"size": torch.stack(sizes, -1).unsqueeze(1)}
@@ -87,7 +88,7 @@ class ChannelBits(Quantizer):
             y = lloyd_max(width).to(out)[code]
             if self.pairs:
                 y = F.normalize(y, dim=-1) * len(channels) ** 0.5
-            out[:, head, :, channels] = y @ orthogonal(len(channels)).mT.to(out) * size.float().unsqueeze(-1)
+            out[:, head, :, channels] = product(y, orthogonal(len(channels)).mT.to(out)) * size.float().unsqueeze(-1)
         return out
 
     def load(self, payload: Payload) -> Tensor:
