@@ -14,7 +14,16 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import codec_from_config
 
 MEANS = ("higgs key", "higgs value", "kvquant key", "rotated")  # subtracted from zeros
-CODES = ("byte groups", "component groups", "transform coder", "trellis", "levels", "product+ans", "ans", "ans by stage")
+CODES = (
+    "byte groups",
+    "component groups",
+    "transform coder",
+    "trellis",
+    "levels",
+    "product+ans",
+    "ans",
+    "ans by stage",
+)
 WITHOUT_ZERO = (*MEANS, *CODES)  # a mean is subtracted from it, or no code means it
 EXACT_ZEROS = ("fp16", "contiguous", "strided", "random")  # a zero vector stores the scale 0
 
@@ -130,7 +139,9 @@ def test_what_is_read_back_while_learning_is_what_a_cache_gives_later(kind):
         codec.partial_fit(x).partial_fit(x * 2 + 1).end_pass()
     before = codec.quantize_dequantize(x)
     after = codec.finalize().finalize().quantize_dequantize(x)
-    assert (before - after).square().mean() < 1e-3 * x.square().mean()  # a few vectors are as near to one code as another
+    assert (
+        before - after
+    ).square().mean() < 1e-3 * x.square().mean()  # a few vectors are as near to one code as another
     assert torch.equal(after, codec.decode(codec.encode(x)))
     with pytest.raises(RuntimeError, match="frozen"):
         codec.fit(x)

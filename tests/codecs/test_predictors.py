@@ -1,4 +1,4 @@
-"""Inter-layer predictors: known maps come back, noise does not, GPTQ loses less than rounding, bytes are as foretold."""
+"""Inter-layer predictors: known maps come back, noise does not, GPTQ loses less than rounding, bytes are foretold."""
 
 import copy
 import math
