@@ -92,13 +92,13 @@ def test_revival_puts_dead_codes_to_use():
 
 def test_learning_depends_on_the_seed_alone():
     x = gaussian(1, 1, 2000, 8)
-    for settings in ({}, {"init": "random", "revive": True}):
+    for options in ({}, {"init": "random", "revive": True}):
         torch.set_default_dtype(torch.float64)
         try:
-            other_dtype = residual_vq(x, **settings)
+            other_dtype = residual_vq(x, **options)
         finally:
             torch.set_default_dtype(torch.float32)
-        runs = [other_dtype, residual_vq(x, **settings), residual_vq(x, seed=1, **settings)]
+        runs = [other_dtype, residual_vq(x, **options), residual_vq(x, seed=1, **options)]
         for quantizer in runs:
             quantizer.partial_fit(x)
         first, again, other = (quantizer.codebooks for quantizer in runs)

@@ -72,9 +72,8 @@ class StreamQuantizer(Quantizer):
 
 
 def frequencies(counts: Tensor) -> Tensor:
-    """Smooth counts (..., codes) and round them to uint16 that sum to 4,096 along the last axis, none 0."""
-    counts = counts.double() + SMOOTHING
-    shares = counts / counts.sum(-1, keepdim=True) * TOTAL
+    """Round counts (..., codes), none 0, to uint16 that sum to 4,096 along the last axis, none 0."""
+    shares = counts.double() / counts.double().sum(-1, keepdim=True) * TOTAL
     rounded = shares.round().clamp_min(1)
     while (rest := TOTAL - rounded.sum(-1, keepdim=True)).any():  # from or to where a slot changes a code's bits least
         more, less = ((rounded + 1) / rounded).log2(), (rounded / (rounded - 1)).log2()
@@ -136,7 +135,7 @@ class Entropy(StreamQuantizer):
     def finalize(self) -> None:
         """Freeze the quantizer and round the frequencies."""
         self.quantizer.finalize()
-        self.frequencies, self._counts = frequencies(self._counts), torch.tensor(0)
+        self.frequencies, self._counts = frequencies(self._counts + SMOOTHING), torch.tensor(0)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.quantizer.encode(x)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import MOST_LANES, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
@@ -120,7 +120,7 @@ class EntropyCodedScalar(StreamQuantizer):
             frequent = (table + table.flip(0))[REACH:] * RARE > table.sum()  # by size of the code
             reaches.append(reach := max(1, int(frequent.nonzero().amax())))
             inside = table[REACH - reach : REACH + reach + 1]
-            rows.append(frequencies(torch.cat([inside, (table.sum() - inside.sum())[None]])))
+            rows.append(frequencies(torch.cat([inside, (table.sum() - inside.sum())[None]]) + SMOOTHING))
         self.spreads, self.reaches = spreads.to(torch.int8), torch.tensor(reaches, dtype=torch.int16)
         self.frequencies, self._counts = torch.cat(rows).to(spreads.device), torch.tensor(0)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import MOST_LANES, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels.entropy.code import Code, make_code
 
@@ -57,7 +57,7 @@ class FloatBits(StreamQuantizer):
         self._counts = self._counts + counts.view(len(SKEWS) + 1, LEVELS + 1)
 
     def finalize(self) -> None:
-        self.frequencies, self._counts = frequencies(self._counts), torch.tensor(0)
+        self.frequencies, self._counts = frequencies(self._counts + SMOOTHING), torch.tensor(0)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row): from the mantissa's lowest
