@@ -12,8 +12,7 @@ from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
-from vqkv.codecs.exact import Fp16
-from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform

@@ -10,12 +10,12 @@ from vqkv import DataError, UnknownNameError, presets
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
-from vqkv.codecs.exact import Fp16
-from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.nonuniform import GaussianLevels, NonUniform, SparseOutliers
 from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.predictor_kinds import make_predictor
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import HalfQuadratic, VectorScale
@@ -63,6 +63,7 @@ def test_too_little_to_learn_from_is_named(name, tokens):
 
 
 FALLBACK = partial(Fallback, Chain([], AffineQuantizer(4)))
+LINEAR, GPTQ, MLP = (partial(make_predictor, kind) for kind in ("linear", "gptq", "mlp"))
 SEEDS = (-1, 2**63, "a", 1.0, None, True)
 BAD_SETTINGS = [
     *[(make, "seed", SEEDS) for make in (ResidualVQ, NonUniform, ProductVQ, Grouping)],
@@ -71,6 +72,9 @@ BAD_SETTINGS = [
     (ResidualVQ, "codebook_size", (0,)), (TokenBlock, "tokens", (0,)), (SparseOutliers, "share", (1.5,)),
     (EntropyCodedScalar, "bits", (0, 0.001, 10.5, -1.0, float("nan"), float("inf"), "2", None, True)),
     (HalfQuadratic, "bits", (0, 9, 1000, 2.0, "4", True)), (AffineQuantizer, "bits", (9,)),
+    (LINEAR, "strength", (float("nan"), "high", -1.0)), (partial(make_predictor, "reduced_rank"), "rank", (0,)),
+    (GPTQ, "bits", (99,)), (GPTQ, "group_size", (0,)), (MLP, "width", (65,)), (MLP, "seed", (-1,)),
+    (MLP, "epochs", (0,)), (MLP, "learning_rate", (True,)),
     (FALLBACK, "block_size", (0, -8, 8.0, True, "8", 1 << 30)), (FALLBACK, "threshold", (-1, float("nan"), "x", None)),
 ]  # fmt: skip
 

@@ -60,19 +60,6 @@ def test_copy_is_the_layer_itself():
     assert torch.equal(predictor(x.half()), x.half().float()) and predictor.side_bytes == 0
 
 
-BAD_SETTINGS = [
-    *[("linear", "strength", value) for value in (float("nan"), "high", -1.0)], ("reduced_rank", "rank", 0),
-    ("mlp", "width", 65), ("mlp", "seed", -1), ("mlp", "epochs", 0), ("mlp", "learning_rate", True),
-    ("gptq", "bits", 99), ("gptq", "group_size", 0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "name", "value"), BAD_SETTINGS)
-def test_settings_beyond_reason_are_named(kind, name, value):
-    with pytest.raises(DataError, match=name):
-        make_predictor(kind, **{name: value})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_beyond_fp16_are_refused(kind):
     x, y = gaussian(40, 4), gaussian(40, 3)

@@ -44,7 +44,7 @@ class Part(nn.Module):
         part = super().__new__(cls)
         nn.Module.__init__(part)  # before the dataclass sets its fields
         for each in dataclasses.fields(cls):
-            if not each.init:
+            if "saved" in each.metadata:
                 part.register_buffer(each.name, None, persistent=each.metadata["saved"])
         return part
 
