@@ -82,7 +82,7 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize(("make", "name", "values"), BAD_SETTINGS)
 def test_settings_beyond_reason_are_named(make, name, values):
     for value in values:
-        with pytest.raises(DataError, match=f"{name} .* must be an? (integer|number) from"):
+        with pytest.raises(DataError, match=f"{name} .* must be "):
             make(**{name: value})
     assert make()
 
