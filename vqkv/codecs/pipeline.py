@@ -194,7 +194,8 @@ class Chain(Codec):
         if [type(stage) for stage in self._stages[:3]] != [MeanRemoval, MergeHeads, PCA]:
             return super().reader(payload)
         mean, _, basis = cast(Any, self._stages[:3])
-        blocks = [payload.tokens(i, i + self.tokens_per_row) for i in range(0, payload.seq_len, self.tokens_per_row)]
+        starts = range(0, payload.seq_len, self.tokens_per_row)
+        blocks = (payload.tokens(start, start + self.tokens_per_row) for start in starts)
         with full_precision(payload.device):
             rows = torch.cat([self._rows(block, 3)[..., : self.quantizer.kept] for block in blocks], dim=2)
 
