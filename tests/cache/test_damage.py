@@ -61,7 +61,7 @@ def test_other_versions_and_unknown_parts_are_named(tmp_path):
 def test_a_new_process_knows_every_part():
     """As ``vqkv evaluate`` reads a saved compressor, which imports no preset's module."""
     script = (
-        "import importlib, pkgutil, vqkv.cache.compressor, vqkv.codecs; from vqkv.codecs.part import Part\n"
+        "import importlib, pkgutil, vqkv.cache.compressor, vqkv.codecs; from vqkv.codecs.stage import Part\n"
         "known = set(Part.registry)\n"
         "for module in pkgutil.walk_packages(vqkv.codecs.__path__, 'vqkv.codecs.'):\n"
         "    importlib.import_module(module.name)\n"

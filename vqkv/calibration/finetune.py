@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens

@@ -13,7 +13,7 @@ from vqkv.cache.settings import CacheSettings
 from vqkv.calibration.captured import CapturedTokens, TensorFolder
 from vqkv.calibration.cross_fit import CrossFit, cross_fit, folds_of
 from vqkv.calibration.error_costs import cost_curves
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_readers, side_by_side
 from vqkv.codecs.predictor_kinds import Regression
 from vqkv.kernels.precision import full_precision

@@ -26,9 +26,9 @@ from transformers.cache_utils import DynamicLayer
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.meter import tensor_bytes
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
-from vqkv.codecs.part import part_from_config
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Prediction
+from vqkv.codecs.stage import part_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import REFUSALS, config_of

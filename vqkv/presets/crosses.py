@@ -5,19 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec
 from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.entropy import Entropy
-from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
-from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import MeanRemoval, VectorScale
 from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
 from vqkv.presets.preset import Preset, chain, preset

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Nothing
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.codecs.predictor_kinds import Copy, Slice, make_predictor
 from vqkv.errors import DataError

@@ -9,8 +9,7 @@ from functools import partial, wraps
 from typing import Protocol
 
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
-from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.predictive import Place
 from vqkv.codecs.predictor_kinds import Predictor
 from vqkv.codecs.stage import Quantizer, Stage

@@ -4,8 +4,7 @@ import dataclasses
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.exact import Fp16
-from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock

@@ -8,11 +8,10 @@ from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.nonuniform import GaussianLevels
+from vqkv.codecs.nonuniform import Fp4, Fp8, GaussianLevels
 from vqkv.codecs.pca import PCA, CostBasis
 from vqkv.codecs.product import HeadCodebooks
 from vqkv.codecs.scaling import Clipped, MeanRemoval, VectorScale
-from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed

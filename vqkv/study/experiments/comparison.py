@@ -29,10 +29,10 @@ def comparison(
     """A row for each way to store the model's cache.
 
     ``bits``: of a value, without side information; ``bits_with_side``: with it and exact tokens, in a cache of
-    ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval. ``facts_short`` and
-    ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens that are answered,
-    ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token after the long text,
-    ``_exact`` of the uncompressed cache, which takes turns with this one.
+    ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval.
+    ``facts_short`` and ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens
+    that are answered, ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token
+    after the long text, ``_exact`` of the uncompressed cache, which takes turns with this one.
     """
     name, arguments, like = SYSTEMS[system]
     if name == "best":

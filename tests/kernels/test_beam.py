@@ -86,14 +86,3 @@ def test_gaussian_vectors_get_the_codes_of_the_reference(dim, num_quantizers, co
     assert (codes == expected).all(dim=-1).double().mean() >= 0.999
     exact, fast = errors(x, expected, codebooks).mean(), errors(x, codes, codebooks).mean()
     assert abs(fast - exact) <= 1e-5 * exact
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_loss_and_usage_are_those_of_the_stored_codes(beam):
-    x = gaussian(1, 2, 900, 8)
-    quantizer = fitted(x, beam=beam)
-    codes, side = quantizer.encode(x)
-    error = (x - quantizer.decode(codes, side)).square().sum() / x.square().sum()
-    torch.testing.assert_close(quantizer.loss(x)[-1].float(), error)
-    counts = torch.stack([torch.bincount(stage, minlength=64) for stage in codes.view(-1, 4).T])
-    assert torch.equal(quantizer.usage(x), counts)
