@@ -7,11 +7,12 @@ from strategies import gaussian
 
 from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.byte_groups import ByteGroups
+from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy import Entropy
-from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
-from vqkv.codecs.exact import Fp16
-from vqkv.codecs.fallback import Fallback
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
+from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.float_bits import FloatBits
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import NonUniform
@@ -21,7 +22,6 @@ from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 
 HEADS, HEAD_DIM = 3, 16
 
@@ -80,6 +80,8 @@ EXTRA |= {
     "few components": Chain([MergeHeads(), PCA(rank=20), TokenBlock(4)], ComponentGroups(2.0)),
     "product+ans": Chain([TokenBlock(5)], Entropy(ProductVQ(4, 20, 4))),
     "fp16": Fp16(),
+    "channel bits": Chain([], ChannelBits(2.25)),
+    "byte groups": Chain([], ByteGroups(3.0)),
     "rotated": chain(stages=[MeanRemoval(), Hadamard()]),
 }
 KINDS = [*(f"{name} {role}" for name in SMALL for role in ("key", "value")), *EXTRA]

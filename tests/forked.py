@@ -41,6 +41,6 @@ def _call(variables: dict, function, arguments: tuple):
 def known_parts() -> set[str]:
     """Names of the codec parts that a process knows once it can load a compressor."""
     import vqkv.cache.compressor  # noqa: F401
-    from vqkv.codecs.part import Part
+    from vqkv.codecs.stage import Part
 
     return set(Part.registry)

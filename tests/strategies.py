@@ -4,8 +4,8 @@ import torch
 
 from vqkv.cache.compressor import Compressor
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Codec
 from vqkv.models.load import describe
 
 TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))

@@ -36,7 +36,7 @@ def with_settings(compressor, **changes):
     return Compressor(compressor.name, compressor.codecs, settings, compressor.model)
 
 
-LEAVES = {"codecs": "codec", "models/rotation.py": "rotation"}
+LEAVES = {"codecs": "codec", "models/rope.py": "rotation"}
 
 
 def files_of(call) -> set[str]:

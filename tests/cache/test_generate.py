@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from vqkv import DataError, calibrate, presets
 from vqkv.cache.eviction import H2O
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

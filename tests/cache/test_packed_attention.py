@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Ge
 from vqkv import DataError, calibrate, presets
 from vqkv.cache.eviction import H2O
 from vqkv.cache.packed_attention import NAME
-from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Codec
 
 TRAIN = torch.randint(1, 4096, (8, 48), generator=torch.Generator().manual_seed(0))
 TOKENS = TRAIN[:4]

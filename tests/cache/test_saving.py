@@ -25,7 +25,7 @@ import vqkv.codecs
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
 from vqkv.cache.saving import inspect
-from vqkv.codecs.part import Part
+from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
 from vqkv.runtime.files import save_checked
 

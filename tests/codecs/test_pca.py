@@ -1,5 +1,4 @@
-"""Principal components: uncorrelated channels, undone exactly, and errors that cost alike where it is told what they
-cost."""
+"""Principal components: uncorrelated channels, undone exactly; errors that cost alike where it knows what they cost."""
 
 import copy
 import json
@@ -9,16 +8,16 @@ import torch
 from codec_zoo import gaussian, same
 
 from vqkv.codecs.component_groups import ComponentGroups
-from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.part import codec_from_config
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import MeanRemoval
-from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
+from vqkv.codecs.stage import codec_from_config
 from vqkv.errors import DataError
 
 HEADS, WIDTH = 3, 8
+MERGED = pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])
 
 
 def mixed(tokens, seed=0, batch=1):
@@ -40,7 +39,15 @@ def chain(*before, weighted=False, bits=2.0):
     return codec
 
 
-@pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])
+def fitted_in_batches(codec, x):
+    for _ in range(codec.passes):
+        for batch in x.split(100, dim=2):
+            codec.partial_fit(batch)
+        codec.end_pass()
+    return codec.finalize()
+
+
+@MERGED
 @pytest.mark.parametrize("weighted", [False, True])
 def test_channels_are_uncorrelated_and_come_back(before, weighted):
     x = mixed(400)
@@ -53,49 +60,41 @@ def test_channels_are_uncorrelated_and_come_back(before, weighted):
     both = strong.unsqueeze(1) * strong.unsqueeze(2) * (1 - torch.eye(len(size[0])))
     assert both.sum() > 6 and (correlations.abs() * both).max() < 0.1
     assert (size[:, 0] > size[:, -1]).all()
-    stage, turned = codec.stages[len(before)], x
+    stage, rows = codec.stages[len(before)], x
     for earlier in before:
-        turned, _ = earlier.encode(turned)
-    back = stage.decode(stage.encode(turned)[0], {})
-    assert (back - turned).abs().max() < 1e-4 * turned.abs().max()
-    merged = len(before) == 1
-    assert tuple(stage.state_dict()["matrix"].shape) == ((1, 24, 24) if merged else (HEADS, WIDTH, WIDTH))
+        rows, _ = earlier.encode(rows)
+    assert (stage.decode(stage.encode(rows)[0], {}) - rows).abs().max() < 1e-4 * rows.abs().max()
+    assert tuple(stage.matrix.shape) == ((1, 24, 24) if before else (HEADS, WIDTH, WIDTH))
 
 
-def test_fewer_tokens_than_channels_are_too_few():
-    with pytest.raises(DataError, match=r"components of 8 channels from \d tokens: calibrate on at least as many"):
-        chain().fit(mixed(400)[:, :, :4])
-
-
-@pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])
+@MERGED
 def test_weighing_lowers_what_errors_cost_at_equal_bits(before):
-    train, test, found = mixed(2000), mixed(500, seed=1), {}
+    train, test, measured = mixed(2000), mixed(500, seed=1), []
     for weighted in (False, True):
         codec = chain(*before, weighted=weighted).fit(train)
         payload = codec.encode(test)
         error = (codec.decode(payload) - test)[0].double()
-        found[weighted] = (payload.nbytes, ((error @ metric().double()) * error).sum().item(), error.square().sum())
-    assert found[True][0] < 1.03 * found[False][0]
-    assert found[True][1] < 0.5 * found[False][1] and found[True][2] > found[False][2]
+        measured.append((payload.nbytes, ((error @ metric().double()) * error).sum().item(), error.square().sum()))
+    plain, weighed = measured
+    assert weighed[0] < 1.03 * plain[0] and weighed[1] < 0.5 * plain[1] and weighed[2] > plain[2]
 
 
-def test_the_weighted_error_is_what_the_quantizer_sees():
+def test_the_weighted_error_is_what_the_quantizer_sees_and_loaded_it_needs_no_metric():
     x = mixed(400)
     codec = chain(weighted=True).fit(x)
-    error = (codec.decode(codec.encode(x)) - x)[0].double()
+    restored = codec.decode(codec.encode(x))
+    error = (restored - x)[0].double()
     cost = ((error @ metric().double()) * error).sum()
-    seen = (codec.vectors(codec.decode(codec.encode(x))) - codec.vectors(x)).double().square().sum()
+    quantized = (codec.vectors(restored) - codec.vectors(x)).double().square().sum()
     mean = torch.linalg.eigvalsh(metric().double()).mean()  # the scale is arbitrary; rare directions cost a little more
-    assert 0.98 < seen * mean / cost < 1.4
+    assert 0.98 < quantized * mean / cost < 1.4
+    loaded = codec_from_config(json.loads(json.dumps(codec.config())), dict(codec.state_dict()))
+    assert same(loaded.encode(x), codec.encode(x))
 
 
 def test_all_batches_decide():
-    x, codec = mixed(200), chain()
-    for _ in range(codec.passes):
-        for batch in x.split(100, dim=2):
-            codec.partial_fit(batch)
-        codec.end_pass()
-    matrix, at_once = (each.finalize().stages[0].state_dict()["matrix"] for each in (codec, chain().fit(x)))
+    x = mixed(200)
+    matrix, at_once = (codec.stages[0].matrix for codec in (fitted_in_batches(chain(), x), chain().fit(x)))
     torch.testing.assert_close(matrix, at_once, atol=2e-3, rtol=0)
     assert (matrix - chain().fit(x[:, :, :100]).stages[0].matrix).abs().max() > 1e-2
 
@@ -105,39 +104,29 @@ def test_means_are_known_before_components():
     x, codec = mixed(200) + 10.0, chain(MeanRemoval())
     x[:, :, 100:] += 5.0
     assert codec.passes == 3
-    for _ in range(codec.passes):
-        for batch in x.split(100, dim=2):
-            codec.partial_fit(batch)
-        codec.end_pass()
     at_once = chain(MeanRemoval()).fit(x)
-    torch.testing.assert_close(codec.finalize().vectors(x), at_once.vectors(x), atol=1e-2, rtol=0)
+    torch.testing.assert_close(fitted_in_batches(codec, x).vectors(x), at_once.vectors(x), atol=1e-2, rtol=0)
 
 
-def test_what_errors_cost_has_to_be_told():
+def test_too_few_tokens_and_unknown_costs_are_named():
+    with pytest.raises(DataError, match=r"components of 8 channels from \d tokens: calibrate on at least as many"):
+        chain().fit(mixed(400)[:, :, :4])
     with pytest.raises(DataError, match="not told what errors cost: fit it with vqkv.calibrate"):
         Chain([PCA(weighted=True)], EntropyCodedScalar()).fit(mixed(40))
 
 
 def test_where_nothing_costs_anything_all_errors_count_alike():
-    codec = chain(weighted=True)
+    codec, x = chain(weighted=True), mixed(100)
     codec.weigh(metric() * 0)
-    x = mixed(100)
-    assert torch.equal(codec.fit(x).stages[0].state_dict()["matrix"], chain().fit(x).stages[0].state_dict()["matrix"])
+    assert torch.equal(codec.fit(x).stages[0].matrix, chain().fit(x).stages[0].matrix)
 
 
 def test_zeros_and_one_token_again_and_again_leave_an_orthonormal_matrix():
     for x in (mixed(40) * 0, mixed(4)[:, :, :1].expand(-1, -1, 8, -1)):
         codec = chain().fit(x)
-        matrix = codec.stages[0].state_dict()["matrix"].float()
+        matrix = codec.stages[0].matrix.float()
         torch.testing.assert_close(matrix @ matrix.mT, torch.eye(WIDTH).expand_as(matrix), atol=2e-3, rtol=0)
         assert codec.decode(codec.encode(x)).isfinite().all()
-
-
-def test_saved_and_reloaded_it_needs_no_metric():
-    x = mixed(100)
-    codec = chain(weighted=True).fit(x)
-    loaded = codec_from_config(json.loads(json.dumps(codec.config())), dict(codec.state_dict()))
-    assert same(loaded.encode(x), codec.encode(x))
 
 
 def test_of_fewer_components_comes_the_value_whose_error_costs_least():
@@ -158,9 +147,9 @@ def test_of_fewer_components_comes_the_value_whose_error_costs_least():
 
     values, vectors = torch.linalg.eigh(costs)
     scale = vectors @ values.sqrt().diag_embed() @ vectors.mT
-    left_out = torch.linalg.svdvals((x[0] @ scale)[0])[5:].square().sum()  # Eckart and Young 1936
-    assert cost(stage.decode(coded, {})) == pytest.approx(float(left_out), rel=0.01)
-    assert cost(coded @ torch.linalg.pinv(stage.matrix.float())) > 1.2 * float(left_out)
+    left_out = float(torch.linalg.svdvals((x[0] @ scale)[0])[5:].square().sum())  # Eckart and Young 1936
+    assert cost(stage.decode(coded, {})) == pytest.approx(left_out, rel=0.01)
+    assert cost(coded @ torch.linalg.pinv(stage.matrix.float())) > 1.2 * left_out
 
 
 @pytest.mark.parametrize("quantizer", [ComponentGroups(2.0), EntropyCodedScalar(2.0), TrellisCodedScalar(2.0)])

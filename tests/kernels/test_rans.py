@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv.codecs.streams import frequencies
+from vqkv.codecs.entropy import frequencies
 from vqkv.kernels import cpu, naive
 from vqkv.kernels.entropy.code import Code, make_code
 

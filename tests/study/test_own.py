@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from vqkv.codecs.part import Part
+from vqkv.codecs.stage import Part
 from vqkv.errors import DataError
 from vqkv.study.experiments import defining_text, neighbours, own_preset
 from vqkv.study.subject import Subject

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from vqkv import DataError
-from vqkv.data.recall import RecallTask
 from vqkv.study import figures
 from vqkv.study.experiments import retrieval
 from vqkv.study.experiments.phenomena import noise_floor
@@ -33,24 +32,6 @@ def test_a_task_that_the_model_itself_fails_is_refused():
         retrieval(**SETTINGS | {"least_exact": 1.01})
 
 
-def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer):
-    task = RecallTask(tokenizer)
-    between = torch.full((3, 11), 7)
-    batch = task.episodes(5, 3, seed=1, between=between)
-    assert batch.answers.sum(1).tolist() == [5] * 3 and not (set(task.keys) & set(task.values))
-    for row, column in batch.answers.nonzero().tolist():
-        back = int(batch.distance[row, column])
-        assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
-        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]
-    assert task.episodes(5, 3, seed=1).tokens.shape[1] == batch.tokens.shape[1] - 11
-
-
 def test_a_floor_needs_tokens_behind_the_first_piece():
     with pytest.raises(DataError, match="chunk_size 64 leaves nothing of 64 tokens"):
         noise_floor(None, torch.zeros(1, 64), 64)
-
-
-@pytest.mark.parametrize("pairs", [0, 129])
-def test_more_pairs_than_keys_are_refused(tokenizer, pairs):
-    with pytest.raises(DataError, match="number of keys"):
-        RecallTask(tokenizer).episodes(pairs, 1, seed=0)

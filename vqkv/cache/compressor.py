@@ -18,10 +18,10 @@ from vqkv.cache.card import model_card
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
-from vqkv.codecs.base import Codec
-from vqkv.codecs.part import Part, codec_from_config
+from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, JointCodec, Known, Place, Prediction, PredictiveCodec, last_readers
 from vqkv.codecs.predictor_kinds import Slice
+from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
 from vqkv.models.load import difference

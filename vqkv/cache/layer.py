@@ -14,7 +14,7 @@ from vqkv.cache.store import ForwardPass, Positions, TokenStore
 from vqkv.codecs.predictive import Known, Place, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 
-from vqkv.codecs.part import Part
+from vqkv.codecs.stage import Part
 
 FP16_BITS = 16
 

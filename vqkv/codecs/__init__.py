@@ -1,25 +1,7 @@
-"""A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every codec part by name."""
+"""A tensor -> packed bytes -> a tensor. Knows no model. Importing this registers every part, of all modules here."""
 
-from vqkv.codecs import (  # noqa: F401
-    affine,
-    byte_groups,
-    channel_bits,
-    component_groups,
-    entropy,
-    entropy_coded_scalar,
-    exact,
-    fallback,
-    float_bits,
-    grid,
-    layout,
-    nonuniform,
-    pca,
-    pipeline,
-    product,
-    residual,
-    scaling,
-    small_floats,
-    tiles,
-    transform,
-    trellis_coded_scalar,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -20,26 +20,25 @@ class AffineQuantizer(Quantizer):
     side_fields = ("low", "high")
     limits = {"bits": (1, 8)}
 
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code."""
-        return self.bits
+    def __post_init__(self):
+        super().__post_init__()
+        self.code_bits = self.bits
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int32 (..., values of a row), and the ends."""
-        y, side = self.ends.encode(x)
-        return y.mul_(2**self.bits - 1).round_().clamp_(0, 2**self.bits - 1).int().flatten(3), side
+        codes, side = self.ends.codes(x, 2**self.bits - 1)
+        return codes.int().flatten(3), side
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self.ends.decode(codes.float().div_(2**self.bits - 1).unflatten(-1, self.row_shape), side)
 
     def store(self, y: Tensor) -> Payload:
         """By one kernel, unless the ends are not the smallest and the largest value."""
-        if not self.ends.widest:
+        if type(self.ends) is not MinMax:
             return super().store(y)
-        found = affine_encode(y.flatten(3), self.bits, y.shape[-1])
-        low, high = (end.reshape(y.shape[:-1]) for end in (found.low, found.high))
-        return Payload({"codes": found.codes, "low": low, "high": high})
+        packed = affine_encode(y.flatten(3), self.bits, y.shape[-1])
+        low, high = (end.view(y.shape[:-1]) for end in (packed.low, packed.high) if end is not None)
+        return Payload({"codes": packed.codes, "low": low, "high": high})
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
         if self.bits not in (2, 4, 8) or self.codes_per_row * self.bits % 8:

@@ -3,18 +3,18 @@
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vqkv.codecs.grid import gaussian_tables
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.stage import Quantizer, Side
+from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import DataError
-from vqkv.kernels import Grouped, KernelView, decode, grouped_encode, rvq_decode, rvq_encode
+from vqkv.kernels import Grouped, KernelView, decode, grouped_encode
 from vqkv.kernels.derived import remembered
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
@@ -38,27 +38,29 @@ class ByteGroups(Quantizer):
 
     bits: float = 2.0
     seed: int = 0
+    sizes: Tensor = learned()
+    scale: Tensor = learned()
+    codebooks: Tensor = learned()
     limits = {"bits": (0.01, 8.0), "seed": (0, MAX_SEED)}
     by_head = True
     code_bits = 8
 
-    def build(self, shape: tuple[int, ...]) -> None:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` for fewer bits than a byte a row."""
-        super().build(shape)
+        shape = super().build(shape)
         self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
+        self._known: tuple = None, None, None
         if not self.codes_per_row:
             raise DataError(f"{self.bits:g} bits of {shape[-1]} components are no byte: use at least {8 / shape[-1]:g}")
-        self._known = None, None, ()
-        for name in ("sizes", "scale", "codebooks"):
-            self.register_buffer(name, None)
+        return shape
 
     def rates(self, y: Tensor) -> Tensor:
         """A point for each number of bytes."""
         variance = _variance(y)
         heads, width = variance.shape
-        error = sum(_least_errors(each)[0][-1] for each in variance.numpy())[1:]
+        error = torch.from_numpy(sum(_least_errors(each)[0][-1] for each in variance.numpy())[1:])
         bits = torch.arange(1, width + 1, dtype=torch.float64) * 8 / width
-        return torch.stack([bits, torch.from_numpy(error) / (heads * width)], dim=1)
+        return torch.stack([bits, error / (heads * width)], dim=1)
 
     def with_bits(self, bits: float) -> "ByteGroups":
         return dataclasses.replace(self, bits=bits)
@@ -72,8 +74,13 @@ class ByteGroups(Quantizer):
         self.scale = variance.sqrt().clamp(least, FP16_MAX).half().clamp_min(2.0**-24).to(x.device)  # fp16's least
         sizes = [_sizes(each, self.codes_per_row) for each in variance.numpy()]
         self.sizes = torch.tensor(sizes, dtype=torch.uint8, device=x.device)
-        learned = [self._learned(self._values(x, *where).flatten(0, 2)) for where in self._places().values()]
-        self.codebooks = torch.cat(learned, dim=1).half()
+        firsts, codebooks = self.sizes.long().cumsum(1) - self.sizes.long(), []
+        scaled = (x / self.scale.float().unsqueeze(1)).movedim(1, 2)  # batch, rows, heads, components
+        for size in self.sizes.unique().tolist():
+            heads, groups = (self.sizes == size).nonzero(as_tuple=True)
+            components = firsts[heads, groups].unsqueeze(1) + torch.arange(size, device=x.device)
+            codebooks.append(self._learned(scaled[:, :, heads[:, None], components].flatten(0, 2)))
+        self.codebooks = torch.cat(codebooks, dim=1).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, num_kv_heads, rows, components) -> uint8 codes (batch, num_kv_heads, rows, bytes)."""
@@ -91,25 +98,12 @@ class ByteGroups(Quantizer):
 
     def _view(self, codes: Tensor) -> Grouped:
         """Of the components that some head has a byte for."""
-        if self._known[0] is not self.sizes or self._known[1] is not self.codebooks:
-            sizes = tuple(map(tuple, self.sizes.tolist()))
-            layout = *_laid_out(self.codebooks, sizes), self.scale[:, : max(map(sum, sizes))]
+        sizes, codebooks, layout = self._known
+        if layout is None or sizes is not self.sizes or codebooks is not self.codebooks:
+            counts = tuple(map(tuple, self.sizes.tolist()))
+            layout = *_laid_out(self.codebooks, counts), self.scale[:, : max(map(sum, counts))]
             self._known = self.sizes, self.codebooks, layout
-        return Grouped(codes, *self._known[2])
-
-    def _places(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Size in use -> heads (groups,), places of the byte (groups,), and components (groups, size)."""
-        first, found = self.sizes.long().cumsum(1) - self.sizes.long(), {}
-        for size in self.sizes.unique().tolist():
-            heads, places = (self.sizes == size).nonzero(as_tuple=True)
-            steps = torch.arange(size, device=self.sizes.device)
-            found[size] = heads, places, first[heads, places].unsqueeze(1) + steps
-        return found
-
-    def _values(self, x: Tensor, heads: Tensor, places: Tensor, components: Tensor) -> Tensor:
-        """Scaled groups (batch, rows, groups, size) of x (batch, num_kv_heads, rows, components)."""
-        values = x.movedim(1, 2)[:, :, heads[:, None], components]
-        return values / self.scale[heads[:, None], components].float()
+        return Grouped(codes, *layout)
 
     def _learned(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
@@ -150,22 +144,18 @@ def _least_errors(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _sizes(variance: np.ndarray, count: int) -> list[int]:
     """The sizes of a head's groups in so many bytes."""
-    size, i, found = _least_errors(variance)[1], len(variance), []
+    size, i, sizes = _least_errors(variance)[1], len(variance), []
     while count:
         if g := int(size[i, count]):
-            found.append(g)
+            sizes.append(g)
             count -= 1
         i -= max(g, 1)
-    return found[::-1]
+    return sizes[::-1]
 
 
-@cache
 def gaussian_error(size: int) -> float:
     """Mean squared error of a standard Gaussian in groups of so many components, 256 vectors learned by k-means."""
-    generator = torch.Generator().manual_seed(size)
-    learned, fresh = torch.randn(2, SAMPLES, size, generator=generator)
-    codebook = KMeans(CODES, iterations=20).fit(learned).unsqueeze(0)
-    return (rvq_decode(rvq_encode(fresh, codebook), codebook) - fresh).square().mean().item()
+    return gaussian_tables()["byte_errors"][str(size)]
 
 
 def _variance(y: Tensor) -> Tensor:

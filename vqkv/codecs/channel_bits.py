@@ -1,16 +1,19 @@
 """Channels of a head in sets of their own bits: outlier channels (TurboQuant), frequencies of RoPE (Block-GTQ)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.codecs.nonuniform import lloyd_max
-from vqkv.codecs.scaling import FP16_MIN_NORMAL
-from vqkv.codecs.stage import Quantizer, Side
+from vqkv.codecs.nonuniform import lloyd_max, nearest
+from vqkv.codecs.payload import Payload
+from vqkv.codecs.scaling import FP16_MIN_NORMAL, rms
+from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.codecs.transform import orthogonal
 from vqkv.errors import DataError
+from vqkv.kernels.precision import product
 from vqkv.runtime.checks import FP16_MAX
 
 MOST_BITS = 8
@@ -30,6 +33,7 @@ class ChannelBits(Quantizer):
 
     bits: float = 2.5
     pairs: bool = False
+    widths: Tensor = learned()
     by_head = True
     costs = "attention"
     code_bits = 1
@@ -38,28 +42,13 @@ class ChannelBits(Quantizer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("widths", None)
-        self._queries: Tensor | float = 0.0
+        self.weighted = self.pairs
 
-    def build(self, shape: tuple[int, ...]) -> None:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` for pairs of an odd number of channels."""
         if self.pairs and shape[-1] % 2:
             raise DataError(f"head_dim {shape[-1]} is an odd number: use turboquant, pairs need an even number")
-        self.row_shape = shape[1:]
-
-    @property
-    def weighted(self) -> bool:
-        """True for pairs."""
-        return self.pairs
-
-    @property
-    def codes_per_row(self) -> int:
-        """Bits of all heads' codes: heads differ, and are stored together."""
-        return int(self.widths.sum())
-
-    def weigh(self, metric: Tensor) -> None:
-        """``metric``: second moments of each head's queries; see ``calibration.costs.attention_metrics``."""
-        self._queries = metric.diagonal(dim1=1, dim2=2)
+        return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch decides."""
@@ -67,7 +56,9 @@ class ChannelBits(Quantizer):
             return
         energy = x.square().mean((0, 2))
         if self.pairs:
-            both = (energy + self._queries).unflatten(-1, (2, -1)).sum(1)
+            # second moments of each head's queries, see ``calibration.costs``
+            queries = 0.0 if self.metric is None else self.metric.diagonal(dim1=1, dim2=2)
+            both = (energy + queries).unflatten(-1, (2, -1)).sum(1)
             widths = torch.stack([_greedy(each, int(self.bits * len(each))) for each in both]).repeat(1, 2)
         else:
             ranks = energy.argsort(dim=1, descending=True).argsort(dim=1)
@@ -81,12 +72,11 @@ class ChannelBits(Quantizer):
         codes, sizes = [], []
         for head, width, channels in self._sets():
             y = x[:, head, :, channels]
-            size = y.square().mean(-1).sqrt().clamp_max(FP16_MAX).half()
-            sizes.append(size)
-            y = y / size.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(-1) @ orthogonal(len(channels)).to(x.device)
-            levels = lloyd_max(width).to(x)
-            code = torch.bucketize(y, (levels[1:] + levels[:-1]) / 2)
+            size = rms(y).clamp_max(FP16_MAX).half()
+            y = y / size.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(-1)
+            code = nearest(product(y, orthogonal(len(channels)).to(x.device)), lloyd_max(width).to(x))
             codes.append((code.unsqueeze(-1) >> torch.arange(width, device=x.device) & 1).flatten(-2))
+            sizes.append(size)
         return torch.cat(codes, -1).unsqueeze(1), {"size": torch.stack(sizes, -1).unsqueeze(1)}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
@@ -98,10 +88,14 @@ class ChannelBits(Quantizer):
             y = lloyd_max(width).to(out)[code]
             if self.pairs:
                 y = F.normalize(y, dim=-1) * len(channels) ** 0.5
-            out[:, head, :, channels] = y @ orthogonal(len(channels)).mT.to(out) * size.float().unsqueeze(-1)
+            out[:, head, :, channels] = product(y, orthogonal(len(channels)).mT.to(out)) * size.float().unsqueeze(-1)
         return out
 
-    def _sets(self):
+    def load(self, payload: Payload) -> Tensor:
+        self.codes_per_row = int(self.widths.sum())  # bits of all heads' codes: heads differ, and are stored together
+        return super().load(payload)
+
+    def _sets(self) -> Iterator[tuple[int, int, Tensor]]:
         """Head, bits and channels of each set."""
         for head, widths in enumerate(self.widths):
             for width in widths.unique().tolist():

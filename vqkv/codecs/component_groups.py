@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.stage import Quantizer, Side
+from vqkv.codecs.scaling import MinMax
+from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import FormatError
-from vqkv.runtime.checks import FP16_MAX
 
 UNIT = 16  # components of the smallest group
 SIZES = (1, 4, 16, 64)  # of groups, in units
@@ -35,12 +34,9 @@ class ComponentGroups(Quantizer):
     """
 
     bits: float = 2.0
+    groups: Tensor = learned()
     limits = {"bits": (0.01, 8.0)}
     side_fields = ("low", "high")
-
-    def build(self, shape: tuple[int, ...]) -> None:
-        super().build(shape)
-        self.register_buffer("groups", None)
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch decides."""
@@ -56,42 +52,44 @@ class ComponentGroups(Quantizer):
 
     @property
     def kept(self) -> int:
-        """Components of the groups."""
         return int(self.groups[:, 0].sum())
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> uint8 (..., codes of a row), and fp16 ends (..., groups, tokens)."""
-        codes, lows, highs = [], [], []
         sizes, widths = self.groups.mT.tolist()
-        stored = zip(x[..., : self.kept].split(sizes, dim=-1), widths)
-        for code, low, high in (_affine(part, width) for part, width in stored if width):
-            codes.append(code.to(torch.uint8).mT.flatten(-2))
-            lows.append(low)
-            highs.append(high)
-        if not codes:
-            return x.new_zeros(*x.shape[:3], 0, dtype=torch.uint8), dict.fromkeys(
-                self.side_fields, x.new_zeros(*x.shape[:3], 0, x.shape[3], dtype=torch.float16)
-            )
-        return torch.cat(codes, dim=-1), {"low": torch.stack(lows, dim=-2), "high": torch.stack(highs, dim=-2)}
+        codes = [x.new_zeros(*x.shape[:3], 0, dtype=torch.uint8)]
+        ends = [x.new_zeros(2, *x.shape[:3], 0, x.shape[3], dtype=torch.float16)]
+        for part, width in zip(x[..., : self.kept].split(sizes, dim=-1), widths):
+            if width:
+                code, side = MinMax().codes(part, 2**width - 1)
+                codes.append(code.to(torch.uint8).mT.flatten(-2))
+                ends.append(torch.stack([side["low"], side["high"]]).unsqueeze(-2))
+        low, high = torch.cat(ends, dim=-2)
+        return torch.cat(codes, dim=-1), {"low": low, "high": high}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        tokens = self.row_shape[0]
-        out, place, stored = [], 0, 0
+        tokens, components = self.row_shape
+        out = torch.zeros(*codes.shape[:3], tokens, components, dtype=torch.float32, device=codes.device)
+        first = place = stored = 0
         for size, width in self.groups.tolist():
-            if width == 0:
-                out.append(torch.zeros(*codes.shape[:3], tokens, size, dtype=torch.float32, device=codes.device))
-                continue
-            part = codes[..., place : place + size * tokens].unflatten(-1, (size, tokens)).mT
-            low, high = (side[name][..., stored, :].float().unsqueeze(-1) for name in self.side_fields)
-            out.append(low + part.float() * ((high - low) / (2**width - 1)))
-            place, stored = place + size * tokens, stored + 1
-        return functional.pad(torch.cat(out, dim=-1), (0, self.row_shape[1] - self.kept))
+            if width:
+                part = codes[..., place : place + size * tokens].unflatten(-1, (size, tokens)).mT
+                low, high = (side[name][..., stored, :].float().unsqueeze(-1) for name in self.side_fields)
+                out[..., first : first + size] = low + part.float() * ((high - low) / (2**width - 1))
+                place, stored = place + size * tokens, stored + 1
+            first += size
+        return out
 
     def store(self, y: Tensor) -> Payload:
+        """Each group's codes are a block of the stream: one table of Huffman codes for several widths would serve none.
+        Runs, which are rare, are not looked for: what they save is less than what telling of them costs the tables."""
         codes, side = self.encode(y)
-        rows = codes.permute(2, 0, 1, 3).flatten(0, 2).cpu().numpy()
         stops = np.cumsum([size * self.row_shape[0] for size, width in self.groups.tolist() if width])[:-1]
-        streams = [_deflated(np.split(row, stops)) for row in rows]
+        streams = []
+        for row in codes.permute(2, 0, 1, 3).flatten(0, 2).cpu().numpy():
+            deflater = zlib.compressobj(EFFORT, wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
+            parts = [deflater.compress(part.data) + deflater.flush(zlib.Z_BLOCK) for part in np.split(row, stops)]
+            streams.append(b"".join(parts) + deflater.flush())
         lengths = torch.tensor([len(stream) for stream in streams], dtype=torch.int32, device=y.device)
         lengths = lengths.view(y.shape[2], *y.shape[:2]).permute(1, 2, 0)
         stream = torch.from_numpy(np.frombuffer(b"".join(streams), np.uint8).copy()).to(y.device)
@@ -107,58 +105,42 @@ class ComponentGroups(Quantizer):
         return self.decode(codes.permute(1, 2, 0, 3), self.side_of(payload))
 
 
-def _deflated(parts: list[np.ndarray]) -> bytes:
-    """Codes of each group as a block of its own: one table of Huffman codes for several widths would serve none. Runs,
-    which are rare, are not looked for: what they save is less than what telling of them costs the tables."""
-    deflater = zlib.compressobj(EFFORT, wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
-    return b"".join(deflater.compress(part) + deflater.flush(zlib.Z_BLOCK) for part in parts) + deflater.flush()
-
-
 def _inflated(stream: bytes, size: int) -> np.ndarray:
+    inflater = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
     try:
-        inflater = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
         codes = inflater.decompress(stream, size + 1)
     except zlib.error:
         codes = b""
     if len(codes) != size or not (inflater.eof or not stream) or inflater.unused_data:
         raise FormatError("a stream was cut, extended or altered, or is another codec's: store the tokens again")
-    return np.frombuffer(codes, np.uint8).copy()
-
-
-def _affine(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of (..., values) between its ends, and these, fp16 (...)."""
-    low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in torch.aminmax(x, dim=-1))
-    start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
-    most = 2**width - 1
-    return ((x - start) / span.where(span > 0, 1.0) * most).round_().clamp_(0, most), low, high
+    return np.frombuffer(codes, np.uint8)
 
 
 def _cheapest(rows: Tensor, budget: int) -> Tensor:
     """int16 (groups, 2): sizes and widths of least squared error over rows with at most ``budget`` bits a token."""
     components, starts = rows.shape[1], range(0, rows.shape[1], UNIT)
     grain = math.gcd(UNIT, components)  # bits of which every cost is a multiple: counted in it, tables stay small
-    places, budget = len(starts), budget // grain
-    least = np.full((places + 1, budget + 1), np.inf)  # error of the components before each start, by bits spent
+    units, budget = len(starts), budget // grain
+    least = np.full((units + 1, budget + 1), np.inf)  # error of the components before each start, by bits spent
     least[0, 0] = 0.0
     steps, chosen = np.zeros(least.shape, np.int16), np.zeros(least.shape, np.uint8)  # of the last group, to each entry
-    for place, start in enumerate(starts):
-        for size in (min(size, places - place) for size in SIZES if size < places - place + SIZES[-1]):
-            part, end = rows[:, start : min(components, start + size * UNIT)], place + size
+    for unit, start in enumerate(starts):
+        for size in (min(size, units - unit) for size in SIZES if size < units - unit + SIZES[-1]):
+            part, end = rows[:, start : min(components, start + size * UNIT)], unit + size
             for width in WIDTHS:
                 bits = _bits(part.shape[1], width) // grain
                 if bits > budget:
                     continue
-                error = least[place, : budget + 1 - bits] + _error(part, width)
+                error = least[unit, : budget + 1 - bits] + _error(part, width)
                 better = error < least[end, bits:]
                 least[end, bits:][better] = error[better]
                 steps[end, bits:][better], chosen[end, bits:][better] = size, width
-    end, spent, found = places, int(least[-1].argmin()), []
+    end, spent, groups = units, int(least[-1].argmin()), []
     while end:
-        size, width = steps[end, spent], int(chosen[end, spent])
-        place = end - int(size)
-        found.append((min(components, end * UNIT) - place * UNIT, width))
-        end, spent = place, spent - _bits(found[-1][0], width) // grain
-    return torch.tensor(found[::-1], dtype=torch.int16)
+        start, width = end - int(steps[end, spent]), int(chosen[end, spent])
+        groups.append((min(components, end * UNIT) - start * UNIT, width))
+        end, spent = start, spent - _bits(groups[-1][0], width) // grain
+    return torch.tensor(groups[::-1], dtype=torch.int16)
 
 
 def _bits(size: int, width: int) -> int:
@@ -168,8 +150,9 @@ def _bits(size: int, width: int) -> int:
 
 def _error(x: Tensor, width: int) -> float:
     """Mean over tokens of the squared error of (tokens, components) in one group."""
-    if width == 0:
-        return x.square().sum(dim=-1).mean().item()
-    codes, low, high = _affine(x, width)
-    step = (high.float() - low.float()).unsqueeze(-1) / (2**width - 1)
-    return (codes * step + low.float().unsqueeze(-1) - x).square().sum(dim=-1).mean().item()
+    error = x
+    if width:
+        codes, side = MinMax().codes(x, 2**width - 1)
+        low, high = (side[name].float().unsqueeze(-1) for name in ("low", "high"))
+        error = codes * ((high - low) / (2**width - 1)) + low - x
+    return error.square().sum(dim=-1).mean().item()

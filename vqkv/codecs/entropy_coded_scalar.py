@@ -1,16 +1,21 @@
-"""Uniform steps with entropy-coded codes: what a transform coder stores, its rate met by the size of the step."""
+"""Quantizers of one step with entropy-coded codes, uniform or trellis-coded: what a transform coder stores. The rate is
+met by the size of the step."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.stage import Side
-from vqkv.codecs.streams import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
-from vqkv.kernels.entropy.code import TOTAL, Code, make_code
+from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.codecs.stage import Side, learned
+from vqkv.kernels import trellis_decode, trellis_encode
+from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
+from vqkv.kernels.trellis.code import REACH as SEARCHED
+from vqkv.kernels.trellis.code import TRANSITIONS
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0
@@ -25,6 +30,10 @@ WIDEST = 16.0  # codes of a larger root mean square leave low bits out of the ta
 MOST_SHIFT = 16
 PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8, two an octave
 RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
+
+FINER = 1.6  # the step of a trellis-coded quantizer is shorter by about this, at the same rate
+TRELLIS_BISECTIONS = 8  # of two octaves around there
+MOST_COST = 2.0 * HALF + 12  # bits of a code that no table holds
 
 
 @dataclass(eq=False)
@@ -45,22 +54,25 @@ class EntropyCodedScalar(StreamQuantizer):
 
     bits: float = 2.0
     lanes: int = 4
+    step: Tensor = learned()
+    spreads: Tensor = learned()
+    shifts: Tensor = learned()
+    reaches: Tensor = learned()
+    frequencies: Tensor = learned()
     limits = {"bits": (LEAST_BITS, MOST_BITS), "lanes": (1, MOST_LANES)}
     by_head = True
 
-    def build(self, shape: tuple[int, ...]) -> None:
-        super().build(shape)
-        self.heads, self.num_tables, self._counts = shape[0], shape[-1], None
-        self.register_buffer("step", torch.zeros((), dtype=torch.float32))
-        for name in ("spreads", "shifts", "reaches", "frequencies"):
-            self.register_buffer(name, None)
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self.heads, self.num_tables, self._counts = shape[0], shape[-1], torch.tensor(0)
+        self.step = torch.zeros((), dtype=torch.float32)
+        return super().build(shape)
 
     def rates(self, y: Tensor) -> Tensor:
         """A point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at the least."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
-        rms, points = channels.double().square().mean().sqrt().item() or 1.0, []
+        size, points = _rms(channels), list[tuple[float, float]]()
         for half in CURVE:
-            step = as_step(rms * 2 ** (half / 2), y.device)
+            step = as_step(size * 2 ** (half / 2), y.device)
             codes = rounded(channels, step)
             bits, error = bits_of(codes), (codes * step - channels).square().mean(dtype=torch.float64).item()
             if bits > MOST_BITS:
@@ -79,14 +91,13 @@ class EntropyCodedScalar(StreamQuantizer):
             sample = _sampled(channels)
             if not sample.any():
                 return
-            self.shifts = shifts_of(self._start(sample))
-        counts = counted(self._codes(channels), self.shifts)
-        self._counts = counts if self._counts is None else self._counts.to(x.device) + counts
+            self._start(sample)
+        self._counts = self._counts + counted(self._codes(channels), self.shifts)
 
-    def _start(self, sample: Tensor) -> Tensor:
-        """Set the step for ``bits`` by a sample (heads, rows, channels), and return its codes."""
+    def _start(self, sample: Tensor) -> None:
+        """Set step and shifts for ``bits`` by a sample (heads, rows, channels)."""
         self.step = step_for(sample, self.bits / self.share)
-        return self._codes(sample)
+        self.shifts = shifts_of(self._codes(sample))
 
     def _codes(self, channels: Tensor) -> Tensor:
         """Values (heads, rows, channels) -> int32 codes."""
@@ -98,20 +109,26 @@ class EntropyCodedScalar(StreamQuantizer):
 
     def finalize(self) -> None:
         """Share tables among channels of like spread, and round their frequencies as ``Entropy`` does."""
-        if self._counts is None:  # nothing but zeros
+        if self.step == 0:  # nothing but zeros
             zeros = torch.zeros(self.heads, 1, self.num_tables, dtype=torch.int32)
-            self.step, self.shifts = as_step(1.0, "cpu"), torch.zeros(zeros[:, 0].shape, dtype=torch.uint8)
+            self.step, self.shifts = as_step(1.0, "cpu"), shifts_of(zeros)
             self._counts = counted(zeros, self.shifts)
         spreads = spreads_of(self._counts) if self.spreads is None else self.spreads.long()
-        tables = [self._counts[spreads == spread].sum(0).double().cpu() for spread in spreads.unique().tolist()]
-        reaches = [_reach(table) for table in tables]
-        found = [frequencies(_cut(table, reach) + SMOOTHING) for table, reach in zip(tables, reaches)]
+        reaches, rows = [], []
+        for spread in spreads.unique().tolist():
+            table = self._counts[spreads == spread].sum(0).double().cpu()
+            frequent = (table + table.flip(0))[REACH:] * RARE > table.sum()  # by size of the code
+            reaches.append(reach := max(1, int(frequent.nonzero().amax())))
+            inside = table[REACH - reach : REACH + reach + 1]
+            rows.append(frequencies(torch.cat([inside, (table.sum() - inside.sum())[None]]) + SMOOTHING))
         self.spreads, self.reaches = spreads.to(torch.int8), torch.tensor(reaches, dtype=torch.int16)
-        self.frequencies, self._counts = torch.cat(found).to(spreads.device), None
+        self.frequencies, self._counts = torch.cat(rows).to(spreads.device), torch.tensor(0)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, *row_shape) -> int32 (batch, heads, rows, codes of a row), up to 2^23 - 1 in size."""
-        return rounded(x, self.step).flatten(3), {}
+        channels = x.transpose(0, 1)
+        codes = self._codes(channels.flatten(1, -2)).view(channels.shape)
+        return codes.transpose(0, 1).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self._values(codes.unflatten(-1, self.row_shape))
@@ -122,10 +139,49 @@ class EntropyCodedScalar(StreamQuantizer):
     def make_code(self) -> Code:
         reaches = self.reaches.tolist()
         tables = np.split(self.frequencies.cpu().numpy().astype(np.int64), np.cumsum([2 * r + 2 for r in reaches])[:-1])
-        number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1]
-        return make_code(
-            tables, [-r for r in reaches], number.flatten(), self.shifts.flatten().cpu().long(), self.lanes
-        )
+        number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1].flatten()
+        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), self.lanes)
+
+
+@dataclass(eq=False)
+class TrellisCodedScalar(EntropyCodedScalar):
+    """As ``EntropyCodedScalar``, but a token's codes are those of least error and rate together among the paths of a
+    trellis of ``states`` states along its channels (``kernels.trellis``: universal TCQ; Kasner, Marcellin & Hunt 1999,
+    with entropy coding Fischer & Wang 1992), which wins back part of the 0.25 bit that a uniform quantizer loses to
+    Shannon's bound. Only the encoder searches; what is stored is coded and laid out in the same way.
+
+    ``weight``: squared steps that a bit is worth. On the bundled models squared error at a rate is least with 0.3, KL
+    with 0.05 (chosen on validation text). The search takes codes for Laplacian, of their channel's spread in the first
+    batch; ``rates`` are those of a uniform quantizer, which a trellis moves alike.
+    """
+
+    states: int = 8
+    weight: float = 0.05
+    limits = EntropyCodedScalar.limits | {"weight": (0.0, 4.0)}
+    choices = {"states": tuple(TRANSITIONS)}
+
+    def _start(self, sample: Tensor) -> None:
+        """By bisection; shifts and spreads are those of a sample in uniform steps as long."""
+        bits, low, high = self.bits / self.share, -1.0, 1.0
+        start = step_for(sample, bits).item() / FINER
+        for _ in range(TRELLIS_BISECTIONS):
+            middle = (low + high) / 2
+            self.step = as_step(start * 2**middle, sample.device)
+            plain = rounded(sample, 2 * self.step)
+            self.shifts = shifts_of(plain)
+            self.spreads = spreads_of(counted(plain, self.shifts)).to(torch.int8)
+            codes = self._codes(sample)
+            low, high = (middle, high) if bits_of(codes) > bits else (low, middle)
+        self.shifts = shifts_of(codes)
+
+    def _codes(self, channels: Tensor) -> Tensor:
+        costs, tables = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
+        heads = zip(channels / self.step, tables, self.shifts.int(), strict=True)
+        codes = [trellis_encode(x, costs, table, shifts, self.weight, self.states) for x, table, shifts in heads]
+        return torch.stack(codes)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return trellis_decode(codes.flatten(0, -2), self.step, self.states).view(codes.shape)
 
 
 def rounded(x: Tensor, step: Tensor) -> Tensor:
@@ -156,18 +212,6 @@ def spreads_of(counts: Tensor) -> Tensor:
     return (spread.clamp(2.0**-OCTAVES, 2.0**OCTAVES).log2() * PER_OCTAVE).round().long()
 
 
-def _reach(table: Tensor) -> int:
-    """The size of the largest code that is frequent enough for a table of its counts (LEVELS,)."""
-    both = (table + table.flip(0))[REACH:]
-    return max(1, int((both * RARE > table.sum()).nonzero().amax()))
-
-
-def _cut(table: Tensor, reach: int) -> Tensor:
-    """Counts (LEVELS,) of codes up to ``reach`` in size, and of all others."""
-    inside = table[REACH - reach : REACH + reach + 1]
-    return torch.cat([inside, (table.sum() - inside.sum())[None]])
-
-
 def bits_of(codes: Tensor) -> float:
     """Mean bits that a code takes of (heads, rows, channels), if every channel has a table of its own, in the
     population that these are a sample of (Miller 1955; what a sample itself takes is too little)."""
@@ -182,8 +226,8 @@ def bits_of(codes: Tensor) -> float:
 
 def step_for(channels: Tensor, bits: float) -> Tensor:
     """The step at which the codes of ``channels`` (heads, rows, channels) take ``bits`` each, fp32 ()."""
-    rms = channels.double().square().mean().sqrt().item() or 1.0
-    low, high = math.log(rms) - 12, math.log(rms) + 8
+    size = _rms(channels)
+    low, high = math.log(size) - 12, math.log(size) + 8
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         step = as_step(math.exp(middle), channels.device)
@@ -191,10 +235,32 @@ def step_for(channels: Tensor, bits: float) -> Tensor:
     return as_step(math.exp(high), channels.device)
 
 
-def as_step(size: float, device) -> Tensor:
+def as_step(size: float, device: torch.device | str) -> Tensor:
+    """Return ``size``, or the least step that is no subnormal, fp32 ()."""
     return torch.tensor(max(size, LEAST_STEP), dtype=torch.float32, device=device)
+
+
+def _rms(channels: Tensor) -> float:
+    return channels.double().square().mean().sqrt().item() or 1.0
 
 
 def _sampled(channels: Tensor) -> Tensor:
     """At most ``SEARCHED_ROWS`` rows of (heads, rows, channels)."""
     return channels[:, :: -(-channels.shape[1] // SEARCHED_ROWS)]
+
+
+@cache
+def _costs() -> Tensor:
+    """Bits of each code of every spread, and of those farther out than a table reaches: float32 (spreads,
+    2 * SEARCHED + 2). Code e is as frequent as a power of the size of its value, 2e or 2e + 1."""
+    codes = torch.arange(-SEARCHED, SEARCHED + 1, dtype=torch.float64)
+    size = (2 * codes + (codes < 0)).abs()
+    spreads = 2.0 ** (torch.arange(-PER_OCTAVE * OCTAVES, PER_OCTAVE * OCTAVES + 1, dtype=torch.float64) / PER_OCTAVE)
+    low, high = torch.full_like(spreads, -40.0), torch.zeros_like(spreads)  # log2 of that power's base
+    for _ in range(60):
+        middle = (low + high) / 2
+        shares = torch.softmax(middle[:, None] * size * math.log(2), dim=1)
+        wide = (shares * codes.square()).sum(1) > spreads.square()
+        low, high = torch.where(wide, low, middle), torch.where(wide, middle, high)
+    bits = -shares.log2().clamp_min(-MOST_COST)
+    return torch.cat([bits, torch.full_like(bits[:, :1], MOST_COST)], dim=1).float()

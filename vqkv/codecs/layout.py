@@ -18,10 +18,9 @@ class TokenBlock(Stage):
     channels_first: bool = False
     limits = {"tokens": (1, 65536)}
 
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens that are encoded together."""
-        return self.tokens
+    def __post_init__(self):
+        super().__post_init__()
+        self.tokens_per_row = self.tokens
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         heads, *row = shape
@@ -31,19 +30,19 @@ class TokenBlock(Stage):
         rows = x.unflatten(2, (-1, self.tokens))
         return (rows.movedim(3, -1) if self.channels_first else rows), {}
 
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)
+
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        """Codes of the tokens of a block follow each other, in whole bytes, and have one scale."""
+        """Codes of the tokens of a block follow each other, in complete bytes, and have one scale."""
         size = inner.codes.shape[3]
         if self.channels_first or not isinstance(inner, Coded) or size % self.tokens or inner.groups % self.tokens:
             return None
-        codes = inner.codes.unflatten(3, (self.tokens, -1)).flatten(2, 3)
-        if codes.shape[3] * 8 != inner.groups // self.tokens * inner.codebooks.shape[1] * inner.bits:
+        codes, groups = inner.codes.unflatten(3, (self.tokens, -1)).flatten(2, 3), inner.groups // self.tokens
+        if codes.shape[3] * 8 != groups * inner.codebooks.shape[1] * inner.bits:
             return None
         each = inner.tokens_per_scale * self.tokens
-        return dataclasses.replace(inner, codes=codes, groups=inner.groups // self.tokens, tokens_per_scale=each)
-
-    def decode(self, y: Tensor, side: Side) -> Tensor:
-        return (y.movedim(-1, 3) if self.channels_first else y).flatten(2, 3)
+        return dataclasses.replace(inner, codes=codes, groups=groups, tokens_per_scale=each)
 
 
 @dataclass(eq=False)

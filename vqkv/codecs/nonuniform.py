@@ -1,4 +1,4 @@
-"""Scalar levels, learned (KVQuant) or a Gaussian's best (TurboQuant), and the few values that do not fit them."""
+"""Scalar levels, learned (KVQuant), a Gaussian's best (TurboQuant) or those of small floats; values that fit none."""
 
 import math
 from dataclasses import dataclass
@@ -10,33 +10,39 @@ from torch import Tensor
 from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.stage import Quantizer, Side, Stage
+from vqkv.codecs.stage import Quantizer, Side, Stage, learned
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, pack_codes, unpack_codes
 from vqkv.kernels.rvq.tables import sums_by_code
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SAMPLES, ITERATIONS = 65536, 30
+E4M3, MOST_E4M3 = torch.float8_e4m3fn, 448.0
+HALF_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*(-x for x in reversed(HALF_E2M1)), 0.0, *HALF_E2M1])
 
 
+def nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """Return the position, for each value of x, of the nearest of ascending ``levels``, int64."""
+    return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
+
+
+@dataclass(eq=False)
 class Levels(Quantizer):
     """Each value -> the nearest of 2^``bits`` ``levels``, ascending, shared by all heads and channels."""
 
-    bits: int
-    levels: Tensor
+    bits: int = 4
+    levels: Tensor = learned()
+    read: Tensor = learned()  # what codes stand for, where that is not ``levels``
+    limits = {"bits": (1, 8)}
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("read", None)  # in place of ``levels``
-
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code."""
-        return self.bits
+        self.code_bits = self.bits
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int32 (..., values of a row)."""
-        return self._nearest(x).to(torch.int32).flatten(3), {}
+        return nearest(x, self.levels.float()).to(torch.int32).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self._read().float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
@@ -49,10 +55,6 @@ class Levels(Quantizer):
     def _read(self) -> Tensor:
         return self.levels if self.read is None else self.read
 
-    def _nearest(self, x: Tensor) -> Tensor:
-        levels = self.levels.float()
-        return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
-
 
 @dataclass(eq=False)
 class GaussianLevels(Levels):
@@ -60,25 +62,56 @@ class GaussianLevels(Levels):
     randomly rotated vector of rms 1 nearly are (TurboQuant, Zandieh et al. 2025). Nothing is learned."""
 
     bits: int = 2
-    limits = {"bits": (1, 8)}
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("levels", lloyd_max(self.bits).half())
+        self.levels = lloyd_max(self.bits).half()
 
 
 @cache
 def lloyd_max(bits: int) -> Tensor:
-    """Centroids of the Gaussian's density between the midpoints, in turns until they stay."""
+    """Return centroids of the Gaussian's density between the midpoints, in turns until they stay."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    levels, before = normal.icdf(shares), None
-    while before is None or (levels - before).abs().max() > 1e-9:
+    levels, before = normal.icdf(shares), torch.full_like(shares, torch.inf)
+    while (levels - before).abs().max() > 1e-9:
         inner = (levels[1:] + levels[:-1]) / 2
         density = torch.nn.functional.pad(normal.log_prob(inner).exp(), (1, 1))
         mass = torch.cat([inner.new_zeros(1), normal.cdf(inner), inner.new_ones(1)]).diff()
         before, levels = levels, -density.diff() / mass
     return levels
+
+
+@dataclass(eq=False)
+class Fp8(Quantizer):
+    """Each value rounded to E4M3, those beyond 448 to 448."""
+
+    code_bits = 8
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x.clamp(-MOST_E4M3, MOST_E4M3).to(E4M3).view(torch.uint8).flatten(3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return codes.byte().view(E4M3).float().unflatten(-1, self.row_shape)
+
+
+@dataclass(eq=False)
+class Fp4(Quantizer):
+    """Each value rounded to E2M1, once divided by a sixth of the largest magnitude of its vector along the last axis:
+    NVFP4, if vectors have 16 values. Stores that ``scale`` as the bytes of E4M3."""
+
+    code_bits = 4
+    side_fields = ("scale",)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(MOST_E4M3).to(E4M3)
+        size = scale.float().unsqueeze(-1)
+        y = x / torch.where(size > 0, size, torch.inf)
+        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)
+        return values.mul_(side["scale"].view(E4M3).float().unsqueeze(-1))
 
 
 @dataclass(eq=False)
@@ -88,19 +121,18 @@ class NonUniform(Levels):
     section 3.6, Q-Norm). Side information: ``levels``, fp16 (2^bits,), ascending, and with ``norm`` ``read``, those
     that are read."""
 
-    bits: int = 4
     seed: int = 0
     norm: bool = False
-    limits = {"bits": (1, 8), "seed": (0, MAX_SEED)}
+    limits = Levels.limits | {"seed": (0, MAX_SEED)}
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.register_buffer("levels", None)
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` at first for fewer distinct values than levels."""
+        self.fit_weighted(x, torch.ones_like(x))
 
-    def partial_fit(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """``weights``, like x, from 0 on. Raises ``DataError`` at first for fewer distinct values than levels."""
-        x, weights = x.flatten(), torch.ones_like(x).flatten() if weights is None else weights.flatten()
-        both = torch.stack([x, weights], dim=-1)[weights > 0]
+    def fit_weighted(self, x: Tensor, weights: Tensor) -> None:
+        """Learn from one batch with ``weights``, like x, from 0 on."""
+        both = torch.stack([x.flatten(), weights.flatten()], dim=-1)
+        both = both[both[:, 1] > 0]
         if len(both) > SAMPLES:
             generator = torch.Generator().manual_seed(self.seed)
             both = both[torch.randint(len(both), (SAMPLES,), generator=generator).to(both.device)]
@@ -109,18 +141,18 @@ class NonUniform(Levels):
         if self.levels is None:
             self._start(values, weights)
         else:
-            statistics = (found.unsqueeze(0) for found in self._statistics(values, weights))
-            self.levels = self._ema.update(*statistics)[0, :, 0].sort().values
+            totals, sums = self._statistics(values, weights)
+            self.levels = self._ema.update(totals[None], sums[None])[0, :, 0].sort().values
 
     def finalize(self) -> None:
         """Round to fp16."""
         self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
         if self.norm:
             levels = self.levels.float()
-            restored = levels[self._nearest(self._first)]
+            restored = levels[nearest(self._first, levels)]
             spread = self._first.std() / restored.std().clamp_min(1e-9)
             self.read = ((levels - restored.mean()) * spread + self._first.mean()).half()
-            self._first = None
+        del self._first, self._ema
 
     def _start(self, values: Tensor, weights: Tensor) -> None:
         self._first = values[:, 0]
@@ -133,7 +165,7 @@ class NonUniform(Levels):
     def _statistics(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Weight of each level's values, float64 (2^bits,), and their weighted sum (2^bits, 1)."""
         rows = torch.cat([weights, weights * values], dim=-1)
-        _, sums = sums_by_code(rows, self._nearest(values[:, 0]), 2**self.bits)
+        _, sums = sums_by_code(rows, nearest(values[:, 0], self.levels.float()), 2**self.bits)
         return sums[:, 0], sums[:, 1:]
 
 
@@ -141,17 +173,21 @@ class WeightedChain(Chain):
     """A chain that ends in ``NonUniform``, whose values weigh as much as their errors cost (KVQuant, section 3.3): by
     ``weigh``'s diagonal and the squared scale; values that a stage keeps apart weigh nothing."""
 
-    weighted = True
-    _costs: Tensor | None = None
+    quantizer: NonUniform
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.weighted = True
 
     def weigh(self, metric: Tensor) -> None:
-        costs = metric.diagonal(dim1=1, dim2=2)
-        self._costs = torch.where(costs.any(), costs, 1.0).unsqueeze(1)
+        self.quantizer.weigh(metric)
 
     def _partial_fit(self, x: Tensor) -> None:
         """Raises ``DataError`` if nothing was said about costs."""
-        if self._costs is None:
+        if self.quantizer.metric is None:
             raise DataError("a WeightedChain was not told what errors cost: fit it with vqkv.calibrate")
+        costs = self.quantizer.metric.diagonal(dim1=1, dim2=2)
+        costs = torch.where(costs.any(), costs, 1.0).unsqueeze(1)
         y, sides = x, []
         for stage in self._stages:
             stage.partial_fit(y)
@@ -159,7 +195,7 @@ class WeightedChain(Chain):
             sides.append(side)
         zero = self._backward(torch.zeros_like(y), sides)
         scale = self._backward(torch.ones_like(y), sides) - zero
-        self.quantizer.partial_fit((x - zero) / scale, self._costs.to(x.device) * scale.square())
+        self.quantizer.fit_weighted((x - zero) / scale, costs * scale.square())
 
 
 @dataclass(eq=False)
@@ -175,12 +211,10 @@ class SparseOutliers(Stage):
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """At least one value of a row is kept apart."""
-        self._row_shape = shape[1:]
-        self._size = math.prod(self._row_shape)
-        self._count = max(1, round(self.share * self._size))
-        self._bits = max(1, (self._size - 1).bit_length())
+        self._row_shape, size = shape[1:], math.prod(shape[1:])
+        self._count, self._bits = max(1, round(self.share * size)), max(1, (size - 1).bit_length())
         if self._bits > 16:
-            raise DataError(f"rows of {self._size} values: outlier positions take at most 16 bits, use smaller blocks")
+            raise DataError(f"rows of {size} values: outlier positions take at most 16 bits, use smaller blocks")
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -195,6 +229,6 @@ class SparseOutliers(Stage):
         return torch.where(apart, inside, x), {"outliers": outliers, "positions": pack_codes(positions, self._bits)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y with the outliers in their places."""
+        """y with the outliers in their positions."""
         positions = unpack_codes(side["positions"], self._bits, self._count).long()
         return y.flatten(3).scatter_(-1, positions, side["outliers"].float()).unflatten(-1, self._row_shape)

@@ -45,7 +45,13 @@ class Payload:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(batch, num_kv_heads, rows)."""
-        return tuple(next(iter(self.fields.values())).shape[:3])
+        batch, heads, rows, *_ = next(iter(self.fields.values())).shape
+        return batch, heads, rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stored."""
+        return next(iter(self.fields.values())).device
 
     @property
     def seq_len(self) -> int:
@@ -64,8 +70,8 @@ class Payload:
 
     def holding(self, tensors: dict[str, Tensor]) -> "Payload":
         """Other tokens of the same codec: ``tensors`` have the same names."""
-        groups = {group: {name: tensors[name] for name in getattr(self, group)} for group in ("fields", "ragged")}
-        return dataclasses.replace(self, **groups)
+        fields, ragged = ({name: tensors[name] for name in group} for group in (self.fields, self.ragged))
+        return dataclasses.replace(self, fields=fields, ragged=ragged)
 
     @staticmethod
     def concat(payloads: "list[Payload]") -> "Payload":
@@ -76,7 +82,7 @@ class Payload:
         return dataclasses.replace(first, fields=fields, ragged=ragged)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
-        """A copy of tokens ``start:stop`` (Python slice rules), which are whole blocks."""
+        """A copy of tokens ``start:stop`` (Python slice rules), which are complete blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
         first, last = start // self.tokens_per_row, max(start, stop) // self.tokens_per_row
         ragged = {}
@@ -88,7 +94,7 @@ class Payload:
 
     def batch_select(self, index) -> "Payload":
         """The sequences of the batch that ``index`` (1-D integers) names, in its order."""
-        index = torch.as_tensor(index, device=next(iter(self.fields.values())).device).long()
+        index = torch.as_tensor(index, device=self.device).long()
         fields = {name: tensor[index] for name, tensor in self.fields.items()}
         ragged = {name: tensor[_pieces(self.counts(name), index)] for name, tensor in self.ragged.items()}
         return dataclasses.replace(self, fields=fields, ragged=ragged)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vqkv.codecs.stage import Side, Stage
+from vqkv.codecs.stage import Side, Stage, learned
 from vqkv.errors import DataError
 from vqkv.kernels import Grouped, KernelView, Mapped
 from vqkv.kernels.precision import by_rows
@@ -17,41 +17,32 @@ LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still b
 
 @dataclass(eq=False)
 class PCA(Stage):
-    """Turn the last axis to the principal components of all batches (Karhunen-Loeve transform), which makes channels
+    """Rotate the last axis to the principal components of all batches (Karhunen-Loeve transform), which makes channels
     uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
     (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
 
-    ``weighted``: where ``weigh`` was told what an error costs, channels are scaled first so that equal errors cost
-    equally; ``costs``: to the model's ``loss`` or in ``attention``. ``rank``: how many components are kept, the
-    strongest; 0: all. One matrix per head, or one for all after ``MergeHeads``; fp16, side information.
+    ``weighted``: channels are scaled first so that errors of equal size cost equally, by ``weigh``; ``costs``: to the
+    model's ``loss`` or in ``attention``. ``rank``: how many components are kept, the strongest; 0: all. One matrix per
+    head, or one for all after ``MergeHeads``; fp16, side information.
     """
 
     weighted: bool = False
     rank: int = 0
     costs: str = "loss"
+    matrix: Tensor = learned()
+    unweighted: Tensor = learned()  # the inverse of what errors cost, where some components are left out
+    inverse: Tensor | None = learned(saved=False)  # of the matrix as stored, when it is first needed
     by_head = True
     learns_first = True
     limits = {"rank": (0, 1 << 24)}
     choices = {"costs": ("loss", "attention")}
 
-    def __post_init__(self):
-        super().__post_init__()
-        self._metric = None
-
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        self._shape = (shape[0], shape[-1], shape[-1])
+        self._matrices, self._channels = shape[0], shape[-1]
         self._count, self._moment = 0, torch.zeros((), dtype=torch.float64)  # of its size with the first batch
-        self.register_buffer("matrix", None)
-        self.register_buffer("unweighted", None)  # the inverse of what errors cost, where some components are left out
-        self.register_buffer("inverse", None, persistent=False)  # of the matrix as stored, when it is first needed
         rank = min(self.rank or shape[-1], shape[-1])
         self.share = rank / shape[-1]
         return *shape[:-1], rank
-
-    def weigh(self, metric: Tensor) -> None:
-        """``metric`` (num_kv_heads, head_dim, head_dim), symmetric: an error e of a head costs e' metric e. To be told
-        before the first batch."""
-        self._metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
         """Sum up second moments."""
@@ -63,21 +54,22 @@ class PCA(Stage):
     def settle(self) -> None:
         """Find the components. Raises ``DataError`` for fewer tokens than channels, or if nothing was said about costs
         that it is to weigh."""
-        channels = self._shape[-1]
+        channels = self._channels
         if self._count < channels:
             raise DataError(
                 f"principal components of {channels} channels from {self._count} tokens: calibrate on at least as "
                 "many, better 16 times as many (more or longer sequences), or use a preset that leaves heads apart"
             )
-        moment, scale = self._moment / self._count, None
+        moment = self._moment / self._count
         if self.weighted:
-            scale = self._spread(self._scales(moment.device))
+            scales = self._scales(moment.device)
+            scale = self._of_rows(scales)
             moment = scale @ moment @ scale
-        _, basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)
-        matrix = scale @ basis.double().flip(-1) if self.weighted else basis.flip(-1)
+        basis = torch.linalg.eigh(moment.float() if channels > MANY else moment)[1].flip(-1)
+        matrix = scale @ basis.double() if self.weighted else basis
         self.matrix = matrix[..., : self.rank or channels].half().contiguous()  # as it is loaded: layouts round apart
-        if self.weighted and matrix.shape[-1] > self.matrix.shape[-1]:
-            self.unweighted = torch.linalg.matrix_power(self._scales(scale.device), -2).half()
+        if self.weighted and channels > self.matrix.shape[-1]:
+            self.unweighted = torch.linalg.matrix_power(scales, -2).half()
         self._moment = self._moment.new_zeros(())
 
     def keep(self, count: int) -> None:
@@ -86,7 +78,6 @@ class PCA(Stage):
             self.matrix, self.inverse = self.matrix[..., :count].contiguous(), None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x @ matrix."""
         return self._times(x, self.matrix.float()), {}
 
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
@@ -102,22 +93,22 @@ class PCA(Stage):
         if self.inverse is None:
             single = not self.weighted and self.matrix.shape[-1] > MANY  # orthonormal: fp32 is enough
             matrix = self.matrix.float() if single else self.matrix.double()
-            back = matrix.mT if self.unweighted is None else matrix.mT @ self._spread(self.unweighted.double())
+            back = matrix.mT if self.unweighted is None else matrix.mT @ self._of_rows(self.unweighted.double())
             self.inverse = torch.linalg.solve(back @ matrix, back).float()
         return self.inverse
 
-    def _scales(self, device) -> Tensor:
+    def _scales(self, device: torch.device) -> Tensor:
         """The symmetric roots of the heads' metrics, float64, of mean eigenvalue about 1; the identity without costs.
-        Raises ``DataError`` if nothing was said about costs that it is to weigh."""
-        if self._metric is None:
+        Raises ``DataError`` if nothing was said about costs."""
+        if self.metric is None:
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
-        values, vectors = torch.linalg.eigh(self._metric.to(device).double())
+        values, vectors = torch.linalg.eigh(self.metric.to(device).double())
         values = values / values.mean() if values.mean() > 0 else torch.ones_like(values)
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
-    def _spread(self, blocks: Tensor) -> Tensor:
-        """Of each head (num_kv_heads, head_dim, head_dim), or of all, if they were merged."""
-        return blocks if len(blocks) == self._shape[0] else torch.block_diag(*blocks)[None]
+    def _of_rows(self, blocks: Tensor) -> Tensor:
+        """Matrices of rows from those of each head (num_kv_heads, head_dim, head_dim): one, if heads were merged."""
+        return blocks if len(blocks) == self._matrices else torch.block_diag(*blocks)[None]
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
         return by_rows(lambda rows: rows @ matrix, x.flatten(2, -2)).reshape(*x.shape[:-1], matrix.shape[-1])
@@ -125,16 +116,13 @@ class PCA(Stage):
 
 @dataclass(eq=False)
 class CostBasis(Stage):
-    """Turn the last axis to the eigenvectors of what ``weigh`` is told of, each head to its own (OSCAR, arXiv
+    """Rotate the last axis to the eigenvectors of what ``weigh`` is told of, each head to its own (OSCAR, arXiv
     2605.17757). Side information: ``matrix``, fp16 (num_kv_heads, head_dim, head_dim)."""
 
+    matrix: Tensor = learned()
     by_head = True
     weighted = True
     costs = "attention"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.register_buffer("matrix", None)
 
     def weigh(self, metric: Tensor) -> None:
         self.matrix = torch.linalg.eigh(metric.double())[1].half()
@@ -142,10 +130,7 @@ class CostBasis(Stage):
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         if self.matrix is None:
             raise DataError("CostBasis was not told what errors cost: fit it with vqkv.calibrate")
-        return self._times(x, self.matrix.float()), {}
+        return by_rows(lambda rows: rows @ self.matrix.float(), x), {}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        return self._times(y, self.matrix.float().mT)
-
-    def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
-        return by_rows(lambda rows: rows @ matrix, x)
+        return by_rows(lambda rows: rows @ self.matrix.float().mT, y)

@@ -1,23 +1,22 @@
 """Inter-layer predictors: what one layer's keys and values say about the next one's (AQUA-KV)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.gptq import dequantize, gptq
-from vqkv.codecs.learning.mlp import mlp, train_mlp
+from vqkv.codecs.learning.mlp import Samples, mlp, train_mlp
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.part import Part
+from vqkv.codecs.stage import Part, learned
 from vqkv.errors import DataError
 from vqkv.kernels import pack_codes, unpack_codes
 from vqkv.kernels.precision import by_rows, full_precision, product
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 from vqkv.runtime.registry import call
 
-Samples = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # a fresh pass over (x, y) batches, each call the same
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
 MANY = 1 << 20
 MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")
@@ -40,9 +39,9 @@ class Predictor(Part):
         with full_precision(x.device):
             return self._predict(x.detach().float())
 
-    @abstractmethod
     def layout(self, inputs: int, outputs: int) -> Layout:
         """Shape and type of every learned tensor, for features of these widths."""
+        return {}
 
     def keep(self, **tensors: Tensor) -> None:
         """Make what was learned its buffers."""
@@ -64,15 +63,18 @@ def half(name: str, tensor: Tensor) -> Tensor:
     return tensor.half().contiguous()
 
 
+def in_fp16(**shapes: tuple[int, ...]) -> Layout:
+    """Lay out tensors that are all fp16."""
+    return {name: (shape, torch.float16) for name, shape in shapes.items()}
+
+
 @dataclass(eq=False)
 class Regression(Predictor):
     """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
 
     strength: float = 1e-3
+    bias: Tensor = learned()
     limits = {"strength": (0.0, 1e6)}
-
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {"bias": ((outputs,), torch.float16)}
 
     def _fit(self, samples: Samples) -> None:
         ridge = Ridge(self.strength)
@@ -104,8 +106,10 @@ class Linear(Regression):
     """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
     times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
+    weight: Tensor = learned()
+
     def layout(self, inputs: int, outputs: int) -> Layout:
-        return {"weight": ((inputs, outputs), torch.float16)} | super().layout(inputs, outputs)
+        return in_fp16(weight=(inputs, outputs), bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         self.keep(weight=half("weight", weights))
@@ -120,13 +124,14 @@ class ReducedRank(Linear):
     (Mukherjee and Zhu 2011). Two fp16 factors, or one matrix where these take more."""
 
     rank: int = 256
+    left: Tensor = learned()
+    right: Tensor = learned()
     limits = Linear.limits | {"rank": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
         if not self._factored(inputs, outputs):
             return super().layout(inputs, outputs)
-        shapes = {"left": (inputs, self.rank), "right": (self.rank, outputs), "bias": (outputs,)}
-        return {name: (shape, torch.float16) for name, shape in shapes.items()}
+        return in_fp16(left=(inputs, self.rank), right=(self.rank, outputs), bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
@@ -137,10 +142,10 @@ class ReducedRank(Linear):
             super()._store(ridge, weights @ directions @ directions.T)
 
     def _weights(self, inputs: int) -> Tensor:
-        return self.left.float() @ self.right.float() if "left" in self._buffers else super()._weights(inputs)
+        return super()._weights(inputs) if self.left is None else self.left.float() @ self.right.float()
 
     def _predict(self, x: Tensor) -> Tensor:
-        if "left" not in self._buffers:
+        if self.left is None:
             return super()._predict(x)
         return product(product(x, self.left.float()), self.right.float()) + self.bias.float()
 
@@ -155,12 +160,14 @@ class LinearGPTQ(Regression):
 
     bits: int = 4
     group_size: int = 128
+    codes: Tensor = learned()
+    scales: Tensor = learned()
+    zeros: Tensor = learned()
     limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def layout(self, inputs: int, outputs: int) -> Layout:
-        grid = ((-(-inputs // self.group_size), outputs), torch.float16)
-        codes = ((outputs, -(-inputs * self.bits // 8)), torch.uint8)
-        return {"codes": codes, "scales": grid, "zeros": grid} | super().layout(inputs, outputs)
+        grid, codes = (-(-inputs // self.group_size), outputs), (outputs, -(-inputs * self.bits // 8))
+        return {"codes": (codes, torch.uint8)} | in_fp16(scales=grid, zeros=grid, bias=(outputs,))
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
@@ -189,7 +196,7 @@ class MLP(Predictor):
         """The first layer, LayerNorm's gain and shift, the second layer."""
         hidden = self.width * outputs
         shapes = ((inputs, hidden), (hidden,), (hidden,), (hidden,), (hidden, outputs), (outputs,))
-        return {name: (shape, torch.float16) for name, shape in zip(MLP_WEIGHTS, shapes, strict=True)}
+        return in_fp16(**dict(zip(MLP_WEIGHTS, shapes, strict=True)))
 
     def _fit(self, samples: Samples) -> None:
         trained = train_mlp(samples, self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
@@ -206,9 +213,6 @@ class Copy(Predictor):
 
     learns = False
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {}
-
     def _predict(self, x: Tensor) -> Tensor:
         return x
 
@@ -222,14 +226,16 @@ class Slice(Predictor):
     learns = False
     limits = {"start": (0, MANY), "size": (1, MANY)}
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return {}
-
     def _predict(self, x: Tensor) -> Tensor:
         return x[..., self.start : self.start + self.size]
 
 
-KINDS = {"linear": Linear, "reduced_rank": ReducedRank, "mlp": MLP, "gptq": LinearGPTQ}
+KINDS: dict[str, Callable[..., Predictor]] = {
+    "linear": Linear,
+    "reduced_rank": ReducedRank,
+    "mlp": MLP,
+    "gptq": LinearGPTQ,
+}
 
 
 def make_predictor(kind: str, /, **settings) -> Predictor:

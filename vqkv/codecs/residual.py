@@ -1,6 +1,8 @@
-"""Residual vector quantization: every stage quantises what the stage before left over. One stage is plain VQ."""
+"""Residual vector quantization: every stage quantizes the residual of the stage before. One stage is plain VQ."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +10,11 @@ from torch import Tensor
 
 from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.stage import Quantizer, Side
+from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed, rvq_statistics
 from vqkv.runtime.checks import MAX_SEED
 
-INITS = ("kmeans", "random")
-DECAYS = (0.0, 0.999999)
 MOST_QUANTIZERS = 64
 SAMPLES_PER_CODE = 16  # vectors that k-means sees at most
 
@@ -39,31 +39,24 @@ class ResidualVQ(Quantizer):
     revive: bool = False
     seed: int = 0
     beam: int = 1
+    codebooks: Tensor = learned()
     limits = {"num_quantizers": (1, MOST_QUANTIZERS), "codebook_size": (1, 65536), "group_size": (1, 32768),
-              "beam": (1, 256), "kmeans_iterations": (0, 10_000), "decay": DECAYS, "seed": (0, MAX_SEED)}  # fmt: skip
-    choices = {"init": INITS}
+              "beam": (1, 256), "kmeans_iterations": (0, 10_000), "decay": (0.0, 0.999999),
+              "seed": (0, MAX_SEED)}  # fmt: skip
+    choices = {"init": ("kmeans", "random")}
 
     def __post_init__(self):
         super().__post_init__()
-        self.register_buffer("codebooks", None)
+        self.code_bits = max(1, (self.codebook_size - 1).bit_length())
+        self.num_tables = self.num_quantizers  # a row's codes take turns between distributions, one per stage
 
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code: ceil(log2 codebook_size), at least 1."""
-        return max(1, (self.codebook_size - 1).bit_length())
-
-    @property
-    def num_tables(self) -> int:
-        """Codes of a row take turns between this many distributions (for entropy coding): one per stage."""
-        return self.num_quantizers
-
-    def build(self, shape: tuple[int, ...]) -> None:
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Rows are (..., group_size). Raises ``DataError`` otherwise."""
-        self.row_shape = shape[1:]
-        if self.row_shape[-1] != self.group_size:
+        if shape[-1] != self.group_size:
             raise DataError(f"rows of {shape[1:]} reach a quantizer of group_size {self.group_size}: add a Grouping")
-        self._groups = torch.Size(self.row_shape[:-1])
-        self.codes_per_row = self._groups.numel() * self.num_quantizers
+        self.row_shape, self._groups = shape[1:], math.prod(shape[1:-1])
+        self.codes_per_row = self._groups * self.num_quantizers
+        return shape
 
     def partial_fit(self, x: Tensor) -> None:
         """x (..., group_size). Raises ``DataError`` at the first call for fewer distinct vectors than codes."""
@@ -73,29 +66,29 @@ class ResidualVQ(Quantizer):
             return
         codes, count = rvq_encode(vectors, self.codebooks), len(vectors)
         rows = torch.linspace(0, count - 1, min(count, self.codebook_size), dtype=torch.float32).long()
-        samples = self._residuals(vectors[rows], codes[rows]) if self.revive else ()
+        samples = [*self._residuals(vectors[rows], codes[rows])][:-1] if self.revive else []
         self.codebooks = self._ema.update(*rvq_statistics(vectors, codes, self.codebooks), samples)
 
     def finalize(self) -> None:
         """Round to fp16. Raises ``DataError`` if a code overflows it."""
         self.codebooks = self.codebooks.half()
-        self._ema = None
+        vars(self).pop("_ema", None)  # what only learning needs
         if not torch.isfinite(self.codebooks).all():
             raise DataError("a code overflows fp16: put a scale before the quantizer")
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(batch, heads, rows, ..., group_size) -> (batch, heads, rows, groups * num_quantizers)."""
-        return self._codes(x).flatten(3), {}
+        return rvq_encode(x, self.codebooks, self.beam).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return rvq_decode(codes.unflatten(-1, (*self._groups, self.num_quantizers)), self.codebooks)
+        return rvq_decode(codes.unflatten(-1, (*self.row_shape[:-1], self.num_quantizers)), self.codebooks)
 
     def rates(self, y: Tensor) -> Tensor:
         """A point for each number of quantizers, up to twice as many by extrapolation."""
         vectors = y.reshape(-1, self.group_size)
-        left = [*self._residuals(vectors, rvq_encode(vectors, self.codebooks), last=True)]
-        errors = [x.double().square().mean().item() for x in left[1:]]
-        shrinks = (errors[-1] / left[0].double().square().mean().item()) ** (1 / len(errors)) if errors[-1] else 1.0
+        residuals = self._residuals(vectors, rvq_encode(vectors, self.codebooks))
+        energy, *errors = [x.double().square().mean().item() for x in residuals]
+        shrinks = (errors[-1] / energy) ** (1 / len(errors)) if errors[-1] else 1.0
         errors += [errors[-1] * shrinks**more for more in range(1, min(len(errors), MOST_QUANTIZERS - len(errors)) + 1)]
         return torch.tensor([(k * self.code_bits / self.group_size, e) for k, e in enumerate(errors, 1)]).double()
 
@@ -107,40 +100,48 @@ class ResidualVQ(Quantizer):
         return Payload({"codes": rvq_encode_packed(vectors, self.codebooks, self.code_bits, self.beam)})
 
     def kernel_view(self, payload: Payload) -> KernelView:
-        return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups.numel())
+        return Coded(payload.fields["codes"], self.codebooks.unsqueeze(0), self.code_bits, self._groups)
 
     def loss(self, x: Tensor) -> Tensor:
         """Relative squared error |x - x_hat|^2 / |x|^2 after each stage: x (..., group_size) -> (num_quantizers,)."""
         vectors = x.reshape(-1, self.group_size)
-        residuals = [*self._residuals(vectors, self._codes(vectors), last=True)][1:]
-        energies = [residual.double().square().sum() for residual in residuals]
-        return torch.stack(energies) / vectors.double().square().sum()
+        residuals = self._residuals(vectors, rvq_encode(vectors, self.codebooks, self.beam))
+        energy, *errors = [residual.double().square().sum() for residual in residuals]
+        return torch.stack(errors) / energy
 
     def usage(self, x: Tensor) -> Tensor:
         """Count how often each code is chosen: x (..., group_size) -> int64 (num_quantizers, codebook_size)."""
-        codes = self._codes(x.reshape(-1, self.group_size))
+        codes = rvq_encode(x.reshape(-1, self.group_size), self.codebooks, self.beam)
         return torch.stack([torch.bincount(stage, minlength=self.codebook_size) for stage in codes.T])
 
-    def _codes(self, x: Tensor) -> Tensor:
-        return rvq_encode(x, self.codebooks, self.beam)
-
-    def _residuals(self, x: Tensor, codes: Tensor, last: bool = False):
-        """Inputs of each stage: x, then what the stages before left; with ``last`` also what remains at the end."""
+    def _residuals(self, x: Tensor, codes: Tensor) -> Iterator[Tensor]:
+        """x, then the residual of each stage."""
+        yield x
         for k, codebook in enumerate(self.codebooks.float()):
-            yield x
             x = x - codebook[codes[:, k]]
-        if last:
             yield x
 
     def _start(self, x: Tensor) -> None:
-        sample = residual = before = self._subsample(x)
+        sample, limit = x, SAMPLES_PER_CODE * self.codebook_size
+        if len(x) > limit:
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))
+            sample = x[order[:limit].to(x.device)]
+        residual = before = sample
         codebooks, counts = [], []
         for k in range(self.num_quantizers):
             learner = KMeans(self.codebook_size, self.kmeans_iterations, self.seed + k)
-            if self.init == "random":
-                learner.codebook = self._random_codebook(k).to(x.device)
+            generator = torch.Generator().manual_seed(self.seed + k)
+            if self.init == "random":  # Kaiming-uniform, as vector-quantize-pytorch draws it
+                bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
+                uniform = torch.rand(self.codebook_size, self.group_size, generator=generator, dtype=torch.float32)
+                learner.codebook = ((uniform * 2 - 1) * bound).to(x.device)
             else:
-                self._fit_stage(learner, k, sample, before, residual)
+                try:
+                    learner.fit(residual)
+                except DataError as error:
+                    if k == 0 or len(sample.unique(dim=0)) < 2 * self.codebook_size:  # too little data, not too regular
+                        raise DataError(f"stage {k + 1} of {self.num_quantizers}: {error}") from error
+                    learner.codebook = self._spare_codes(residual, before, generator)
             codes = learner.assign(residual)
             counted = torch.bincount(codes, minlength=self.codebook_size).double() * (len(x) / len(residual))
             counts.append(counted if self.init == "kmeans" else torch.ones_like(counted))
@@ -149,33 +150,10 @@ class ResidualVQ(Quantizer):
         self.codebooks = torch.stack(codebooks)
         self._ema = Ema(self.codebooks, torch.stack(counts), self.decay, self.revive, self.seed)
 
-    def _fit_stage(self, learner: KMeans, stage: int, sample: Tensor, before: Tensor, residual: Tensor) -> None:
-        try:
-            learner.fit(residual)
-        except DataError as error:
-            if stage == 0 or len(sample.unique(dim=0)) < 2 * self.codebook_size:  # too little data, not too regular
-                raise DataError(f"stage {stage + 1} of {self.num_quantizers}: {error}") from error
-            learner.codebook = self._spare_codes(residual, before, stage)
-
-    def _spare_codes(self, residual: Tensor, before: Tensor, stage: int) -> Tensor:
-        """Codes for a stage that has fewer distinct vectors left than codes. A vector alone in its cluster leaves
-        nothing over, and a first layer's keys before RoPE repeat with every token of the vocabulary. Those vectors, and
-        for vectors unseen so far some of what the stage before was given, at half its size."""
+    def _spare_codes(self, residual: Tensor, before: Tensor, generator: torch.Generator) -> Tensor:
+        """Codes for a stage that has fewer distinct vectors left than codes. A vector alone in its cluster leaves no
+        residual, and a first layer's keys before RoPE repeat with every token of the vocabulary. Those vectors, and
+        for vectors that calibration never saw some of what the stage before was given, at half its size."""
         left = residual.unique(dim=0)[: self.codebook_size]
-        generator = torch.Generator().manual_seed(self.seed + stage)
         picks = torch.randint(len(before), (self.codebook_size - len(left),), generator=generator)
         return torch.cat([left, before[picks.to(before.device)] / 2])
-
-    def _subsample(self, x: Tensor) -> Tensor:
-        limit = SAMPLES_PER_CODE * self.codebook_size
-        if len(x) <= limit:
-            return x
-        generator = torch.Generator().manual_seed(self.seed)
-        return x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
-
-    def _random_codebook(self, stage: int) -> Tensor:
-        """Kaiming-uniform over (codebook_size, group_size), as vector-quantize-pytorch draws it."""
-        bound = (6 / (self.codebook_size * self.group_size)) ** 0.5
-        generator = torch.Generator().manual_seed(self.seed + stage)
-        shape = (self.codebook_size, self.group_size)
-        return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) * bound

@@ -1,38 +1,126 @@
-"""Pieces of a chain: stages, which can be undone, and a quantizer at the end."""
+"""Parts of codecs: stages, which can be undone, and a quantizer at the end.
 
+A part is a dataclass. Its arguments are settings, saved as JSON; its ``learned`` fields are buffers, saved as tensors.
+"""
+
+import dataclasses
 import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from vqkv.codecs.part import Part
 from vqkv.codecs.payload import Payload
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import KernelView, decode, pack_codes, unpack_codes
 
-Side = dict[str, Tensor]
+Side = dict[str, Tensor]  # what a stage or a quantizer stores of every row, by name
+
+
+def learned(saved: bool = True) -> Any:
+    """Declare a field that holds a learned tensor: a buffer, None until it is set. ``saved`` with the part, or made
+    again from what is."""
+    return dataclasses.field(init=False, repr=False, metadata={"saved": saved})
+
+
+@dataclass(eq=False)
+class Part(nn.Module):
+    """Anything a codec is built from, registered under its class name: ``config()`` and ``state_dict()`` rebuild it.
+
+    ``limits`` of a setting are the least and the most that it can be, two integers for a whole number, two floats for a
+    real one; ``choices`` are what it can be called.
+    """
+
+    registry: ClassVar[dict[str, type["Part"]]] = {}
+    limits: ClassVar[dict[str, tuple[float, float]]] = {}
+    choices: ClassVar[dict[str, Collection]] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Part.registry[cls.__name__] = cls
+
+    def __new__(cls, *args, **kwargs):
+        part = super().__new__(cls)
+        nn.Module.__init__(part)  # before the dataclass sets its fields
+        for each in dataclasses.fields(cls):
+            if "saved" in each.metadata:
+                part.register_buffer(each.name, None, persistent=each.metadata["saved"])
+        return part
+
+    def __post_init__(self):
+        for name, (least, most) in self.limits.items():
+            value, whole = getattr(self, name), type(least) is int
+            if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= most:
+                kind = "an integer" if whole else "a number"
+                raise DataError(f"{name} {value!r} must be {kind} from {least:g} to {most:g}")
+        for name, known in self.choices.items():
+            if getattr(self, name) not in list(known):
+                raise UnknownNameError(name.replace("_", " "), getattr(self, name), known)
+
+    def config(self) -> dict:
+        """Return the settings as JSON-able values; ``part_from_config`` reads them."""
+        return {"part": type(self).__name__} | {
+            each.name: _plain(getattr(self, each.name)) for each in dataclasses.fields(self) if each.init
+        }
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of side information: everything learned that decoding needs."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state_dict().values())
+
+
+def _plain(value):
+    if isinstance(value, Part):
+        return value.config()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple | nn.ModuleList) else value
+
+
+def part_from_config(config):
+    """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for one that is not registered."""
+    if isinstance(config, list):
+        return [part_from_config(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    settings = {key: part_from_config(value) for key, value in config.items()}
+    name = settings.pop("part")
+    if name not in Part.registry:
+        raise FormatError(f"unknown codec part {name!r}: import the module that defines it, or calibrate again")
+    return Part.registry[name](**settings)
+
+
+def codec_from_config(config: dict, state: dict[str, Tensor]) -> Any:
+    """Rebuild a codec or a predictor, whichever ``config`` names, fitted, from ``config()`` and ``state_dict()``."""
+    root = part_from_config(config)
+    for name, tensor in state.items():
+        owner, _, own = name.rpartition(".")
+        root.get_submodule(owner).register_buffer(own, tensor)
+    for part in root.modules():
+        part.ready = True
+    return root
 
 
 class Stage(Part):
-    """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape. Shapes
-    that ``build`` takes and returns are (num_kv_heads, *row_shape). ``side_fields`` names what a stage stores per row.
-    A stage that folds tokens into rows sets ``tokens_per_row``."""
+    """An invertible step on rows: (batch, num_kv_heads, rows, *row_shape) -> the same with another row shape. Write
+    ``encode`` and ``decode``, and what of the rest applies."""
 
-    side_fields: tuple[str, ...] = ()
-    tokens_per_row: int = 1
+    side_fields: tuple[str, ...] = ()  # what it stores for every row
+    tokens_per_row: int = 1  # more, if it folds tokens into rows
     share: float = 1.0  # of a row's values that go out; a quantizer's: of a cache's values that it is given
-    weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``
-    costs: str = "loss"  # and where: to the model's ``loss`` or in ``attention`` (``calibration.costs``)
+    weighted: bool = False  # whether it needs ``weigh`` before it learns
+    costs: str = "loss"  # and of which costs: to the model's ``loss`` or in ``attention`` (``calibration.error_costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
     learns_first: bool = False  # whether it learns from all batches before what comes after it begins
-
-    @property
-    def learns(self) -> bool:
-        """True if batches have anything to teach it."""
-        return type(self).partial_fit not in (Stage.partial_fit, Quantizer.partial_fit)
+    metric: Tensor | None = None  # what errors cost, once it was told
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Prepare for rows of this shape and return the shape of rows going out. Raises ``DataError`` if impossible."""
+        """Prepare for rows of shape (num_kv_heads, *row_shape) and return that of rows going out. Raises ``DataError``
+        if impossible."""
         return shape
+
+    def weigh(self, metric: Tensor) -> None:
+        """Learn what errors cost: that of e in a head's vector is e' metric e, (num_kv_heads, head_dim, head_dim)."""
+        self.metric = metric
 
     def partial_fit(self, x: Tensor) -> None:
         """Learn from one batch; nothing to learn by default."""
@@ -44,22 +132,22 @@ class Stage(Part):
         """Freeze what was learned; nothing by default."""
 
     def keep(self, count: int) -> None:
-        """Forget what only values behind the first ``count`` of the last axis need: they are not stored."""
+        """Forget what only values after the first ``count`` of the last axis need: they are not stored."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """Rows going out, and what must be stored per row to come back."""
+        """Return the rows going out, and what must be stored of every row to come back."""
         raise NotImplementedError
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """The inverse of ``encode``, up to what the quantizer lost. May overwrite y, and return a view of it."""
+        """Undo ``encode``, up to what the quantizer lost. May overwrite y, and return a view of it."""
         raise NotImplementedError
 
     def side_of(self, payload: Payload) -> Side:
-        """Side values of a stored row."""
+        """Return what was stored of every row."""
         return {name: payload.fields[name] for name in self.side_fields}
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        """What kernels are told of rows before this stage, from that of rows after it; None if they cannot."""
+        """Return what kernels are told of rows before this stage, from that of rows after it; None if they cannot."""
         return None
 
 
@@ -70,20 +158,31 @@ class Quantizer(Stage):
     code_bits: int
     codes_per_row: int
     row_shape: tuple[int, ...]  # of the values of a row
-    kept: int | None = None  # values of the last axis that are stored, the first ones, if not all are
+    block_values: int = 1  # neighbouring values that a code stands for
 
-    def build(self, shape: tuple[int, ...]) -> None:
-        """Prepare for rows of (num_kv_heads, *row_shape), a code for each value. Raises ``DataError`` if impossible."""
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Prepare for rows of (num_kv_heads, *row_shape). Raises ``DataError`` if impossible."""
+        if shape[-1] % self.block_values:
+            raise DataError(
+                f"{shape[-1]} channels are not divisible by the {self.block_values} values of a code: "
+                "use another preset, such as turboquant"
+            )
         self.row_shape = shape[1:]
-        self.codes_per_row = math.prod(self.row_shape)
+        self.codes_per_row = math.prod(self.row_shape) // self.block_values
+        return shape
+
+    @property
+    def kept(self) -> int | None:
+        """Values of the last axis that are stored, the first ones; None for all."""
+        return None
 
     def store(self, y: Tensor) -> Payload:
-        """Rows of values as a payload."""
+        """Pack rows of values."""
         codes, side = self.encode(y)
         return Payload({"codes": pack_codes(codes, self.code_bits), **side})
 
     def load(self, payload: Payload) -> Tensor:
-        """The inverse: values in float32, in memory of their own."""
+        """Undo ``store``: float32 values, in memory that the payload does not share."""
         packed = self.kernel_view(payload)
         if packed is not None:
             return decode(packed).unflatten(-1, self.row_shape)
@@ -91,14 +190,18 @@ class Quantizer(Stage):
         return self.decode(codes.int(), self.side_of(payload))
 
     def quantize_dequantize(self, y: Tensor) -> Tensor:
-        """Rows y as ``load`` would give them after ``store``, also before ``finalize``."""
+        """Return rows y as ``load`` would after ``store``, also before ``finalize``."""
         return self.decode(*self.encode(y))
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
-        """Stored codes as kernels read them; None if they cannot read them."""
+        """Return stored codes as kernels read them; None if they cannot read them."""
         return None
 
     def rates(self, y: Tensor) -> Tensor:
-        """More or fewer bits, once fitted: float64 (n, 2), bits a value and mean squared error of rows y, fewest bits
-        first; ``with_bits`` makes an unfitted one of so many. Raises ``DataError`` where bits cannot be chosen."""
+        """Trade bits for error, once fitted: float64 (n, 2), bits a value and mean squared error of rows y, fewest bits
+        first. Raises ``DataError`` where bits cannot be chosen."""
         raise DataError(f"{type(self).__name__} cannot trade bits for error: use EntropyCodedScalar or ResidualVQ")
+
+    def with_bits(self, bits: float) -> "Quantizer":
+        """Return an unfitted quantizer like this one, of so many bits a value, where ``rates`` knows of any."""
+        raise NotImplementedError

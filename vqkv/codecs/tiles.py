@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vqkv.codecs.scaling import FP16_MIN_NORMAL, NEARLY_CONSTANT, MinMax, VectorScale
+from vqkv.codecs.scaling import FP16_MIN_NORMAL, MinMax, VectorScale, deviation
 from vqkv.codecs.stage import Side, Stage
 from vqkv.errors import DataError
-from vqkv.kernels import KernelView
 from vqkv.runtime.checks import FP16_MAX
 
 ANCHOR_LEVELS = 255
@@ -21,12 +20,10 @@ class TileMean(Stage):
     side_fields = ("shift",)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x - shift, and the shift."""
         shift = x.mean(dim=-2).clamp(-FP16_MAX, FP16_MAX).half()
         return x - shift.float().unsqueeze(-2), {"shift": shift}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y + shift."""
         return y.add_(side["shift"].float().unsqueeze(-2))
 
 
@@ -35,16 +32,6 @@ class Rescale(VectorScale):
     """``VectorScale`` for the second time in a chain. Stores ``rescale``."""
 
     side_fields = ("rescale",)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        y, side = super().encode(x)
-        return y, {"rescale": side["scale"]}
-
-    def decode(self, y: Tensor, side: Side) -> Tensor:
-        return super().decode(y, {"scale": side["rescale"]})
-
-    def kernel_view_before(self, inner: KernelView, side: Side) -> None:
-        return None
 
 
 @dataclass(eq=False)
@@ -58,37 +45,17 @@ class DualScale(Stage):
     side_fields = ("inner",)
     limits = {"iterations": (1, 1000)}
 
-    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises ``DataError`` for rows without two axes."""
-        if len(shape) != 3:
-            raise DataError(f"a tile has two axes, not the {len(shape) - 1} of {shape[1:]}: put a TokenBlock first")
-        return shape
-
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        """x / inner, and that."""
-        outer, inner = x.new_zeros(x.shape[:-1]), x.new_zeros(*x.shape[:-2], x.shape[-1])
+        logs = {-1: x.new_zeros(x.shape[:-1]), -2: x.new_zeros(*x.shape[:-2], x.shape[-1])}
         for _ in range(self.iterations):
-            outer = outer + _log_deviation(x / _both(outer.exp(), inner.exp()), -1)
-            inner = inner + _log_deviation(x / _both(outer.exp(), inner.exp()), -2)
-        log = inner - inner.mean(dim=-1, keepdim=True)
-        stored = log.exp().clamp(FP16_MIN_NORMAL, FP16_MAX).half()
-        return x / stored.float().unsqueeze(-2), {"inner": stored}
+            for axis in logs:
+                scaled = deviation(x / (logs[-1].exp().unsqueeze(-1) * logs[-2].exp().unsqueeze(-2)), axis)
+                logs[axis] = logs[axis] + torch.where(scaled > 0, scaled, torch.ones_like(scaled)).log()
+        inner = (logs[-2] - logs[-2].mean(dim=-1, keepdim=True)).exp().clamp(FP16_MIN_NORMAL, FP16_MAX).half()
+        return x / inner.float().unsqueeze(-2), {"inner": inner}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        """y * inner."""
         return y.mul_(side["inner"].float().unsqueeze(-2))
-
-
-def _both(outer: Tensor, inner: Tensor) -> Tensor:
-    return outer.unsqueeze(-1) * inner.unsqueeze(-2)
-
-
-def _log_deviation(x: Tensor, axis: int) -> Tensor:
-    """Of the standard deviation along an axis, of (nearly) constant vectors of the rms; 0 for zeros."""
-    rms = x.square().mean(dim=axis).sqrt()
-    found = x.std(dim=axis, correction=0)
-    found = torch.where(found < NEARLY_CONSTANT * rms, rms, found)
-    return torch.where(found > 0, found, torch.ones_like(found)).log()
 
 
 @dataclass(eq=False)
@@ -111,14 +78,14 @@ class Anchors(Stage):
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., tokens, channels) -> (..., tokens that are no anchors, channels)."""
         groups = x.unflatten(-2, (-1, self.group))
-        y, side = self.ends.encode(groups[..., 0, :])
-        side = {"anchors": y.mul_(ANCHOR_LEVELS).round_().clamp_(0, ANCHOR_LEVELS).to(torch.uint8)} | side
-        return (groups[..., 1:, :] - self._anchors(side).unsqueeze(-2)).flatten(-3, -2), side
+        codes, ends = self.ends.codes(groups[..., 0, :], ANCHOR_LEVELS)
+        side = {"anchors": codes.to(torch.uint8)} | ends
+        return (groups[..., 1:, :] - self._anchors(side)).flatten(-3, -2), side
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        anchors = self._anchors(side).unsqueeze(-2)
-        others = y.unflatten(-2, (-1, self.group - 1)) + anchors
-        return torch.cat([anchors, others], dim=-2).flatten(-3, -2)
+        anchors = self._anchors(side)
+        return torch.cat([anchors, y.unflatten(-2, (-1, self.group - 1)) + anchors], dim=-2).flatten(-3, -2)
 
     def _anchors(self, side: Side) -> Tensor:
-        return self.ends.decode(side["anchors"].float().div_(ANCHOR_LEVELS), side)
+        """As they are read back: (..., anchors, 1, channels)."""
+        return self.ends.decode(side["anchors"].float().div_(ANCHOR_LEVELS), side).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Channels that are quantised together, and their basis: grouping, Hadamard rotation."""
+"""Channels that are quantized together, and their basis: grouping, Hadamard rotation."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,18 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vqkv.codecs.stage import Side, Stage
+from vqkv.codecs.stage import Side, Stage, learned
 from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView
 from vqkv.kernels.precision import product
 from vqkv.runtime.checks import MAX_SEED
 
-ADMITTED = {  # which divisors of the channels may stand for group_size
-    "": lambda size, group_size: size == group_size,
-    "divisor": lambda size, group_size: size == group_size or LEAST <= size < group_size,
-    "power of two": lambda size, group_size: size <= group_size and not size & (size - 1),
-}
-BLOCK = 128  # the largest Hadamard matrix that is multiplied as a whole
+BLOCK = 128  # the largest Hadamard matrix that is multiplied at once
 LEAST = 8  # smaller groups would spend more on their scales than on their values
 
 
@@ -36,24 +31,29 @@ class Grouping(Stage):
     group_size: int = 32
     seed: int = 0
     shrink: str = ""
+    order: Tensor = learned()
     limits = {"group_size": (1, 1 << 24), "seed": (0, MAX_SEED)}
-    choices = {"kind": ("contiguous", "strided", "random"), "shrink": ADMITTED}
+    choices = {"kind": ("contiguous", "strided", "random"), "shrink": ("", "divisor", "power of two")}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Raises ``DataError`` if the last axis is not divisible by group_size."""
         *outer, channels = shape
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
         wanted = min(self.group_size, channels) if self.shrink else self.group_size
-        admitted = [size for size in divisors if ADMITTED[self.shrink](size, wanted)]
+        admitted = [size for size in divisors if size == wanted]
+        if self.shrink == "divisor":
+            admitted = [size for size in divisors if LEAST <= size < wanted] + admitted
+        elif self.shrink:
+            admitted = [size for size in divisors if size <= wanted and not size & (size - 1)]
         if not admitted:
             raise DataError(
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {divisors}"
             )
-        self._size = size = admitted[-1]
+        self._size = admitted[-1]
         if self.kind == "random":
             order = torch.randperm(channels, generator=torch.Generator().manual_seed(self.seed))
-            self.register_buffer("order", order.to(torch.int16))
-        return *outer, channels // size, size
+            self.order = order.to(torch.int16)
+        return *outer, channels // self._size, self._size
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., head_dim) -> (..., num_groups, group_size)."""
@@ -64,9 +64,7 @@ class Grouping(Stage):
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         """(..., num_groups, group_size) -> (..., head_dim)."""
-        if self.kind == "strided":
-            return y.mT.flatten(-2)
-        y = y.flatten(-2)
+        y = (y.mT if self.kind == "strided" else y).flatten(-2)
         return y.gather(-1, self.order.argsort().expand(y.shape)) if self.kind == "random" else y
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
@@ -79,17 +77,20 @@ class Grouping(Stage):
 class Hadamard(Stage):
     """Rotate the last axis by the orthonormal Hadamard matrix, its own inverse, which spreads outlier channels over all
     others, in blocks of the largest power of two that divides it. Where these are smaller than 8 values, or with
-    ``whole``, an axis that is no power of two is rotated by one random orthogonal matrix, the same for all."""
+    ``whole``, an axis that is no power of two is rotated by one random orthogonal matrix, the same for all.
+
+    The rotation is the Kronecker product of ``outer`` and ``matrix``: a large matrix takes longest for one token."""
 
     whole: bool = False
+    matrix: Tensor = learned(saved=False)
+    outer: Tensor = learned(saved=False)
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         size = shape[-1] & -shape[-1]
-        matrix = _hadamard(min(size, BLOCK))
+        self.matrix = _hadamard(min(size, BLOCK))
         if size < shape[-1] and (self.whole or size < LEAST):
-            matrix, size = orthogonal(shape[-1]), shape[-1]
-        self.register_buffer("matrix", matrix, persistent=False)
-        self.register_buffer("outer", _hadamard(max(1, size // len(matrix))), persistent=False)
+            self.matrix, size = orthogonal(shape[-1]), shape[-1]
+        self.outer = _hadamard(max(1, size // len(self.matrix)))
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -99,7 +100,6 @@ class Hadamard(Stage):
         return self._rotated(y, self.matrix.mT)
 
     def _rotated(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """By the Kronecker product of ``outer`` and ``matrix``: a large matrix takes longest for a single token."""
         y = product(x.unflatten(-1, (-1, len(matrix))), matrix)
         if len(self.outer) > 1:
             y = product(y.unflatten(-2, (-1, len(self.outer))).mT, self.outer).mT.flatten(-3, -2)
@@ -108,14 +108,15 @@ class Hadamard(Stage):
 
 @dataclass(eq=False)
 class RandomSigns(Stage):
-    """Turn the signs of half of the last axis, drawn from ``seed``: with ``Hadamard`` behind it, a random rotation."""
+    """Change the signs of half of the last axis, drawn from ``seed``: with ``Hadamard`` after it, a random rotation."""
 
     seed: int = 0
+    signs: Tensor = learned(saved=False)
     limits = {"seed": (0, MAX_SEED)}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         order = torch.randperm(shape[-1], generator=torch.Generator().manual_seed(self.seed))
-        self.register_buffer("signs", (1 - 2 * (order % 2)).to(torch.float32), persistent=False)
+        self.signs = (1 - 2 * (order % 2)).to(torch.float32)
         return shape
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -135,7 +136,7 @@ def _hadamard(size: int) -> Tensor:
 
 @cache
 def orthogonal(size: int) -> Tensor:
-    """Q of a Gaussian matrix, the same on every machine up to rounding."""
+    """Return Q of a Gaussian matrix, the same on every machine up to rounding."""
     drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, r = torch.linalg.qr(drawn)
     return (q * r.diagonal().sign()).float()

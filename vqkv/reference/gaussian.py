@@ -1,6 +1,7 @@
-"""Write grids that are optimal for a standard Gaussian: ``python -m vqkv.reference.gaussian``.
+"""Write codebooks that are optimal for a standard Gaussian: ``python -m vqkv.reference.gaussian``.
 
-By Lloyd's algorithm on a fine lattice of points that carry the Gaussian's mass: no sampling error, the same every time.
+Grids by Lloyd's algorithm on a fine lattice of points that carry the Gaussian's mass: no sampling error, the same every
+time. What has more dimensions is learned from samples.
 """
 
 import json
@@ -9,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqkv.kernels import rvq_encode
+from vqkv.codecs.byte_groups import CODES, SAMPLES, SIZES
+from vqkv.codecs.grid import SignedGrid
+from vqkv.codecs.learning.kmeans import KMeans
+from vqkv.kernels import rvq_decode, rvq_encode
 
 GRIDS = Path(__file__).resolve().parent.parent / "codecs/gaussian_grids.json"
 DIM = 2
@@ -49,5 +53,21 @@ def best_grid(size: int) -> dict:
     return {"mse": error, "points": [[round(value, 6) for value in point] for point in order]}
 
 
+def magnitudes() -> Tensor:
+    """Learn the magnitudes of 8 values (256, 8), of ``SignedGrid``, fp16."""
+    drawn = torch.randn(SAMPLES, SignedGrid.block_values, generator=torch.Generator().manual_seed(0)).abs()
+    return KMeans(256, iterations=20).fit(drawn).half()
+
+
+def byte_error(size: int) -> float:
+    """Measure the mean squared error of groups of ``size`` values, each one of 256 vectors (``ByteGroups``)."""
+    learned, fresh = torch.randn(2, SAMPLES, size, generator=torch.Generator().manual_seed(size))
+    codebook = KMeans(CODES, iterations=20).fit(learned).unsqueeze(0)
+    return (rvq_decode(rvq_encode(fresh, codebook), codebook) - fresh).square().mean().item()
+
+
 if __name__ == "__main__":
-    GRIDS.write_text(json.dumps({f"{size}x{DIM}": best_grid(size) for size in RESTARTS}, indent=1) + "\n")
+    grids = {f"{size}x{DIM}": best_grid(size) for size in RESTARTS}
+    errors = {size: byte_error(size) for size in SIZES}
+    tables = json.dumps({"grids": grids, "byte_errors": errors, "magnitudes": magnitudes().tolist()})
+    GRIDS.write_text(tables.replace("], [", "],\n[") + "\n")

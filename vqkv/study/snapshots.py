@@ -16,9 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vqkv import presets
-from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Codec
 
 MAGIC_BYTES = 8  # at the start of a file
 RECORD_BYTES = 24  # before the header and before each step: length, tokens and checksum

@@ -5,28 +5,38 @@ from torch import Tensor
 
 from vqkv.errors import DataError
 
+DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
 
-def gptq(
-    weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128, damping: float = 0.01
-) -> tuple[Tensor, Tensor, Tensor]:
+
+def gptq(weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of ``weights`` (in_features, out_features) for inputs with X'X = ``hessian``.
 
-    Algorithm 1 of GPTQ (Frantar et al. 2022): ``damping`` times the mean of the diagonal is added to the Hessian,
-    inputs are taken in order, and every group of ``group_size`` inputs of an output has a min-max grid (zero + scale *
-    code) of its own. Codes are uint8 (in_features, out_features), scales and zeros fp16 (groups, out_features). Raises
-    ``DataError`` for weights beyond fp16.
+    Algorithm 1 of GPTQ (Frantar et al. 2022): inputs are taken in order, and every group of ``group_size`` inputs of an
+    output has its own min-max grid (zero + scale * code). Codes are uint8 (in_features, out_features), scales and zeros
+    fp16 (groups, out_features). Raises ``DataError`` for weights beyond fp16.
     """
-    weights, factor = weights.double().clone(), _inverse_factor(hessian.double(), damping)
-    codes, scales, zeros = torch.empty_like(weights, dtype=torch.uint8), [], []
+    weights, codes = weights.double().clone(), torch.empty_like(weights, dtype=torch.uint8)
+    hessian, diagonal = hessian.double(), hessian.double().diagonal()
+    damping = DAMPING * diagonal.mean() if diagonal.any() else 1.0  # inputs that were always zero: no error matters
+    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    # upper triangular: row i says how inputs after i make up for an error in i
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    none = weights.new_empty(0, weights.shape[1], dtype=torch.float16)
+    scales, zeros = [none], [none]
     for start in range(0, len(weights), group_size):
         group, rest = slice(start, start + group_size), slice(start + group_size, None)
         scale, zero = min_max_grid(weights[group], bits)
-        codes[group], errors = _quantize_group(weights[group], factor[group, group], scale, zero, bits)
+        steps, offset, within = scale.double(), zero.double(), factor[group, group]
+        errors = torch.empty_like(weights[group])
+        for i, row in enumerate(weights[group]):
+            code = ((row - offset) / torch.where(steps > 0, steps, 1)).round().clamp(0, 2**bits - 1)
+            errors[i] = (row - (offset + steps * code)) / within[i, i]
+            weights[group][i + 1 :] -= torch.outer(within[i, i + 1 :], errors[i])
+            codes[start + i] = code
         weights[rest] -= factor[group, rest].T @ errors
-        scales.append(scale)
-        zeros.append(zero)
-    none = weights.new_empty(0, weights.shape[1], dtype=torch.float16)
-    return codes, torch.stack(scales) if scales else none, torch.stack(zeros) if zeros else none.clone()
+        scales.append(scale[None])
+        zeros.append(zero[None])
+    return codes, torch.cat(scales), torch.cat(zeros)
 
 
 def min_max_grid(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -40,32 +50,7 @@ def min_max_grid(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return scale, zero
 
 
-def nearest_codes(weights: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Round ``weights`` (..., out_features) to codes, as floats, of a grid (out_features,); 0 where the scale is 0."""
-    steps = (weights - zero) / torch.where(scale > 0, scale, 1).to(weights.dtype)
-    return steps.round().clamp(0, 2**bits - 1)
-
-
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
     """Codes (in_features, out_features), scales and zeros (groups, out_features) -> float32 weights."""
     group = torch.arange(len(codes), device=codes.device) // group_size
     return zeros.float()[group] + scales.float()[group] * codes.float()
-
-
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """Upper triangular U with U'U = (H + damping)^-1: row i says how inputs after i make up for an error in i."""
-    diagonal = hessian.diagonal()
-    added = damping * diagonal.mean() if diagonal.any() else 1.0  # inputs that were always zero: no error matters
-    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian + added * identity)), upper=True)
-
-
-def _quantize_group(weights: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of a group's weights, changed in place, and errors over the factor's diagonal for later groups."""
-    codes, errors = torch.empty_like(weights), torch.empty_like(weights)
-    scale, zero = scale.double(), zero.double()
-    for i, row in enumerate(weights):
-        codes[i] = nearest_codes(row, scale, zero, bits)
-        errors[i] = (row - (zero + scale * codes[i])) / factor[i, i]
-        weights[i + 1 :] -= torch.outer(factor[i, i + 1 :], errors[i])
-    return codes.to(torch.uint8), errors

@@ -16,22 +16,19 @@ ROUNDS = 16  # in which k-means|| draws, about
 
 @dataclass
 class KMeans:
-    """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. A cluster that loses all its
-    vectors is moved onto one of the vectors that fit worst, the worst first. ``spread`` begins as k-means|| does
-    (Bahmani et al. 2012), which gives heavy tails codes of their own."""
+    """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. ``spread`` begins as k-means||
+    does (Bahmani et al. 2012), which gives heavy tails codes of their own."""
 
     codebook_size: int
     iterations: int = 10
     seed: int = 0
     spread: bool = False
-    codebook: Tensor | None = None
 
     def fit(self, x: Tensor) -> Tensor:
         """The codebook (codebook_size, dim) of x (rows, dim). Raises ``DataError`` for too few distinct vectors."""
         self.start(x)
         for _ in range(self.iterations):
-            codes = self.assign(x)
-            self.solve(*sums_by_code(x, codes, self.codebook_size), spare=self._worst(x, codes))
+            self.step(x)
         return self.codebook
 
     def start(self, x: Tensor) -> Tensor:
@@ -44,23 +41,15 @@ class KMeans:
         """Index of the nearest code of every vector."""
         return rvq_encode(x, self.codebook.unsqueeze(0)).squeeze(-1)
 
-    def solve(self, counts: Tensor, sums: Tensor, spare: Tensor | None = None) -> Tensor:
-        """Means of the clusters. Empty ones take the rows of ``spare`` in order; without spares they stay."""
-        empty = counts == 0
-        means = sums / counts.clamp(min=1).unsqueeze(-1)
-        codebook = torch.where(empty.unsqueeze(-1), self.codebook, means.to(self.codebook.dtype))
-        if spare is not None:
-            places = empty.nonzero().squeeze(-1)[: len(spare)]
-            codebook[places] = spare[: len(places)]
-        self.codebook = codebook
-        return codebook
-
-    def _worst(self, x: Tensor, codes: Tensor) -> Tensor:
-        empty = self.codebook_size - len(codes.unique())
-        if not empty:
-            return x[:0]
-        errors = (x - self.codebook[codes]).square().sum(dim=-1)
-        return x[errors.argsort(descending=True, stable=True)[:empty]]
+    def step(self, x: Tensor) -> None:
+        """Move every code to the mean of its vectors; codes that have none, onto the vectors that fit worst."""
+        codes = self.assign(x)
+        counts, sums = sums_by_code(x, codes, self.codebook_size)
+        means = (sums / counts.clamp(min=1).unsqueeze(-1)).to(self.codebook.dtype)
+        if (empty := counts == 0).any():
+            errors = (x - self.codebook[codes]).square().sum(dim=-1)
+            means[empty] = x[errors.argsort(descending=True, stable=True)[: int(empty.sum())]]
+        self.codebook = means
 
 
 def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:

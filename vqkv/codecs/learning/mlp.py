@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,75 +24,53 @@ def mlp(x: Tensor, weights: Weights) -> Tensor:
     return F.gelu(hidden) @ second + second_bias
 
 
-@dataclass
-class Start:
-    """Findings of one pass before training; all float32. Inputs are whitened, x -> (x - mean_x) ``whiten`` (in, in), as
-    gradient descent hardly moves along directions of small variance, which keys have. Targets become (y - mean_y) /
-    ``scale``, one scale so that the squared error stays that of y. ``linear`` (in, out) is the ridge regression between
-    the two."""
-
-    mean_x: Tensor
-    whiten: Tensor
-    mean_y: Tensor
-    scale: Tensor
-    linear: Tensor
-
-    @classmethod
-    def of(cls, ridge: Ridge, power: Tensor) -> "Start":
-        """From the sums of all samples, and the sum of y squared."""
-        moments, count, weights = ridge.moments(), ridge.xx[-1, -1], ridge.solve()[:-1]
-        variance = (power - count * moments.mean_y.square().sum()) / (count * len(moments.mean_y))
-        scale = variance.sqrt() if variance > 1e-12 * power / count else torch.ones_like(variance)
-        sizes, directions = torch.linalg.eigh(ridge.penalized() / count)
-        linear = sizes.sqrt()[:, None] * (directions.T @ weights) / scale
-        found = (moments.mean_x, directions / sizes.sqrt(), moments.mean_y, scale, linear)
-        return cls(*(tensor.float() for tensor in found))
-
-    def inputs(self, x: Tensor) -> Tensor:
-        return (x - self.mean_x) @ self.whiten
-
-    def targets(self, y: Tensor) -> Tensor:
-        return (y - self.mean_y) / self.scale
-
-    def fold(self, weights: Weights) -> Weights:
-        """The same function of raw x and y: what was done to them becomes part of both layers."""
-        first, first_bias, gain, shift, second, second_bias = weights
-        first = self.whiten @ first
-        bias = second_bias * self.scale + self.mean_y
-        return [first, first_bias - self.mean_x @ first, gain, shift, second * self.scale, bias]
-
-
 def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, minibatch: int, seed: int) -> Weights:
-    """Weights for raw x and y, in float32, with ``width`` times y's features hidden: AdamW on the squared error, cosine
-    decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Raises ``DataError`` for too few samples."""
-    ridge, power, steps = Ridge(START_STRENGTH), 0, 0
+    """Return weights for raw x and y, in float32, with ``width`` times y's features hidden: AdamW on the squared error,
+    cosine decay to 0. ``samples`` is passed over ``epochs`` + 1 times. Raises ``DataError`` for too few samples.
+
+    While it trains, inputs are whitened, as gradient descent hardly moves along directions of small variance, which
+    keys have; targets have one scale, so that the squared error stays that of y."""
+    ridge, power, steps = Ridge(START_STRENGTH), torch.zeros((), dtype=torch.float64), 0
     for x, y in samples():
         ridge.accumulate(x, y)
-        power, steps = power + y.double().square().sum(), steps + _parts(x, minibatch)
-    count, inputs = int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1
-    if count < SAMPLES_PER_INPUT * inputs:
+        power, steps = power + y.double().square().sum(), steps + math.ceil(len(x) / minibatch)
+    count, features = int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1
+    if count < SAMPLES_PER_INPUT * features:
         raise DataError(
-            f"{count} samples for an MLP of {inputs} input features, at least {SAMPLES_PER_INPUT} each are needed: "
+            f"{count} samples for an MLP of {features} input features, at least {SAMPLES_PER_INPUT} each are needed: "
             "calibrate on more tokens, or use the linear predictor"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False):  # whose tensors could not be trained
         ridge.xx, ridge.xy = ridge.xx.clone(), ridge.xy.clone()
-        start = Start.of(ridge, power.clone())
-        weights = _initial(start.linear, width, generator)
+        mean_x, whiten, mean_y, scale, linear = _start(ridge, power.clone())
+        weights = _initial(linear, width, generator)
         optimizer = torch.optim.AdamW(weights, learning_rate, weight_decay=WEIGHT_DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
     for _ in range(epochs):
         for x, y in samples():
             rows = torch.randperm(len(x), generator=generator).to(x.device)
-            for part in rows.tensor_split(_parts(x, minibatch)):
-                _step(weights, optimizer, start, x[part], y[part])
+            for part in rows.tensor_split(math.ceil(len(x) / minibatch)):
+                with torch.inference_mode(False), torch.enable_grad():
+                    inputs, targets = (x[part].clone() - mean_x) @ whiten, (y[part].clone() - mean_y) / scale
+                    optimizer.zero_grad()
+                    F.mse_loss(mlp(inputs, weights), targets).backward()
+                    optimizer.step()
                 schedule.step()
-    return start.fold([tensor.detach() for tensor in weights])
+    first, first_bias, gain, shift, second, second_bias = (tensor.detach() for tensor in weights)
+    first = whiten @ first  # what was done to x and y becomes part of both layers
+    return [first, first_bias - mean_x @ first, gain, shift, second * scale, second_bias * scale + mean_y]
 
 
-def _parts(x: Tensor, minibatch: int) -> int:
-    return math.ceil(len(x) / minibatch)
+def _start(ridge: Ridge, power: Tensor) -> Weights:
+    """x's mean, its whitening (in, in), y's mean and scale, and the ridge regression between the two as they are then,
+    (in, out); float32. ``power``: the sum of y squared."""
+    moments, count, weights = ridge.moments(), ridge.xx[-1, -1], ridge.solve()[:-1]
+    variance = (power - count * moments.mean_y.square().sum()) / (count * len(moments.mean_y))
+    scale = variance.sqrt() if variance > 1e-12 * power / count else torch.ones_like(variance)
+    sizes, directions = torch.linalg.eigh(ridge.penalized() / count)
+    linear = sizes.sqrt()[:, None] * (directions.T @ weights) / scale
+    return [x.float() for x in (moments.mean_x, directions / sizes.sqrt(), moments.mean_y, scale, linear)]
 
 
 def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
@@ -109,10 +86,3 @@ def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
     zeros, ones = torch.zeros(hidden, dtype=torch.float32), torch.ones(hidden, dtype=torch.float32)
     weights = [first, zeros, ones, zeros.clone(), second, torch.zeros(outputs, dtype=torch.float32)]
     return [tensor.to(linear.device).requires_grad_() for tensor in weights]
-
-
-def _step(weights: Weights, optimizer: torch.optim.Optimizer, start: Start, x: Tensor, y: Tensor) -> None:
-    with torch.inference_mode(False), torch.enable_grad():
-        optimizer.zero_grad()
-        F.mse_loss(mlp(start.inputs(x.clone()), weights), start.targets(y.clone())).backward()
-        optimizer.step()

@@ -1,6 +1,6 @@
 """Streamed least squares: sums of X'X and X'Y in float64, then one solve."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from vqkv.errors import DataError
 BLOCK = 256  # features whose products are summed at a time
 
 
-@dataclass
-class Moments:
+class Moments(NamedTuple):
     """Means and centred sums of samples x (n, in_features), y (n, out_features), all float64: ``xx`` is the sum of
     (x - mean_x)(x - mean_x)', ``xy`` that of (x - mean_x)(y - mean_y)'."""
 
@@ -28,17 +27,15 @@ class Ridge:
 
     def __init__(self, strength: float = 1e-3):
         self.strength = strength
-        self.xx: Tensor | None = None
-        self.xy: Tensor | None = None
+        self.xx = self.xy = torch.zeros((), dtype=torch.float64)  # of their size with the first samples
 
     def accumulate(self, x: Tensor, y: Tensor) -> None:
         """Add samples x (n, in_features), y (n, out_features)."""
         x = torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64, device=x.device)], dim=1)
-        xx, xy = _gram(x), x.T @ y.double()
-        self.xx, self.xy = (xx, xy) if self.xx is None else (self.xx + xx, self.xy + xy)
+        self.xx, self.xy = self.xx + _gram(x), self.xy + x.T @ y.double()
 
     def moments(self) -> Moments:
-        """Accumulated sums about their mean."""
+        """Centre the accumulated sums."""
         count = self.xx[-1, -1]
         mean_x, mean_y = self.xx[-1, :-1] / count, self.xy[-1] / count
         xx = self.xx[:-1, :-1] - count * torch.outer(mean_x, mean_x)

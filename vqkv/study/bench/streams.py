@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from vqkv import kernels
-from vqkv.codecs.base import Codec
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pca import PCA
-from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.predictive import Prediction, inputs
 from vqkv.codecs.predictor_kinds import Linear
 from vqkv.codecs.scaling import MeanRemoval

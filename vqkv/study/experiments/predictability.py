@@ -7,10 +7,10 @@ import torch
 from tqdm import tqdm
 
 from vqkv import presets
-from vqkv.codecs.learning.gram import Gram
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import untrained
 from vqkv.models.rope import rotates
+from vqkv.study.experiments.gram import Gram
 from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved
 from vqkv.study.subject import Subject

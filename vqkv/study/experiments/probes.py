@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from vqkv.codecs.learning.gram import Gram
 from vqkv.codecs.predictive import side_by_side
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import kv_layers
 from vqkv.presets import Preset
+from vqkv.study.experiments.gram import Gram
 from vqkv.study.metrics import bits_saved
 
 AQUA_STRENGTH = 1e-3  # of its ridge

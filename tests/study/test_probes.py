@@ -10,10 +10,10 @@ from projections import kv_sources
 from transformers import AutoModelForCausalLM
 
 from vqkv import capture, presets
-from vqkv.codecs.learning.gram import Gram
 from vqkv.errors import DataError
 from vqkv.models.load import untrained
 from vqkv.study.experiments import probes
+from vqkv.study.experiments.gram import Gram
 from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved, explained_variance_ratio
 

@@ -1,0 +1,155 @@
+"""Stages: scales at extreme magnitudes, outliers on offset values, groups, rotations at every head_dim, tiles."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from codec_zoo import chain, gaussian
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqkv import calibrate, presets
+from vqkv.codecs.nonuniform import GaussianLevels
+from vqkv.codecs.scaling import ChannelScale, VectorScale
+from vqkv.codecs.tiles import Anchors, DualScale
+from vqkv.codecs.transform import Grouping, Hadamard
+
+SCALED = {
+    "turboquant": presets.turboquant(3),
+    "nsnquant": presets.nsnquant(tile=4),
+    "grid": presets.crossed("grid", 2, mean=False, rotation="hadamard"),
+    "quanto": presets.quanto(4),
+}
+CODECS = {name: preset.key_codec(64).fit(gaussian(1, 2, 8, 64)) for name, preset in SCALED.items()}
+MAX_1960 = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.0095, 5: 0.0025}  # mean squared error of 2^bits levels
+
+
+@settings(deadline=None, max_examples=40)
+@given(name=st.sampled_from([*SCALED]), exponent=st.floats(-45, 4), seed=st.integers(0, 99))
+def test_small_vectors_keep_their_relative_error_or_become_zeros(name, exponent, seed):
+    codec, unit = CODECS[name], gaussian(1, 2, 4, 64, seed=seed)
+    x = unit * 10.0**exponent
+    restored, expected = codec.quantize_dequantize(x), codec.quantize_dequantize(unit)
+    error, at_unit = ((a - b).norm() for a, b in ((restored / 10.0**exponent, unit), (expected, unit)))
+    assert error <= 1.5 * at_unit or restored.abs().max() <= 1.01 * x.abs().max()
+
+
+@pytest.mark.parametrize("offset", [0, 10, 30])
+def test_outliers_do_not_widen_the_range_of_offset_values(offset):
+    x = gaussian(1, 2, 64, 64)
+    codec = presets.kvquant(2).value_codec(64).fit(x + offset)
+    assert (codec.quantize_dequantize(x + offset) - x - offset).square().mean() < 0.16
+    assert torch.equal(codec.quantize_dequantize(torch.full_like(x, 9.0)), torch.full_like(x, 9.0))
+
+
+def test_an_all_zero_codebook_batch_does_not_hide_zero_vectors():
+    """Zero and other vectors side by side: only the zero ones become exact zeros."""
+    x = gaussian(1, 1, 200, 16)
+    x[:, :, ::7] = 0
+    codec = chain().fit(x)
+    decoded = codec.decode(codec.encode(x))
+    assert torch.equal((decoded == 0).all(dim=-1), (x == 0).all(dim=-1))
+
+
+def test_scale_is_the_population_std_rounded_to_fp16():
+    x = gaussian(1, 2, 3, 16) * 3 + 1
+    y, side = VectorScale().encode(x)
+    expected = x.double().var(dim=-1, correction=0).sqrt().half()
+    assert torch.equal(side["scale"], expected)
+    torch.testing.assert_close(y, x / expected.float()[..., None], rtol=0, atol=0)
+    _, side = VectorScale().encode(torch.full((1, 1, 1, 16), 5.0))
+    assert side["scale"].item() == 5.0  # constant, not zero: divided by its rms, or it would be far from any code
+
+
+def test_channel_scale_learns_mean_and_spread_of_a_stream():
+    x = gaussian(2, 3, 90, 8) * torch.arange(1.0, 9) + torch.arange(3.0).view(3, 1, 1)
+    stage = ChannelScale()
+    stage.build((3, 8))
+    for part in (x[:, :, :7], x[:, :, 7:50], x[:, :, 50:]):
+        stage.partial_fit(part)
+    stage.finalize()
+    torch.testing.assert_close(stage.mean.float(), x.mean(dim=(0, 2)), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(stage.scale.float(), x.std(dim=(0, 2), correction=0), rtol=2e-3, atol=2e-3)
+
+
+def test_groups_are_the_channels_the_paper_names():
+    channels = torch.arange(12.0).view(1, 1, 1, 12)
+    expected = {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+        "strided": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
+    }
+    orders = []
+    for kind, seed in (("contiguous", 0), ("strided", 0), ("random", 0), ("random", 0), ("random", 1)):
+        stage = Grouping(kind, 4, seed)
+        assert stage.build((12,)) == (3, 4)
+        groups = stage.encode(channels)[0][0, 0, 0].tolist()
+        assert groups == expected.get(kind, groups)
+        orders.append([*itertools.chain(*groups)])
+    assert orders[2] == orders[3] != orders[4] and sorted(orders[2]) == list(range(12))
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64, 96, 100, 1024])
+def test_a_rotation_is_orthonormal_and_does_not_depend_on_how_many_come(size):
+    stage, x = Hadamard(whole=True), gaussian(1, 1, 70, size)
+    stage.build((1, size))
+    y, _ = stage.encode(x)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(stage.decode(y, {}), x, rtol=0, atol=1e-5)
+    assert all(torch.equal(stage.encode(x[:, :, :rows].clone())[0], y[:, :, :rows]) for rows in (1, 2, 3, 5, 65))
+    if size > 1 and not size & (size - 1):  # one outlier is spread evenly
+        spike = torch.zeros(1, 1, 1, size)
+        spike[..., 1] = 1
+        torch.testing.assert_close(stage.encode(spike)[0].abs(), torch.full((1, 1, 1, size), size**-0.5))
+
+
+@pytest.mark.parametrize("bits", MAX_1960)
+def test_levels_are_those_of_lloyd_and_max(bits):
+    levels = GaussianLevels(bits).levels.double()
+    x = torch.linspace(-8, 8, 1_000_001, dtype=torch.float64)
+    nearest = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
+    error = ((x - nearest).square() * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)).sum() * 16 / 1_000_000
+    assert error.item() == pytest.approx(MAX_1960[bits], rel=2e-3)
+
+
+def test_both_axes_of_a_tile_end_with_nearly_the_same_spread():
+    """Not exactly: means stay, and vary less along one axis than along the other."""
+    x = (
+        gaussian(2, 3, 4, 32 * 16).unflatten(-1, (32, 16))
+        * (1 + torch.arange(32.0)).unsqueeze(-1)
+        * torch.linspace(0.05, 1, 16)
+    )
+    y, side = DualScale(iterations=30).encode(x)
+    assert x.std(dim=-2, correction=0).log().std() > 0.5
+    even = y / y.std(dim=-1, correction=0, keepdim=True)  # which the ends of an affine quantizer stand for
+    assert even.std(dim=-2, correction=0).log().std(dim=-1).max() < 0.02
+    assert side["inner"].float().log().mean(-1).abs().max() < 1e-3
+    assert torch.allclose(DualScale().decode(y, side), x, rtol=1e-5)
+
+
+def test_tokens_differ_from_their_anchor_as_it_is_read_back():
+    """So that the error of an anchor is not the error of its followers."""
+    x = gaussian(1, 1, 1, 20 * 8).unflatten(-1, (20, 8))
+    y, side = Anchors(10).encode(x)
+    read = Anchors(10).decode(y.clone(), side)
+    followers = [i for i in range(20) if i % 10]
+    assert torch.allclose(read[..., followers, :], x[..., followers, :], atol=1e-6)
+    assert 0 < (read[..., [0, 10], :] - x[..., [0, 10], :]).abs().max() < 0.02
+
+
+def test_early_layers_get_finer_steps(llama):
+    text = torch.randint(1, 400, (6, 96), generator=torch.Generator().manual_seed(0))
+    compressor = calibrate(llama, text, presets.cachegen(3.0, group=4, block=16), progress=False)
+    bits = [pair[0].quantizer.bits for pair in compressor.codecs]
+    assert sum(bits) / len(bits) == pytest.approx(3.0)
+    assert [a - b for a, b in itertools.pairwise(bits)] == pytest.approx([1, math.log2(1.5)])
+
+
+def test_fp8_and_nvfp4_are_the_numbers_that_their_formats_name():
+    x = torch.tensor([0.3, -0.3, 17.0, 500.0, -500.0, 0.0, 2.0**-9, 1e-4]).view(1, 1, 1, 8)
+    read = presets.fp8().key_codec(8).fit(x).quantize_dequantize(x)
+    assert read.flatten().tolist() == [0.3125, -0.3125, 16.0, 448.0, -448.0, 0.0, 2.0**-9, 0.0]
+    x = torch.tensor([6.0, -3.2, 0.2, 0.3, 1.3, 2.4, 2.6, 5.1, *[0.0] * 24, *[600.0] * 16]).view(1, 1, 1, 48)
+    read = presets.nvfp4().key_codec(48).fit(x).quantize_dequantize(x).flatten()
+    assert read[:8].tolist() == [6.0, -3.0, 0.0, 0.5, 1.5, 2.0, 3.0, 6.0] and (read[8:32] == 0).all()
+    assert (read[32:] == 6 * 96.0).all()  # 100 lies between 96 and 104, which is odd
