@@ -104,9 +104,9 @@ def test_nothing_is_stored_but_payloads_sinks_and_window_and_tables_are_named(ll
     assert report.bits_per_value == (3 * 2 * 4 + 16) / 32  # 3 codes of 4 bits for each of 2 groups, one fp16 scale
     assert report.packed_values == layers * 2 * heads * 36 * 32
     assert sum(cache.layers[0].stores[0].parts) == report.seq_len == 48
-    search = 3 * (16 + 1) * (16 + 64)  # -2 c and |c|^2 beneath, of 3 codebooks of 16 codes; padded to whole blocks
+    search = 3 * (16 + 1) * 64  # -2 c and |c|^2 beneath, of 3 codebooks of 16 codes, padded to whole blocks
     plain = 3 * 3 * 16 * 16  # as rows, exactly, and as the decoder reads them
-    tables = layers * 2 * 4 * (search + plain + 3)  # and where each codebook begins
+    tables = layers * 2 * 4 * (search + plain)
     assert report.derived_bytes == tables and report.side_bytes == compressor.side_bytes
     assert "1.25 bits per packed value" in repr(cache) and f"tables made from it {tables:,}" in repr(cache)
 
