@@ -1,6 +1,7 @@
 """``vqkv compare MODEL``: which cache for this model? A table, and the notebook and the HTML page that show it."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Plan:
     def __str__(self):
         (n, length), (m, scored) = self.train, self.test
         return (
-            f"{len(self.seconds)} ways to store the cache, each calibrated on {n} x {length:,} tokens and measured on "
+            f"{', '.join(self.seconds)}: each calibrated on {n} x {length:,} tokens and measured on "
             f"{m} x {scored:,}, and asked {self.num_texts} x {FACTS} facts in {self.text_lens[0]:,} and in "
             f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.1f} minutes"
         )
@@ -144,8 +145,9 @@ def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
         seconds = {system: pace * _tokens(system, size, channels) for system in SYSTEMS if system not in left_out}
         if sum(seconds.values()) <= 60 * minutes:
             return Plan(*size, seconds, left_out)
+    enough = math.ceil(sum(seconds.values()) / 60)
     for system in reversed([*seconds]):
-        left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes, for which there are too few"
+        left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes; --minutes {enough} is enough for all"
         if seconds and sum(seconds.values()) <= 60 * minutes:
             return Plan(*size, seconds, left_out)
     fewest = pace * _tokens("int4", size, channels) / 60
