@@ -7,8 +7,6 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = "1"
-for steering in ("VQKV_OUT", "VQKV_RECOMPUTE", "VQKV_SCHEDULER", "VQKV_WORKERS"):
-    os.environ.pop(steering, None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vqkv import presets
 from vqkv.errors import DataError
-from vqkv.study import tables
+from vqkv.study import steering, tables
 from vqkv.study.experiments import audit, audited_tables, claims_audit
 from vqkv.study.experiments.audit import framework, shapes
 from vqkv.study.experiments.audit.expressions import evaluate, filled
@@ -186,7 +186,7 @@ def test_other_contents_are_another_audit(tmp_path, monkeypatch):
     assert before == recorded["parameters"]["tables"]
     (tmp_path / "results").mkdir()
     (tmp_path / "results/03_depth.csv").write_text("model\nx\n")
-    monkeypatch.setenv("VQKV_OUT", str(tmp_path))
+    monkeypatch.setattr(steering, "current", steering.Steering(str(tmp_path)))
     after = audited_tables()
     assert [name for name in before if after[name] != before[name]] == ["03_depth"]
     with pytest.raises(DataError, match="table 03_depth"):

@@ -10,7 +10,7 @@ from small_models import make
 from vqkv import Compressor
 from vqkv.cache.chat import Conversation
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import explore, figures, tables
+from vqkv.study import explore, figures, steering, tables
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import HEADLESS, Chat
 from vqkv.study.subject import Subject
@@ -125,7 +125,6 @@ def test_controls_are_there_only_where_somebody_can_turn_them(subject, monkeypat
     assert explore.chat(**shown, max_new_tokens=6) is None and capsys.readouterr().out == HEADLESS + "\n"
     assert explore.follow(**key) is None
     monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
-    monkeypatch.delenv("VQKV_OUT", raising=False)
     assert len(explore.chat(**shown, max_new_tokens=6).children) == 4
     drawn = []
     monkeypatch.setattr(figures, "vector_stages", drawn.append)
@@ -133,7 +132,7 @@ def test_controls_are_there_only_where_somebody_can_turn_them(subject, monkeypat
     follow.children[1].value = 2
     follow.update()
     assert set(drawn[-1]["system"]) == {"quanto", "higgs"}
-    monkeypatch.setenv("VQKV_OUT", "out")
+    monkeypatch.setattr(steering, "current", steering.Steering("out"))
     assert explore.chat(**shown, max_new_tokens=6) is None
 
 
@@ -141,7 +140,6 @@ def test_the_calculator_s_controls_change_its_rows(monkeypatch):
     given = {"model": "meta-llama/Meta-Llama-3-8B", "context": 32768, "memory_gb": 24.0}
     assert "best-mid 0.5" in list(explore.calculator(**given)["system"])
     monkeypatch.setenv("JPY_SESSION_NAME", "14_explore.ipynb")
-    monkeypatch.delenv("VQKV_OUT", raising=False)
     calculator = explore.calculator(**given)
     model, context, sequences, memory, _ = calculator.children
 

@@ -1,4 +1,4 @@
-"""The driver, on toy notebooks in a temporary folder, which do without vqkv: its import would take the longest."""
+"""The driver, on toy notebooks in a temporary folder, which do without tables: torch would take the longest."""
 
 from pathlib import Path
 
@@ -13,23 +13,24 @@ from vqkv.study import pages
 from vqkv.study.pages import strip, written
 
 PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"\nsteps = 3\nsay = None'
-WRITE = """import os
-from pathlib import Path
-out = Path(os.environ["VQKV_OUT"], "results"); out.mkdir(exist_ok=True)
-said = [os.environ[f"VQKV_{steering}"] for steering in ("RECOMPUTE", "WORKERS", "SCHEDULER")]
-out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{','.join(said)}")
+WRITE = """from pathlib import Path
+from vqkv.study.steering import current as run
+out = Path(run.out, "results"); out.mkdir(exist_ok=True)
+out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{run.recompute},{run.workers},{run.scheduler}")
 print(Path.cwd().name, steps)"""
-MEET = """import os, time
+MEET = """import time
 from pathlib import Path
-out, deadline = Path(os.environ["VQKV_OUT"]), time.monotonic() + 60
+from vqkv.study import steering
+out, deadline = Path(steering.current.out), time.monotonic() + 60
 _ = out.joinpath(f"{name}.begun").write_text("")
 while not all(out.joinpath(f"{each}.begun").exists() for each in "ab") and time.monotonic() < deadline:
     time.sleep(0.01)
 assert time.monotonic() < deadline
 _ = out.joinpath(f"{name}.ended").write_text("")"""
-ALONE = """import os, time
+ALONE = """import time
 from pathlib import Path
-out = Path(os.environ["VQKV_OUT"])
+from vqkv.study import steering
+out = Path(steering.current.out)
 assert all(out.joinpath(f"{each}.ended").exists() for each in "ab") and not out.joinpath("running").exists()
 _ = out.joinpath("running").write_text("")
 time.sleep(0.5)
@@ -63,9 +64,9 @@ def test_default_profile_refreshes_the_page_in_place_and_repeats_itself(root):
     assert notebook.cells[1].outputs[0].text == "notebooks 3\n" and notebook.cells[1].execution_count == 2
     assert nbformat.writes(notebook).encode() + b"\n" == first
     assert b"papermill" not in first and b"injected" not in first and b"iopub" not in first
-    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,0,,"
+    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,False,0,"
     assert study.Study(root, recompute=True, workers=3).run() == {}
-    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",1,3,")
+    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",True,3,")
     assert not (root / "runs").exists()
 
 
@@ -75,7 +76,7 @@ def test_other_parameters_go_to_their_own_folder(root):
     assert run.run() == {}
     assert contents(root, "notebooks") == before and not (root / "results").exists()
     assert run.target.parent == root / "runs" and run.target.name.startswith("custom-")
-    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,0,,"
+    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,False,0,"
     executed = (run.target / "notebooks/01_first.ipynb").read_text()
     assert "injected-parameters" in executed and "notebooks 7" in executed
 

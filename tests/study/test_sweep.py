@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import sweep, tables, workers
+from vqkv.study import steering, sweep, tables, workers
 from vqkv.study.literals import plain
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -23,10 +23,14 @@ SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.f
 WORDS = r"unknown preset 'vqlm'. Did you mean 'vqllm'\? Known: vqllm."
 
 
+def steer(monkeypatch, out, **how):
+    monkeypatch.setattr(steering, "current", steering.Steering(str(out), **how))
+
+
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """The folder for results; beside it marks."""
-    monkeypatch.setenv("VQKV_OUT", str(tmp_path / "out"))
+    steer(monkeypatch, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -66,9 +70,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_com
     whole, out = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, out):
         folder.mkdir()
-    monkeypatch.setenv("VQKV_OUT", str(whole))
+    steer(monkeypatch, whole)
     table(whole, **slow)
-    monkeypatch.setenv("VQKV_OUT", str(out))
+    steer(monkeypatch, out)
     for _ in range(12):
         before = {x: cases.marks(out, f"begun-{x}") for x in finished(out)}
         process = multiprocessing.get_context("fork").Process(target=table, args=[out], kwargs=slow)
@@ -93,12 +97,12 @@ def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out)
 
 
 def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out, monkeypatch):
-    monkeypatch.setenv("VQKV_WORKERS", "2")
+    steer(monkeypatch, out, workers=2)
     half_done(out, RuntimeError, r"a worker died.*memory", why="kill")
     assert finished(out) and 3 not in finished(out)  # the other worker may have gone on to the last
     assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     done = finished(out)
-    monkeypatch.delenv("VQKV_WORKERS")
+    steer(monkeypatch, out)
     calls = [cases.marks(out.parent, x) for x in range(5)]
     assert finish(out) == [calls[x] + (x not in done) for x in range(5)]
 
@@ -109,7 +113,7 @@ def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monke
     with LocalCluster(
         n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=None
     ) as here:
-        monkeypatch.setenv("VQKV_SCHEDULER", here.scheduler_address)
+        steer(monkeypatch, out, scheduler=here.scheduler_address)
         assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
         assert finish(out)[3] == 1
     with pytest.raises(DataError, match="another version of vqkv"):

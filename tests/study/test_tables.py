@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.study import figures, tables
+from vqkv.study import figures, steering, tables
 from vqkv.study.provenance import RECORDED_PACKAGES
 
 calls = []
@@ -82,7 +82,7 @@ def test_other_parameters_leave_the_committed_table_alone(root, monkeypatch):
     assert folder.parent == root / "runs" and folder.name.startswith("toy-") and len(folder.name) == len("toy-") + 10
     assert contents(root).items() >= committed.items()
     assert calls == [1, 2] and not again.attrs["vqkv"]["fresh"]
-    monkeypatch.setenv("VQKV_OUT", str(root / "elsewhere"))  # there the last one stays
+    monkeypatch.setattr(steering, "current", steering.Steering(str(root / "elsewhere")))  # there the last one stays
     for seed in (1, 2):
         tables.table("toy", experiment, {"seed": seed})
     assert provenance(root / "elsewhere")["parameters"] == {"seed": 2} and not (root / "elsewhere/runs").exists()
@@ -92,7 +92,7 @@ def test_recompute_gives_equal_bytes_and_a_failing_function_loses_nothing(root, 
     tables.table("toy", experiment, {"seed": 1})
     before = (root / "results/toy.csv").read_bytes()
     assert tables.table("toy", experiment, {"seed": 1}, recompute=True).attrs["vqkv"]["fresh"]
-    monkeypatch.setenv("VQKV_RECOMPUTE", "1")
+    monkeypatch.setattr(steering, "current", steering.Steering(recompute=True))
     tables.table("toy", experiment, {"seed": 1})
     assert calls == [1, 1, 1] and (root / "results/toy.csv").read_bytes() == before
 
@@ -170,6 +170,6 @@ def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypat
     figures.show(draw(toy(seed=5)), "toy", toy(seed=5))
     (run,) = (root / "runs").iterdir()
     assert (run / "figures/toy.svg").is_file() and path.read_text() == "committed"
-    monkeypatch.setenv("VQKV_OUT", str(root))
+    monkeypatch.setattr(steering, "current", steering.Steering(str(root)))
     figures.show(draw(toy()), "toy", toy())
     assert path.read_text() != "committed"

@@ -25,6 +25,7 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
 from vqkv.study.literals import digest
+from vqkv.study.steering import Steering
 from vqkv.study.tables import repository_root, write_atomically
 from vqkv.study.workers import check
 
@@ -115,14 +116,8 @@ class Study:
         return path.stem, ""
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
-        """Run a notebook's cells in a new kernel, whose environment says where tables go and who computes them."""
-        environment = os.environ | {
-            "VQKV_OUT": str(self.target),
-            "VQKV_RECOMPUTE": "1" if self.recompute else "0",
-            "VQKV_SCHEDULER": self.scheduler,
-            "VQKV_WORKERS": str(self.workers or ""),
-            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        }
+        """Run a notebook's cells in a new kernel, after a cell that says where tables go and who computes them."""
+        steering = Steering(str(self.target), self.recompute, self.workers, self.scheduler)
         client = NotebookClient(
             notebook,
             kernel_name="python3",
@@ -131,7 +126,13 @@ class Study:
             coalesce_streams=True,
             allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
-        client.execute(env=environment)
+        with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
+            first = nbformat.v4.new_code_cell(steering.cell())
+            notebook.cells.insert(0, first)
+            client.execute_cell(first, 0, store_history=False)
+            del notebook.cells[0]
+            for number, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, number)
 
 
 app = typer.Typer(add_completion=False)

@@ -1,9 +1,6 @@
 """Tables of experiments, case by case: in this process, in several or on a Dask cluster, and after a kill from where
 it was.
 
-``VQKV_WORKERS`` in the environment is a number of processes on this machine, ``VQKV_SCHEDULER`` the address of a Dask
-scheduler; without either, cases run one after another in this process. ``vqkv.study`` sets them.
-
 The rows are the same whoever computes them, in whatever order: a case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
 depends on the number of threads, so a worker computes one case at a time, on as many threads as the process that sweeps
@@ -15,7 +12,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import threading
 import time
 import warnings
@@ -31,7 +27,7 @@ from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
-from vqkv.study import workers
+from vqkv.study import steering, workers
 from vqkv.study.allocator import keep_freed_memory
 from vqkv.study.literals import plain
 from vqkv.study.shared import forget
@@ -157,15 +153,15 @@ def _taken(function: Callable, parameters: dict) -> dict:
 
 
 def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> dict[str, dict]:
-    """Results by the names of these cases, in their order, computed where the environment says or found in a folder."""
+    """Results by the names of these cases, in their order, computed or found in a folder."""
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
     calls = [(case, CODE, threads) for case in cases if case.name not in found]
-    processes, scheduler = (os.environ.get(f"VQKV_{name}", "").strip() for name in ("WORKERS", "SCHEDULER"))
+    who = steering.current
     try:
         with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
-            for name, result in workers.results(_result, calls, int(processes or 1), scheduler, forget):
+            for name, result in workers.results(_result, calls, who.workers or 1, who.scheduler, forget):
                 if folder:
                     folder.mkdir(parents=True, exist_ok=True)
                     with replacing(kept[name]) as file:

@@ -1,14 +1,9 @@
-"""Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``.
-
-``VQKV_OUT`` in the environment names the folder that holds ``results/`` and ``figures/`` (default: the repository), and
-``VQKV_RECOMPUTE=1`` computes every table again. ``vqkv.study`` sets both.
-"""
+"""Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``."""
 
 import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +14,7 @@ import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.runtime.files import replacing
+from vqkv.study import steering
 from vqkv.study.literals import digest, plain
 from vqkv.study.provenance import describe
 from vqkv.study.sweep import Experiment
@@ -28,13 +24,13 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     """The stored table ``name`` if it was made with these parameters, else ``function(**parameters)``, then stored.
 
     A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
-    unless ``VQKV_OUT`` names a folder. The rows that an experiment has finished are kept beside it until the table is
+    unless the run has a folder. The rows that an experiment has finished are kept beside it until the table is
     stored. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
     Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
     parameters are not plain literals or a column holds what a CSV cannot.
     """
     wanted = plain(parameters, f"parameters of table {name!r}")
-    recompute = recompute or os.environ.get("VQKV_RECOMPUTE") == "1"
+    recompute = recompute or steering.current.recompute
     root = _root_for(name, wanted)
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
@@ -96,9 +92,8 @@ def repository_root() -> Path:
 
 
 def output_root() -> Path:
-    """The folder that holds ``results/`` and ``figures/``: ``VQKV_OUT``, else the repository."""
-    out = os.environ.get("VQKV_OUT")
-    return Path(out).resolve() if out else repository_root()
+    """Return the folder that holds ``results/`` and ``figures/`` of this run."""
+    return Path(steering.current.out).resolve() if steering.current.out else repository_root()
 
 
 def write_atomically(path: Path, data: bytes) -> str:
@@ -124,7 +119,7 @@ def _paths(root: Path, name: str) -> tuple[Path, Path]:
 def _root_for(name: str, parameters: dict) -> Path:
     root = output_root()
     stored = _provenance(root, name)
-    if stored is None or stored["parameters"] == parameters or os.environ.get("VQKV_OUT"):
+    if stored is None or stored["parameters"] == parameters or steering.current.out:
         return root
     return root / "runs" / f"{name}-{digest(parameters)}"
 

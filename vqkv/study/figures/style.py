@@ -9,6 +9,7 @@ import numpy as np
 from IPython.display import Image, Markdown, display
 
 from vqkv.models.gguf import TITLES
+from vqkv.study import steering
 from vqkv.study.tables import output_root, provenance, record_figures, repository_root, write_atomically
 
 PALETTE = {
@@ -124,7 +125,7 @@ def show(fig, name: str, table) -> None:
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
     paths = [root / "figures" / f"{name}.{kind}" for kind in METADATA]
-    asked = bool(os.environ.get("VQKV_OUT")) or origin["fresh"] or root.parent.name == "runs"
+    asked = steering.current.out or origin["fresh"] or root.parent.name == "runs"
     if asked or not all(path.is_file() for path in paths):
         hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
         record_figures(root, origin["name"], hashes)
