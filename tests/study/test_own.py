@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
-from vqkv.codecs.part import Part
 from vqkv.errors import DataError
 from vqkv.study.experiments import defining_text, neighbours, own_preset
+from vqkv.study.experiments.own import imported
 from vqkv.study.subject import Subject
 from vqkv.study.tables import repository_root
 
@@ -22,31 +22,26 @@ NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 
 
 @pytest.fixture
-def cell():
+def cell(tmp_path, monkeypatch):
     """What the page's cell defines."""
-    defined = {"__name__": "__main__"}
-    exec(CELL, defined)
-    return defined
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path))
+    return imported(CELL)
 
 
-def test_the_levels_are_those_of_the_paper(cell):
-    np.testing.assert_allclose(cell["NormalFloat"](4).levels.float(), NF4, atol=5e-4)
-
-
-def test_hard_values_come_back(cell):
+def test_hard_values_come_back_and_the_levels_are_those_of_the_paper(cell):
+    np.testing.assert_allclose(cell.NormalFloat(4).levels.float(), NF4, atol=5e-4)
     x = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(0))
     x[0, :, 3] = 0
     x[0, :, 4] *= 1e4
     x[0, :, 5] *= 1e-6
-    codec = cell["nf"](4).key_codec(64).fit(x)
+    codec = cell.nf(4).key_codec(64).fit(x)
     payload = codec.encode(x)
     error = codec.decode(payload) - x
     assert error.isfinite().all() and error.square().sum() < 0.02 * x.square().sum()
     assert 8 * payload.nbytes == x.numel() * 4 + 8 * 16  # codes, and a scale for each token
 
 
-def test_it_is_measured_beside_others_without_the_class_being_known():
-    Part.registry.pop("NormalFloat", None)
+def test_it_is_measured_beside_others(cell):
     subject = Subject("vqkv/llama-mini", "python-stdlib", [1, 40], [1, 40])
     about = {"subject": subject, "models": [subject.name], "seeds": [0], "chunk_size": 18, "sink_tokens": 4}
     made = own_preset(**about, definition=CELL, preset="nf", bits=[4], beside=["higgs 4"])
