@@ -7,7 +7,8 @@ from matplotlib.ticker import FuncFormatter
 from vqkv.study.figures.labels import plain_numbers
 from vqkv.study.figures.style import PALETTE, interval, look, mark_floor, model_of, whiskers
 
-FAMILIES = ("higgs", "quanto", "vqllm")
+FAMILIES = {"higgs": "HIGGS", "quanto": "int2 (quanto)", "vqllm": "residual VQ"}
+LABELS = {"aqua higgs 2": "AQUA-KV, HIGGS 2", "higgs 2": "HIGGS 2"}
 KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", "aqua higgs 2, MLP": "MLP"}
 
 
@@ -16,9 +17,9 @@ def predicted_plane(table):
     linear predictors (filled)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     mine = table[table["block"] == "backbone"].sort_values("bits_per_value")
-    for family in FAMILIES:
+    for family, name in FAMILIES.items():
         for predicted, curve in mine[mine["label"].str.contains(family)].groupby("predicted"):
-            style = look(family) | ({"ls": "-", "label": family} if predicted else {"ls": ":", "mfc": "white"})
+            style = look(family) | ({"ls": "-", "label": name} if predicted else {"ls": ":", "mfc": "white"})
             ax.errorbar(curve["bits_per_value"], curve["kl_mean"], interval(curve), **style)
     ax.set(title=model_of(mine), xlabel="stored bits per value (side information apart)", yscale="log")
     mark_floor(ax, mine)
@@ -64,8 +65,8 @@ def choice_dots(ratios, default: str, without: str):
     error = whiskers(rows["ratio"], rows["low"], rows["high"])
     ax.errorbar(rows["ratio"], range(len(rows)), xerr=error, fmt="o", ms=7, color=PALETTE["bound"], capsize=3)
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
-    ax.axvline(line, color=PALETTE["higgs"], linestyle=":", label=f"{without} alone")
-    ax.set(xscale="log", xlabel=f"KL over that of {default} (1: no change)")
+    ax.axvline(line, color=PALETTE["higgs"], linestyle=":", label=f"{LABELS.get(without, without)} alone")
+    ax.set(xscale="log", xlabel=f"KL over that of {LABELS.get(default, default)} (1: no change)")
     ax.set_yticks(range(len(rows)), names)
     plain_numbers(ax.xaxis)
     ax.invert_yaxis()

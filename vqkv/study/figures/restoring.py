@@ -6,13 +6,15 @@ import numpy as np
 from vqkv.study.figures.labels import name_ends, plain_numbers
 from vqkv.study.figures.style import PALETTE, look
 
+IN_TABLES = ("best-long", "cachegen", "lossless")  # more than six lines are hard to tell apart
 AGAIN = {"color": PALETTE["bound"], "ls": "--", "label": "computed again"}
 
 
 def waiting(table):
     """Milliseconds until the first token after a prompt, restored by each system and computed again (dashed): against
     the prompt's length, files in memory; and for the longest prompt against the bandwidth (MB/s) that its file comes
-    with, bytes over bandwidth added. ``table``: from ``restoring_times``, of one model."""
+    with, bytes over bandwidth added. ``table``: from ``restoring_times``, of one model; ``IN_TABLES`` are not drawn."""
+    table = table[~table["system"].str.startswith(IN_TABLES)]
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True)
     again = table.drop_duplicates("tokens")
     longest = table[table["tokens"] == table["tokens"].max()]
@@ -36,7 +38,8 @@ def waiting(table):
 
 def chat_lines(table):
     """Turn by turn of a chat: milliseconds until the answer's first token, with the cache brought back and with
-    everything computed again (dashed); and the megabytes that the folder holds."""
+    everything computed again (dashed); and the megabytes that the folder holds. ``IN_TABLES`` are not drawn."""
+    table = table[~table["system"].str.startswith(IN_TABLES)]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     again = table.groupby("turn")["again_ms"].median()
     axes[0].plot(again.index, again, **AGAIN)

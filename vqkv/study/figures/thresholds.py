@@ -1,11 +1,14 @@
 """Figures of notebook 05."""
 
 import matplotlib.pyplot as plt
+import numpy as np
 
+from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, mark_floor, model_colour, model_of
+from vqkv.study.figures.style import PALETTE, basename, mark_floor, model_colour, model_of, whiskers
 
 RATIOS = (1, 2, 4, 8, 16)
+APART = "codebooks apart"
 METHODS = {
     "vqq": ("VQ + fp16 fallback", "vqq", "o"),
     "vqq_product": ("product codes + fp16 fallback", "pq", "s"),
@@ -17,22 +20,24 @@ METHODS = {
 
 
 def threshold_curves(table):
-    """Draw KL against the measured ratio to the live fp16 cache: a line over thresholds for each method with fallback,
-    a point for each without."""
+    """Draw KL, with its 95% interval over sequences, against the measured ratio to the live fp16 cache: a line over
+    thresholds for each method with fallback, a point for each without."""
     fig, ax = plt.subplots(figsize=(10, 4))
     for method, (label, colour, marker) in METHODS.items():
         rows = table[(table["method"] == method) & (table["threshold"] != 0)]  # 0: all of it in fp16
-        points = rows.groupby(["threshold", "ratio"], dropna=False)["kl"].mean().reset_index().sort_values("ratio")
-        line = f"{marker}-" if len(points) > 1 else marker
-        ax.plot(points["ratio"], points["kl"], line, color=PALETTE[colour], label=label)
+        each = rows.groupby(["ratio", "threshold"], dropna=False)["kl"].agg(list)
+        kl, low, high = np.array([paired_ratio(kl, [1] * len(kl)) for kl in each]).T
+        style = {"fmt": f"{marker}-" if len(each) > 1 else marker, "elinewidth": 1, "capsize": 2}
+        ratios = each.index.get_level_values("ratio")
+        ax.errorbar(ratios, kl, whiskers(kl, low, high), color=PALETTE[colour], label=label, **style)
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
     ax.axhline(0.1, color=PALETTE["published"], linestyle="--", linewidth=1)
-    ax.set(title=model_of(table), xlabel="times smaller than the live fp16 cache", xscale="log", yscale="log")
+    ax.set(title=model_of(table), xlabel=f"times smaller than the live fp16 cache, {APART}", xscale="log", yscale="log")
     ax.set_xticks(RATIOS, map(str, RATIOS))
     plain_numbers(ax.yaxis)
     ax.text(1.05, 0.11, '"defensible": KL 0.1', color=PALETTE["published"], fontsize=9)
     ax.set_ylabel("KL (nats), mean over sequences")
-    ax.legend(loc="lower right")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return fig
 
 
@@ -45,11 +50,11 @@ def ratios_by_threshold(measured, claimed):
     look, (model,) = {"color": PALETTE["published"]}, set(measured["model"])
     every.plot(claimed["threshold"], claimed["claimed_ratio"], "o--", label="claimed (GPT-2)", **look)
     every.set(title="against every snapshot in fp32", ylabel="times smaller", ylim=(10, 2000))
-    own = {"color": model_colour(model), "linewidth": 2.5, "label": f"measured ({basename(model)})"}
+    own = {"color": model_colour(model), "linewidth": 2.5, "label": f"measured: {basename(model)}"}
     live.plot(measured["threshold"], measured["ratio"], "o-", **own)
     live.plot(claimed["threshold"], claimed["claimed_live"], "s--", label="from the source's own shares", **look)
     live.axhline(1, color=PALETTE["bound"], linewidth=1)
-    live.set(title="against the live fp16 cache", ylim=(0.8, 20))
+    live.set(title=f"against the live fp16 cache, {APART}", ylim=(0.8, 20))
     ticks = [t for t in claimed["threshold"] if t != 0.08]
     for ax in (every, live):
         ax.set(xscale="log", yscale="log", xlabel="error threshold (share of the head's maximum)")
