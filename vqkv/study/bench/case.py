@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vqkv import kernels
+from vqkv.kernels import naive
 from vqkv.study.bench import plain
 from vqkv.study.bench.roofline import Demand
 
@@ -79,9 +80,10 @@ class Problem:
         self.cases.append(case)
 
     def add_ours(self, kernel: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
-        """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch's."""
+        """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch."""
         self.add(ours(kernel, like), partial(getattr(kernels, kernel), *arguments), expected, **more)
-        self.add("plain torch", partial(getattr(plain, kernel), *arguments), expected, **more)
+        first = getattr(plain, kernel, None) or getattr(naive, kernel)
+        self.add("plain torch", partial(first, *arguments), expected, **more)
 
     def add_peer(self, name: str, prepare: Callable, expected: Tensor | None = None) -> None:
         """Time the call that ``prepare()`` returns with its ``read``. Without its package, or where it fails, a warning

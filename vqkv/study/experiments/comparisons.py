@@ -1,4 +1,4 @@
-"""What page 11 makes of its rows: who is better at equal bits, what to use, what is lost first, which proxy sees it."""
+"""What page 11 makes of its rows: who is better at equal bits, what a part is worth, which proxy sees what is lost."""
 
 import itertools
 import math
@@ -9,34 +9,10 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import CONTEXTS, LEAST, MOST
+from vqkv.study.experiments.frontier import LEAST, MOST
 
 CHANCE = 0.95  # of the intervals
 DRAWS = 1000  # of a bootstrap
-
-
-def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
-    """The system of the lowest KL for each budget of bits, side information included, and length of a single context.
-
-    Of one model's rows: that whose mean KL over seeds is lowest of those that stay within the budget with every seed
-    and have a KL in every row, and that KL. Rows: budget; columns: context."""
-    groups = table.groupby(["system", "nominal_bits"], sort=False)
-    mean = groups["kl_mean"].agg(lambda kl: kl.mean(skipna=False))
-    floor = table["kl_floor"].max()
-    found = {}
-    for name in CONTEXTS:
-        if (column := f"bits_{name}_x1") in table:
-            found[name] = [_within(groups[column].max(), mean, budget, floor) for budget in budgets]
-    return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
-
-
-def _within(bits: pd.Series, kl: pd.Series, budget: float, floor: float) -> str:
-    fits = kl[bits <= budget].dropna()
-    if fits.empty:
-        return "none"
-    system, nominal = fits.idxmin()
-    least = f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
-    return f"{system}, {nominal:g} bits: {least}" if nominal else f"{system}: {least}"
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:

@@ -53,15 +53,13 @@ def _injected(subject: InjectedSubject):
 
 
 def outlier_channels(subject: Subject, size: float):
-    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed; without RoPE
-    in as many channels of either half."""
+    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
     layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
     for turn, heads in zip(rotations(subject.model), factors, strict=True):
-        halves = torch.arange(heads.shape[1]).chunk(2) if turn is None else (turn.first, turn.second)
         for head in heads:
-            start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
-            for half in halves:
+            start = int(torch.randint(len(turn.first) - PAIRS + 1, (1,), generator=generator))
+            for half in (turn.first, turn.second):
                 head[half[start : start + PAIRS]] = size
     return inject(subject.model, keys=factors)
 
@@ -73,11 +71,11 @@ def loud_heads(subject: Subject, size: float):
 
 
 def key_bias(subject: Subject, size: float):
-    """``size`` added to one channel of each head: of the RoPE pair that rotates most slowly, or the last."""
+    """``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
     layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
     for turn, layer in zip(rotations(subject.model), bias, strict=True):
-        layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
+        layer[:, int(turn.first[turn.angle.abs().argmin()])] = size
     return inject(subject.model, key_bias=bias)
 
 

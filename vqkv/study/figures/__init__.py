@@ -16,7 +16,7 @@ from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_
 from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane
 from vqkv.study.figures.restoring import chat_lines, waiting
 from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
-from vqkv.study.figures.style import PALETTE, STYLE, made, render, show, use_style
+from vqkv.study.figures.style import PALETTE, made, render, show, use_style
 from vqkv.study.figures.tasks import told_bars, tuning_dots
 from vqkv.study.figures.thresholds import (
     eviction_curves,
