@@ -13,8 +13,8 @@ from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
 from vqkv.kernels import naive as reference
 from vqkv.kernels.view import KernelView, Rope
-from vqkv.study.bench import peers, plain, roofline
-from vqkv.study.bench.case import Problem, Sizes, gaussian, ours
+from vqkv.study.bench import peers, roofline
+from vqkv.study.bench.case import Problem, Sizes, gaussian, ours, plain_encode
 from vqkv.study.bench.formats import FORMATS, GROUP, grid, keys_and_values
 from vqkv.study.bench.roofline import Demand
 
@@ -93,7 +93,7 @@ def product_encode(sizes: Sizes) -> Iterator[Problem]:
     pieces = [piece.contiguous() for piece in rows.split(4, dim=-1)]
     expected = _pieces(reference.rvq_encode, [piece[:CHECKED] for piece in pieces], codebooks)
     problem.add(ours("rvq_encode", rows), partial(_pieces, kernels.rvq_encode, pieces, codebooks), expected)
-    problem.add("plain torch", partial(_pieces, plain.rvq_encode, pieces, codebooks), expected)
+    problem.add("plain torch", partial(_pieces, plain_encode, pieces, codebooks), expected)
     problem.add_peer("faiss", partial(peers.faiss_encode, codebooks, rows, product=True), expected)
     yield problem
 

@@ -50,13 +50,9 @@ def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, 
     percent and ``kl_each``, the KL of each window in one cell. ``read``: arguments of ``evaluate``."""
     tokens = subject.test if tokens is None else tokens
     row = evaluate(subject.model, compressor, tokens, per_sequence=True, exact=subject.exact, **read)
-    each = {"kl_each": one_cell(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    each = {"kl_each": " ".join(f"{kl:.5g}" for kl in row["kl_each"])}
+    each["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     return {name: value for name, value in row.items() if not isinstance(value, list)} | each
-
-
-def one_cell(numbers: list[float]) -> str:
-    """A number for each window, as one cell of a table."""
-    return " ".join(f"{number:.5g}" for number in numbers)
 
 
 def facts_answered(

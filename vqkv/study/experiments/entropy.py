@@ -37,11 +37,8 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
 def _layer(by_stage, by_place, x) -> dict[str, float]:
     """Bits a value of the codes by way of coding them."""
     inner = by_place.quantizer.quantizer
-    packed = inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()
-    found = {"packed": packed, "by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
+    found = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
+    for name, codec in (("by_stage", by_stage), ("by_place", by_place)):
+        payload = codec.encode(x)
+        found[name] = 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
     return found | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}
-
-
-def _code_bits(codec, x) -> float:
-    payload = codec.encode(x)
-    return 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()

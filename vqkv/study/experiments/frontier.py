@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 from vqkv import presets
@@ -83,13 +84,15 @@ def frontier(
 
     ``bits_CONTEXT_x1``: with side information and sinks, of a sequence of so many tokens. ``kl_each``: one
     number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
-    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
+    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored
+    of one window, mean over layers and roles.
     """
     compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     row |= facts_answered(subject, compressor, **facts) if facts else {}
     row |= total_bits(row, subject.about, tokens_kept_exact(compressor))
-    row["evr"] = math.nan if compressor.joint else _explained(subject, compressor)
+    one = None if compressor.joint else explained_by_layer(subject, compressor, subject.test[:1])
+    row["evr"] = statistics.mean(one.values()) if one else math.nan
     return [{"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits} | row]
 
 
@@ -127,9 +130,3 @@ def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
     """Bits of a value, side information included, by context length of a single sequence (``x1``)."""
     return {f"bits_{at}_x1": bits_with_side(row, about, tokens, exact_tokens) for at, tokens in CONTEXTS.items()}
-
-
-def _explained(subject: Subject, compressor) -> float:
-    """EVR of what is stored, mean over layers, keys and values, on one sequence."""
-    ratios = explained_by_layer(subject, compressor, subject.test[:1]).values()
-    return sum(ratios) / len(ratios)

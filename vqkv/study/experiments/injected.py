@@ -85,16 +85,6 @@ def largest_magnitude(subject: Subject, size: float):
     return inject(subject.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
 
 
-def keys_normed(subject: Subject, size: float):
-    """Each head's keys over their root mean square, which queries take over; nothing is trained afterwards."""
-    return normed(subject.model, subject.train, ["key"])
-
-
-def both_normed(subject: Subject, size: float):
-    """The same, and values, whose size output projections take over."""
-    return normed(subject.model, subject.train, ["key", "value"])
-
-
 def _loud(model) -> torch.Tensor:
     """(num_layers, num_kv_heads): one head of each layer, in turn."""
     layers = kv_layers(model)
@@ -142,8 +132,8 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
     "loud heads": (loud_heads, _framework),
     "key bias": (key_bias, _biased),
     "largest magnitude": (largest_magnitude, _framework),
-    "keys normed": (keys_normed, _framework),
-    "keys and values normed": (both_normed, _framework),
+    "keys normed": (lambda subject, _: normed(subject.model, subject.train, ["key"]), _framework),
+    "keys and values normed": (lambda subject, _: normed(subject.model, subject.train, ["key", "value"]), _framework),
 }
 
 

@@ -82,11 +82,6 @@ def _table(
     }
 
 
-def _beside_plain(rows: list[dict]) -> list[dict]:
-    """The rows with ``_against_plain``'s columns, without the number of layers that these need."""
-    return [row | _against_plain(row, rows, row.pop("num_layers")) for row in rows]
-
-
 def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
     saved."""
@@ -108,7 +103,9 @@ def _ablation_cases(quantizer: dict, num_quantizers: list[int], sink_tokens: int
     return [{"block": block, "label": label} for block, labels in blocks.items() for label in labels]
 
 
-@experiment(_ablation_cases, finish=_beside_plain)
+@experiment(
+    _ablation_cases, finish=lambda rows: [row | _against_plain(row, rows, row.pop("num_layers")) for row in rows]
+)
 def predictor_ablation(
     subject: Subject, block: str, label: str, quantizer: dict, num_quantizers: list[int], rank_share: float,
     sink_tokens: int, chunk_size: int, batch_size: int,

@@ -21,11 +21,11 @@ EXACT = "exact"
 FP16 = "fp16"  # a cache of everything, rounded: the floor
 
 
-def _residual_cases(swept: list[str], lengths: list[int], systems: list[str], length: int) -> list[dict]:
-    return product(label=swept, length=lengths) + product(label=systems, length=[length])
-
-
-@experiment(_residual_cases)
+@experiment(
+    lambda swept, lengths, systems, length: (
+        product(label=swept, length=lengths) + product(label=systems, length=[length])
+    )
+)
 def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
     """Loss and bits of transformers' caches (``transformers hqq 8`` and the like) by the number of recent tokens that
     are kept exact until they are quantized as one block: ``swept`` with every ``residual_length`` of ``lengths`` (0,

@@ -92,10 +92,12 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     shown = [seen[(seen["family"] == name) & seen[column].notna()] for name in (OURS, THEIRS)]
     if any(rows.empty for rows in shown):
         return {f"{name}{end}": np.nan for name in ENDS for end in ("", "_low", "_high")}
-    curves = [_curve(rows, column) for rows in shown]
-    count = curves[0][1].shape[1]
+    rates = [[*rows.groupby(["system", "nominal_bits"])] for rows in shown]
+    bits = [np.array([mine[column].mean() for _, mine in each]) for each in rates]
+    losses = [np.stack([windows(mine).to_numpy() for _, mine in each]) for each in rates]  # (rates, windows)
+    count = losses[0].shape[1]
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
-    ends = np.array([_ends(curves, each, least, most) for each in [np.arange(count), *drawn]])
+    ends = np.array([_ends(bits, [kl[:, each] for kl in losses], least, most) for each in [np.arange(count), *drawn]])
     found = {}
     for name, values in zip(ENDS, ends.T, strict=True):
         known = values[1:][~np.isnan(values[1:])]
@@ -104,19 +106,14 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     return found
 
 
-def _curve(rows: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bits (rates,) and KL (rates, windows)."""
-    rates = [(mine[column].mean(), windows(mine).to_numpy()) for _, mine in rows.groupby(["system", "nominal_bits"])]
-    return tuple(map(np.stack, zip(*rates, strict=True)))
-
-
-def _ends(curves, drawn: np.ndarray, least: float, most: float) -> tuple[float, float]:
-    means = [(bits, np.log(each[:, drawn].mean(1))) for bits, each in curves]
-    first, last = max(kl.min() for _, kl in means), min(kl.max() for _, kl in means)
+def _ends(bits: list[np.ndarray], losses: list[np.ndarray], least: float, most: float) -> tuple[float, float]:
+    """Return the lowest and the highest share of bits, ours over theirs, at KLs that both reach."""
+    logs = [np.log(each.mean(1)) for each in losses]
+    first, last = max(kl.min() for kl in logs), min(kl.max() for kl in logs)
     if first >= last:
         return np.nan, np.nan
-    losses = np.linspace(first, last, GRID)
-    ours, theirs = (np.interp(losses, kl[order := kl.argsort()], bits[order]) for bits, kl in means)
+    at = np.linspace(first, last, GRID)
+    ours, theirs = (np.interp(at, kl[order := kl.argsort()], each[order]) for each, kl in zip(bits, logs, strict=True))
     shares = (ours / theirs)[(theirs >= least) & (theirs <= most)]
     return (shares.min(), shares.max()) if len(shares) else (np.nan, np.nan)
 

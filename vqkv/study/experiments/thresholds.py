@@ -66,7 +66,9 @@ def threshold_sweep(
     if threshold is not None:
         for codec in (codec for pair in compressor.codecs for codec in pair):
             codec.quantizer.threshold = threshold
-        label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
+        layers = zip(compressor.codecs, keys, values, strict=True)
+        masks = [codec.encode(x).mask() for pair, *layer in layers for codec, x in zip(pair, layer, strict=True)]
+        label |= {"threshold": threshold, "vq_blocks": statistics.mean(mask.float().mean().item() for mask in masks)}
     label["median_error"] = _median_error(compressor, keys, values)
     settings = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
     settings["step_size"] = subject.test.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
@@ -87,13 +89,6 @@ def _prompts(subject: Subject, prompt_len: int):
 def _fitted(subject: Subject, method: str, prompt_len: int, codebook_size: int) -> Compressor:
     make = (WITH_FALLBACK | WITHOUT_FALLBACK)[method]
     return subject.calibrated(make(keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed))
-
-
-def _vq_share(compressor, keys, values) -> float:
-    """Share of the blocks that are stored as codes."""
-    pairs = zip(compressor.codecs, zip(keys, values, strict=True), strict=True)
-    masks = [codec.encode(x).mask() for codecs, layer in pairs for codec, x in zip(codecs, layer, strict=True)]
-    return statistics.mean(mask.float().mean().item() for mask in masks)
 
 
 def _median_error(compressor, keys, values) -> float:

@@ -54,7 +54,10 @@ def _cases(families: list[str]) -> list[dict]:
 
 
 def _with_chosen(rows: list[dict]) -> list[dict]:
-    best = _best(pd.DataFrame(rows))
+    """The rows with ``chosen``; the default, which comes first in its family, has ``WORTH`` of its own taken off."""
+    bits = pd.DataFrame(rows).set_index(["family", "settings"])["equivalent_bits"]
+    bits[bits.groupby("family").head(1).index] -= WORTH
+    best = set(bits.sort_values(kind="stable").groupby("family").head(1).index)
     return [row | {"chosen": (row["family"], row["settings"]) in best} for row in rows]
 
 
@@ -83,13 +86,6 @@ def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
     """Family -> the arguments that were chosen for it, as ``frontier`` takes them."""
     kept = table[table["chosen"]].drop_duplicates("family")
     return {family: ast.literal_eval(each) for family, each in zip(kept["family"], kept["arguments"], strict=True)}
-
-
-def _best(table: pd.DataFrame) -> set[tuple[str, str]]:
-    """(family, settings) of the least; the default, which comes first, has ``WORTH`` of its own taken off."""
-    bits = table.set_index(["family", "settings"])["equivalent_bits"]
-    bits[bits.groupby("family").head(1).index] -= WORTH
-    return set(bits.sort_values(kind="stable").groupby("family").head(1).index)
 
 
 def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
