@@ -78,24 +78,19 @@ class Study:
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures = {}
+        failures: dict[str, str] = {}
         self.target.mkdir(parents=True, exist_ok=True)
+        timing = [path for path in self.notebooks if pages.is_tagged(path, "takes-times")]
+        reading = [path for path in self.notebooks if pages.is_tagged(path, "reads-tables")]
+        others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]  # the slowest first
         with tqdm(total=len(self.notebooks), unit="notebook") as bar:
-            for jobs, paths in self._batches():
+            for jobs, paths in ((self.jobs, others), (1, timing), (self.jobs, reading)):
                 with ThreadPool(jobs) as pool:  # the work is done in kernels, which die with this process
                     for name, error in pool.imap_unordered(self._run_one, paths):
                         bar.set_description(f"{name} {'failed' if error else 'done'}")
                         bar.update()
                         failures |= {name: error} if error else {}
         return dict(sorted(failures.items()))
-
-    def _batches(self) -> list[tuple[int, list[Path]]]:
-        """How many at a time, and which: the later notebooks first, as they compute more; those that take times, alone;
-        then those that read the others' tables."""
-        timing = [path for path in self.notebooks if pages.is_tagged(path, "takes-times")]
-        reading = [path for path in self.notebooks if pages.is_tagged(path, "reads-tables")]
-        others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
-        return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
     def _run_one(self, path: Path) -> tuple[str, str]:
         """Execute one notebook and write its page; returns its name and what went wrong: then it is kept."""

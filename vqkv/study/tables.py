@@ -31,16 +31,21 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     """
     wanted = plain(parameters, f"parameters of table {name!r}")
     recompute = recompute or steering.current.recompute
-    root = _root_for(name, wanted)
+    root, kept = output_root(), _provenance(output_root(), name)
+    if kept and kept["parameters"] != wanted and not steering.current.out:
+        root = root / "runs" / f"{name}-{digest(wanted)}"
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
     record, start = describe(name, function, wanted), time.perf_counter()
-    folder = _rows_folder(root, record, recompute)
+    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
+    folder = root / "results" / ".rows" / name / digest(same)  # of finished rows, computed in this very way
     frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
     _store(
         root, name, frame, record | {"wall_seconds": round(frame.attrs.get("seconds", time.perf_counter() - start), 2)}
     )
-    _clear(folder)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    with suppress(OSError):  # not empty: other tables are being computed
+        folder.parent.parent.rmdir()
     return _load(root, name, _provenance(root, name), fresh=True)
 
 
@@ -114,27 +119,6 @@ def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
 
 def _paths(root: Path, name: str) -> tuple[Path, Path]:
     return root / "results" / f"{name}.csv", root / "results" / f"{name}.json"
-
-
-def _root_for(name: str, parameters: dict) -> Path:
-    root = output_root()
-    stored = _provenance(root, name)
-    if stored is None or stored["parameters"] == parameters or steering.current.out:
-        return root
-    return root / "runs" / f"{name}-{digest(parameters)}"
-
-
-def _rows_folder(root: Path, record: dict, recompute: bool) -> Path:
-    """Where finished rows of this table are kept, of these parameters, computed in this way."""
-    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
-    return root / "results" / ".rows" / record["name"] / digest(same)
-
-
-def _clear(folder: Path) -> None:
-    """Remove what led to a stored table, and to others of its name, which no run would go on from."""
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    with suppress(OSError):  # not empty: other tables are being computed
-        folder.parent.parent.rmdir()
 
 
 def _provenance(root: Path, name: str) -> dict | None:

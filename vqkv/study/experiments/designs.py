@@ -25,31 +25,20 @@ GROUPINGS = {"none": "strided", "hadamard": "contiguous", "pca": "strided", "fis
 def published(
     vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
 ) -> dict[str, Preset]:
-    """Label -> preset; every one keeps the same sinks, so that their bits are the quantizers' own. ``vqllm``: for
-    residual VQ num_quantizers and codebook_size by label. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its
-    preset in place of these, at all rates."""
+    """Label -> preset: the four sources' systems, what came after them, and AQUA-KV as published. Every one keeps the
+    same sinks, so that their bits are the quantizers' own. Blocks are such that chunks of 132 tokens leave as few
+    behind as those of 32. ``vqllm``: for residual VQ num_quantizers and codebook_size by label. ``tuned``: by family
+    (of ``tuning.TRIALS``) arguments of its preset in place of these, at all rates and in all variants but AQUA-KV's."""
     own = defaultdict(dict, tuned or {})
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
     found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
     found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
-    found |= {
-        label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
-        for label, (depth, size) in vqllm.items()
-    }
+    for label, (depth, size) in vqllm.items():
+        found[label] = presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
     found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
-    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-
-
-def since(
-    vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
-) -> dict[str, Preset]:
-    """As ``published``: what came after the four sources, AQUA-KV as published, at reduced rank and over residual VQ,
-    and three systems with the recent window that they were published with. Blocks are such that chunks of 132 tokens
-    leave as few behind as those of 32. Variants of a family are tuned like it, but for AQUA-KV's."""
-    own = defaultdict(dict, tuned or {})
     cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
-    found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
+    found |= {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
     found |= {"oscar 2": presets.oscar(**own["oscar"]), "nova 2": presets.nova(seed=seed, **own["nova"])}
     found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
@@ -58,23 +47,11 @@ def since(
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
-    found |= {
-        f"kvtc {bits}{variant}": presets.kvtc(bits, **own["kvtc"] | arguments)
-        for variant, arguments in KVTC.items()
-        for bits in (0.5, 0.75, 1, 1.5, 2, 3)
-    }
+    for (variant, arguments), bits in itertools.product(KVTC.items(), (0.5, 0.75, 1, 1.5, 2, 3)):
+        found[f"kvtc {bits}{variant}"] = presets.kvtc(bits, **own["kvtc"] | arguments)
     found |= {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
-    few = min(vqllm.values(), key=lambda settings: settings[0])
-    residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
     found |= {"aqua higgs 2, as published": presets.aqua(presets.higgs(2))}
-    found |= {"aqua higgs 2, rank 64": presets.aqua(presets.higgs(2), "reduced_rank", rank=64)}
-    found |= {"aqua vqllm {}x{}".format(*few): presets.aqua(residual)}
-    found = {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-    windows = {
-        f"{make.__name__} 2, window": make(2, **own[make.__name__])
-        for make in (presets.kivi, presets.higgs, presets.kvtc)
-    }
-    return found | {label: dataclasses.replace(preset, sink_tokens=sink_tokens) for label, preset in windows.items()}
+    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
 
 
 def factorial() -> dict[str, dict]:

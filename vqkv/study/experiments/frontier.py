@@ -16,7 +16,7 @@ from vqkv.study.experiments.common import (
     facts_answered,
     tokens_kept_exact,
 )
-from vqkv.study.experiments.designs import every, exists, factorial, published, since
+from vqkv.study.experiments.designs import every, exists, factorial, published
 from vqkv.study.experiments.residual_vq import shallower
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -61,7 +61,7 @@ def _cases(
     subject: Subject, seeds: list[int], systems: list[str], vqllm: dict, learning: dict,
     designs: Sequence[str] = (), bits: Sequence[float] = (),
 ) -> list[dict]:  # fmt: skip
-    known = [label for make in (published, since) for label in make(vqllm, learning["sink_tokens"], 0)]
+    known = [*published(vqllm, learning["sink_tokens"], 0)]
     if unknown := set(systems) - set(known):
         raise UnknownNameError("system", min(unknown), known)
     wanted = [label for label in known if label in (systems or known)]
@@ -102,11 +102,8 @@ def fitted_system(
     """A published system or a design, fitted."""
     if system in vqllm:
         return _residual(subject, system, vqllm, learning["sink_tokens"], tuned or {})
-    arguments = vqllm, learning["sink_tokens"], subject.seed, tuned
-    known = published(*arguments) | since(*arguments)
-    return fitted(
-        known.get(system) or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject
-    )
+    preset = published(vqllm, learning["sink_tokens"], subject.seed, tuned).get(system)
+    return fitted(preset or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject)
 
 
 def _residual(subject: Subject, system: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:

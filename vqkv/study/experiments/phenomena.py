@@ -39,13 +39,11 @@ def magnitudes(subject: Subject) -> list[dict]:
 def phenomena(subject: Subject) -> list[dict]:
     """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
     model, tokens = subject.model, subject.test
-    strength = probes.sink_strength(model, tokens)
+    strength, uniform = probes.sink_strength(model, tokens), [1 / i for i in range(17, tokens.shape[1] + 1)]
     found = {
         "attention to the first token, mean over heads": strength.mean().item(),
         "attention to the first token, strongest head": strength.max().item(),
-        "attention to the first token if it were uniform": statistics.mean(
-            1 / i for i in range(17, tokens.shape[1] + 1)
-        ),
+        "attention to the first token if it were uniform": statistics.mean(uniform),
     }
     for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
         ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])

@@ -72,7 +72,7 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
     """``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes at a
     context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have (means
     over models and seeds): it may be picked on the text on which both are judged."""
-    theirs = table["system"].str.startswith(THEIRS) & ~table["system"].str.endswith("window")
+    theirs = table["system"].str.startswith(THEIRS)
     ours = table["system"].isin(BEST)
     table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))
     for name in contexts:

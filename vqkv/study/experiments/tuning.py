@@ -1,4 +1,4 @@
-"""Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
+"""Page 11's baselines, each with a small tuning of its own: what ``designs.published`` is then given."""
 
 import ast
 
@@ -6,7 +6,7 @@ import pandas as pd
 
 from vqkv.presets import Preset
 from vqkv.study.experiments.common import by_window, tokens_kept_exact
-from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
@@ -90,6 +90,5 @@ def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
 
 def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
     """A family at the rate that it is tuned at; of residual VQ the first of ``vqllm``."""
-    given = (vqllm, sink_tokens, seed, {family: arguments})
     label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
-    return (published(*given) | since(*given))[label]
+    return published(vqllm, sink_tokens, seed, {family: arguments})[label]

@@ -15,7 +15,6 @@ LOOKS = {  # start of an implementation's name -> palette key, marker, label
     "faiss": ("faiss", "D", "faiss"),
     "quanto": ("quanto", "P", "quanto"),
     "hqq": ("hqq", "X", "hqq"),
-    "one-hot": ("one-hot", "v", "one-hot products"),
     "matrix products": ("bound", "|", "matrix products alone"),
     "constriction": ("constriction", "<", "constriction"),
     "torch": ("plain", "^", "plain torch"),

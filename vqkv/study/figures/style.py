@@ -40,7 +40,6 @@ PALETTE = {
     "plain": "#94a4a2",
     "vector-quantize": "#832db6",
     "faiss": "#e76300",
-    "one-hot": "#a96b59",
     "constriction": "#2e8b57",
     # what is stored, and how its channels are grouped
     "key": "#3f90da",

@@ -1,11 +1,12 @@
-"""Figures of notebook 05."""
+"""Figures of pages 05, 07 and 10: what fallback, phenomena and facts show of what caches lose."""
 
 import matplotlib.pyplot as plt
 import numpy as np
 
+from vqkv.errors import DataError
 from vqkv.study.experiments.comparisons import paired_ratio
 from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, mark_floor, model_colour, model_of, whiskers
+from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, model_of, whiskers
 
 RATIOS = (1, 2, 4, 8, 16)
 APART = "codebooks apart"
@@ -102,4 +103,84 @@ def eviction_curves(table):
     ax.text(26, 0.105, "KL 0.1", color=PALETTE["published"], fontsize=9, ha="right")
     ax.set_ylabel("KL (nats)")
     ax.legend(fontsize=9)
+    return fig
+
+
+SHOWN = {  # phenomenon -> what its size is, and systems
+    "outlier channels": (
+        "outlier channels, times as loud",
+        ["vqllm contiguous", "vqllm strided", "quanto 4", "higgs 2", "kivi 2", "Fisher-weighted PCA 2"],
+    ),
+    "key bias": (
+        "constant in one channel of each head's keys",
+        ["quanto 4", "turboquant 4", "higgs 4, mean kept", "higgs 4", "kivi 2", "live 2.25"],
+    ),
+}
+
+
+def kl_by_size(table):
+    """KL against the size of each phenomenon of ``SHOWN`` that the model has, a line for each system; bars: 95%
+    intervals over windows. Raises ``DataError`` if it has none of them."""
+    put = set(table.loc[table["size"] > 0, "phenomenon"])
+    shown = {phenomenon: how for phenomenon, how in SHOWN.items() if phenomenon in put}
+    if not shown:
+        raise DataError(f"none of {', '.join(SHOWN)} was put into the model")
+    fig, axes = plt.subplots(1, len(shown), figsize=(11, 5), sharey=True, squeeze=False)
+    for ax, (phenomenon, (label, systems)) in zip(axes[0], shown.items(), strict=True):
+        mine = table[table["phenomenon"] == phenomenon]
+        for system in systems:
+            rows = mine[mine["system"] == system].sort_values("size")
+            style = look(system) | ({"ls": ":"} if "mean kept" in system else {})
+            style |= {"color": PALETTE["contiguous"]} if "contiguous" in system else {}
+            ax.errorbar(rows["size"], rows["kl_mean"], interval(rows), label=system, capsize=2, **style)
+        sizes = sorted(set(mine["size"]))
+        ax.set_xscale("symlog", linthresh=min(size for size in sizes if size))  # logarithmic, with 0
+        ax.set(yscale="log", xlabel=label)
+        ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        ax.minorticks_off()
+        ax.legend(loc="upper left", fontsize=9, ncols=2)
+        ax.set_ylim(top=8 * table["kl_mean"].max())  # room for the legend
+        mark_floor(ax, mine)
+    axes[0, 0].set_ylabel("KL to the exact cache (nats)")
+    return fig
+
+
+def tuning_dots(table):
+    """What training gives back of what codes cost (``finetuning.given_back``), in percent: a panel for each number of
+    codebooks, a row for each label and rate; small dots are seeds, bars run from the least to the most."""
+    depths = sorted(table["num_quantizers"].unique())
+    fig, axes = plt.subplots(1, len(depths), figsize=(10, 2.9), sharey=True, squeeze=False)
+    for ax, depth in zip(axes[0], depths, strict=True):
+        kinds = table[table["num_quantizers"] == depth].groupby(["label", "learning_rate"], sort=False)
+        for y, (_, rows) in enumerate(kinds):
+            share, colour = rows["given_back"], PALETTE["kivi" if "control" in rows["label"].iloc[0] else "vqllm"]
+            spread = whiskers(share.mean(), share.min(), share.max())
+            ax.errorbar([share.mean()], [y], xerr=spread, fmt="D", ms=8, color=colour, capsize=4)
+            ax.plot(share, [y] * len(share), "o", ms=4, color=PALETTE["fp16"])
+        ax.axvline(0, color=PALETTE["fp16"], linewidth=1)
+        ax.set(title=f"{depth} codebooks", xlabel="of what codes cost, given back (%)", ylim=(len(kinds) - 0.5, -0.5))
+        ax.set_yticks(range(len(kinds)), [f"{label}\n(rate {rate:g})" for label, rate in kinds.groups])
+    return fig
+
+
+def told_bars(table, names: dict[tuple[str, float], str]):
+    """Draw the facts told by each way to store a cache, with the 95% interval of what it loses to the exact cache: a
+    panel for each length of text and number of facts. ``names``: (system, nominal bits) -> label, the exact cache
+    (dotted line) first; others are left out."""
+    cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
+    size, places = (11, 1.1 + 0.3 * len(names)), range(len(names))
+    fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)
+    colours = [look(system)["color"] for system, _ in names]
+    for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
+        rows = rows.reindex([*names])
+        told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
+        ax.barh(places, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
+        ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
+        for place in np.flatnonzero(told.isna()):
+            ax.text(4, place, "not measured", color=PALETTE["published"], fontsize=8, va="center")
+        ax.set(title=f"{number} facts in\n{length:,} tokens", xlim=(0, 104), xticks=[0, 50, 100])
+        ax.grid(axis="y", visible=False)
+    axes[0, 0].set_yticks(places, names.values())
+    axes[0, 0].invert_yaxis()
+    fig.supxlabel("facts told (%)", fontsize=11)
     return fig
