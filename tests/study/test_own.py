@@ -1,15 +1,11 @@
 """Page 15: a quantizer of a reader's own, measured where it was not defined, and what the page makes of its rows."""
 
-import linecache
-
 import nbformat
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
-from vqkv.errors import DataError
-from vqkv.study.experiments import defining_text, neighbours, own_preset
+from vqkv.study.experiments import own_preset
 from vqkv.study.experiments.own import imported
 from vqkv.study.subject import Subject
 from vqkv.study.tables import repository_root
@@ -48,29 +44,3 @@ def test_it_is_measured_beside_others(cell):
     own, higgs = made.to_dict("records")
     assert (own["system"], own["nominal_bits"], higgs["system"], higgs["nominal_bits"]) == ("nf", 4, "higgs 4", 0)
     assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1
-
-
-def test_a_changed_cell_is_another_parameter():
-    for text in ("def f():\n    return 1", "def f():\n    return 2"):
-        linecache.cache["<cell>"] = len(text), None, text.splitlines(keepends=True), "<cell>"
-        defined = {}
-        exec(compile(text, "<cell>", "exec"), defined)
-        assert defining_text(defined["f"]) == text
-    exec("def unseen(): pass", defined)
-    with pytest.raises(DataError, match="unseen"):
-        defining_text(defined["unseen"])
-
-
-def rows(system, bits, kl, nominal=0, seed=0):
-    about = {"model": "m", "seed": seed, "system": system, "nominal_bits": nominal, "b": bits}
-    return about | {"kl_mean": kl, "kl_each": f"{kl * 0.9} {kl * 1.1}"}
-
-
-def test_neighbours_are_those_of_like_bits():
-    own = [rows("nf", 2, 0.1, 2), rows("nf", 3, 0.001, 3)]
-    known = [rows("far", 2.5, 0.1), rows("near", 2.0, 0.2), rows("both", 3.1, 0.004, 3), rows("both", 5, 0.001, 5)]
-    found = neighbours(pd.DataFrame(own + known), "nf", "b", 0.15).set_index("system")
-    assert found.index.tolist() == ["near", "both"]
-    np.testing.assert_allclose(found["ratio"], [0.5, 0.25])
-    assert (found["better"] == "ours").all()
-    assert neighbours(pd.DataFrame(own), "nf", "b", 0.15).empty

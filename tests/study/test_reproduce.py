@@ -54,10 +54,3 @@ def test_no_table_is_begun_when_time_is_over():
     found = CliRunner().invoke(reproduce.app, ["--only", "14_stages", "--minutes", "-1"])
     assert found.exit_code == 0 and "14_stages        not reached" in found.output
     assert "0 of 0 tables" in found.output and "1 tables were not reached" in found.output
-
-
-@pytest.mark.parametrize(("difference", "code"), [(1e-6, 0), (0.02, 0), (0.05, 1), (math.inf, 1)])
-def test_what_processors_differ_by_is_no_failure(difference, code, monkeypatch):
-    found = {"table": "toy", "case": "all", "difference": difference, "column": "kl", "rows": 1, "device": "any"}
-    monkeypatch.setattr(reproduce.workers, "results", lambda *_: [found])
-    assert CliRunner().invoke(reproduce.app, ["--only", "14_stages"]).exit_code == code

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.errors import DataError, FormatError, UnknownNameError
+from vqkv.errors import DataError, FormatError
 from vqkv.study import figures, steering, tables
-from vqkv.study.provenance import RECORDED_PACKAGES
 
 calls = []
 
@@ -64,16 +63,6 @@ def test_fresh_and_stored_are_the_same_frame_with_its_types_and_words(root):
     assert stored["mse"][0] == 0.333333 and np.isnan(stored["mse"][1]) and np.isinf(stored["mse"][2])
 
 
-def test_provenance(root):
-    tables.table("toy", experiment, {"seed": 3, "scale": 2.0})
-    record = provenance(root)
-    assert record["parameters"] == {"seed": 3, "scale": 2.0}
-    assert record["function"].endswith("test_tables.experiment") and record["sources"] == {"model": "abc"}
-    assert set(record["versions"]) == {"python", *RECORDED_PACKAGES} and record["versions"]["torch"]
-    assert record["rows"] == 3 and record["figures"] == {} and record["device"] and record["wall_seconds"] >= 0
-    assert {"commit", "dirty"} <= set(record)
-
-
 def test_other_parameters_leave_the_committed_table_alone(root, monkeypatch):
     tables.table("toy", experiment, {"seed": 1})
     committed = contents(root)
@@ -117,26 +106,15 @@ def test_altered_files_are_refused_until_recomputed(root, change):
             tables.table("toy", experiment, {"seed": 1}, recompute=True)
 
 
-def test_parameters_must_be_literals(root):
+def test_parameters_are_literals_results_fit_a_csv_and_a_named_index_becomes_columns(root):
     for value in (np.ones(2), float("nan"), object()):
         with pytest.raises(DataError, match="parameters of table 'toy'"):
             tables.table("toy", experiment, {"seed": value})
-    assert not calls
-
-
-def test_results_must_fit_a_csv_and_a_named_index_becomes_columns(root):
     with pytest.raises(DataError, match="column 'x'"):
         tables.table("toy", lambda: pd.DataFrame({"x": [[1], [2]]}), {})
     assert not (root / "results").exists()
     frame = tables.table("toy", lambda: pd.DataFrame({"k": ["a", "b"], "v": [1, 2]}).set_index("k"), {})
     assert frame.columns.tolist() == ["k", "v"]
-
-
-def test_published_tables():
-    frame = tables.published("rvq_table3_models")
-    assert frame["arc_25"].dtype == float and "no" in set(frame["quantised"])
-    with pytest.raises(UnknownNameError, match="rvq_table3_models"):
-        tables.published("rvq_table3")
 
 
 def toy(seed=0):
