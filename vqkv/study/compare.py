@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -89,9 +90,10 @@ def compare(
         say(f"left out: {system} ({reason})")
     del loaded, tokenizer
     subject = Subject(model, text, list(plan.train), list(plan.test), dtype=dtype, device=device)
-    asked = {"context": context, "chunk_size": max(32, plan.test[1] // 8), "num_facts": FACTS}
+    asked: dict[str, Any] = {"context": context, "chunk_size": max(32, plan.test[1] // 8), "num_facts": FACTS}
     asked |= {"text_lens": list(plan.text_lens), "num_texts": plan.num_texts, "subject": subject}
-    began, tables, left_out = time.monotonic(), [], dict(plan.left_out)
+    began, left_out = time.monotonic(), dict(plan.left_out)
+    tables: list[pd.DataFrame] = []
     for system, seconds in plan.seconds.items():
         if tables and time.monotonic() - began + seconds > 1.5 * 60 * minutes:
             left_out[system] = "the minutes were over"
@@ -136,11 +138,11 @@ def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
     for size in fitting:
         seconds = {system: pace * _tokens(system, size, channels) for system in SYSTEMS if system not in left_out}
         if sum(seconds.values()) <= 60 * minutes:
-            return Plan(*size, seconds, left_out)
+            return Plan(size[0], size[1], size[2], size[3], seconds, left_out)
     for system in reversed([*seconds]):
         left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes, for which there are too few"
         if seconds and sum(seconds.values()) <= 60 * minutes:
-            return Plan(*size, seconds, left_out)
+            return Plan(size[0], size[1], size[2], size[3], seconds, left_out)
     fewest = pace * _tokens("int4", size, channels) / 60
     raise DataError(f"{minutes:g} minutes are too few for anything: int4 alone takes {fewest:.1f}")
 

@@ -116,7 +116,7 @@ class Study:
         client = NotebookClient(
             notebook,
             kernel_name="python3",
-            resources={"metadata": {"path": str(self.root / "notebooks")}},
+            resources={"metadata": {"path": str(self.notebooks[0].parent)}},
             record_timing=False,
             coalesce_streams=True,
             allow_error_names=[] if self.in_place else pages.REFUSALS,
@@ -155,8 +155,8 @@ def main(
         if without:
             typer.echo(f"no parameter {name} in {', '.join(without)}", err=True)
     failures = study.run()
-    for name, error in failures.items():
-        typer.echo(f"\n{name} failed: {error}", err=True)
+    for name, reason in failures.items():
+        typer.echo(f"\n{name} failed: {reason}", err=True)
     for name, reasons in sorted(study.refused.items()):
         for reason in reasons:
             typer.echo(f"\n{name} goes without a table: {reason}", err=True)

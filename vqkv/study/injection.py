@@ -7,6 +7,7 @@ SmoothQuant and QServe use to take outliers away, here to make them).
 
 import copy
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from vqkv.models.layers import kv_layers
 from vqkv.models.plain import plain
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-Rows = tuple[Tensor, Tensor | None]  # weight, a row for each output channel, and bias
+Rows = tuple[Any, Any]  # weight, a row for each output channel, and bias, which may be None
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def _with_norms(projection: nn.Module, head_dim: int) -> nn.Sequential:
     return nn.Sequential(projection, nn.Unflatten(-1, (-1, head_dim)), norm, nn.Flatten(-2))
 
 
-def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Tensor]:
+def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Any]:
     """Return queries, keys (with a bias, if wanted), values, and the output projection's rows by input channel."""
     parts = {name: part for name, part in attention.named_children() if [*part.parameters()]}
     linear = [parts[name] for name in PROJECTIONS if type(parts.get(name)) is nn.Linear]

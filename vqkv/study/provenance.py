@@ -5,7 +5,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,8 +27,10 @@ def describe(name: str, function: Callable, parameters: dict) -> dict:
 
 def version(package: str) -> str | None:
     """Of an installed package; None for another."""
-    with suppress(importlib.metadata.PackageNotFoundError):
+    try:
         return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def versions(*packages: str) -> str:

@@ -54,6 +54,9 @@ class Experiment:
     the rows of every case. ``attrs["sources"]`` has the hashes of models and texts, ``attrs["seconds"]`` the time of
     all cases, those of earlier runs too. Made by ``experiment``."""
 
+    __name__: str
+    __qualname__: str
+
     def __init__(self, row: Callable, cases: Callable, finish: Callable | None):
         update_wrapper(self, row)
         self.row, self.listed, self.finish = row, cases, finish
@@ -201,7 +204,8 @@ def _known_rows(results: dict[str, dict]) -> list[dict]:
 def _sources(results: dict[str, dict]) -> dict:
     """All sources; a text of which another model's tokenizer makes other tokens is named with the model. Raises
     ``DataError`` if a source was not the same for two cases."""
-    known, first = {}, {}
+    known: dict[str, str] = {}
+    first: dict[str, tuple[str, str]] = {}
     for case, result in results.items():
         model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():

@@ -46,7 +46,7 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     shutil.rmtree(folder.parent, ignore_errors=True)
     with suppress(OSError):  # not empty: other tables are being computed
         folder.parent.parent.rmdir()
-    return _load(root, name, _provenance(root, name), fresh=True)
+    return _load(root, name, provenance(name, root), fresh=True)
 
 
 def published(name: str) -> pd.DataFrame:
@@ -65,6 +65,13 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
+def known(name: str) -> pd.DataFrame:
+    """Return a table as it is stored. Raises ``UnknownNameError`` for one that is not there."""
+    if found := stored(name):
+        return found[0]
+    raise UnknownNameError("table", name, stored_names())
+
+
 def stored_names() -> list[str]:
     """The repository's tables."""
     return sorted(path.stem for path in (repository_root() / "results").glob("*.json"))
@@ -72,7 +79,9 @@ def stored_names() -> list[str]:
 
 def provenance(name: str, root: Path | None = None) -> dict:
     """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
-    return _provenance(root or repository_root(), name)
+    if found := _provenance(root or repository_root(), name):
+        return found
+    raise UnknownNameError("table", name, stored_names())
 
 
 def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:
@@ -111,10 +120,9 @@ def write_atomically(path: Path, data: bytes) -> str:
 
 def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
     """Add the sha256 of figures to the provenance of the table they were drawn from."""
-    provenance = _provenance(root, name)
-    figures = provenance["figures"] | hashes
-    if figures != provenance["figures"]:
-        _write_provenance(root, name, provenance | {"figures": figures})
+    record = provenance(name, root)
+    if (figures := record["figures"] | hashes) != record["figures"]:
+        _write_provenance(root, name, record | {"figures": figures})
 
 
 def _paths(root: Path, name: str) -> tuple[Path, Path]:

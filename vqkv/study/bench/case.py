@@ -1,7 +1,7 @@
 """Cases of a bench: every implementation of an operation on one problem is a case, and a row of the table."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,7 +48,7 @@ class Case:
 
     problem: "Problem"
     implementation: str
-    call: Callable[[], object] | None
+    call: Callable
     equal: float | None = None
     error: float | None = None
 
@@ -107,7 +107,9 @@ def _plain_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
     return naive.pack_codes(codes.view(vectors.shape[:-1]), bits)
 
 
-PLAIN = {"rvq_encode": plain_encode, "rvq_encode_packed": _plain_encode_packed}  # else plain torch is the naive twin
+Operation = Callable[[Sizes], Iterator[Problem]]
+# For other kernels plain torch is their naive twin.
+PLAIN: dict[str, Callable] = {"rvq_encode": plain_encode, "rvq_encode_packed": _plain_encode_packed}
 
 
 def ours(kernel: str, like: Tensor, *about) -> str:

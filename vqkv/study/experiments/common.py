@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -45,7 +46,7 @@ def exact_compressor(subject: Subject) -> Compressor:
     return calibrate(subject.model, subject.train[:1], presets.fp16(), progress=False)
 
 
-def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, float | str]:
+def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, Any]:
     """``evaluate``'s row of the held-out text, or of other ``tokens`` (windows, seq_len), with ``ppl_increase`` in
     percent and ``kl_each``, the KL of each window in one cell. ``read``: arguments of ``evaluate``."""
     tokens = subject.test if tokens is None else tokens

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,7 @@ CHANCE = 0.95  # of the intervals
 DRAWS = 1000  # of a bootstrap
 
 
-def paired_ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]:
     """Mean of ``ours`` over that of ``theirs``, one number for each window, and the ends of its 95% interval over
     ``DRAWS`` bootstrap draws of windows."""
     both = np.array([ours, theirs], float)
@@ -44,10 +45,8 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     ):
         at, their_kl = theirs[bits].mean(), windows(theirs)
         mine = table[table["model"] == model]
-        found = {name: _interpolated(mine[mine["system"] == name], bits, at) for name in designs}
-        found = {
-            name: kl for name, kl in found.items() if kl is not None and len(kl.index.intersection(their_kl.index))
-        }
+        rated = ((name, _interpolated(mine[mine["system"] == name], bits, at)) for name in designs)
+        found = {name: kl for name, kl in rated if kl is not None and len(kl.index.intersection(their_kl.index))}
         label = {"model": model, "system": system, "nominal_bits": nominal, "bits": at}
         if not found:
             rows.append(label | {"kl": their_kl.mean(), "better": "no rate"})
@@ -73,8 +72,8 @@ def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
     rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
-    known, kl = [bits for bits, _ in rates], np.log(pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST))
-    return np.exp(kl.apply(lambda each: np.interp(at, known, each), axis=1))
+    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST).apply(np.log)
+    return kl.apply(lambda each: np.interp(at, [bits for bits, _ in rates], each), axis=1).apply(np.exp)
 
 
 def _compared(theirs: pd.Series, ours: pd.Series) -> dict:
@@ -150,7 +149,7 @@ def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
     known = proxy.notna() & lost.notna()
     pairs, rng = np.stack([proxy[known], lost[known]]), np.random.default_rng(0)
     drawn = _spearman(pairs[:, rng.integers(pairs.shape[1], size=(DRAWS, pairs.shape[1]))])
-    drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else [math.nan]
+    drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else np.array([math.nan])
     low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
     return {"correlation": _spearman(pairs), "low": low, "high": high}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
+from typing import Any
 
 from vqkv import presets
 from vqkv.presets import Preset
@@ -29,7 +30,7 @@ def published(
     same sinks, so that their bits are the quantizers' own. Blocks are such that chunks of 132 tokens leave as few
     behind as those of 32. ``vqllm``: for residual VQ num_quantizers and codebook_size by label. ``tuned``: by family
     (of ``tuning.TRIALS``) arguments of its preset in place of these, at all rates and in all variants but AQUA-KV's."""
-    own = defaultdict(dict, tuned or {})
+    own: defaultdict[str, dict] = defaultdict(dict, tuned or {})
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
     found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
@@ -37,12 +38,13 @@ def published(
     for label, (depth, size) in vqllm.items():
         found[label] = presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
     found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
-    cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
+    cachegen = {"group": 16, "block": 128} | own["cachegen"]
+    turboquant: dict = {"seed": seed} | own["turboquant"]
     found |= {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
     found |= {"oscar 2": presets.oscar(**own["oscar"]), "nova 2": presets.nova(seed=seed, **own["nova"])}
     found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
-    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, **own["kvquant"] | {"norm": True})}
+    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, **{**own["kvquant"], "norm": True})}
     found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
@@ -59,7 +61,7 @@ def factorial() -> dict[str, dict]:
     rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
     or heads are rotated apart. Residual VQ groups channels as ``GROUPINGS`` says, and the other way where nothing else
     is added. No beam where bits are split: that fits twice."""
-    found = {}
+    found: dict[str, dict] = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
         for quantizer in TRANSFORM_CODERS:
@@ -87,7 +89,7 @@ def every() -> dict[str, dict]:
     ``BEST`` by name."""
     found = factorial()
     for quantizer in TRANSFORM_CODERS:
-        shared = {"quantizer": quantizer, "rotation": "fisher_pca"}
+        shared: dict[str, Any] = {"quantizer": quantizer, "rotation": "fisher_pca"}
         found |= {
             f"{quantizer}, fisher_pca, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
         }

@@ -25,10 +25,11 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
     """
     preset, rows = _codecs(codebook_size, num_quantizers, subject.seed)[codec], []
     coded = [subject.calibrated(presets.entropy_coded(preset, context=context)) for context in ("stage", "position")]
-    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope)
+    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope or 0)
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
-        layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
+        by_layer = zip(codecs[0], codecs[1], roles[i], strict=True)
+        layers = [_layer(stage, place, x.float()) for stage, place, x in by_layer]
         means = {name: statistics.mean(layer[name] for layer in layers) for name in layers[0]}
         rows.append({"model": subject.name, "codec": codec, "role": role} | means)
     return rows

@@ -2,6 +2,7 @@
 again."""
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -54,8 +55,8 @@ def retrieval(
 
 def _copy(subject: Subject, compressor, passage: int) -> dict:
     batch = passages(subject.test, passage)
-    read = {"chunk_size": passage, "reconstruction": False, "per_sequence": True, "exact": subject.exact}
-    row = evaluate(subject.model, compressor, batch.tokens, answers=batch.answers, **read)
+    read: dict[str, Any] = {"chunk_size": passage, "reconstruction": False, "per_sequence": True}
+    row = evaluate(subject.model, compressor, batch.tokens, answers=batch.answers, exact=subject.exact, **read)
     names = ("recall_each", "recall_exact_each")
     each, exact = (torch.tensor(row[name]).double().view(len(batch.tokens), -1) for name in names)
     low, high = bootstrap_interval(100 * (exact - each).mean(1))

@@ -1,6 +1,7 @@
 """Notebook 10: what fine-tuning a model together with residual VQ's codes gives back of what these cost."""
 
 import copy
+from typing import Any
 
 import pandas as pd
 import torch
@@ -38,7 +39,8 @@ def finetuning(
     One row per seed, number of codebooks, label and rate (0: not trained): ``ppl`` of the same held-out sequences read
     packed, and ``ppl_exact``, what the model, trained or not, makes of them exact. ``quantizer``: of ``presets.vqllm``.
     """
-    tuning, preset = {"steps": steps, "size": size, "rate": rate}, presets.vqllm(count, **quantizer, seed=subject.seed)
+    tuning: dict[str, Any] = {"steps": steps, "size": size, "rate": rate}
+    preset = presets.vqllm(count, **quantizer, seed=subject.seed)
     batch_size = _batch_size(subject, quantizer)
     if label == BOTH:
         deepest = quantizer | {"num_quantizers": max(num_quantizers)}

@@ -65,7 +65,7 @@ def _cases(
     if unknown := set(systems) - set(known):
         raise UnknownNameError("system", min(unknown), known)
     wanted = [label for label in known if label in (systems or known)]
-    listed = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
+    listed: list[tuple[str, float]] = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
     listed += [(design, rate) for rate, design in itertools.product(bits, designs) if exists(design, rate)]
     return [
         {"subject": each, "system": label, "bits": rate} for each in subject.each(seed=seeds) for label, rate in listed

@@ -56,7 +56,7 @@ def outlier_channels(subject: Subject, size: float):
     """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
     layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
-    for turn, heads in zip(rotations(subject.model), factors, strict=True):
+    for turn, heads in zip(filter(None, rotations(subject.model)), factors, strict=True):
         for head in heads:
             start = int(torch.randint(len(turn.first) - PAIRS + 1, (1,), generator=generator))
             for half in (turn.first, turn.second):
@@ -74,7 +74,7 @@ def key_bias(subject: Subject, size: float):
     """``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
     layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
-    for turn, layer in zip(rotations(subject.model), bias, strict=True):
+    for turn, layer in zip(filter(None, rotations(subject.model)), bias, strict=True):
         layer[:, int(turn.first[turn.angle.abs().argmin()])] = size
     return inject(subject.model, key_bias=bias)
 
@@ -170,7 +170,7 @@ def injected(subject: Subject, phenomenon: str, size: float, system: str, codebo
     return label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan))
 
 
-def _fitted(subject: InjectedSubject, preset):
+def _fitted(subject: Subject, preset):
     """With four sinks; other people's caches as they are."""
     if not isinstance(preset, presets.Preset):
         return preset

@@ -1,5 +1,7 @@
 """Notebook 02: how codebooks are learned."""
 
+from typing import Any
+
 import torch
 
 from vqkv import presets
@@ -25,7 +27,7 @@ def codebook_learning(
     train = _layer_vectors(subject, "train", subject.seed, vectors_per_step * (steps + 1), **where)
     test = _layer_vectors(subject, "test", 0, vectors_per_step, **where)
     preset = presets.vqllm(**quantizer, seed=subject.seed, **variant)
-    codec = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
+    codec: Any = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
     label = {"init": "kmeans", "decay": 0.99, "revive": False} | variant | {"seed": subject.seed}
     rows = []
     for step, batch in enumerate(train.chunk(steps + 1, dim=2)):  # the first makes the initial codebooks

@@ -5,7 +5,7 @@ import pandas as pd
 from vqkv.study.experiments.common import frame
 from vqkv.study.experiments.designs import BEST
 from vqkv.study.experiments.rule import by_rule, cache_shape, share_of_bits
-from vqkv.study.tables import stored
+from vqkv.study.tables import known, stored
 
 READ = ("08_latency", "11_frontier", "12_claims")
 CONTEXTS = {"8,192": "8k", "131,072": "128k"}
@@ -23,7 +23,7 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
     ``least`` and ``most`` of the cases that each is about, their ``unit`` and the ``page`` that has them; ``model``:
     empty where it is about none.
     """
-    latency, frontier, claims = (stored(name)[0] for name in READ)
+    latency, frontier, claims = map(known, READ)
     seen, model, found = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():
         share = share_of_bits(seen, name, LEAST, MOST)
@@ -55,5 +55,5 @@ def findings(tables: dict[str, str]) -> pd.DataFrame:
 
 def frontier_rows() -> pd.DataFrame:
     """Return page 11's rows, as ``figures.overview`` takes them."""
-    frontier = stored("11_frontier")[0]
+    frontier = known("11_frontier")
     return by_rule(frontier, [*CONTEXTS.values()], cache_shape(frontier["model"].iloc[0]).width)

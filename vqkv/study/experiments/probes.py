@@ -35,14 +35,13 @@ def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int =
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        sums = None
+        sums = []
         for batch in tokens.split(batch_size):
             maps = model(batch.to(model.device), output_attentions=True, use_cache=False).attentions
-            first = torch.stack([m[:, :, skip:, 0].float().mean(dim=2).sum(dim=0) for m in maps])
-            sums = first if sums is None else sums + first
+            sums.append(torch.stack([m[:, :, skip:, 0].float().mean(dim=2).sum(dim=0) for m in maps]))
     finally:
         model.set_attn_implementation(before)
-    return sums.cpu() / len(tokens)
+    return torch.stack(sums).sum(0).cpu() / len(tokens)
 
 
 # (captured keys or values, "K" or "V", layer) -> the same shape
@@ -123,10 +122,9 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
     """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
     (AQUA-KV's two predictors, on exact inputs)."""
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
-    sums = [probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test)]
-    found = {
-        role: explained_variance(*sums, [probe], len(kv_layers(model)), AQUA_STRENGTH) for role, probe in probes.items()
-    }
+    sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
+    settings = len(kv_layers(model)), AQUA_STRENGTH
+    found = {role: explained_variance(sums, judged, [probe], *settings) for role, probe in probes.items()}
     return {role: [row["evr"] for row in rows] for role, rows in found.items()}
 
 
@@ -161,7 +159,9 @@ def reconstructed(preset: Preset) -> Form:
 
 
 def _block(text: str, layer: int) -> Block:
-    role, back, lag, form = PLACE.fullmatch(text).groups()
+    found = PLACE.fullmatch(text)
+    assert found, text
+    role, back, lag, form = found.groups()
     return Block(role, layer - int(back or 0), int(lag or 0), form or "")
 
 

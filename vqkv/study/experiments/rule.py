@@ -63,8 +63,8 @@ def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd
     at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
     mine, other = (searched[searched["system"] == name].sort_values("kl_mean") for name in (light, heavy))
     mine = mine[mine["kl_mean"].between(other["kl_mean"].min(), other["kl_mean"].max())].set_index("nominal_bits")
-    at = [np.log(mine["kl_mean"]), np.log(other["kl_mean"])]
-    bits, side = (np.interp(*at, other[column]) for column in ("bits_per_value", "side_bytes"))
+    at, known = (rows["kl_mean"].apply(np.log).to_numpy() for rows in (mine, other))
+    bits, side = (np.interp(at, known, other[column].to_numpy()) for column in ("bits_per_value", "side_bytes"))
     return 8 * (side - mine["side_bytes"]) / values / (mine["bits_per_value"] - bits)
 
 
@@ -98,7 +98,7 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     count = losses[0].shape[1]
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
     ends = np.array([_ends(bits, [kl[:, each] for kl in losses], least, most) for each in [np.arange(count), *drawn]])
-    found = {}
+    found: dict[str, float] = {}
     for name, values in zip(ENDS, ends.T, strict=True):
         known = values[1:][~np.isnan(values[1:])]
         low, high = np.quantile(known, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(known) else (np.nan, np.nan)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -84,7 +85,8 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
     systems, kinds = list(dict.fromkeys(against["system"])), ["train_corpus", "train_seqs", "test_corpus"]
     fig, (times, bits) = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(systems)), sharey=True, width_ratios=[2, 1])
     calibrations = against.groupby(kinds, sort=False)
-    for number, (fill, ((corpus, size, read), rows)) in enumerate(zip(FILLS, calibrations)):
+    for number, (fill, (kind, rows)) in enumerate(zip(FILLS, calibrations)):
+        corpus, size, read = map(str, kind)
         _calibration(times, bits, rows, systems, 0.25 * (number - 1), fill)
         style = {"fillstyle": fill, "markerfacecoloralt": "white", "color": PALETTE["published"], "ms": 8}
         times.plot([], [], "o", label=f"{size} of {basename(corpus)}, reads {basename(read)}", **style)
@@ -99,6 +101,7 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
 
 
 def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: float, fill: str) -> None:
+    row: Any
     for row in rows.itertuples():
         place, style = systems.index(row.system) + below, look(row.system)
         if pd.isna(row.ratio):
@@ -147,7 +150,7 @@ def group_size_lines(table, num_quantizers: int):
         ("contiguous", usual, f"{num_quantizers} codebooks (numbers: bits per value)"),
         ("bound", rows[rows["bits_per_value"] == bits], f"{bits:g} bits per value (codebooks in proportion)"),
     ):
-        look = {"fmt": "o-", "color": PALETTE[colour], "label": label, "capsize": 3}
+        look: dict[str, Any] = {"fmt": "o-", "color": PALETTE[colour], "label": label, "capsize": 3}
         ax.errorbar(mine["group_size"], mine["kl_mean"], interval(mine), **look)
     for (size, rate), kl in usual.groupby(["group_size", "bits_per_value"])["kl_mean"].max().items():
         ax.annotate(f"{rate:g}", (size, kl), (8, -11), textcoords="offset points", fontsize=9)

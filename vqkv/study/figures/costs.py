@@ -14,7 +14,7 @@ def time_dumbbells(table, panels: dict[str, str]):
     a place for a number, that of the column (context or batch) which varies: smallest hollow, largest filled. Dotted:
     ``DynamicCache``."""
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 5.4), sharey=True, squeeze=False)
-    order = None
+    order: list[str] = []
     for ax, (query, title) in zip(axes[0], panels.items(), strict=True):
         rows = table.query(query)
         along = "context" if rows["batch"].nunique() == 1 else "batch"

@@ -24,7 +24,7 @@ def name_ends(ax, step: float = 0.075) -> None:
         name_beside(ax, name, lines[name].get_color(), (right, end), (right + 0.04, place))
 
 
-def name_beside(ax, name: str, colour: str, end: tuple[float, float], place: tuple[float, float]) -> None:
+def name_beside(ax, name: str, colour, end: tuple[float, float], place: tuple[float, float]) -> None:
     """A name at ``place`` and a line from there to ``end``, both in shares of the axes."""
     line = {"arrowstyle": "-", "color": colour, "alpha": 0.5, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
     where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}

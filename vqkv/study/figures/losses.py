@@ -71,7 +71,7 @@ def ladder_bars(table, claimed: dict[str, float]):
     live fp16 cache (right; left of 1: larger than the live cache)."""
     rows, (model,) = table.set_index("tier"), set(table["model"])
     fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, width_ratios=(3, 2))
-    panels = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
+    panels: list[tuple[str, str, float, int]] = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
     panels += [("live_fp16", "against the live fp16 cache", 0.05, 10)]
     for ax, (name, title, low, high) in zip(axes, panels, strict=True):
         ratios = rows[f"ratio_{name}"]
