@@ -85,12 +85,8 @@ def _row(case: Case, taken: list[float], median: float, fp16: float | None, line
     problem = case.problem
     bound = None if problem.operation == ROOFLINE else line.bound(problem.work)
     about: dict[str, Any] = {"operation": problem.operation, "format": problem.format}
-    about |= {
-        "implementation": case.implementation,
-        "shape": problem.shape,
-        "dtype": problem.dtype,
-        "repetitions": len(taken),
-    }
+    about |= {"implementation": case.implementation, "shape": problem.shape}
+    about |= {"dtype": problem.dtype, "repetitions": len(taken)}
     about |= {"median": median, "min": min(taken), "max": max(taken), "throughput": problem.work.values / median / 1e3}
     about |= {"ratio_to_fp16": median / fp16 if fp16 else math.nan, "ratio_to_bound": bound / median if bound else None}
     return about | {"bound_ms": bound, "equal": case.equal, "error": case.error}

@@ -12,7 +12,7 @@ from vqkv.study.experiments.common import bare
 
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
 RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many bytes as linear predictors do
-KVTC = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
+KVTC: dict[str, dict] = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
 KVTC |= {f", rank {rank}": {"rank": rank} for rank in RANKS}
 KVTC |= {", rANS, rank 960": {"deflate": False, "rank": 960}}
 BEST = {  # the designs of ``presets.best``, as page 11 measures them, by their stages

@@ -18,10 +18,8 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 RATIOS = ("ratio_every_fp32", "ratio_live_fp16")
-EXACT: dict[str, tuple[Any, str]] = {
-    "lossless": ("fp32", "exact"),
-    "4-bit deltas": ("fp32", "int4"),
-}  # what keyframes and deltas are stored as
+# What keyframes and deltas are stored as.
+EXACT: dict[str, tuple[Any, str]] = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
 TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
 CODECS = ("fp16", "vqllm")

@@ -3,6 +3,7 @@ how deep, large and wide the search is."""
 
 import dataclasses
 import itertools
+from functools import partial
 
 import torch
 
@@ -161,9 +162,8 @@ def _deepest(subject: Subject, quantizer: dict, batch_size: int) -> Compressor:
 
 def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:
     """A calibrated residual VQ with the first stages of every codec only, and another encoder."""
-    codecs = [
-        (recut(key, num_quantizers, beam), recut(value, num_quantizers, beam)) for key, value in compressor.codecs
-    ]
+    cut = partial(recut, num_quantizers=num_quantizers, beam=beam)
+    codecs = [(cut(key), cut(value)) for key, value in compressor.codecs]
     return Compressor(compressor.name, codecs, compressor.settings, compressor.model)
 
 
