@@ -7,8 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_of, whiskers
+from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_of, plain_numbers, whiskers
 
 ROLE_NAMES = {"key": "keys before RoPE", "key_post_rope": "keys after RoPE", "value": "values"}
 
@@ -52,7 +51,7 @@ def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float
         ax.text(52, 0.98, '"50 steps"', color=PALETTE["published"], va="top", transform=ax.get_xaxis_transform())
         ax.set(title=title, xlabel="moving-average steps", ylim=(0, top))
     for ax in axes[0]:
-        name_ends(ax)
+        ax.legend()
     axes[0, 0].set_ylabel("held-out relative MSE")
     return fig
 

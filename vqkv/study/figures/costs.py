@@ -3,8 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE, interval, look, whiskers
+from vqkv.study.figures.style import PALETTE, interval, look, plain_numbers, whiskers
 
 REFERENCE = "DynamicCache"
 
@@ -124,7 +123,7 @@ def waiting(table):
     for ax in axes:
         ax.minorticks_off()
     plain_numbers(axes[0].yaxis)
-    name_ends(axes[1])
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return fig
 
 

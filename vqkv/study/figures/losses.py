@@ -5,8 +5,17 @@ import numpy as np
 
 from vqkv.errors import DataError
 from vqkv.study.experiments.comparisons import paired_ratio
-from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, model_of, whiskers
+from vqkv.study.figures.style import (
+    PALETTE,
+    basename,
+    interval,
+    look,
+    mark_floor,
+    model_colour,
+    model_of,
+    plain_numbers,
+    whiskers,
+)
 
 RATIOS = (1, 2, 4, 8, 16)
 APART = "codebooks apart"

@@ -4,8 +4,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.labels import plain_numbers
-from vqkv.study.figures.style import PALETTE, basename, interval, look, mark_floor, model_colour, model_of, whiskers
+from vqkv.study.figures.style import (
+    PALETTE,
+    basename,
+    interval,
+    look,
+    mark_floor,
+    model_colour,
+    model_of,
+    plain_numbers,
+    whiskers,
+)
 
 ROLES = {"K": "keys", "V": "values"}
 OPEN_QUESTIONS = {("V", "V-1+K"), ("V", "K-1+V-1")}  # what the AQUA-KV deck asks for and does not answer

@@ -4,8 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE, whiskers
+from vqkv.study.figures.style import PALETTE, plain_numbers, whiskers
 from vqkv.study.tables import with_numbers
 
 LOOKS = {  # start of an implementation's name -> palette key, marker, label
@@ -112,7 +111,7 @@ def attention_lines(table):
     axes[0, 0].set_ylim(bottom=low)
     for ax in axes.flat:
         ax.axhspan(low, 1, color=PALETTE["fp16"], alpha=0.08, lw=0)
-        name_ends(ax)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     axes[0, 0].text(0.02, 0.98, "faster than fp16", transform=axes[0, 0].get_yaxis_transform(), va="top", fontsize=10)
     return fig
 

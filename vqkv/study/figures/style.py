@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image, Markdown, display
+from matplotlib.ticker import FuncFormatter
 
 from vqkv.models.gguf import TITLES
 from vqkv.study import steering
@@ -152,6 +153,12 @@ def interval(rows, column: str = "kl_mean") -> np.ndarray | None:
     """Return the error bars of a column with ``_low`` and ``_high`` beside it, or None for a column without."""
     low, high = (column.removesuffix("_mean") + end for end in ("_low", "_high"))
     return whiskers(rows[column], rows[low], rows[high]) if low in rows else None
+
+
+def plain_numbers(axis) -> None:
+    """Write 1, 2, 5, 10, ... along a logarithmic axis."""
+    for axis_format in (axis.set_major_formatter, axis.set_minor_formatter):
+        axis_format(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
 
 
 def mark_floor(ax, rows) -> None:
