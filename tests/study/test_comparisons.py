@@ -7,19 +7,16 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from vqkv import presets
-from vqkv.models.metrics import top1_agreement, top2_agreement
 from vqkv.study import tables
-from vqkv.study.experiments import designs, frontier, predictors, retrieval, sequences
+from vqkv.study.experiments import designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.experiments.comparisons import at_equal_bits, family, paired_ratio
 from vqkv.study.experiments.designs import published
-from vqkv.study.experiments.frontier import total_bits
 from vqkv.study.experiments.predictors import BESIDE, CHOICES
 from vqkv.study.experiments.rule import by_rule, chosen, share_of_bits
-from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, trial, tuning
+from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
 from vqkv.study.tables import with_interval
 
 ALL = designs.factorial()
@@ -35,13 +32,6 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
     assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
     published = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
     assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}
-
-
-def test_bits_including_side_information():
-    about = {"num_layers": 2, "shapes": [[3, 5, 5]] * 2}
-    bits = total_bits({"bits_per_value": 2.0, "side_bytes": 30 * 1024}, about, exact_tokens=4)  # of 60 values a token
-    assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)
-    assert bits["bits_8k_x1"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 8) and len(bits) == 5
 
 
 ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
@@ -179,23 +169,6 @@ def test_intervals_in_words():
     assert with_interval(table, "x", "low", "high")["x"].tolist() == ["0.0123 (0.01 to 0.02)", "1", ""]
 
 
-def test_two_modes_are_told_from_one():
-    rng = np.random.default_rng(0)
-    one, skewed = rng.normal(size=64), rng.exponential(size=64)
-    two = np.concatenate([rng.normal(-3, 1, 32), rng.normal(3, 1, 32)])
-    assert sequences.two_modes(two)["sarle"] > 5 / 9 and sequences.two_modes(two)["p"] < 0.001
-    assert sequences.two_modes(one)["sarle"] < 5 / 9 and sequences.two_modes(one)["p"] > 0.05
-    assert sequences.two_modes(np.log(np.exp(one))) == sequences.two_modes(one)
-    assert sequences.two_modes(skewed)["sarle"] > sequences.two_modes(one)["sarle"]  # a tail counts too: hence the log
-
-
-def test_top2_is_top1_or_the_next():
-    reference = torch.tensor([[[0.0, 1, 2, 3]] * 3])
-    logits = torch.tensor([[[0.0, 1, 2, 3], [0, 1, 3, 2], [3, 1, 2, 0]]])
-    assert top1_agreement(reference, logits).tolist() == [[1, 0, 0]]
-    assert top2_agreement(reference, logits).tolist() == [[1, 1, 0]]
-
-
 VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}
 EVERY = [(name, arguments) for name, trials in TRIALS.items() for arguments in trials]
 
@@ -207,17 +180,6 @@ def systems(tuned=None):
 def described(preset) -> str:
     found = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
     return re.sub(r" at 0x\w+", "", repr(found))
-
-
-@pytest.mark.parametrize(("name", "arguments"), EVERY)
-def test_every_trial_reaches_all_rates_of_its_family(name, arguments):
-    tuned = systems({name: arguments})
-    ours = {label: preset for label, preset in tuned.items() if name in (label, family(label))}
-    assert ours and set(tuned) == set(systems())
-    for preset in [trial(name, arguments, VQLLM, 4, 0), *ours.values()]:
-        given = preset.arguments | preset.arguments.get("settings", {})
-        assert given | arguments == given and described(preset)
-        assert (preset.sink_tokens, preset.recent_window) == (4, 0)
 
 
 def test_other_families_stay_as_they_are():

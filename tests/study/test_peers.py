@@ -12,7 +12,7 @@ import vqkv
 from vqkv import capture, presets
 from vqkv.cache.meter import tensor_bytes
 from vqkv.study.metrics import relative_mse
-from vqkv.study.peers import LAYERS, TransformersQuantized
+from vqkv.study.peers import TransformersQuantized
 
 ALL = [("quanto", 2), ("quanto", 4), ("hqq", 1), ("hqq", 2), ("hqq", 3), ("hqq", 4), ("hqq", 8)]
 ONE_LAYER = SimpleNamespace(config=LlamaConfig(num_hidden_layers=1))  # all of a model that a cache asks for
@@ -40,18 +40,6 @@ def states(*shape, dtype=torch.float32, seed=0):
 def run(model, cache, pieces):
     with torch.inference_mode():
         return torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], dim=1)
-
-
-def fed(backend, nbits, lengths, seed=0, **arguments):
-    """A layer fed pieces of these lengths, what it was fed, and how many tokens it quantised and decoded at each."""
-    layer = LAYERS[backend](nbits, **arguments)
-    quantize, dequantize, quantised, decoded = layer._quantize, layer._dequantize, [], []
-    layer._quantize = lambda x, axis: quantised.append(x.shape[-2]) or quantize(x, axis)
-    layer._dequantize = lambda q: decoded.append((x := dequantize(q)).shape[-2]) or x
-    pieces = states(1, 2, sum(lengths), 64, seed=seed).split(lengths, dim=2)
-    for piece in pieces:
-        layer.update(piece, piece)
-    return layer, torch.cat(pieces, dim=2), quantised[::2], decoded[::2]
 
 
 def code_bits(backend, nbits, rows, group_size):
@@ -95,14 +83,6 @@ def test_fault_one_pass_scores_as_exact_whatever_the_bits(llama, tokens, backend
     assert cache.report().packed_values == cache.report().values  # although every token is stored in one or two bits
     again = run(llama, cache, [tokens[:, :1]])
     assert not torch.allclose(again, run(llama, DynamicCache(), [tokens, tokens[:, :1]])[:, -1:], atol=0.1)
-
-
-@pytest.mark.parametrize("backend", ["quanto", "hqq"])
-def test_fault_the_whole_history_is_quantised_again_and_decoded_each_step(backend):
-    layer, _, quantised, decoded = fed(backend, 4, [10] + [1] * 256)
-    assert quantised == [10, 10 + 128, 10 + 256]  # not 10, 128, 128
-    assert decoded == [10] * 128 + [138] * 128 and layer.get_seq_length() == 266
-    assert fed(backend, 4, [10, 200], residual_length=128)[2] == [10, 210]
 
 
 @pytest.mark.parametrize("backend, asked", [("quanto", "is_optimum_quanto_available"), ("hqq", "is_hqq_available")])

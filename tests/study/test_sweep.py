@@ -1,9 +1,6 @@
 """Sweeps here, in processes and on a cluster: equal rows, also after a kill, and rows that must not be used again."""
 
 import json
-import multiprocessing
-import random
-import time
 
 import pandas as pd
 import pytest
@@ -58,30 +55,6 @@ def finish(out, **more) -> list[int]:
     assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
     assert not list(out.glob("results/.rows"))
     return calls
-
-
-def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_computed_twice(tmp_path, monkeypatch):
-    rng, slow = random.Random(0), {"function": cases.slow_cube, "count": 40}
-    whole, out = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, out):
-        folder.mkdir()
-    steer(monkeypatch, whole)
-    table(whole, **slow)
-    steer(monkeypatch, out)
-    for _ in range(6):
-        before = {x: cases.marks(out, f"begun-{x}") for x in finished(out)}
-        process = multiprocessing.get_context("fork").Process(target=table, args=[out], kwargs=slow)
-        process.start()
-        while len(kept(out)) < len(before) + 1:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.02))
-        process.kill()
-        process.join(60)
-        assert {x: cases.marks(out, f"begun-{x}") for x in before} == before
-    assert 6 <= len(finished(out)) < 40
-    table(out, **slow)
-    name = "results/toy.csv"
-    assert (out / name).read_bytes() == (whole / name).read_bytes() and not kept(out)
 
 
 def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out):

@@ -1,6 +1,5 @@
 """Tables and the figures drawn from them, in files with their provenance."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -126,17 +125,6 @@ def draw(table):
     ax.plot(table["x"], label="vqllm", color=figures.PALETTE["vqllm"])
     ax.legend()
     return fig
-
-
-def test_files_and_their_hashes(root):
-    table = toy()
-    figures.show(draw(table), "toy_lines", table)
-    recorded = provenance(root)["figures"]
-    assert sorted(recorded) == ["toy_lines.png", "toy_lines.svg"]
-    for name, sha256 in recorded.items():
-        again = figures.render(draw(table), name[-3:])  # equal figures give equal bytes
-        assert (root / "figures" / name).read_bytes() == again and hashlib.sha256(again).hexdigest() == sha256
-    assert "<text" in (root / "figures/toy_lines.svg").read_text()
 
 
 def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypatch):

@@ -37,16 +37,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _one_at_a_time = threading.Lock()
 
 
-def _code() -> str:
-    """Hash of every source file of this package, and of the tables that come with it."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv")):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-CODE = _code()  # when it was imported: a file that changes later is not the code that runs
+_files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv"))
+_contents = [f"{path.relative_to(PACKAGE)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in _files]
+# Of every source file and table of this package when it was imported: one that changes later is not what runs.
+CODE = hashlib.sha256("\n".join(_contents).encode()).hexdigest()
 
 
 class Experiment:

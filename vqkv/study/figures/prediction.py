@@ -190,7 +190,7 @@ def choice_dots(ratios, default: str, without: str):
     line = ratios.set_index("label").loc[without, "ratio"]
     rows = ratios[ratios["label"].str.startswith(f"{default}, ")]
     fig, ax = plt.subplots(figsize=(8, 4.2))
-    names = [_bar_label(label, default) for label in rows["label"]]
+    names = rows["label"].str.removeprefix(f"{default}, ").str.replace(r"(first layer \d)$", r"\1 bits", regex=True)
     error = whiskers(rows["ratio"], rows["low"], rows["high"])
     ax.errorbar(rows["ratio"], range(len(rows)), xerr=error, fmt="o", ms=7, color=PALETTE["bound"], capsize=3)
     ax.axvline(1, color=PALETTE["bound"], linewidth=1)
@@ -201,9 +201,3 @@ def choice_dots(ratios, default: str, without: str):
     ax.invert_yaxis()
     ax.legend(loc="upper center")
     return fig
-
-
-def _bar_label(label: str, default: str) -> str:
-    """The difference from the default, with a unit where it is a number."""
-    found = label.removeprefix(default + ", ")
-    return f"{found} bits" if found[-1:].isdigit() and found.startswith("first layer") else found

@@ -101,7 +101,16 @@ def attention_lines(table):
     for row, (start, title) in zip(axes, ways.items(), strict=True):
         for ax, batch in zip(row, batches, strict=True):
             mine = table[(table["batch"] == batch) & table["implementation"].str.startswith(start)]
-            _attention_panel(ax, mine)
+            contexts = sorted(set(mine["context"]))
+            ax.axhline(1, color=PALETTE["fp16"], linewidth=1.8)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(contexts, [f"{n:,}" for n in contexts])
+            for stored, rows in mine.groupby("format", sort=False):
+                colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
+                ratio = rows["ratio_to_fp16"]
+                ends = whiskers(*(ratio * rows[end] / rows["median"] for end in ("median", "min", "max")))
+                look = {"fmt": marker + "-", "color": PALETTE[colour], "elinewidth": 1, "label": stored}
+                ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
             ax.set_title(f"{title}, {'one sequence' if batch == 1 else f'{batch} sequences'}")
         row[0].set(ylabel="time, fp16 SDPA = 1", yscale="log")
     for ax in axes[1]:
@@ -114,18 +123,6 @@ def attention_lines(table):
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     axes[0, 0].text(0.02, 0.98, "faster than fp16", transform=axes[0, 0].get_yaxis_transform(), va="top", fontsize=10)
     return fig
-
-
-def _attention_panel(ax, table) -> None:
-    ax.axhline(1, color=PALETTE["fp16"], linewidth=1.8)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(set(table["context"])), [f"{n:,}" for n in sorted(set(table["context"]))])
-    for stored, rows in table.groupby("format", sort=False):
-        colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
-        ratio = rows["ratio_to_fp16"]
-        ends = whiskers(*(ratio * rows[end] / rows["median"] for end in ("median", "min", "max")))
-        look = {"fmt": marker + "-", "color": PALETTE[colour], "elinewidth": 1, "label": stored}
-        ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
 
 
 def search_lines(table):
