@@ -175,7 +175,7 @@ def test_several_pages_at_a_time_then_those_that_take_times_then_those_that_read
     ):
         path = write(tmp_path / f"notebooks/{name}.ipynb", AFTER, parameters=f"sizes = {before}\nname = '{name}'")
         notebook = nbformat.read(path, as_version=4)
-        notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": [tag]}))
+        notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A page", metadata={"tags": [tag] * bool(tag)}))
         path.write_bytes(written(notebook))
     assert study.Study(tmp_path, jobs=2).run() == {}
     assert nbformat.read(tmp_path / "notebooks/_.ipynb", as_version=4).cells[0].source == "# A page"
