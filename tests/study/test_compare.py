@@ -11,7 +11,7 @@ from vqkv import recommend
 from vqkv.errors import DataError
 from vqkv.study import compare as module
 from vqkv.study.compare import compare, planned
-from vqkv.study.experiments.comparison import comparison
+from vqkv.study.experiments.comparison import SYSTEMS, comparison
 
 SMALL = [((4, 256), (2, 256), 2, (384, 448))]
 
@@ -35,6 +35,16 @@ def test_table_page_and_notebook(small, tmp_path):
     own = recommend("vqkv/llama-mini", 4096).set_index("system")
     assert own.loc["quanto 4", ["kl", "measured_on"]].tolist() == [table["kl"][0], "vqkv/llama-mini"]
     assert own.loc["live 2.25", "preset"] == table["preset"][1] and own.loc["fp8", "measured_on"] == "SmolLM2-135M"
+
+
+def test_a_preset_that_does_not_fit_the_model_is_left_out(small, tmp_path, monkeypatch):
+    """And the notebook is run where a folder of the package's name hides nothing."""
+    monkeypatch.setitem(SYSTEMS, "int4", ("vqllm", {"codebook_size": 1 << 16}, ""))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vqkv").mkdir()
+    table, said = compare("vqkv/llama-mini", "python", say=(lines := []).append), "\n".join(lines)
+    assert list(table["system"]) == ["live 2.25"] and "left out: int4 (" in said and "in comparison" not in said
+    assert "int4" in (tmp_path / "compare-llama-mini/compare.html").read_text()
 
 
 def test_it_goes_on_after_a_kill(small, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pandas as pd
 
 from vqkv.calibration.effort import passes, seconds_per_token
 from vqkv.data.corpus import load_corpus
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError
 from vqkv.evaluation.recommend import compared
 from vqkv.models.layers import max_positions
 from vqkv.models.load import describe, kv_width, load_model
@@ -62,7 +62,7 @@ class Plan:
         return (
             f"{len(self.seconds)} ways to store the cache, each calibrated on {n} x {length:,} tokens and measured on "
             f"{m} x {scored:,}, and asked {self.num_texts} x {FACTS} facts in {self.text_lens[0]:,} and in "
-            f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.0f} minutes"
+            f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.1f} minutes"
         )
 
 
@@ -92,6 +92,7 @@ def compare(
     subject = Subject(model, text, list(plan.train), list(plan.test), dtype=dtype, device=device)
     asked: dict[str, Any] = {"context": context, "chunk_size": max(32, plan.test[1] // 8), "num_facts": FACTS}
     asked |= {"text_lens": list(plan.text_lens), "num_texts": plan.num_texts, "subject": subject}
+    about = {"model": model, "text": text, "plan": str(plan)}
     began, left_out = time.monotonic(), dict(plan.left_out)
     tables: list[pd.DataFrame] = []
     for system, seconds in plan.seconds.items():
@@ -99,11 +100,17 @@ def compare(
             left_out[system] = "the minutes were over"
             say(f"left out: {system} ({left_out[system]})")
             continue
-        tables.append(comparison.run(asked | {"systems": [system]}, folder / "rows"))
-        about = {"model": model, "text": text, "plan": str(plan), "left_out": left_out}
+        try:
+            tables.append(comparison.run(asked | {"systems": [system]}, folder / "rows"))
+        except (DataError, FormatError) as error:
+            left_out[system] = str(error).split(" (in comparison")[0]
+            say(f"left out: {system} ({left_out[system]})")
+            continue
         table = pd.concat(tables, ignore_index=True)
-        write(table, folder, about)
-    write(table, folder, about)
+        write(table, folder, about | {"left_out": left_out})
+    if not tables:
+        raise DataError(f"none of the presets can be calibrated on {model}: {'; '.join(left_out.values())}")
+    write(table, folder, about | {"left_out": left_out})
     compared(model).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(compared(model), table.to_csv(index=False).encode())
     show(folder)
@@ -167,7 +174,13 @@ def show(folder: Path) -> None:
 
     notebook = folder / "compare.ipynb"
     papermill.execute_notebook(
-        str(TEMPLATE), str(notebook), {"folder": str(folder.resolve())}, kernel_name="python3", progress_bar=False
+        str(TEMPLATE),
+        str(notebook),
+        {"folder": str(folder.resolve())},
+        kernel_name="python3",
+        progress_bar=False,
+        cwd=str(folder),  # not the user's, where a clone's folder would hide the package
+        extra_arguments=["--log-level=ERROR"],
     )
     page = HTMLExporter(exclude_input=True).from_filename(str(notebook))[0]
     write_atomically(folder / "compare.html", page.encode())
