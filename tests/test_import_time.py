@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import vqkv
-from vqkv.cli import PRESETS
 
 NEVER = (
     "scipy.stats", "pandas", "matplotlib", "papermill", "nbformat", "nbconvert", "datasets", "lm_eval", "dask",
@@ -63,7 +62,3 @@ def test_hqq_is_imported_when_its_cache_quantizes():
         "layer.update(x, x)\nkeys, _ = layer.update(x[:, :, :0], x[:, :, :0])\nassert (keys - x).abs().max() < 0.5"
     )
     assert imported(script, "hqq") == ["hqq"]
-
-
-def test_the_command_line_names_all_presets():
-    assert sorted(PRESETS.split(", ")) == sorted(vqkv.presets.PRESETS)

@@ -1,4 +1,4 @@
-"""``vqkv compare | calibrate | chat | evaluate | tasks | recommend | inspect``."""
+"""``vqkv compare | chat | calibrate | evaluate | tasks | recommend``."""
 
 import json
 import warnings
@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 import vqkv  # hands its names on when asked for: `vqkv --help` needs no torch
-from vqkv.errors import FormatError
 from vqkv.runtime.registry import parse_assignments
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, vqkv/llama-mini, a folder, a GGUF file or a hub name")]
@@ -17,10 +15,6 @@ Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
-PRESETS = (  # of vqkv.presets, whose import takes seconds
-    "fp16, lossless, vqllm, quanto, hqq, kivi, kvquant, higgs, vqq, vqq_product, vq, rvq2, aqua, kvsharer, crossed, "
-    "best, live, fp8, nvfp4, turboquant, kvarn, cachegen, nsnquant, aatc, kvtc, oscar, nova, block_gtq"
-)
 SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 
 
@@ -84,14 +78,12 @@ def chat(
     from vqkv.cache.compressor import BUNDLED
 
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    ready = compressor or (f"vqkv/{model}-{preset}" if f"vqkv/{model}-{preset}" in BUNDLED and not parameter else "")
-    fitted = (
-        None
-        if preset == "none"
-        else vqkv.Compressor.from_pretrained(ready)
-        if ready
-        else _fitted(loaded, vqkv.load_corpus(corpus, tokenizer, "train", 512, 16), preset, parameter, corpus)
-    )
+    if not compressor and not parameter and f"vqkv/{model}-{preset}" in BUNDLED:
+        compressor = f"vqkv/{model}-{preset}"
+    fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
+    if fitted is None and preset != "none":
+        text = vqkv.load_corpus(corpus, tokenizer, "train", 512, 16)
+        fitted = _fitted(loaded, text, preset, parameter, corpus)
     talk(loaded, tokenizer, fitted, max_new_tokens=max_new_tokens, write=typer.echo)
 
 
@@ -99,7 +91,7 @@ def chat(
 def calibrate(
     model: Model,
     out: Annotated[Path, typer.Argument(help="folder for the compressor", file_okay=False)],
-    preset: Annotated[str, typer.Option(help=f"one of: {PRESETS}")] = "vqllm",
+    preset: Annotated[str, typer.Option(help="vqllm, live, best, kvtc, ...: vqkv/presets/README.md")] = "vqllm",
     parameter: Parameter = [],  # noqa: B006
     corpus: Corpus = "python",
     num_seqs: int = 64,
@@ -109,10 +101,11 @@ def calibrate(
     dtype: Dtype = "",
     batch_size: Annotated[int, typer.Option(help="sequences at a time")] = 8,
 ) -> None:
-    """Fit a preset to a model and save the compressor."""
+    """Fit a preset to a model, save the compressor, and print what it is."""
     out = out.resolve()
-    loaded, tokens = _model_and_tokens(model, dtype, device, corpus, "train", seq_len, num_seqs, seed)
-    compressor = _fitted(loaded, tokens, preset, parameter, corpus, batch_size)
+    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
+    text = vqkv.load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
+    compressor = _fitted(loaded, text, preset, parameter, corpus, batch_size)
     compressor.save_pretrained(out)
     typer.echo(f"{compressor} -> {out}")
 
@@ -132,9 +125,10 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(help="sequences at a time")] = None,
 ) -> None:
     """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row."""
-    loaded, tokens = _model_and_tokens(model, dtype, device, corpus, "test", seq_len, num_seqs, seed)
+    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
+    text = vqkv.load_corpus(corpus, tokenizer, "test", seq_len, num_seqs, seed)
     fitted = vqkv.Compressor.from_pretrained(compressor)
-    row = vqkv.evaluate(loaded, fitted, tokens, protocol, chunk_size=chunk_size, batch_size=batch_size)
+    row = vqkv.evaluate(loaded, fitted, text, protocol, chunk_size=chunk_size, batch_size=batch_size)
     typer.echo(json.dumps(row, indent=1))
 
 
@@ -176,34 +170,6 @@ def recommend(
     typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours. --all shows every row.")
 
 
-@app.command()
-def inspect(path: Annotated[Path, typer.Argument(help="folder of a compressor, or file of a saved cache")]) -> None:
-    """Print what a compressor was fitted to, or what a saved cache holds. No model is loaded."""
-    from vqkv.cache import saving
-
-    try:
-        if path.is_dir():
-            title, about = _compressor(vqkv.Compressor.from_pretrained(path))
-        else:
-            about = saving.inspect(path)
-            title = f"saved cache, made with {about['compressor']['name']!r} and {about['model']['name']!r}"
-    except (FormatError, FileNotFoundError) as error:
-        raise FormatError(f"{error}. vqkv inspect reads a compressor's folder or a saved cache (cache.save)") from error
-    typer.echo(f"{title}\n{yaml.safe_dump(about, sort_keys=False)}")
-
-
-def _compressor(compressor) -> tuple[str, dict]:
-    model = {name: value for name, value in compressor.model.items() if name != "weights"}
-    about = {"model": model, "settings": vars(compressor.settings), "notes": compressor.notes}
-    about["first layer"] = {name: codec.config() for name, codec in zip(("key", "value"), compressor.codecs[0])}
-    about["predictions"] = {
-        f"{role} of layer {layer}": [f"{name} of layer {index}" for name, index in prediction.sources]
-        for (role, layer), prediction in compressor.predictions.items()
-    }
-    about["bytes"] = {"predictors": compressor.predictor_bytes, "side information": compressor.side_bytes}
-    return str(compressor), about
-
-
 def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str, batch_size: int = 8):
     """A compressor, after a line that says how long it will take."""
     from vqkv.calibration.effort import about_seconds
@@ -214,12 +180,6 @@ def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str, batch
     compressor = vqkv.calibrate(model, tokens, wanted, batch_size)
     compressor.notes["corpus"] = corpus
     return compressor
-
-
-def _model_and_tokens(model, dtype, device, corpus, split, seq_len, num_seqs, seed) -> tuple:
-    """A loaded model and tokens (num_seqs, seq_len) of a corpus."""
-    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    return loaded, vqkv.load_corpus(corpus, tokenizer, split, seq_len, num_seqs, seed)
 
 
 if __name__ == "__main__":

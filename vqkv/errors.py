@@ -6,20 +6,14 @@ import difflib
 class UnknownNameError(ValueError):
     """A model, corpus, preset, profile or parameter name that is not defined."""
 
-    def __init__(self, kind: str, name: str, known, remedy: str = ""):
-        known = sorted(map(str, known))
+    def __init__(self, kind: str, name, known, remedy: str = ""):
+        super().__init__(kind, name, sorted(map(str, known)), remedy)  # so that it comes back from a worker process
+
+    def __str__(self):
+        kind, name, known, remedy = self.args
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}")
-
-    def __reduce__(self):  # from a worker process it comes back with its words, not to be put together again
-        return _with_words, (type(self), str(self)), self.__dict__  # with its notes
-
-
-def _with_words(kind: type, words: str):
-    error = kind.__new__(kind)
-    error.args = (words,)
-    return error
+        return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}"
 
 
 class FormatError(ValueError):

@@ -25,9 +25,9 @@ def left(predictor, x, y):
 def test_what_folds_leave_is_what_other_text_will_leave(count):
     x, y, fold = samples(count, 1.0)
     found = cross_fit([(x, y, fold)], Linear())
-    other = left(found.whole, *samples(4096, 1.0, seed=7)[:2])
-    each = torch.stack([predictor(x) for predictor in found.folds])
-    folds = float((y - each[fold, torch.arange(count)]).square().mean())
+    other = left(found.complete, *samples(4096, 1.0, seed=7)[:2])
+    folds = float((y - found.held_out(x, fold, WIDTH)).square().mean())
+    assert torch.equal(found.held_out(x, fold, WIDTH)[fold == 1], found.folds[1](x[fold == 1]))
     assert folds == pytest.approx(other, rel=0.25)
     itself = left(Linear().fit(lambda: iter([(x, y)])), x, y)
     assert itself < 0.6 * other or count == 4096
@@ -43,8 +43,8 @@ def test_batches_add_up_and_few_samples_take_a_stronger_penalty():
     x, y, fold = samples(160, 1.0)
     found = cross_fit([(x, y, fold)], Linear())
     split = cross_fit([(x[:50], y[:50], fold[:50]), (x[50:], y[50:], fold[50:])], Linear())
-    torch.testing.assert_close(found.whole.weight, split.whole.weight)
-    assert found.whole.strength > cross_fit([samples(8192, 1.0)], Linear()).whole.strength
+    torch.testing.assert_close(found.complete.weight, split.complete.weight)
+    assert found.complete.strength > cross_fit([samples(8192, 1.0)], Linear()).complete.strength
 
 
 def test_folds_are_sequences_or_stretches_of_tokens():

@@ -60,7 +60,7 @@ def test_reduced_precision_settings_do_not_reach_the_kernel(beam):
 def test_tables_notice_that_a_codebook_was_written_to():
     x, codebooks = gaussian(100, 8), gaussian(2, 16, 8, seed=1)
     before = prepare(codebooks)
-    assert prepare(codebooks) is before and prepare(codebooks[:1]).flat.shape == (16, 8)
+    assert prepare(codebooks) is before and prepare(codebooks[:1]).codebooks.shape == (1, 16, 8)
     codebooks.neg_()
     assert torch.equal(cpu.rvq_encode(x, codebooks), reference.rvq_encode(x, codebooks))
     with torch.inference_mode():

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from gpu_guard import MARGIN
+from views import MARGIN
 
 SENTINEL = 77
 collect_ignore_glob = [] if find_spec("triton") else ["test_gpu_*.py"]

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import triton
-from grouped_view import view
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from views import affine, coded, mapped
 
 from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention import triton as attention
@@ -23,10 +23,10 @@ from vqkv.kernels.decoding.triton import decode
 from vqkv.kernels.entropy.code import TOTAL, make_code
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
-from vqkv.kernels.rvq.triton import rvq_encode, rvq_encode_packed
+from vqkv.kernels.rvq.triton import rvq_encode
 from vqkv.kernels.trellis.code import REACH
 from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
-from vqkv.kernels.view import Affine, Coded, Rope
+from vqkv.kernels.view import Rope
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
          torch.int16: "i16", torch.uint8: "u8"}  # fmt: skip
@@ -35,22 +35,6 @@ TOKENS, HEADS, HEAD_DIM = 4096, 8, 128
 
 def zeros(*shape: int, dtype=torch.float16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
-
-
-def affine(bits: int) -> Affine:
-    ends = zeros(1, HEADS, TOKENS, 2)
-    return Affine(zeros(1, HEADS, TOKENS, HEAD_DIM * bits // 8, dtype=torch.uint8), ends, ends, bits)
-
-
-def coded(dim: int, k: int, size: int, tables: int = 1, every: int = 1, strided: bool = False) -> Coded:
-    bits, groups = (size - 1).bit_length(), HEAD_DIM // dim
-    codes = zeros(1, HEADS, TOKENS, groups * k * bits // 8, dtype=torch.uint8)
-    scale = zeros(1, HEADS, TOKENS // every, 1)
-    return Coded(codes, zeros(tables, k, size, dim), bits, groups, scale, every, strided)
-
-
-def encode(groups: int, dim: int, tokens: int = TOKENS * 16) -> None:
-    rvq_encode_packed(zeros(tokens, groups, dim), zeros(8, 2048, dim), 11)
 
 
 def attend(keys, values, rope: Rope | None = None, rows: int = 4) -> None:
@@ -72,39 +56,40 @@ def trellis(states: int) -> None:
 
 
 triton_shares.PROGRAMS_EACH = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
-ROPE16 = Rope(torch.ones(HEAD_DIM // 2), 5, 16)
+LAYER = {"tokens": TOKENS, "heads": HEADS, "batch": 1}
 CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
-PRODUCT = coded(4, 1, 256, 2, 64)
+PRODUCT = coded(32, 4, 1, 8, tables=2, scales=1, every=64, **LAYER)
+GRID, SHORT = coded(64, 2, 1, 8, scales=1, **LAYER), coded(16, 8, 3, 8, scales=1, every=64, **LAYER)
+RVQ, STRIDED = (coded(4, 32, 8, 11, scales=1, strided=strided, **LAYER) for strided in (False, True))
+GROUPS = [[1] * 10 + [2] * 12 + [4] * 9 + [8] * 3 + [16] * 2] * HEADS  # 2.25 bits a value
+LIVE = mapped(GROUPS, HEAD_DIM, tokens=TOKENS, batch=1)
 CASES: dict[str, Callable[[], object]] = {
     "rvq_encode": lambda: rvq_encode(zeros(TOKENS * 64, 32), zeros(8, 2048, 32)),
-    "rvq_encode many": lambda: encode(4, 32),
-    "rvq_encode few": lambda: encode(4, 32, tokens=64),
-    "rvq_encode 64 channels": lambda: encode(2, 64),
-    "rvq_encode 128 channels": lambda: encode(1, 128),
-    "grid": lambda: rvq_encode_packed(zeros(1, HEADS, TOKENS, 64, 2), zeros(1, 256, 2), 8),
+    "rvq_encode few": lambda: rvq_encode(zeros(64, 32), zeros(8, 2048, 32)),
+    "rvq_encode 64 channels": lambda: rvq_encode(zeros(TOKENS * 64, 64), zeros(8, 2048, 64)),
+    "rvq_encode 128 channels": lambda: rvq_encode(zeros(TOKENS * 64, 128), zeros(8, 2048, 128)),
+    "grid": lambda: rvq_encode(zeros(1, HEADS, TOKENS, 64, 2), zeros(1, 256, 2)),
     "pack 11": lambda: pack_codes(zeros(*CODES, dtype=torch.int64), 11),
     "unpack 11": lambda: unpack_codes(zeros(CODES[0], 44, dtype=torch.uint8), 11, 32),
     "rans_encode": lambda: streams(False),
     "rans_decode": lambda: streams(True),
     "trellis_encode": lambda: trellis(8),
     "trellis_decode": lambda: trellis_decode(zeros(64, HEADS * HEAD_DIM, dtype=torch.int32), torch.ones(1), 8),
-    "decode rvq": lambda: decode(coded(32, 8, 2048)),
-    "decode rvq strided": lambda: decode(coded(32, 8, 2048, strided=True)),
-    "attention int2": lambda: attend(affine(2), affine(2)),
+    "decode rvq": lambda: decode(RVQ),
+    "decode rvq strided": lambda: decode(STRIDED),
     "attention product": lambda: attend(PRODUCT, PRODUCT),
     "attention product 32 rows": lambda: attend(PRODUCT, PRODUCT, rows=32),
-    "attention grid": lambda: attend(coded(2, 1, 256), coded(2, 1, 256)),
-    "attention rvq 3x256": lambda: attend(coded(8, 3, 256, every=64), coded(8, 3, 256, every=64)),
-    "attention rvq 8x2048": lambda: attend(coded(32, 8, 2048, strided=True), coded(32, 8, 2048), ROPE),
+    "attention grid": lambda: attend(GRID, GRID),
+    "attention rvq 3x256": lambda: attend(SHORT, SHORT),
+    "attention rvq 8x2048": lambda: attend(STRIDED, RVQ, ROPE),
+    "attention live": lambda: attend(LIVE, LIVE, Rope(torch.ones(HEAD_DIM // 2), 5, 16)),
+    "attention live no rope": lambda: attend(LIVE, LIVE),
 }
-GROUPS = [[1] * 10 + [2] * 12 + [4] * 9 + [8] * 3 + [16] * 2] * HEADS  # 2.25 bits a value
-CASES["attention grouped"] = lambda: attend(*(view(1, TOKENS, GROUPS, HEAD_DIM) for _ in range(2)), ROPE16)
-CASES["attention grouped no rope"] = lambda: attend(*(view(1, TOKENS, GROUPS, HEAD_DIM) for _ in range(2)))
-for _bits in (2, 4, 8):
+for _bits, _rows in ((2, 4), (4, 4), (4, 16), (4, 32), (8, 4)):
+    _packed = affine(HEAD_DIM, _bits, 64, **LAYER)
     CASES[f"affine_encode {_bits}"] = lambda n=_bits: affine_encode(zeros(1, HEADS, TOKENS, HEAD_DIM), n, 64)
-    CASES[f"decode affine {_bits}"] = lambda n=_bits: decode(affine(n))
-for _rows in (4, 16, 32):
-    CASES[f"attention int4 {_rows} rows"] = lambda n=_rows: attend(affine(4), affine(4), rows=n)
+    CASES[f"decode affine {_bits}"] = lambda x=_packed: decode(x)
+    CASES[f"attention int{_bits} {_rows} rows"] = lambda x=_packed, n=_rows: attend(x, x, rows=n)
 
 
 def launches(run: Callable[[], object]) -> list[tuple[ASTSource, dict]]:

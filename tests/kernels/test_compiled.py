@@ -26,7 +26,7 @@ def bits_of(x):
     return x.contiguous().view(torch.uint8)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(
     rows=st.sampled_from([0, 1, 63, 100, 129, 300]),
     dim=st.sampled_from([1, 2, 3, 7, 8, 9, 17, 64]),
@@ -47,7 +47,10 @@ def test_codes_are_naive_whichever_loop(rows, dim, codebook_size, quantizers, du
         codebooks[:, codebook_size // 2 :] = codebooks[:, : codebook_size - codebook_size // 2].clone()
         x[::3] = codebooks[0].float()[torch.arange(len(x[::3])) % codebook_size]
         x[::7] = 0
-    assert torch.equal(cpu.rvq_encode(x, codebooks), naive.rvq_encode(x, codebooks))
+    codes = cpu.rvq_encode(x, codebooks)
+    assert torch.equal(codes, naive.rvq_encode(x, codebooks))
+    expected = sum(codebook.float()[codes[:, k]] for k, codebook in enumerate(codebooks))  # with torch's bits
+    assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
 
 
 @pytest.mark.parametrize("dim, codebook_size", [(4, 100), (32, 100), (32, 2048)])
@@ -70,10 +73,9 @@ def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(dim, value):
     assert codes.min() >= 0 and codes.max() < 100
 
 
-@pytest.mark.parametrize("dim", [4, 32])
-def test_tensors_that_loops_cannot_take_get_the_same_codes(monkeypatch, dim):
+def test_tensors_that_loops_cannot_take_get_the_same_codes(monkeypatch):
     """As on other devices, and when traced."""
-    x, codebooks = gaussian(1000, dim), gaussian(4, 130, dim, seed=1)
+    x, codebooks = gaussian(1000, 32), gaussian(4, 130, 32, seed=1)
     codes = cpu.rvq_encode(x, codebooks)
     monkeypatch.setattr("vqkv.kernels.rvq.cpu.serves", lambda *tensors: False)
     assert (cpu.rvq_encode(x, codebooks) == codes).all(dim=-1).float().mean() > 0.999
@@ -104,16 +106,6 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.start()
     assert queue.get(timeout=60) == 7
     child.join()
-
-
-@settings(deadline=None, max_examples=40)
-@given(quantizers=st.integers(1, 5), rows=st.integers(0, 200), seed=st.integers(0, 100))
-def test_sums_of_codes_have_torchs_bits(quantizers, rows, seed):
-    codebooks = gaussian(quantizers, 6, 3, seed=seed)
-    codes = torch.randint(0, 6, (rows, quantizers), generator=torch.Generator().manual_seed(seed))
-    expected = sum((codebooks[k, codes[:, k]] for k in range(quantizers)), torch.zeros(rows, 3))
-    assert torch.equal(cpu.rvq_decode(codes.int(), codebooks), expected)
-    assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
 
 
 @settings(deadline=None, max_examples=60)

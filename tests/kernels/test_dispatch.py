@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from vqkv import DataError, UnknownNameError, kernels, presets
-from vqkv.kernels import dispatch
+from vqkv.kernels import cpu, dispatch, naive
 
 PRESETS = {
     "quanto 4": presets.quanto(4, 32),
-    "quanto 2": presets.quanto(2, 16),
     "quanto 3": presets.quanto(3, 16),
     "hqq 4": presets.hqq(4, 32),
-    "vqllm": presets.vqllm(2, 16, group_size=8),
     "vqllm 20 codes": presets.vqllm(2, 20, group_size=8),
     "vq 8": presets.vq(8, codebook_size=16, keyframe=8),
     "higgs 4": presets.higgs(4),
@@ -26,59 +24,48 @@ def values(seed: int = 0) -> torch.Tensor:
     return torch.randn(1, 2, 24, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_cpu_runs_the_cpu_path_and_says_so():
+@pytest.mark.parametrize("operation", dispatch.ROOMS)
+def test_every_operation_has_its_implementations_and_is_exported(operation):
     x = torch.zeros(1)
-    assert kernels.which("rvq_encode", x) == "cpu"
+    assert kernels.which(operation, x) == "cpu"
     for name in dispatch.NAMES:
         with kernels.using(name):
-            assert kernels.which("rvq_encode", x) == name
-            assert all(
-                kernels.which(each, x) == ("naive" if name == "naive" else "cpu") for each in dispatch.WITHOUT_TRITON
-            )
-    assert kernels.which("rvq_encode", x) == "cpu"
-    with kernels.using("naive"), ThreadPoolExecutor(1) as pool:  # each thread has a choice of its own
+            runs = "cpu" if name == "triton" and operation in dispatch.WITHOUT_TRITON else name
+            assert kernels.which(operation, x) == runs
+            assert callable(dispatch._find(operation, x))
+    assert all(callable(getattr(module, operation)) for module in (kernels, cpu, naive))
+
+
+def test_each_thread_has_a_choice_of_its_own_until_it_leaves():
+    x = torch.zeros(1)
+    with kernels.using("naive"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(kernels.which, "rvq_encode", x).result() == "cpu"
     with pytest.raises(ZeroDivisionError), kernels.using("naive"):
         raise ZeroDivisionError
     assert kernels.which("decode", x) == "cpu"
 
 
-def test_attention_that_the_kernel_does_not_serve_goes_to_the_cpu_path():
+def test_what_the_kernels_decline_goes_to_the_cpu_path():
+    x, books = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 80, 4)
     packed = kernels.affine_encode(torch.randn(1, 2, 5, 64), 4, 32)
     query, partial = torch.randn(1, 2, 1, 64), kernels.Rope(torch.ones(8))
     with kernels.using("triton"):
+        served = [kernels.which("rvq_encode", x, *about) for about in ((books,), (books, 2), (books.repeat(1, 1, 65),))]
+        assert served == ["triton", "cpu", "cpu"]
+        assert torch.equal(kernels.rvq_encode(x, books, beam=2), cpu.rvq_encode(x, books, 2))
         assert kernels.which("decode_attention", query, query, packed, packed) == "triton"
         assert kernels.which("decode_attention", query, query, packed, packed, partial) == "cpu"
         out, _ = kernels.decode_attention(query, packed, packed, 0.1, partial)
-    torch.testing.assert_close(out, kernels.naive.decode_attention(query, packed, packed, 0.1, partial)[0])
-    assert kernels.which("decode_attention", query, query, packed, packed) == "cpu"
+    torch.testing.assert_close(out, naive.decode_attention(query, packed, packed, 0.1, partial)[0])
 
 
-def test_triton_without_a_gpu_and_its_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET")
+def test_unknown_names_and_triton_without_a_gpu_and_its_interpreter_are_refused(monkeypatch):
+    with pytest.raises(UnknownNameError, match="naive"), kernels.using("cuda"):
+        pass
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if not torch.cuda.is_available():
         with pytest.raises(DataError, match="with a GPU"), kernels.using("triton"):
             pass
-
-
-def test_what_the_kernels_decline_goes_to_the_cpu_path():
-    x, books = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 80, 4)
-    with kernels.using("triton"):
-        served = [kernels.which("rvq_encode", x, *about) for about in ((books,), (books, 2), (books.repeat(1, 1, 65),))]
-        assert served == ["triton", "cpu", "cpu"]
-        assert torch.equal(kernels.rvq_encode(x, books, beam=2), kernels.cpu.rvq_encode(x, books, 2))
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(UnknownNameError, match="naive"), kernels.using("cuda"):
-        pass
-
-
-@pytest.mark.parametrize("operation", dispatch.ROOMS)
-def test_every_operation_has_its_implementations_and_is_exported(operation):
-    names = [name for name in dispatch.NAMES if name != "triton" or operation not in dispatch.WITHOUT_TRITON]
-    for module in (kernels, *(dispatch._module(operation, name) for name in names)):
-        assert callable(getattr(module, operation))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from gpu_guard import DEVICE
 from test_rans import SIGMAS, code_of, drawn
+from views import DEVICE
 
 from vqkv.kernels import naive
-from vqkv.kernels.entropy.triton import rans_decode, rans_encode, serves
+from vqkv.kernels.entropy.triton import rans_decode, rans_encode
 
 
-@pytest.mark.parametrize("lanes, tokens", [(1, 5), (3, 13), (4, 16), (4, 1), (32, 33)])
+@pytest.mark.parametrize("lanes, tokens", [(1, 3), (4, 1), (4, 9), (32, 17)])
 def test_streams_are_naive(lanes, tokens, request):
     """Whole ones, two of them with the farthest values there are, and what is made of damaged ones."""
     tables = torch.arange(7) % len(SIGMAS)
@@ -23,7 +23,6 @@ def test_streams_are_naive(lanes, tokens, request):
     wanted = [naive.rans_decode(*case, code, tokens) for case in cases]
     request.getfixturevalue("guarded")  # not before: naive results may be of bools
     there = code.to(DEVICE)
-    assert serves(x, there)
     words, lengths = rans_encode(x.to(DEVICE), there)
     assert torch.equal(words.cpu(), expected) and torch.equal(lengths.cpu(), sizes)
     for case, (values, whole) in zip(cases, wanted, strict=True):

@@ -1,17 +1,23 @@
-"""Models whose attention weights are no parameters, and the price of asking which model it is."""
+"""Which model it is: also with weights that are no parameters or elsewhere, and at what price."""
 
 import copy
 
+import few_presets
 import pytest
 import torch
 from torch import nn
 
-from vqkv import calibrate, presets
+from vqkv import DataError, calibrate, capture, evaluate, load_model, presets
+from vqkv.calibration.finetune import finetune
 from vqkv.models import identity as identities
 from vqkv.models.identity import identity, stamp
 from vqkv.models.load import describe, difference, fingerprint, layer_devices
 
 TOKENS = torch.randint(1, 400, (6, 160), generator=torch.Generator().manual_seed(0))
+PLACES = {  # main memory and a disk, the two that every machine has
+    "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
+    "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
+}  # fmt: skip
 
 
 class Buffers(nn.Module):
@@ -35,46 +41,67 @@ def buffers(model):
     return model
 
 
-def int8(model):
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
-@pytest.mark.parametrize("quantized", [buffers, int8])
-def test_weights_that_are_no_parameters(llama, quantized):
-    model, other = quantized(llama), copy.deepcopy(llama)
+def test_weights_that_are_no_parameters(llama):
+    model, other = buffers(llama), copy.deepcopy(llama)
     with torch.no_grad():
         other.model.layers[1].self_attn.k_proj.weight.mul_(torch.linspace(0.5, 2, 48))
-    other = quantized(other)
-    compressor = calibrate(model, TOKENS, presets.kivi(), progress=False)
-    compressor.new_cache(model)
+    other = buffers(other)
+    calibrate(model, TOKENS, presets.kivi(), progress=False).new_cache(model)
     assert layer_devices(model) == [torch.device("cpu")] * 3
-    assert identity(model) == identity(quantized(llama)) != identity(other)
-    assert fingerprint(model) == fingerprint(quantized(llama)) != fingerprint(other)
+    assert identity(model) == identity(buffers(llama)) != identity(other)
+    assert fingerprint(model) == fingerprint(buffers(llama)) != fingerprint(other)
     assert difference(describe(model), other) == "other attention weights"
+    packed = torch.ao.quantization.quantize_dynamic(llama, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(DataError, match="where they cannot be read: quantize the model with torchao"):
+        identity(packed)
 
 
 def test_weights_are_read_once_and_all_of_them(llama, monkeypatch):
-    model, read = copy.deepcopy(llama), []
-    own = identities.tensors_sha256
+    model, read, own = copy.deepcopy(llama), [], identities.tensors_sha256
     monkeypatch.setattr(identities, "tensors_sha256", lambda named: read.append(1) or own(named))
+    weights = {*model.parameters(), *model.buffers()}
     first = identity(model), stamp(model)
-    assert len(read) == len({*model.parameters(), *model.buffers()})
-    assert (identity(model), stamp(model)) == first and len(read) == len({*model.parameters(), *model.buffers()})
-    del read[:]
-    for weight in [*model.parameters(), *model.buffers()]:
+    assert (identity(model), stamp(model)) == first and len(read) == len(weights)
+    for weight in weights:
         with torch.no_grad():
             weight.view(-1)[-1] += 0.5  # which no sample looks at
         assert (identity(model), stamp(model)) != first
         first = identity(model), stamp(model)
-    assert len(read) == len({*model.parameters(), *model.buffers()})
+    assert len(read) == 2 * len(weights)
 
 
-def test_a_device_map_makes_no_other_model(llama, tmp_path):
-    from test_device_map import PLACES
+# Models that a device map spreads out
 
-    from vqkv import load_model
 
-    spread, _ = load_model(llama.config._name_or_path, device=PLACES, offload_folder=str(tmp_path))
+@pytest.fixture(scope="module")
+def spread(llama_folder, tmp_path_factory):
+    model, _ = load_model(llama_folder, device=PLACES, offload_folder=str(tmp_path_factory.mktemp("offload")))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"}
+    return model
+
+
+def test_a_spread_model_is_the_same_model(llama, llama_folder, spread):
+    assert describe(spread) == describe(llama) and fingerprint(spread) == fingerprint(llama)
+    assert layer_devices(spread) == [torch.device("cpu")] * 3 and identity(spread) == identity(llama)
+    text = few_presets.text(2, 0)
+    for mine, theirs in zip(capture(spread, text), capture(llama, text), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert identity(spread) == identity(llama)
-    spread(TOKENS[:1])
-    assert identity(spread) == identity(llama)
+    automatic, _ = load_model(llama_folder, device="auto")
+    assert fingerprint(automatic) == fingerprint(llama) and automatic.dtype is torch.float32
+
+
+@pytest.mark.parametrize("preset", [presets.vqllm(2, 16, 8), presets.aqua("higgs", recent_window=0)])
+def test_spread_models_are_calibrated_and_evaluated_and_generate_alike(llama, spread, preset):
+    rows = []
+    for model in (llama, spread):
+        compressor = calibrate(model, few_presets.text(8, 0), preset, progress=False)
+        row = evaluate(model, compressor, few_presets.text(2, 1), "snapshot")
+        written = {"max_new_tokens": 8, "do_sample": False, "past_key_values": compressor.new_cache(model)}
+        rows.append((compressor.fingerprint, row, model.generate(few_presets.text(1, 2), **written).tolist()))
+    assert rows[0] == rows[1]
+
+
+def test_weights_that_are_elsewhere_cannot_be_trained(spread):
+    with pytest.raises(DataError, match="not in memory"):
+        finetune(spread, few_presets.text(8, 0), None, batch_size=4)

@@ -53,11 +53,9 @@ def mean_bits(compressor):
 
 @pytest.mark.parametrize("arguments", EXISTING, ids=lambda a: "-".join(map(str, a.values())))
 def test_every_cross_that_exists_generates(llama, arguments):
-    compressor = made(llama, **arguments)
-    cache = compressor.new_cache(llama)
+    cache = made(llama, **arguments).new_cache(llama)
     assert generated(llama, cache).shape[1] == 32
-    report = cache.report()
-    assert report.packed_bytes > 0 and report.bits_per_value < 16
+    assert cache.report().packed_bytes > 0 and cache.report().bits_per_value < 16
 
 
 @pytest.mark.parametrize("quantizer", ["uniform", "trellis"])
@@ -108,6 +106,7 @@ NOWHERE = [
     ({"quantizer": "affine", "bits": 2.5}, DataError, "whole number"),
     ({"bits": 11}, DataError, "from 0.01 to 10"),
     ({"block": 0}, DataError, "tokens 0 must be an integer"),
+    *[({name: value}, DataError, name) for name, value in (("context", 0), ("context", 2.5), ("kv_width", 0))],
     *[({"quantizer": quantizer, "bits": bits}, DataError, "number up to 16|must be float")
       for quantizer, bits in itertools.product(("uniform", "rvq", "grid", "affine"), (0, -1, float("nan"), "2"))],
 ]  # fmt: skip
@@ -116,7 +115,7 @@ NOWHERE = [
 @pytest.mark.parametrize(("arguments", "error", "message"), NOWHERE, ids=str)
 def test_what_does_not_exist_is_refused_with_a_remedy(arguments, error, message):
     with pytest.raises(error, match=message):
-        presets.crossed(**arguments)
+        (presets.best if arguments.keys() & {"context", "kv_width"} else presets.crossed)(**arguments)
 
 
 def test_a_budget_below_what_residual_vq_can_take_is_named(llama):
@@ -135,16 +134,13 @@ def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
                                        {"quantizer": "rvq", "mixed": True, "bits": 2.0}], ids=str)  # fmt: skip
 def test_capacity_is_refused_where_sizes_depend_on_the_text(llama, arguments):
     known = [made(llama, **arguments)]
+    preset = presets.crossed("rvq", 2.0, rotation="fisher_pca", **LEARNED)
+    assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32  # which needs no model
     if "quantizer" in arguments:  # residual VQ takes as many for any text, once bits are split
         assert capacity(llama, known.pop(), 1).bits_per_value < 16
     for preset in (presets.crossed(**LEARNED | arguments), *known):
         with pytest.raises(DataError, match="expects as many as SmolLM2-135M needs"):
             capacity(llama, preset, 1)
-
-
-def test_capacity_of_weighted_residual_vq_needs_no_model(llama):
-    preset = presets.crossed("rvq", 2.0, rotation="fisher_pca", **LEARNED)
-    assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32
 
 
 def test_sequences_shorter_than_a_block_are_named(llama):
@@ -172,12 +168,6 @@ def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, h
     shape = cache_shape("smollm2-135m")
     found = pays_from(searched, *names, shape.values) / shape.width
     assert len(found) == 2 and found.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()
-
-
-@pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2.5}, {"kv_width": 0}, {"bits": "2"}, {"bits": 11}])
-def test_the_best_of_nothing_is_refused(arguments):
-    with pytest.raises(DataError, match="|".join(arguments)):
-        presets.best(**arguments)
 
 
 def test_the_best_with_a_trellis_generates(llama):

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from vqkv import load_model
-from vqkv.data.recall import RecallTask
 from vqkv.models.capture import capture
 from vqkv.models.rope import rotations
 from vqkv.study import experiments, figures
@@ -62,18 +61,6 @@ def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task()
     assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
     names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
     assert len(figures.told_bars(table, names).axes) == 1
-
-
-def test_an_episode_asks_for_each_pair_once_behind_what_stands_between(tokenizer):
-    task = RecallTask(tokenizer)
-    between = torch.full((3, 11), 7)
-    batch = task.episodes(5, 3, seed=1, between=between)
-    assert batch.answers.sum(1).tolist() == [5] * 3 and not (set(task.keys) & set(task.values))
-    for row, column in batch.answers.nonzero().tolist():
-        back = int(batch.distance[row, column])
-        assert back > 11 and batch.tokens[row, column - back] == batch.tokens[row, column]
-        assert batch.tokens[row, column - back - 1] == batch.tokens[row, column - 1]
-    assert task.episodes(5, 3, seed=1).tokens.shape[1] == batch.tokens.shape[1] - 11
 
 
 MINI = Subject("vqkv/llama-mini", "python-stdlib", [4, 128])

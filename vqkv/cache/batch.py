@@ -13,7 +13,7 @@ from vqkv.cache.settings import LiveSettings
 from vqkv.cache.store import ForwardPass, TokenStore
 from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 HALF_WAY = "an earlier forward pass failed half-way: reset() the cache and feed the tokens again"

@@ -24,8 +24,7 @@ from vqkv.models.identity import stamp, switches
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices
 from vqkv.models.plain import plain
-from vqkv.models.rope import rotations
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation, rotations
 from vqkv.runtime.checks import check_whole
 
 _registering = threading.Lock()

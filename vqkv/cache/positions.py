@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vqkv.cache.attention_mass import token_mask
 from vqkv.kernels import pack_codes, unpack_codes
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from vqkv.codecs.predictive import Known, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView
 from vqkv.kernels.rope import rotate, unrotate
-from vqkv.models.rotation import Rotation
+from vqkv.models.rope import Rotation
 from vqkv.runtime.checks import FP16_MAX
 
 PIECE = {True: 1 << 18, False: 1 << 22}  # values that are decoded at a time on a CPU, and elsewhere

@@ -1,5 +1,6 @@
-"""Predictors fitted without the tokens that they are judged on, so that later stages see what other text will leave."""
+"""Predictors fitted without the tokens that they are judged on, so that residuals are those of other text."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -11,74 +12,83 @@ from vqkv.codecs.predictor_kinds import Regression
 
 FOLDS = 4
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # of the ridge's penalty
-WORTH = 0.9  # of the error of the mean: where a prediction leaves more of it, on held-out tokens, there is none
+MEAN = math.inf  # the strength at which a ridge predicts the mean alone
+WORTH = 0.9  # share of the mean's error on held-out tokens: above it a prediction is dropped
 
 
 @dataclass
 class CrossFit:
-    """One place's predictor: ``whole``, fitted to all samples, and for each fold one fitted to the others."""
+    """A predictor fitted to all samples (``complete``), and for each fold one fitted to the other folds."""
 
-    whole: Regression
+    complete: Regression
     folds: list[Regression]
+
+    def held_out(self, x: Tensor, fold: Tensor, width: int) -> Tensor:
+        """Predict (..., width) from x (..., in_features), each row by the predictor that was not fitted to its fold."""
+        predicted = x.new_empty(*fold.shape, width)
+        for number, predictor in enumerate(self.folds):
+            predicted[fold == number] = predictor(x[fold == number])
+        return predicted
 
 
 def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Regression) -> CrossFit | None:
-    """Predictors ``like`` one for samples x (n, in_features), y (n, out_features) and their folds (n,), with the
-    strength whose error on held-out folds is least; None if it leaves more than ``WORTH`` of what the mean leaves."""
-    ridges, squares = [Ridge() for _ in range(FOLDS)], [0.0] * FOLDS
+    """Fit predictors ``like`` one to samples x (n, in_features), y (n, out_features) and their folds (n,).
+
+    The strength is that of the least error on held-out folds. Returns None if the error is more than ``WORTH`` of the
+    mean's, or if there is one fold only."""
+    ridges: dict[int, Ridge] = {}
+    squares: dict[int, float] = {}
     for x, y, fold in samples:
-        for number in range(FOLDS):
-            mine = fold == number
-            if mine.any():
-                ridges[number].accumulate(x[mine], y[mine])
-                squares[number] += float(y[mine].double().square().sum())
-    there = [number for number in range(FOLDS) if ridges[number].xx is not None]
-    if len(there) < 2:
+        for number in fold.unique().tolist():
+            rows = fold == number
+            ridges.setdefault(number, Ridge()).accumulate(x[rows], y[rows])
+            squares[number] = squares.get(number, 0.0) + float(y[rows].double().square().sum())
+    if len(ridges) < 2:
         return None
-    totals = sum(ridges[number].xx for number in there), sum(ridges[number].xy for number in there)
-    others = {number: _ridge(totals[0] - ridges[number].xx, totals[1] - ridges[number].xy) for number in there}
-    errors = {None: 0.0} | dict.fromkeys(STRENGTHS, 0.0)
-    solved = {}
-    for number, ridge in others.items():
+    sums = {number: _sums(ridges[number]) for number in sorted(ridges)}
+    xx, xy = (sum(each, torch.zeros(())) for each in zip(*sums.values(), strict=True))
+    others = {number: _ridge(xx - fold_xx, xy - fold_xy) for number, (fold_xx, fold_xy) in sums.items()}
+    errors, solved = dict.fromkeys((MEAN, *STRENGTHS), 0.0), {}
+    for number, (fold_xx, fold_xy) in sums.items():
         for strength in errors:
-            weights = solved[number, strength] = _solved(ridge, strength)
-            held = ridges[number]  # squared error on its samples, from their sums
-            errors[strength] += squares[number] - 2 * float((weights * held.xy).sum())
-            errors[strength] += float((weights * (held.xx @ weights)).sum())
-    best = min(STRENGTHS, key=errors.get)
-    if errors[best] > WORTH * errors[None]:
+            weights = solved[number, strength] = _weights(others[number], strength)
+            errors[strength] += squares[number] - 2 * float((weights * fold_xy).sum())
+            errors[strength] += float((weights * (fold_xx @ weights)).sum())
+    best = min(STRENGTHS, key=lambda strength: errors[strength])
+    if errors[best] > WORTH * errors[MEAN]:
         return None
-    made = {number: _made(like, others[number], solved[number, best], best) for number in there}
-    every = _ridge(*totals)
-    whole = _made(like, every, _solved(every, best), best)
-    return CrossFit(whole, [made.get(number, made[there[0]]) for number in range(FOLDS)])
+    complete, ridge = replace(like, strength=best), _ridge(xx, xy)
+    complete.take(ridge, _weights(ridge, best))
+    folds = {number: replace(like, strength=best) for number in others}
+    for number, predictor in folds.items():
+        # GPTQ rounds these with the penalty of the last strength that was tried: the study's tables are made so
+        predictor.take(others[number], solved[number, best])
+    return CrossFit(complete, [folds.get(number, folds[min(folds)]) for number in range(FOLDS)])
 
 
 def folds_of(number: int, batch: int, tokens: int, total: int) -> Tensor:
-    """Folds of the tokens of a batch's sequences, int64 (batch, tokens): by sequence, or, where there are fewer than
-    folds, by stretches of tokens. ``number``: of the batch; ``total``: of all sequences."""
+    """Number the folds of a batch's tokens, int64 (batch, tokens): by sequence, or by stretches of tokens where there
+    are fewer sequences than folds. ``number``: of the batch; ``total``: of all sequences."""
     by_token = torch.arange(tokens) * FOLDS // max(1, tokens)
     by_row = (torch.arange(batch) + number * batch) % FOLDS
     return by_row.unsqueeze(1).expand(-1, tokens) if total >= FOLDS else by_token.expand(batch, -1)
 
 
-def _ridge(xx: Tensor, xy: Tensor, strength: float = 1e-3) -> Ridge:
-    ridge = Ridge(strength)
+def _sums(ridge: Ridge) -> tuple[Tensor, Tensor]:
+    assert ridge.xx is not None and ridge.xy is not None
+    return ridge.xx, ridge.xy
+
+
+def _ridge(xx: Tensor, xy: Tensor) -> Ridge:
+    ridge = Ridge()
     ridge.xx, ridge.xy = xx, xy
     return ridge
 
 
-def _solved(ridge: Ridge, strength: float | None) -> Tensor:
-    """Weights; with no strength the mean alone."""
-    if strength is None:
-        weights = torch.zeros_like(ridge.xy)
-        weights[-1] = ridge.moments().mean_y
-        return weights
+def _weights(ridge: Ridge, strength: float) -> Tensor:
     ridge.strength = strength
-    return ridge.solve()
-
-
-def _made(like: Regression, ridge: Ridge, weights: Tensor, strength: float) -> Regression:
-    made = replace(like, strength=strength)
-    made.take(ridge, weights)
-    return made
+    if strength < MEAN:
+        return ridge.solve()
+    weights = torch.zeros_like(_sums(ridge)[1])
+    weights[-1] = ridge.moments().mean_y
+    return weights

@@ -6,23 +6,29 @@ rate of 1e-5 and 50,000 tokens a step, with a straight-through gradient and no c
 """
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
-from vqkv.calibration.straight_through import StraightThrough
-from vqkv.calibration.trained_weights import TrainedWeights, recomputing
-from vqkv.codecs.predictive import ROLES
+from vqkv.cache.settings import CacheSettings
+from vqkv.codecs.base import Codec
+from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.layers import InterceptingCache, kv_layers
 from vqkv.models.load import describe
 from vqkv.models.plain import plain
-from vqkv.models.rope import rotations
+from vqkv.models.rope import Rotation, rotations
 from vqkv.presets import Preset
 from vqkv.runtime.checks import check_whole
 
@@ -68,95 +74,153 @@ def finetune(
     model = plain(model)
     _check(model, tokens, preset, lr, batch_size, micro_batch)
     preset = preset.fitting(model) if preset else None
-    batches, about = tokens.split(batch_size), describe(model)
-    micro_batch = micro_batch or batch_size
-    places = [(role, layer) for layer in range(about["num_layers"]) for role in ROLES] if preset else []
-    make = {"key": lambda i: preset.key_codec(about["shapes"][i][1])}
-    make["value"] = lambda i: preset.value_codec(about["shapes"][i][2])
-    codecs = {(role, layer): make[role](layer) for role, layer in places}
-    turns = rotations(model, preset.pre_rope) if preset and preset.pre_rope else [None] * about["num_layers"]
-    reading = StraightThrough(codecs, turns, preset.sink_tokens if preset else 0)
-    with torch.inference_mode(False), torch.enable_grad(), TrainedWeights(model) as weights:
-        run = _Run(model, weights, reading, lr, micro_batch)
-        if codecs:
-            run.start(batches[0])
-        with recomputing(model) if gradient_checkpointing else nullcontext():
-            run.train(batches[1:], progress)
-        for codec in codecs.values():
-            codec.finalize()
-        weights.keep()
-    model.vqkv_name = f"{about['name']} fine-tuned"
-    if preset is None:
-        return FineTuned(None, tuple(run.losses))
-    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
-    notes["finetune"] = {"lr": lr, "steps": len(run.losses)}
-    pairs = [tuple(codecs[role, layer] for role in ROLES) for layer in range(about["num_layers"])]
-    return FineTuned(Compressor(preset.name, pairs, preset.settings, describe(model), notes), tuple(run.losses))
-
-
-class _Run:
-    """The training itself: what it changes, and where it is."""
-
-    def __init__(self, model, weights: TrainedWeights, reading: StraightThrough, lr, micro_batch):
-        self.model, self.weights, self.reading, self.micro_batch = model, weights, reading, micro_batch
-        self.optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
-        dtypes = {weight.dtype for weight in weights.before}
-        self.half = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
-        self.losses: list[float] = []
-
-    def start(self, batch: Tensor) -> None:
-        """Initialise the codebooks on the first batch."""
-        with self._autocast():
-            pre_rope = next((turn.block for turn in self.reading.turns if turn), False)
-            captured = capture(self.model, batch, self.micro_batch, pre_rope)
-            found = dict(zip(ROLES, captured, strict=True))
-        for (role, layer), codec in self.reading.codecs.items():
-            if not codec.ready:
-                codec.partial_fit(found[role][layer])
-
-    def train(self, batches: tuple[Tensor, ...], progress: bool) -> None:
-        """One step for each batch."""
+    (first, *batches), about = tokens.split(batch_size), describe(model)
+    micro_batch, losses, pairs = micro_batch or batch_size, list[float](), []
+    if preset is not None:
+        pairs = [(preset.key_codec(keys), preset.value_codec(values)) for _, keys, values in about["shapes"]]
+    reading = StraightThrough(model, pairs, preset.settings if preset else CacheSettings(pre_rope=False))
+    half = next((weight.dtype for weight in attention_weights(model) if weight.dtype.itemsize == 2), None)
+    autocast = partial(torch.autocast, model.device.type, dtype=half) if half else nullcontext
+    with torch.inference_mode(False), torch.enable_grad(), training(model) as weights:
+        if preset is not None:
+            with autocast():
+                layers = zip(*capture(model, first, micro_batch, preset.settings.pre_rope), strict=True)
+            for codec, x in zip(chain(*pairs), chain(*layers), strict=True):
+                if not codec.ready:
+                    codec.partial_fit(x)
+        optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
         bar = tqdm(batches, desc="fine-tune", unit="step", disable=None if progress else True)
-        with bar:
+        with bar, recomputing(model) if gradient_checkpointing else nullcontext():
             for number, batch in enumerate(bar, 1):
                 try:
-                    self.losses.append(self._step(batch))
+                    losses.append(_gradients(reading, weights, batch.split(micro_batch), autocast))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    reading.learn()
                 except DataError as error:
                     raise DataError(f"step {number} of fine-tuning: {error}. {REMEDY}") from error
-                bar.set_postfix(loss=f"{self.losses[-1]:.3f}")
+                bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        for codec in chain(*pairs):
+            codec.finalize()
+    model.vqkv_name = f"{about['name']} fine-tuned"
+    if preset is None:
+        return FineTuned(None, tuple(losses))
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
+    notes["finetune"] = {"lr": lr, "steps": len(losses)}
+    return FineTuned(Compressor(preset.name, pairs, preset.settings, describe(model), notes), tuple(losses))
 
-    def _step(self, batch: Tensor) -> float:
-        loss = self._gradients(batch)
-        size = torch.nn.utils.get_total_norm(weight.grad for weight in self._used)
-        if not (math.isfinite(loss) and size.isfinite()):
-            raise DataError(f"loss {loss} and gradient {size.item()}: not finite")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.reading.learn()
-        return loss
 
-    def _gradients(self, batch: Tensor) -> float:
-        """Leave the mean loss's gradient, return the loss. Sums go backward: in fp16 one token's share would vanish."""
-        total, count = 0.0, batch[:, 1:].numel()
-        for part in batch.split(self.micro_batch):
-            part = part.to(self.model.device)
-            with self._autocast(), self.reading.record():
-                logits = self.model(part, past_key_values=self.reading.cache(self.model), use_cache=True).logits[:, :-1]
-            targets = part[:, 1:].flatten().to(logits.device)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
-            loss.backward()
-            total = total + loss.detach().double()
-        for weight in self._used:
-            weight.grad /= count
-        return (total / count).item()
+def attention_weights(model) -> list[Parameter]:
+    """List all weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
+    weights = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
+    if not all(weight.is_floating_point() for weight in weights):
+        raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")
+    return [*weights]
 
-    @property
-    def _used(self) -> list[Tensor]:
-        """Weights that have a gradient; a model may have some that it does not use."""
-        return [weight for weight in self.weights if weight.grad is not None]
 
-    def _autocast(self):
-        return nullcontext() if self.half is None else torch.autocast(self.model.device.type, dtype=self.half)
+@contextmanager
+def training(model) -> Iterator[list[Parameter]]:
+    """Train a model's attention weights, in fp32, and nothing else; afterwards they are rounded to their dtype. After
+    an error or an interruption they are as before."""
+    weights = attention_weights(model)
+    before = [weight.data for weight in weights]
+    needing = [weight for weight in model.parameters() if weight.requires_grad]
+    modes = [module for module in model.modules() if module.training]
+    model.eval().requires_grad_(False)
+    try:
+        for weight in weights:
+            weight.data = weight.data.to(torch.float32, copy=True)
+            weight.requires_grad_()
+        yield weights
+        before = [weight.data.to(old.dtype) for weight, old in zip(weights, before, strict=True)]
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.grad, weight.data = None, data
+        model.requires_grad_(False)
+        for weight in needing:
+            weight.requires_grad_()
+        for module in modes:
+            module.training = True
+
+
+@contextmanager
+def recomputing(model) -> Iterator[None]:
+    """Let decoder layers keep only their inputs. (transformers' own way wants training mode, with dropout.)"""
+    parents = {child: module for module in model.modules() for child in module.children()}
+    layers = [parents[layer.attention] for layer in kv_layers(model)]
+    before = [vars(layer).get("forward") for layer in layers]  # accelerate's, where it moves a layer's inputs
+    for layer in layers:
+        layer.forward = partial(recomputed, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+class StraightThrough:
+    """A model that reads its keys and values through codecs, in the state these are in, but for the sinks.
+
+    Gradients pass as if nothing had happened (van den Oord et al. 2017). ``pairs``: (key codec, value codec) of every
+    layer, or none at all."""
+
+    def __init__(self, model, pairs: list[tuple[Codec, Codec]], settings: CacheSettings):
+        self.model, self.settings = model, settings
+        self.codecs: dict[Place, Codec] = {
+            (role, layer): codec for layer, pair in enumerate(pairs) for role, codec in zip(ROLES, pair, strict=True)
+        }
+        self.rotations = rotations(model, settings.pre_rope) if settings.pre_rope else None
+        self.passes: list[dict[Place, Tensor]] = []  # exact keys and values since the last learning step
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of tokens (batch, seq_len), and keep exact keys and values for ``learn``."""
+        exact: dict[Place, Tensor] = {}
+        self.passes.append(exact)
+        cache = InterceptingCache(self.model, partial(self._read, exact))
+        return self.model(tokens.to(self.model.device), past_key_values=cache, use_cache=True).logits
+
+    def learn(self) -> None:
+        """Make one learning step of every codec that learns, on all that was read since the last one."""
+        for place, codec in self.codecs.items():
+            if codec.learns and not codec.ready:
+                codec.partial_fit(torch.cat([exact[place] for exact in self.passes]))
+        self.passes.clear()
+
+    def _read(self, exact: dict[Place, Tensor], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self._through(exact, ("key", layer), keys, self.rotations[layer] if self.rotations else None)
+        return keys, self._through(exact, ("value", layer), values, None)
+
+    def _through(self, exact: dict[Place, Tensor], place: Place, x: Tensor, rotation: Rotation | None) -> Tensor:
+        if place not in self.codecs:
+            return x
+        with torch.no_grad():
+            stored = x.detach() if rotation is None else rotation.turned(x.detach().float(), back=True).to(x)
+            exact[place] = stored  # once, also where the backward pass computes a layer again
+            read = self.codecs[place].quantize_dequantize(stored)
+            read[:, :, : self.settings.sink_tokens] = stored[:, :, : self.settings.sink_tokens]
+            read = read if rotation is None else rotation.turned(read.float())
+        return (x.float() + (read - x.float()).detach()).to(x.dtype)
+
+
+def _gradients(reading: StraightThrough, weights: list[Parameter], parts: tuple[Tensor, ...], autocast) -> float:
+    """Leave the mean loss's gradient, return the loss. Sums go backward: in fp16 one token's share would vanish."""
+    total, count = 0.0, sum(part[:, 1:].numel() for part in parts)
+    for part in parts:
+        with autocast():
+            logits = reading.logits(part)[:, :-1]
+        targets = part[:, 1:].flatten().to(logits.device)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
+        loss.backward()
+        total += loss.item()
+    gradients = [weight.grad for weight in weights if weight.grad is not None]  # a model may use some weights only
+    for gradient in gradients:
+        gradient /= count
+    size = torch.nn.utils.get_total_norm(gradients)
+    if not (math.isfinite(total) and size.isfinite()):
+        raise DataError(f"loss {total / count} and gradient {size.item()}: not finite")
+    return total / count
 
 
 def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
@@ -173,15 +237,11 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
             f"tokens {tuple(tokens.shape)} in batches of {batch_size}: fine-tuning needs sequences of 2 tokens or "
             "more, and a second batch, as the first one initialises the codebooks"
         )
-    if preset is not None:
-        _check_preset(preset)
-
-
-def _check_preset(preset: Preset) -> None:
-    """Raise ``DataError`` for what cannot be read back token by token where keys and values are made."""
+    if preset is None:
+        return
     if not isinstance(preset, Preset):
         raise DataError(f"preset must be a Preset such as presets.vqllm(), or None, not {type(preset).__name__}")
-    reason = None
+    reason = None  # why it cannot be read back token by token where keys and values are made
     if preset.plan is not None:
         reason = "its layers are predicted from others"
     elif any(codec.tokens_per_row > 1 for codec in (preset.key_codec(), preset.value_codec())):

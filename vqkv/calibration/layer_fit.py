@@ -1,124 +1,157 @@
-"""Codecs and predictors fitted layer by layer, each on what those before it are read back as (AQUA-KV, Algorithm 1)."""
+"""Codecs and predictors fitted layer by layer, each on reconstructions of those before it (AQUA-KV, Algorithm 1)."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from tqdm import tqdm
 
-from vqkv.calibration.cross_fit import cross_fit, folds_of
-from vqkv.calibration.spill import CapturedTokens, Spill
+from vqkv.cache.compressor import Compressor
+from vqkv.cache.settings import CacheSettings
+from vqkv.calibration.captured import CapturedTokens, TensorFolder
+from vqkv.calibration.cross_fit import CrossFit, cross_fit, folds_of
+from vqkv.calibration.error_costs import cost_curves
 from vqkv.codecs.base import Codec
-from vqkv.codecs.predictive import ROLES, Known, Place, Prediction, PredictiveCodec, inputs, last_readers, side_by_side
+from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_readers, side_by_side
+from vqkv.codecs.predictor_kinds import Regression
 from vqkv.kernels.precision import full_precision
-from vqkv.presets import Preset
+from vqkv.models.load import describe
 from vqkv.presets.plans import RolePlan
 from vqkv.runtime.checks import whole_blocks
 
-
-def fit_layers(
-    preset: Preset, plan: list[dict[str, RolePlan]], captured: CapturedTokens, trial, device="cpu",
-    progress: bool = True,
-):  # fmt: skip
-    """AQUA-KV's Algorithm 1 for the plans of every layer: layer by layer, keys before values, each on what the places
-    before it are read back as. Returns a list over layers of (key codec, value codec), and the predictions by place."""
-    plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in roles}
-    dims = {(role, i): shape[1 + j] for i, shape in enumerate(captured.about["shapes"]) for j, role in enumerate(ROLES)}
-    codecs = {place: each.make_codec(dims[place]) for place, each in plans.items()}
-    for place, codec in codecs.items():
-        if codec.weighted:
-            found, (role, first) = trial.metrics(codec.costs), place
-            codec.weigh(torch.cat([found[role, first + more] for more in range(plans[place].layers)]))
-    block, predictions = math.lcm(*(codec.tokens_per_row for codec in codecs.values())), {}
-    readers = last_readers({place: each for place, each in plans.items() if each.predictor and each.predictor.learns})
-    with Spill(captured.folder) as restored, full_precision(torch.device(device)):
-        fitting = LayerFit(captured, restored, plans, readers, preset.sink_tokens, block, device)
-        for place, role_plan in tqdm(
-            plans.items(), f"calibrate {preset.name}", unit="role", disable=None if progress else True
-        ):
-            if prediction := fitting.fit(place, role_plan, codecs[place]):
-                predictions[place] = prediction
-    return [(codecs["key", layer], codecs["value", layer]) for layer in range(len(plan))], predictions
+Plan = list[dict[str, RolePlan]]
+SHARED_SEQS, COST_SEQS = 4, 1  # sequences that shared layers are tried on, and that errors are measured on
 
 
-@dataclass
+class ModelTrial:
+    """Answers to what plans ask about a model: how unlike layers are, what sharing them (KVSharer) and errors cost.
+
+    From captured keys and values, and from forward passes over the first few of their sequences."""
+
+    def __init__(self, model, captured: CapturedTokens):
+        self.model, self.captured = model, captured
+        self.num_layers, self.shapes = captured.about["num_layers"], captured.about["shapes"]
+
+    def distances(self) -> Tensor:
+        """Compute Euclidean distances (num_layers, num_layers) between keys and values averaged over sequences."""
+        means = []
+        for layer in range(self.num_layers):
+            places, zero = [(role, layer) for role in ROLES], torch.zeros(())
+            totals = [sum((x.double().sum(0) for x in self.captured.batches(place)), zero) for place in places]
+            means.append(torch.cat([total.flatten() for total in totals]) / len(self.captured.tokens))
+        return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
+
+    def cost_curves(self, preset, plan: Plan) -> dict[Place, Tensor]:
+        """Compute ``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
+        compressor, metrics = self._compressor(plan, preset.sink_tokens), self.captured.metrics(self.model)
+        return cost_curves(self.model, compressor, self.captured.tokens[:COST_SEQS], metrics)
+
+    @torch.no_grad()
+    def similarity(self, plan: Plan) -> float:
+        """Compute the cosine similarity, mean over tokens, of the last hidden states with the uncompressed ones."""
+        tokens = self.captured.tokens[:SHARED_SEQS].to(self.model.device)
+        cache = self._compressor(plan).new_cache(self.model, in_place=True)
+        states, shared = (
+            self.model(tokens, output_hidden_states=True, **reading).hidden_states[-1].float()
+            for reading in ({"use_cache": False}, {"use_cache": True, "past_key_values": cache})
+        )
+        return F.cosine_similarity(states, shared, dim=-1).mean().item()
+
+    def _compressor(self, plan: Plan, sink_tokens: int = 0) -> Compressor:
+        codecs, predictions = LayerFit(self.model, self.captured, plan, sink_tokens).run()
+        settings = CacheSettings(sink_tokens=sink_tokens, pre_rope=self.captured.pre_rope)
+        return Compressor("trial", codecs, settings, describe(self.model), predictions=predictions)
+
+
 class LayerFit:
-    """Fits one place after another on captured keys and values without their sinks and an incomplete ``block``, and
-    keeps what later places read of them."""
+    """The codecs and predictors of a ``plan``, and what is needed to fit them to ``captured`` tokens but the sinks.
 
-    captured: CapturedTokens
-    restored: Spill
-    plans: dict[Place, RolePlan]
-    readers: dict[Place, Place]
-    sink_tokens: int
-    block: int
-    device: object
+    ``plans``, ``codecs`` and ``predictions`` are by role and layer, as is ``last_reader``: of what a layer restores."""
 
-    def fit(self, place: Place, plan: RolePlan, codec: Codec) -> Prediction | None:
-        """Fit the predictor, then the codec on what it leaves; returns the fitted prediction, if there is one."""
-        if plan.predictor is not None and not plan.predictor.learns:
-            return Prediction(plan.predictor, plan.sources)  # of a place that stores nothing
-        prediction, by_fold = None, []
-        if plan.cross_fitted:
-            if found := cross_fit(self._samples(place, plan.sources, folds=True), plan.predictor):
-                prediction = Prediction(found.whole, plan.sources)
-                by_fold = [Prediction(each, plan.sources) for each in found.folds]
-        elif plan.predictor is not None:
-            plan.predictor.fit(lambda: self._samples(place, plan.sources))
-            prediction = Prediction(plan.predictor, plan.sources)
-        coder = PredictiveCodec(codec, place, prediction)
-        self._fit_codec(coder, by_fold)
-        if place in self.readers:
-            for number, x, known in self._batches(place, plan.sources):
-                predicted = self._predicted(coder, by_fold, number, x, known)
-                restored = codec.quantize_dequantize(x if predicted is None else x - predicted)
-                self.restored.put(place, number, restored if predicted is None else restored + predicted)
-        for source in plan.sources:
-            if self.readers[source] == place:  # the last to read it
-                self.restored.drop(source)
-        return prediction
+    def __init__(self, model, captured: CapturedTokens, plan: Plan, sink_tokens: int):
+        self.captured, self.sink_tokens, self.device = captured, sink_tokens, model.device
+        self.plans = {(role, layer): roles[role] for layer, roles in enumerate(plan) for role in ROLES}
+        self.codecs: dict[Place, Codec] = {}
+        self.predictions: dict[Place, Prediction] = {}
+        for (role, layer), each in self.plans.items():
+            codec = each.make_codec(captured.about["shapes"][layer][1 + ROLES.index(role)])
+            if codec.weighted:
+                metrics = captured.metrics(model, codec.costs)
+                codec.weigh(torch.cat([metrics[role, layer + more] for more in range(each.layers)]))
+            self.codecs[role, layer] = codec
+        learning = {
+            place: Prediction(each.predictor, each.sources)
+            for place, each in self.plans.items()
+            if each.predictor is not None and each.predictor.learns
+        }
+        self.last_reader = last_readers(learning)
+        self.block = math.lcm(*(codec.tokens_per_row for codec in self.codecs.values())) if learning else 1
 
-    def _fit_codec(self, coder: PredictiveCodec, by_fold: list[Prediction]) -> None:
-        if coder.codec.ready:
+    def run(self, title: str | None = None) -> tuple[list[tuple[Codec, Codec]], dict[Place, Prediction]]:
+        """Fit layer by layer, keys before values. Returns (key codec, value codec) of every layer, and the predictions.
+        ``title``: of the progress bar, if there is to be one."""
+        with TensorFolder() as self.restored, full_precision(self.device):
+            for place in tqdm(self.plans, title, unit="role", disable=None if title else True):
+                self._fit(place, self.plans[place], self.codecs[place])
+        layers = range(len(self.plans) // len(ROLES))
+        return [(self.codecs["key", layer], self.codecs["value", layer]) for layer in layers], self.predictions
+
+    def _fit(self, place: Place, plan: RolePlan, codec: Codec) -> None:
+        """Fit the predictor, if there is one, then the codec to its residual."""
+        crossed = None
+        if plan.predictor is not None and not plan.predictor.learns:  # nothing is stored
+            self.predictions[place] = Prediction(plan.predictor, plan.sources)
             return
-        for _ in range(coder.codec.passes):
-            for number, x, known in self._batches(coder.place, coder.prediction.sources if coder.prediction else ()):
-                predicted = self._predicted(coder, by_fold, number, x, known)
-                coder.codec.partial_fit(x if predicted is None else x - predicted)
-                if not coder.codec.learns:
+        if plan.cross_fitted and isinstance(plan.predictor, Regression):
+            if crossed := cross_fit(self._samples(place), plan.predictor):
+                self.predictions[place] = Prediction(crossed.complete, plan.sources)
+        elif plan.predictor is not None:
+            plan.predictor.fit(lambda: ((x, y) for x, y, _ in self._samples(place)))
+            self.predictions[place] = Prediction(plan.predictor, plan.sources)
+        for _ in range(0 if codec.ready else codec.passes):
+            for _, residual, _ in self._residuals(place, crossed):
+                codec.partial_fit(residual)
+                if not codec.learns:
                     break
-            coder.codec.end_pass()
-        coder.codec.finalize()
+            codec.end_pass()
+        codec.finalize()
+        if place in self.last_reader:
+            for number, residual, predicted in self._residuals(place, crossed):
+                self.restored.put(place, number, codec.quantize_dequantize(residual) + predicted)
+        for source in plan.sources:
+            if self.last_reader[source] == place:
+                self.restored.drop(source)
 
-    def _predicted(self, coder: PredictiveCodec, by_fold: list[Prediction], number: int, x: Tensor, known: Known):
-        """What the prediction says of a batch: of each fold, if there are any, the one that has not seen it."""
-        if not by_fold:
-            return None if coder.prediction is None else coder.prediction(known, x)
-        rows, fold = inputs(known, by_fold[0].sources, x), self._folds(number, x)
-        predicted = torch.empty_like(side_by_side(x))
-        for held_out, prediction in enumerate(by_fold):
-            predicted[fold == held_out] = prediction.predictor(rows[fold == held_out])
-        return predicted.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
+    def _residuals(self, place: Place, crossed: CrossFit | None) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+        """Number, residual and prediction of each batch; of each fold by the predictor that was not fitted to it."""
+        prediction = self.predictions.get(place)
+        for number, x, known in self._batches(place, prediction.sources if prediction else ()):
+            predicted: Tensor | float = 0.0
+            if prediction and crossed:
+                rows, width = inputs(known, prediction.sources, x), x.shape[1] * x.shape[3]
+                flat = crossed.held_out(rows, self._folds(number, x), width)
+                predicted = flat.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
+            elif prediction:
+                predicted = prediction(known, x)
+            yield number, x - predicted, predicted
+
+    def _samples(self, place: Place) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A predictor's inputs (n, in_features), targets (n, out_features) and folds (n,), batch by batch."""
+        sources = self.plans[place].sources
+        for number, x, known in self._batches(place, sources):
+            rows = inputs(known, sources, x)
+            yield rows.flatten(0, 1), side_by_side(x).flatten(0, 1), self._folds(number, x).flatten()
 
     def _folds(self, number: int, x: Tensor) -> Tensor:
         return folds_of(number, len(x), x.shape[2], len(self.captured.tokens)).to(x.device)
 
-    def _samples(self, place: Place, sources: tuple[Place, ...], folds: bool = False) -> Iterator[tuple[Tensor, ...]]:
-        """A predictor's inputs and targets, (n, in_features) and (n, out_features), batch by batch, and their
-        ``folds`` (n,) if these are asked for."""
-        for number, x, known in self._batches(place, sources):
-            rows = [inputs(known, sources, x), side_by_side(x)]
-            if folds:
-                rows.append(self._folds(number, x))
-            yield tuple(each.flatten(0, 1) for each in rows)
-
-    def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, Known]]:
+    def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, dict[Place, Tensor]]]:
+        """Number, fp32 keys or values (of all layers that are stored together) and restored sources of each batch."""
         role, first = place
         together = [(role, first + more) for more in range(self.plans[place].layers)]
         for number, parts in enumerate(zip(*(self.captured.batches(each, self.device) for each in together))):
-            x = torch.cat(parts, dim=1)
-            known = Known()
-            known.update({source: self.restored.get(source, number, self.device) for source in sources})
-            yield number, whole_blocks(x[:, :, self.sink_tokens :].float(), self.block), known
+            x = torch.cat(parts, dim=1)[:, :, self.sink_tokens :].float()
+            known = {source: self.restored.get(source, number, self.device) for source in sources}
+            yield number, whole_blocks(x, self.block), known

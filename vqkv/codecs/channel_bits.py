@@ -58,7 +58,7 @@ class ChannelBits(Quantizer):
         return int(self.widths.sum())
 
     def weigh(self, metric: Tensor) -> None:
-        """``metric``: second moments of each head's queries; see ``calibration.costs.attention_metrics``."""
+        """``metric``: second moments of each head's queries; see ``calibration.error_costs.attention_metrics``."""
         self._queries = metric.diagonal(dim1=1, dim2=2)
 
     def partial_fit(self, x: Tensor) -> None:

@@ -21,7 +21,7 @@ class Stage(Part):
     tokens_per_row: int = 1
     share: float = 1.0  # of a row's values that go out; a quantizer's: of a cache's values that it is given
     weighted: bool = False  # whether it wants to be told what errors cost, by ``weigh``
-    costs: str = "loss"  # and where: to the model's ``loss`` or in ``attention`` (``calibration.costs``)
+    costs: str = "loss"  # and where: to the model's ``loss`` or in ``attention`` (``calibration.error_costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
     learns_first: bool = False  # whether it learns from all batches before what comes after it begins
 

@@ -36,7 +36,7 @@ class Document(NamedTuple):
     docstrings: bool = False
 
     def text(self) -> str:
-        """The text of the document; empty where it is generated, not Python, too short or too long."""
+        """Read the document; empty where it is generated, not Python, too short or too long."""
         text = self.path.read_text(encoding="utf-8", errors="ignore")
         if GENERATED.search(text[:2000]) or not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS:
             return ""
@@ -49,42 +49,46 @@ class Document(NamedTuple):
 
 
 def documents(corpus: str, split: str, seed: int = 0) -> Iterator[str]:
-    """Texts of one split of a corpus in ``CORPORA``, each once, in an order that ``seed`` fixes file by file."""
-    seen: set[str] = set()
-    wanted = listed(split)
-    for document in sorted(CORPORA[corpus](), key=lambda d: _order(seed, d)):
+    """Yield the texts of one split of a corpus in ``CORPORA``, each once, in an order that ``seed`` fixes file by
+    file."""
+    wanted = set(listed(split))
+
+    def order(document: Document) -> bytes:
+        name = f"{seed}/{document.module}/{document.path.name}/{document.docstrings}"
+        return hashlib.sha256(name.encode()).digest()
+
+    for document in sorted(CORPORA[corpus](), key=order):
         text = document.text()
-        name = content_hash(text)
-        if name in wanted and name not in seen:
-            seen.add(name)
+        if (name := content_hash(text)) in wanted:
+            wanted.remove(name)
             yield text
-
-
-def _order(seed: int, document: Document) -> bytes:
-    return hashlib.sha256(f"{seed}/{document.module}/{document.path.name}/{document.docstrings}".encode()).digest()
 
 
 @cache
 def _stdlib() -> list[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (
-        path for path in sorted(root.rglob("*.py")) if not NOT_EVERYWHERE.intersection(path.relative_to(root).parts)
-    )
-    return [Document(_module(root, path, 1), path) for path in found]
+    return [
+        Document(path.relative_to(root).with_suffix("").parts[0], path)
+        for path in sorted(root.rglob("*.py"))
+        if not NOT_EVERYWHERE.intersection(path.relative_to(root).parts)
+    ]
 
 
 @cache
 def _packages() -> list[Document]:
     root = Path(sysconfig.get_paths()["purelib"])
-    found = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
-    return [Document(_module(root, path, 3), path) for path in found]
+    files = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
+    return [Document(".".join(path.relative_to(root).with_suffix("").parts[:3]), path) for path in files]
 
 
 @cache
 def _prose_files() -> list[Document]:
     root = Path(sysconfig.get_paths()["purelib"])
-    files = (path for path in sorted(root.rglob("*")) if PROSE_FILES.fullmatch(path.name) and path.suffix != ".py")
-    return [Document(_package(root, path), path) for path in files if path.is_file()]
+    return [  # by the package that a file belongs to, without its version
+        Document(path.relative_to(root).parts[0].split("-")[0].lower(), path)
+        for path in sorted(root.rglob("*"))
+        if PROSE_FILES.fullmatch(path.name) and path.suffix != ".py" and path.is_file()
+    ]
 
 
 CORPORA: dict[str, Callable[[], list[Document]]] = {
@@ -96,22 +100,12 @@ CORPORA: dict[str, Callable[[], list[Document]]] = {
 }
 
 
-def _module(root: Path, path: Path, depth: int) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts[:depth])
-
-
-def _package(root: Path, path: Path) -> str:
-    """Name of the package that a text file belongs to, without its version."""
-    return path.relative_to(root).parts[0].split("-")[0].lower()
-
-
 def _docstrings(source: str) -> str:
-    """All docstrings of a module that are longer than a line, a blank line between them."""
+    """Docstrings of a module that are longer than a line, a blank line between them."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ""
-    nodes = (
-        n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
     return "\n\n".join(text for node in nodes if "\n" in (text := ast.get_docstring(node) or ""))

@@ -6,78 +6,67 @@ Local text works too, and so does any data set that the ``datasets`` library can
 """
 
 import hashlib
+import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
+from filelock import FileLock
+from tqdm import tqdm
 
 from vqkv.data import bundled
 from vqkv.data.bundled import CORPORA
-from vqkv.data.cache import cached
-from vqkv.data.hub import HUB_CORPORA, HubCorpus, find, texts
+from vqkv.data.hub import HUB_CORPORA, HubCorpus, find, texts_of
 from vqkv.data.local import local_documents, text_files
 from vqkv.data.splits import SPLITS
 from vqkv.data.windows import PACKINGS, tokenizer_hash
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.runtime.files import raw_bytes
-
-__all__ = [
-    "CORPORA", "HUB_CORPORA", "PACKINGS", "SPLITS", "HubCorpus", "documents", "fingerprint",
-    "load_corpus", "of_split",
-]  # fmt: skip
+from vqkv.runtime.files import cache_folder, raw_bytes, replacing
 
 PAIR = re.compile(r"train=(?P<train>[^,]+),test=(?P<test>[^,]+)")
+VERSION = 3  # of the layout of tokens on the disk, and of the rule by which documents are dealt to splits
 
 
 def load_corpus(
-    name: str,
-    tokenizer,
-    split: str = "train",
-    seq_len: int = 512,
-    num_seqs: int | None = 64,
-    seed: int = 0,
-    packing: str | None = None,
-    num_docs: int | None = None,
+    name: str, tokenizer, split: str = "train", seq_len: int = 512, num_seqs: int = 64, seed: int = 0
 ) -> torch.Tensor:
-    """Token ids of ``num_seqs`` windows of ``seq_len`` tokens.
+    """Load token ids: ``num_seqs`` windows of ``seq_len`` tokens.
 
     ``name``: one of ``CORPORA`` (``python``), a local text file or folder, a name in ``HUB_CORPORA`` (``slimpajama``),
     such a name with a local folder in that data set's layout (``slimpajama@/data/slim``), or any other data set on the
     hub with a ``text`` column; or two of these, one to learn from and one to choose and report on:
-    ``train=redpajama,test=wikitext``. ``split``: ``train``, ``validation`` or ``test``. ``num_docs``: documents to use
-    at most. ``num_seqs`` None: as many windows as there are, or as the source of a data set in ``HUB_CORPORA`` used.
-    ``packing``, by default that of the corpus:
+    ``train=redpajama,test=wikitext``. ``split``: ``train``, ``validation`` or ``test``. How documents become windows:
 
     - ``windows`` (bundled and local text): a document gives one window at a random offset, so that a few windows
       already span many documents; short documents are packed together. Each window starts with BOS.
-    - ``packed`` (SlimPajama, RedPajama, PG-19 and what else is on the hub): whole shuffled documents, each followed by
-      EOS, cut into consecutive windows that start with BOS (residual VQ paper, section 4).
+    - ``packed`` (SlimPajama, RedPajama, PG-19 and what else is on the hub): shuffled documents, each followed by EOS,
+      cut into consecutive windows that start with BOS (residual VQ paper, section 4).
     - ``joined`` (WikiText): the rows of the split in their own order, joined by blank lines and cut into consecutive
-      windows; no EOS, and BOS only where the tokenizer begins the whole text with it (AQUA-KV's perplexity).
+      windows; no EOS, and BOS only where the tokenizer begins the text with it (AQUA-KV's perplexity).
 
     Tokens of ``datasets`` are kept in ``~/.cache/vqkv`` (``VQKV_CACHE``). Returns an int64 tensor (num_seqs, seq_len).
-    Raises ``UnknownNameError`` for an unknown corpus, split or packing, and ``DataError`` if the corpus cannot be read
-    or holds fewer windows than asked for.
+    Raises ``UnknownNameError`` for an unknown corpus or split, and ``DataError`` if the corpus cannot be read or holds
+    fewer windows than asked for.
     """
-    _check(split, seq_len, num_seqs, num_docs, packing)
+    if type(seq_len) is not int or type(num_seqs) is not int or seq_len < 2 or num_seqs < 1:
+        raise DataError(f"seq_len {seq_len} and num_seqs {num_seqs}: need at least 2 tokens and 1 sequence")
     _check_apart(name)
     name = of_split(name, split)
-    corpus = _find(name)
+    texts, corpus = documents(name, split, seed), _find(name)
     if isinstance(corpus, HubCorpus):
-        if num_seqs is None and num_docs is None:
-            num_seqs, num_docs = corpus.num_seqs, corpus.num_docs
-        tokens = _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing or corpus.packing, num_docs)
+        rng = random.Random(f"{corpus.name}/{split}/{seed}")
+        rows = islice(PACKINGS[corpus.packing](texts, tokenizer, seq_len, rng), num_seqs)
+        about = {"split": split, "seq_len": seq_len, "num_seqs": num_seqs, "tokenizer": tokenizer_hash(tokenizer)}
+        about |= {"seed": 0 if corpus.packing == "joined" else seed}  # in order nothing is drawn
+        tokens = _kept(corpus.describe() | about, rows, seq_len, num_seqs)
     else:
-        if packing == "joined":
-            raise DataError("packing 'joined' is for data sets of rows in order, such as wikitext@FOLDER: use 'packed'")
-        found = islice(documents(name, split, seed), num_docs)
-        cut = PACKINGS[packing or "windows"]
-        rows = cut(found, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
-        tokens = torch.tensor([*islice(rows, num_seqs)], dtype=torch.long)
-    if not len(tokens) or len(tokens) < (num_seqs or 0):
+        windows = PACKINGS["windows"](texts, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
+        tokens = torch.tensor([*islice(windows, num_seqs)], dtype=torch.long)
+    if len(tokens) < num_seqs:
         raise DataError(
             f"corpus {name!r} ({split}) holds only {len(tokens)} windows of {seq_len} tokens, not {num_seqs}: "
             "ask for fewer or shorter sequences, or name a larger corpus"
@@ -86,24 +75,24 @@ def load_corpus(
 
 
 def documents(name: str, split: str, seed: int = 0) -> Iterator[str]:
-    """Texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
+    """Yield the texts of one split in an order fixed by ``seed``; of local text, a repeated one only once."""
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
     name = of_split(name, split)
     corpus = _find(name)
     if isinstance(corpus, HubCorpus):
-        return texts(corpus, split, seed, corpus.packing == "joined")
+        return texts_of(corpus, split, seed)
     return bundled.documents(name, split, seed) if corpus is None else local_documents(corpus, split, seed)
 
 
 def of_split(name: str, split: str) -> str:
-    """The corpus of one split: ``train=A,test=B`` names that of ``train`` and that of the other two."""
+    """Return the corpus of one split: ``train=A,test=B`` names that of ``train`` and that of the other two."""
     match = PAIR.fullmatch(str(name))
     return match["train" if split == "train" else "test"] if match else name
 
 
 def fingerprint(tokens: torch.Tensor) -> str:
-    """Sixteen hex digits that name these token ids, for provenance."""
+    """Name these token ids in sixteen hex digits, for provenance."""
     return hashlib.sha256(raw_bytes(tokens.to(torch.int64))).hexdigest()[:16]
 
 
@@ -113,9 +102,7 @@ def _find(name: str) -> HubCorpus | list[tuple[str, Path]] | None:
         raise UnknownNameError("corpus", name, [*CORPORA, *HUB_CORPORA])
     if name in CORPORA:
         return None
-    if name in HUB_CORPORA:
-        return HUB_CORPORA[name]
-    files = text_files(name)
+    files = None if name in HUB_CORPORA else text_files(name)
     return find(name) if files is None else files
 
 
@@ -135,20 +122,23 @@ def _check_apart(name: str) -> None:
         )
 
 
-def _check(split: str, seq_len: int, num_seqs, num_docs, packing) -> None:
-    if split not in SPLITS:
-        raise UnknownNameError("split", split, SPLITS)
-    counts = [count for count in (num_seqs, num_docs) if count is not None]
-    if any(type(count) is not int for count in (seq_len, *counts)) or seq_len < 2 or min(counts, default=1) < 1:
-        raise DataError(f"seq_len {seq_len} and num_seqs {num_seqs}: need at least 2 tokens and 1 sequence")
-    if packing not in (None, *PACKINGS):
-        raise UnknownNameError("packing", packing, PACKINGS)
-
-
-def _streamed(corpus, tokenizer, split, seq_len, num_seqs, seed, packing, num_docs) -> torch.Tensor:
-    in_order = packing == "joined"
-    about = {"split": split, "seq_len": seq_len, "num_seqs": num_seqs, "packing": packing, "num_docs": num_docs}
-    about |= {"seed": 0 if in_order else seed, "tokenizer": tokenizer_hash(tokenizer)}  # in order nothing is drawn
-    found = islice(texts(corpus, split, seed, in_order), num_docs)
-    rows = PACKINGS[packing](found, tokenizer, seq_len, random.Random(f"{corpus.name}/{split}/{seed}"))
-    return cached(corpus.describe() | about, rows, seq_len, num_seqs)
+def _kept(description: dict, rows: Iterable[list[int]], seq_len: int, num_seqs: int) -> torch.Tensor:
+    """Token ids (at most num_seqs, seq_len), int64, mapped from the file of this ``description`` (plain JSON) in
+    ``~/.cache/vqkv/corpora``; made first, from ``rows``, where there is none. Of several processes one makes it, and
+    the others wait."""
+    text = json.dumps(description | {"version": VERSION}, sort_keys=True)
+    file = cache_folder("corpora") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.bin"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                with replacing(file) as out:
+                    for row in tqdm(rows, "tokenise", num_seqs, unit="window", disable=None):
+                        out.write(np.array(row, dtype=np.int64).tobytes())
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokens in {file.parent}: {error}. Make room there, or name another folder (VQKV_CACHE=...)"
+        ) from error
+    size = file.stat().st_size // 8  # bytes of a token id
+    flat = torch.from_file(str(file), False, size, dtype=torch.int64) if size else torch.empty(0, dtype=torch.int64)
+    return flat.view(-1, seq_len)

@@ -32,12 +32,10 @@ MARK = "\x00"
 @dataclass(frozen=True)
 class FactsBatch:
     """``tokens`` (n, seq_len), of which the first ``text_len`` stand before the first question; ``question``
-    (n, seq_len), the number of the question, from 1, whose answer a token is part of (0 elsewhere); ``distance``
-    (n, seq_len), there, how many tokens back the fact stands."""
+    (n, seq_len), the number of the question, from 1, whose answer a token is part of (0 elsewhere)."""
 
     tokens: Tensor
     question: Tensor
-    distance: Tensor
     text_len: int
 
 
@@ -50,59 +48,53 @@ class FactsTask:
         self.tokenizer = tokenizer
 
     def episodes(self, num_facts: int, text: Tensor, text_len: int, seed: int) -> FactsBatch:
-        """A conversation for each row of ``text`` (n, at least text_len), ``text_len`` tokens of it and ``num_facts``
-        facts before the first question; the shorter ones end with copies of their last token. Raises ``DataError`` if
-        so many facts leave no room for text, a row is too short, or there are not so many places."""
+        """Write a conversation for each row of ``text`` (n, at least text_len), ``text_len`` tokens of it and
+        ``num_facts`` facts before the first question; the shorter ones end with copies of their last token. Raises
+        ``DataError`` if so many facts leave no room for text, a row is too short, or there are not so many places."""
         if not 1 <= num_facts <= len(PLACES):
             raise DataError(f"num_facts {num_facts} must be from 1 to {len(PLACES)}, the number of places")
         rng = random.Random(f"facts/{seed}")
         special = set(self.tokenizer.all_special_ids)
         plain = [[token for token in row.tolist() if token not in special] for row in text]
         rows = [self._episode(num_facts, row, text_len, rng) for row in plain]
-        longest = max(len(tokens) for tokens, _, _ in rows)
-        short = [longest - len(tokens) for tokens, _, _ in rows]
-        tokens = torch.tensor([row[0] + row[0][-1:] * more for row, more in zip(rows, short)])
-        question, distance = (torch.tensor([row[i] + [0] * more for row, more in zip(rows, short)]) for i in (1, 2))
-        return FactsBatch(tokens, question, distance, text_len)
+        longest = max(len(tokens) for tokens, _ in rows)
+        padding = [longest - len(tokens) for tokens, _ in rows]
+        tokens = torch.tensor([tokens + tokens[-1:] * more for (tokens, _), more in zip(rows, padding)])
+        question = torch.tensor([question + [0] * more for (_, question), more in zip(rows, padding)])
+        return FactsBatch(tokens, question, text_len)
 
-    def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int], list[int]]:
+    def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int]]:
         stems = [
             STEMS[i % len(STEMS)].format(place=place)
             for i, place in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
         ]
         numbers = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in stems]
         asked = rng.sample(range(count), count)
-        start, *turns = self._turns([stems[i] for i in asked])
-        answers = [self._encode(f" {numbers[i]}") for i in asked]
+        start, *turns, rest = self._turns([stems[i] for i in asked])
         facts = [self._encode(f"\n\n{stem} {number}.\n\n") for stem, number in zip(stems, numbers)]
         fixed = len(start) + sum(map(len, facts))
         if fixed + count >= text_len:
             raise DataError(f"{count} facts take {fixed} of {text_len} tokens: hide fewer, or in more")
         if len(text) < text_len - fixed:
             raise DataError(f"{len(text)} tokens of text, but {text_len - fixed} are to stand between facts: draw more")
-        tokens, at = self._hidden(start, facts, text[: text_len - fixed], rng)
-        question, distance = [0] * len(tokens), [0] * len(tokens)
-        for number, (fact, answer) in enumerate(zip(asked, answers), 1):
-            tokens += turns[number - 1]
-            question += [0] * len(turns[number - 1]) + [number] * len(answer)
-            distance += [0] * len(turns[number - 1]) + [len(tokens) - at[fact]] * len(answer)
-            tokens += answer
-        rest = turns[count]
-        return tokens + rest, question + [0] * len(rest), distance + [0] * len(rest)
+        tokens = start + self._hidden(facts, text[: text_len - fixed], rng)
+        question = [0] * len(tokens)
+        for number, (fact, turn) in enumerate(zip(asked, turns), 1):
+            answer = self._encode(f" {numbers[fact]}")
+            tokens += turn + answer
+            question += [0] * len(turn) + [number] * len(answer)
+        return tokens + rest, question + [0] * len(rest)
 
-    def _hidden(self, start: list[int], facts: list[list[int]], text: list[int], rng) -> tuple[list[int], list[int]]:
-        """``text`` after ``start`` with ``facts`` between its lines or sentences, one in each of as many parts of equal
-        length; and where each of them begins."""
+    def _hidden(self, facts: list[list[int]], text: list[int], rng) -> list[int]:
+        """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
         words = [self.tokenizer.decode([token]) for token in text]
         ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
-        tokens, at, done = list(start), [], 0
+        tokens, done = list[int](), 0
         for number, fact in enumerate(facts):
             low, high = (len(text) * part // len(facts) for part in (number, number + 1))
-            place = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
-            tokens += text[done:place]
-            at.append(len(tokens))
-            tokens, done = tokens + fact, place
-        return tokens + text[done:], at
+            end = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
+            tokens, done = tokens + text[done:end] + fact, end
+        return tokens + text[done:]
 
     def _turns(self, stems: list[str]) -> list[list[int]]:
         """Tokens before the text, between text and the first answer, between answers, and after the last."""
@@ -123,12 +115,12 @@ class FactsTask:
 
 
 def all_right(batch: FactsBatch, right: Tensor) -> Tensor:
-    """Whether every token of an answer is right, bool (n, num_facts), from ``right``, one number for each token of
+    """Tell whether every token of an answer is right, bool (n, num_facts), from ``right``, one number for each token of
     ``batch.question`` that is not 0, in their order."""
     count, numbers = int(batch.question.max()), batch.question[batch.question > 0]
     rows = batch.question.nonzero()[:, 0]
-    found = torch.ones(len(batch.question), count)
-    return found.view(-1).scatter_reduce(0, rows * count + numbers - 1, right.float(), "amin").view_as(found).bool()
+    each = torch.ones(len(batch.question), count)
+    return each.view(-1).scatter_reduce(0, rows * count + numbers - 1, right.float(), "amin").view_as(each).bool()
 
 
 def _ends(word: str, after: str) -> bool:

@@ -22,29 +22,28 @@ REMEDY = (
 @dataclass(frozen=True)
 class HubCorpus:
     """Where a data set lies (``path``, ``config``; or ``folder``, in the same layout), the ``packing`` of its column
-    ``text``, and how much its source used. ``files``: JSON lines to be read, where its own loader is a script."""
+    ``text`` (``windows.PACKINGS``). ``files``: JSON lines to be read, where its own loader is a script."""
 
     name: str
     path: str
     config: str | None = None
     packing: str = "packed"
-    num_docs: int | None = None
-    num_seqs: int | None = None
     files: str | None = None
     folder: str | None = None
 
-    @property
-    def where(self) -> str:
-        """The folder, or the name on the hub."""
-        return repr(self.folder or self.path)
-
     def describe(self) -> dict:
-        """Plain JSON that names the text: of a folder also its files, their sizes and times."""
+        """Name the text in plain JSON: of a folder also its files, their sizes and times."""
         known = dataclasses.asdict(self)
         if self.folder is None:
             return known
         files = [(str(path.relative_to(self.folder)), path.stat()) for path in _visible_files(Path(self.folder))]
         return known | {"contents": [[name, about.st_size, about.st_mtime_ns] for name, about in files]}
+
+    def lines(self) -> str | list[str] | None:
+        """List the files of JSON lines to be read; None where the data set's own layout says what is."""
+        if self.files is None or self.folder is None:
+            return self.files and f"hf://datasets/{self.path}/{self.files}"
+        return [str(path) for path in _visible_files(Path(self.folder)) if path.match(self.files)] or None
 
 
 HUB_CORPORA = {
@@ -52,17 +51,18 @@ HUB_CORPORA = {
     for corpus in (
         HubCorpus("wikitext", "Salesforce/wikitext", "wikitext-2-raw-v1", packing="joined"),
         HubCorpus("pg19", "emozilla/pg19"),
-        HubCorpus("slimpajama", "DKYoon/SlimPajama-6B", num_docs=10_000),
-        HubCorpus("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", num_seqs=256, files="*.jsonl"),
+        HubCorpus("slimpajama", "DKYoon/SlimPajama-6B"),
+        HubCorpus("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", files="*.jsonl"),
     )
 }
 
 
 def find(name: str) -> HubCorpus:
-    """NAME@FOLDER, or a data set on the hub. Raises ``UnknownNameError`` or ``DataError`` without layout or folder."""
+    """Find a known data set, NAME@FOLDER, or another one on the hub. Raises ``UnknownNameError`` for another layout and
+    ``DataError`` without such a folder."""
     layout, at, folder = name.partition("@")
     if not at:
-        return HubCorpus(name, name)
+        return HUB_CORPORA.get(name) or HubCorpus(name, name)
     if layout not in HUB_CORPORA:
         raise UnknownNameError("data set layout", layout, HUB_CORPORA, f"Write {name!r} as LAYOUT@FOLDER.")
     path = Path(folder).expanduser().resolve()
@@ -71,43 +71,38 @@ def find(name: str) -> HubCorpus:
     return dataclasses.replace(HUB_CORPORA[layout], folder=str(path))
 
 
-def texts(corpus: HubCorpus, split: str, seed: int, in_order: bool = False) -> Iterator[str]:
-    """Documents of one split, shuffled by ``seed``, or ``in_order`` all rows, also empty ones. Splits that a data set
-    lacks are, where order does not matter, the documents of its train split whose text has such a hash. Raises
-    ``DataError`` or, for a data set that is no known corpus, ``UnknownNameError``, with the remedy."""
-    found = _loaded(corpus)
-    whole = split in found and (split != "train" or in_order)
-    if not whole and ("train" not in found or in_order):
-        raise DataError(
-            f"data set {corpus.where} has no {split} split, only {', '.join(found)}; rows that are not in order "
-            "(packing='packed') are held out of train"
-        )
-    dataset = found[split if whole else "train"]
-    for text in _rows(corpus, dataset if in_order else dataset.shuffle(seed, buffer_size=BUFFER)):
-        own = dealt(text)  # of the train split: for a split that the data set lacks, or for train
-        if in_order or (text.strip() and (whole or ("train" if own in found else own) == split)):
-            yield text
-
-
-def _rows(corpus: HubCorpus, dataset) -> Iterator[str]:
+def texts_of(corpus: HubCorpus, split: str, seed: int) -> Iterator[str]:
+    """Yield the documents of one split, shuffled by ``seed``; all rows, also empty ones, in order, where they are
+    joined. Splits that a data set lacks are, where order does not matter, the documents of its train split whose text
+    has such a hash. Raises ``DataError`` or, for a data set that is no known corpus, ``UnknownNameError``, with the
+    remedy."""
+    in_order = corpus.packing == "joined"
+    splits, where = _load(corpus), repr(corpus.folder or corpus.path)
+    own = split in splits and (split != "train" or in_order)
+    if not own and ("train" not in splits or in_order):
+        raise DataError(f"data set {where} has no {split} split, only {', '.join(splits)}")
+    rows, lines = splits[split if own else "train"], corpus.lines()
     try:
-        for row in dataset:
-            yield _text(corpus, json.loads(row["text"] or '{"text": ""}') if _line_by_line(corpus) else row)
+        for row in rows if in_order else rows.shuffle(seed, buffer_size=BUFFER):
+            text = _text(json.loads(row["text"] or '{"text": ""}') if lines else row)
+            held = dealt(text)  # out of the train split, for splits that the data set lacks
+            if in_order or (text.strip() and (own or split == ("train" if held in splits else held))):
+                yield text
     except DataError:
         raise
     except Exception as error:  # the library raises a dozen types
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise DataError(f"data set {corpus.where} broke off ({what}): run it again, or use a local copy") from error
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DataError(f"data set {where} broke off ({reason}): run it again, or use a local copy") from error
 
 
-def _text(corpus: HubCorpus, row: dict) -> str:
+def _text(row: dict) -> str:
     if "text" not in row or not isinstance(row["text"], str | None):
-        found = ", ".join(f"{name} ({type(value).__name__})" for name, value in sorted(row.items()))
-        raise DataError(f"data set {corpus.where} has no column 'text' of strings; it has {found}")
+        columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in sorted(row.items()))
+        raise DataError(f"the data set has no column 'text' of strings; it has {columns}")
     return row["text"] or ""
 
 
-def _loaded(corpus: HubCorpus):
+def _load(corpus: HubCorpus):
     """The splits by name. Raises ``DataError``, or ``UnknownNameError`` for a data set that is no known corpus."""
     try:
         import datasets
@@ -116,37 +111,20 @@ def _loaded(corpus: HubCorpus):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # they would end up in a notebook's output
     try:
-        return _load(datasets, corpus)
+        if lines := corpus.lines():
+            return datasets.load_dataset("text", data_files={"train": lines}, streaming=True)
+        config = corpus.config
+        if corpus.folder is not None and config not in datasets.get_dataset_config_names(corpus.folder):
+            config = None  # a copy of the hub's folder names its configurations, parquet files alone do not
+        return datasets.load_dataset(corpus.folder or corpus.path, config, streaming=True)
     except Exception as error:  # the library raises a dozen types for "not there" and "no network"
         reason = f"`datasets` cannot load it ({type(error).__name__}: {str(error)[:300]}). {REMEDY}"
         if corpus.folder is None and corpus.name not in HUB_CORPORA:
-            known = [*CORPORA, *HUB_CORPORA]
             reason = f"It is also no local file or folder, and {reason}"
-            raise UnknownNameError("corpus", corpus.name, known, reason) from error
+            raise UnknownNameError("corpus", corpus.name, [*CORPORA, *HUB_CORPORA], reason) from error
         raise DataError(f"corpus {corpus.name!r} ({corpus.folder or corpus.path}): {reason}") from error
 
 
-def _load(datasets, corpus: HubCorpus):
-    if corpus.files is not None and _line_by_line(corpus):
-        remote = f"hf://datasets/{corpus.path}/{corpus.files}"
-        own = remote if corpus.folder is None else _own_files(corpus.folder, corpus.files)
-        return datasets.load_dataset("text", data_files={"train": own}, streaming=True)
-    if corpus.folder is None:
-        return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
-    configs = datasets.get_dataset_config_names(corpus.folder)  # a copy of the hub's folder names them
-    config = corpus.config if corpus.config in configs else None
-    return datasets.load_dataset(corpus.folder, config, streaming=True)
-
-
-def _line_by_line(corpus: HubCorpus) -> bool:
-    """Tell whether ``files`` are read, and not what the data set's own layout says."""
-    return corpus.files is not None and (corpus.folder is None or bool(_own_files(corpus.folder, corpus.files)))
-
-
-def _own_files(folder: str, files: str) -> list[str]:
-    return [str(path) for path in _visible_files(Path(folder)) if path.match(files)]
-
-
 def _visible_files(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))

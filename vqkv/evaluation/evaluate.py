@@ -1,6 +1,5 @@
 """model + compressor + tokens + protocol -> one row of a table."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from vqkv.cache.meter import total
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
 from vqkv.models.capture import check_batch_size, check_tokens
-from vqkv.models.layers import kv_layers, max_positions
+from vqkv.models.layers import max_positions
+from vqkv.models.load import outline, values_per_token
 from vqkv.models.metrics import token_kl, token_nll, top1_agreement, top2_agreement
 from vqkv.runtime.checks import check_whole
 
@@ -42,9 +42,9 @@ def evaluate(
     per_sequence: bool = False,
     exact: ExactPass | None = None,
 ) -> dict:
-    """Compare ``model`` reading a compressed cache with itself reading everything exactly, on the same tokens.
+    """Compare ``model`` reading a compressed cache with itself reading an uncompressed one, on the same tokens.
 
-    ``compressor``: a fitted ``Compressor``, or someone else's cache from ``vqkv.study.peers``. ``tokens``
+    ``compressor``: a fitted ``Compressor``, or another library's cache from ``vqkv.study.peers``. ``tokens``
     (num_seqs, seq_len) int64; ``answers`` of the same shape marks tokens whose greedy prediction is scored as recall.
     ``protocol``: ``in_place`` (one pass, the current token packed too), ``chunked`` (pieces of ``chunk_size`` tokens,
     each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack them, then decode and
@@ -68,19 +68,16 @@ def evaluate(
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
     check_batch_size(batch_size)
-    pieces = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
-    marked = [None] * len(tokens) if answers is None else answers.split(batch_size)
-    measure = partial(_measured, exact, compressor, protocol, *pieces, reconstruction)
-    return _row(protocol, [measure(*batch) for batch in zip(tokens.split(batch_size), marked)], per_sequence)
-
-
-def _measured(exact, compressor, protocol, pieces, start, reconstruction: bool, batch, marks) -> Sums:
-    model, in_place = exact.model, protocol == "in_place"
-    cache = compressor.new_cache(model, in_place=in_place)
-    first = compressor.settings.sink_tokens if in_place else start
-    marks = None if marks is None else marks.to(model.device)
-    sums = _compare(exact, cache, batch.to(model.device), pieces, first, marks)
-    return sums | (_reconstruction(exact, compressor, batch) if reconstruction else {})
+    pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
+    start = compressor.settings.sink_tokens if protocol == "in_place" else start
+    marked = [None] * len(tokens) if answers is None else answers.to(model.device).split(batch_size)
+    sums: list[Sums] = []
+    for batch, marks in zip(tokens.split(batch_size), marked):
+        cache = compressor.new_cache(model, in_place=protocol == "in_place")
+        sums.append(_compare(exact, cache, batch.to(model.device), pieces, start, marks))
+        if reconstruction:
+            sums[-1] |= _reconstruction(exact, compressor, batch)
+    return _row(protocol, sums, per_sequence)
 
 
 def _check_arguments(model, compressor, tokens: Tensor, protocol: str, exact: ExactPass) -> None:
@@ -136,12 +133,11 @@ def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_siz
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
     keys, values = exact.keys_and_values(batch, pre_rope=compressor.settings.pre_rope)
-    known, sums = compressor.new_pass(), {name: [] for name in ROLES_MSE}
+    known, layers = compressor.new_pass(), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
-        stored = compressor.reconstruct(layer, *pair, known)
-        for x, x_hat, found in zip(pair, stored, sums.values(), strict=True):
-            found.append(_squares(x[:, :, : x_hat.shape[2]], x_hat))
-    return {name: torch.stack(layers) for name, layers in sums.items()}
+        restored = compressor.reconstruct(layer, *pair, known)
+        layers.append([_squares(x[:, :, : y.shape[2]], y) for x, y in zip(pair, restored, strict=True)])
+    return {name: torch.stack(squares) for name, squares in zip(ROLES_MSE, zip(*layers), strict=True)}
 
 
 def _mean_ratios(batches: list[Sums], *names: str) -> dict:
@@ -177,7 +173,7 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
     start = max(start, read[0])
     if start >= tokens.shape[1] - 1:
         raise DataError(NOTHING_LEFT)
-    exact, logits, targets = exact[:, start:-1], torch.cat(logits, dim=1)[:, start:-1], tokens[:, start + 1 :]
+    exact, logits, targets = exact[:, start:-1], logits[:, start:-1], tokens[:, start + 1 :]
     out = {
         "nll_exact": token_nll(exact, targets).mean(1),
         "nll": token_nll(logits, targets).mean(1),
@@ -202,9 +198,9 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
     return out
 
 
-def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float | None]]:
-    """Logits of each piece, and how many exact tokens the cache held when it was read; None while nothing was packed.
-    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
+    """Logits, and how many exact tokens the cache held when each piece was read; None while nothing was packed. Raises
+    ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
     logits, exact_tokens = [], []
     for piece in pieces:
         exact_tokens.append(_exact_tokens(model, cache))
@@ -213,14 +209,13 @@ def _read_packed(model, cache, pieces) -> tuple[list[Tensor], list[float | None]
         exact_tokens = [_exact_tokens(model, cache)]
     if exact_tokens[-1] is None:
         raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
-    return logits, exact_tokens
+    return torch.cat(logits, dim=1), exact_tokens
 
 
 def _exact_tokens(model, cache) -> float | None:
     """Tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
     report = cache.report()
-    per_token = sum(heads * (key + value) for heads, key, value in (layer.shape for layer in kv_layers(model)))
-    values = max(1, per_token * report.batch_size)
+    values = max(1, values_per_token(outline(model)) * report.batch_size)
     return (report.values - report.packed_values) / values if report.packed_values else None
 
 

@@ -49,11 +49,8 @@ class ExactPass:
 
     def floor(self, tokens: Tensor, pieces: list[int]) -> Tensor:
         """KL (batch, seq_len) between the model and itself with an fp16 cache that is read in these pieces."""
-
-        def compute() -> tuple:
-            return (floor_kl(self.model, self(tokens)[0], tokens, pieces, torch.float16),)
-
-        return self.remembered(f"floor of {pieces}", tokens, compute)[0]
+        compute = partial(floor_kl, self.model, self(tokens)[0], tokens, pieces, torch.float16)
+        return self.remembered(f"floor of {pieces}", tokens, lambda: (compute(),))[0]
 
     def remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
         """``compute()``, or what it was for the same tokens."""

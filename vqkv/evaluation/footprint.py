@@ -121,9 +121,11 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
     """Weigh ``model``, which may lie on the ``meta`` device, and a cache of this preset or compressor. Raises
     ``DataError`` for sizes that depend on the text, ``FormatError`` for a compressor of another model."""
     shape = model_shape(model)
-    compressor = preset if isinstance(preset, Compressor) else _untrained(preset, shape)
-    if compressor is preset:
+    if isinstance(preset, Compressor):
+        compressor = preset
         _check_fits(compressor, model, shape)
+    else:
+        compressor = _untrained(preset, shape)
     codecs = [codec for pair in compressor.codecs for codec in pair]
     rows = {codec: _row_bytes(codec, shape) for codec in set(codecs)}
     block = math.lcm(compressor.settings.flush_block, compressor.tokens_per_row)
@@ -135,8 +137,15 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
 def expected(model, preset: Preset, bits_per_value: float, side_information: int, predicted: int) -> Footprint:
     """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
     and tables so many bytes. ``predicted``: layers that are put together from others while one is read."""
-    block, values = preset.settings.flush_block, model_shape(model).values
-    return _footprint(model, preset.settings, block, bits_per_value * block * values / 8, side_information, predicted)
+    stored = bits_per_value * preset.settings.flush_block * model_shape(model).values / 8
+    return _footprint(model, preset.settings, preset.settings.flush_block, stored, side_information, predicted)
+
+
+def dynamic_footprint(model) -> Footprint:
+    """Weigh ``model`` and transformers' ``DynamicCache`` in 16 bits, which copies a layer's keys to append to."""
+    shape = model_shape(model)
+    token = EXACT * shape.values
+    return Footprint(weight_bytes(model), 0, token, 1, token, EXACT * shape.width, shape.values)
 
 
 def _footprint(model, settings: CacheSettings, block: int, stored: float, side: int, predicted: int) -> Footprint:
@@ -152,13 +161,6 @@ def _footprint(model, settings: CacheSettings, block: int, stored: float, side: 
         sink_tokens=settings.sink_tokens,
         recent_window=settings.recent_window,
     )
-
-
-def dynamic_footprint(model) -> Footprint:
-    """Weigh ``model`` and transformers' ``DynamicCache`` in 16 bits, which copies a layer's keys to append to."""
-    shape = model_shape(model)
-    token = EXACT * shape.values
-    return Footprint(weight_bytes(model), 0, token, 1, token, EXACT * shape.width, shape.values)
 
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -239,11 +241,12 @@ class _AnyModel:
 
 def _untrained(preset: Preset, shape: Shape) -> Compressor:
     """``preset`` as it would be fitted to a model of this shape, but for what is learned."""
-    layers = (preset.plan or Unpredicted()).arrange(preset, _AnyModel(shape.num_layers))
-    codecs, predictions = [], {}
-    for layer, roles in enumerate(layers):
-        made = (json.dumps(roles[role].make_codec(shape.head_dim).config()) for role in ROLES)
-        codecs.append(tuple(_fitted(config, shape.num_kv_heads, shape.head_dim) for config in made))
+    codecs: list[tuple[Codec, Codec]] = []
+    predictions = {}
+    for layer, roles in enumerate((preset.plan or Unpredicted()).arrange(preset, _AnyModel(shape.num_layers))):
+        configs = (json.dumps(roles[role].make_codec(shape.head_dim).config()) for role in ROLES)
+        key, value = (_fitted(config, shape.num_kv_heads, shape.head_dim) for config in configs)
+        codecs.append((key, value))
         for role, plan in roles.items():
             if plan.predictor is not None:
                 learned = plan.predictor.layout(shape.width * len(plan.sources), shape.width).items()

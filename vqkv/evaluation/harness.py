@@ -6,18 +6,15 @@ pretrained=MODEL,compressor=FOLDER --tasks wikitext``.
 
 import difflib
 import json
-import math
 import sys
 from contextlib import redirect_stdout
 from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.generating import compressed
-from vqkv.cache.meter import Report, tensor_bytes, total
+from vqkv.cache.meter import Report, total
 from vqkv.data.recall import recall_questions
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.models.load import load_model
@@ -35,9 +32,6 @@ except ImportError as error:
 
 PROTOCOLS = ("in_place", "chunked")
 BOOTSTRAP_ITERS = 100  # only a few metrics of text are bootstrapped; accuracies have a formula
-SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-
-
 LONGBENCH = (
     "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
     "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
@@ -56,80 +50,71 @@ SUITES: dict[str, dict[str, int | None]] = {  # tasks, or groups of them, of lm_
 }  # fmt: skip
 
 
+@register_model("vqkv")
 class CompressedLM(HFLM):
     """lm_eval's ``HFLM`` on a model that reads a compressed cache, one text at a time, unpadded: what a text's cache
-    holds does not depend on its company. ``run_tasks`` has the arguments; others are HFLM's.
+    holds does not depend on the other texts. ``run_tasks`` has the arguments; others are HFLM's. Names of a model and
+    of a compressor, which lm_eval's command line has, are loaded.
 
     ``reports``: the byte meter's, of each cache that was filled. ``read`` tokens, ``read_packed`` of them with packed
-    ones behind them: where these are few, a task says little about a codec.
+    ones before them: where these are few, a task says little about a codec.
     """
 
-    def __init__(self, model, tokenizer, compressor=None, protocol="chunked", chunk_size=32, **of_hflm):
+    def __init__(
+        self, pretrained, tokenizer=None, compressor=None, protocol: str = "chunked", chunk_size: int = 32,
+        device: str | None = None, dtype: str | None = None, batch_size: int | str = 1, **of_hflm,
+    ):  # fmt: skip
         if protocol not in PROTOCOLS:
             raise UnknownNameError("protocol", protocol, PROTOCOLS)
-        super().__init__(evaluating(model), backend="causal", tokenizer=tokenizer, batch_size=1, **of_hflm)
-        self.compressor, self.in_place, self.chunk_size = compressor, protocol == "in_place", chunk_size
-        self.reports = []
+        if isinstance(pretrained, str):
+            device = device if device and torch.cuda.is_available() else "cpu"  # lm_eval says cuda:0 without a GPU
+            pretrained, tokenizer = load_model(pretrained, dtype, device)
+        super().__init__(evaluating(pretrained), backend="causal", tokenizer=tokenizer, batch_size=1, **of_hflm)
+        self.compressor = Compressor.from_pretrained(compressor) if isinstance(compressor, str) else compressor
+        self.in_place, self.chunk_size = protocol == "in_place", chunk_size
+        self.reports: list[Report] = []
         self.read = self.read_packed = 0
-        self._new_cache()  # refuses a compressor of another model
+        if self.compressor is not None:
+            self._new_cache()  # refuses a compressor of another model
 
     def measured(self) -> dict:
-        """Columns of a table; of an uncompressed cache ``bits_per_value`` is that of all values."""
+        """Columns of a table, if the cache is compressed."""
+        if self.compressor is None:
+            return {}
         whole = total(self.reports)
         columns = {name: getattr(whole, name) for name in ("bits_per_value", "ratio", "side_bytes")}
-        return columns | {"packed_share": self.read_packed / self.read if self.read else math.nan}
+        return columns | {"packed_share": self.read_packed / self.read}
 
     @torch.no_grad()
-    def _model_call(self, inps: Tensor, *_, **__) -> Tensor:
+    def _model_call(self, inps: Tensor, *args, **kwargs) -> Tensor:
         """Logits (1, tokens, vocabulary) of a text (1, tokens)."""
+        if self.compressor is None:
+            return super()._model_call(inps, *args, **kwargs)
         cache, logits = self._new_cache(), []
         for piece in inps.split(inps.shape[1] if self.in_place else self.chunk_size, dim=1):
             self._count(piece.shape[1], cache)
             logits.append(self.model(piece, past_key_values=cache, use_cache=True).logits)
-        self.reports.append(report(cache))
+        self.reports.append(cache.report())
         return torch.cat(logits, dim=1)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments) -> Tensor:
-        cache = self._new_cache()
-        arguments |= {"past_key_values": cache, "prefill_chunk_size": None if self.in_place else self.chunk_size}
+        if self.compressor is None:
+            return super()._model_generate(context, max_length, stop, **arguments)
+        cache, pieces = self._new_cache(), None if self.in_place else self.chunk_size
+        arguments |= {"past_key_values": cache, "prefill_chunk_size": pieces}
         out = super()._model_generate(context, max_length, stop, **arguments)
-        self.reports.append(report(cache))
+        self.reports.append(cache.report())
         self._count(out.shape[1] - context.shape[1], cache)
         return out
 
     def _new_cache(self):
-        if self.compressor is None:
-            return DynamicCache(config=self.model.config)
         return self.compressor.new_cache(self.model, in_place=self.in_place)
 
     def _count(self, tokens: int, cache) -> None:
         """Count tokens that are read with ``cache`` as it is."""
         self.read += tokens
-        if self.compressor is not None and (self.in_place or report(cache).packed_values):
+        if self.in_place or cache.report().packed_values:
             self.read_packed += tokens
-
-
-@register_model("vqkv")
-class CompressedHF(HFLM):
-    """lm_eval's ``HFLM`` as it is, whose model makes compressed caches and reads its own tokens from them."""
-
-    def __init__(
-        self, pretrained: str, compressor: str, device: str | None = None, dtype: str | None = None, **of_hflm
-    ):
-        device = (device or "cpu") if torch.cuda.is_available() else "cpu"  # lm_eval says cuda:0 where there is none
-        model, tokenizer = load_model(pretrained, dtype, device)
-        super().__init__(evaluating(model), backend="causal", tokenizer=tokenizer, **of_hflm)
-        self._compressing = compressed(self.model, Compressor.from_pretrained(compressor), in_place=True)
-        self._compressing.__enter__()  # until the process ends
-
-
-def report(cache) -> Report:
-    """The byte meter's report of a cache; transformers' uncompressed one holds each value as it is."""
-    if hasattr(cache, "report"):
-        return cache.report()
-    held = [x for layer in cache.layers if layer.is_initialized for x in (layer.keys, layer.values)]
-    size, count = tensor_bytes(held), sum(x.numel() for x in held)
-    return Report({"exact": size}, size, count, count, cache.get_seq_length(), 1, 0, count)
 
 
 def run_tasks(
@@ -141,7 +126,6 @@ def run_tasks(
     limit: int | None = None,
     protocol: str = "chunked",
     chunk_size: int = 32,
-    seed: int = 1234,
     metadata: dict | None = None,
     **of_hflm,
 ) -> list[dict]:
@@ -153,41 +137,38 @@ def run_tasks(
     packed history) or ``in_place`` (one pass that reads its own tokens packed). ``metadata``: for tasks that make their
     own data (``max_seq_lengths`` of RULER's).
 
-    One row a metric: task, metric, filter, value, stderr (NaN where there is no formula), n (documents), num_fewshot,
-    protocol, and the caches' bits_per_value, ratio, side_bytes and packed_share (see ``CompressedLM``). Raises
-    ``UnknownNameError`` for a task that does not exist and ``DataError`` for one whose data cannot be reached.
+    Returns a dict a task, and for a group: ``task``, what lm_eval reports ("acc,none": metric and filter), ``n``
+    (documents; None for a group), ``num_fewshot``, ``protocol`` and, of compressed caches, bits_per_value, ratio,
+    side_bytes and packed_share (see ``CompressedLM``). Raises ``UnknownNameError`` for a task that does not exist and
+    ``DataError`` for one whose data cannot be reached.
     """
-    rows, about = [], json.dumps({"tokenizer": tokenizer.name_or_path} | (metadata or {}), sort_keys=True)
-    for name, shots in _spelt_out(tasks, about).items():
-        task, known = (
-            (_local(name, tokenizer), TaskManager(include_defaults=False))
-            if name in LOCAL
-            else (name, _lm_eval_tasks(about))
-        )
-        how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False} | dict.fromkeys(SEEDS, seed)
-        how |= {"num_fewshot": shots if num_fewshot is None else num_fewshot, "task_manager": known}
+    about = json.dumps({"tokenizer": tokenizer.name_or_path} | (metadata or {}), sort_keys=True)
+    shots: dict[str, int | None] = {}
+    for name in [tasks] if isinstance(tasks, str) else tasks:
+        shots |= SUITES.get(name, {name: None})
+    for name in shots.keys() - LOCAL.keys():
+        if name not in (known := _lm_eval_tasks(about).all_tasks):
+            raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, known, n=5)])
+    rows = []
+    for name, count in shots.items():
+        task = _local(name, tokenizer) if name in LOCAL else name
+        manager = TaskManager(include_defaults=False) if name in LOCAL else _lm_eval_tasks(about)
+        how = {"limit": limit, "bootstrap_iters": BOOTSTRAP_ITERS, "log_samples": False}
+        how |= {"num_fewshot": count if num_fewshot is None else num_fewshot, "task_manager": manager}
         lm = CompressedLM(model, tokenizer, compressor, protocol, chunk_size, **of_hflm)
         try:
             with redirect_stdout(sys.stderr):  # where lm_eval and its tasks print
-                found = simple_evaluate(lm, tasks=[task], **how)
+                results = simple_evaluate(lm, tasks=[task], **how)
         except OSError as error:
             raise DataError(
                 f"task {name!r}: {str(error)[:200]}. On a machine with network access: `hf download DATA_SET "
                 "--repo-type dataset --local-dir DATA_SET`; then run in the folder that holds it"
             ) from error
-        rows += [row | {"protocol": protocol, **lm.measured()} for row in _rows(found, name)]
+        for task, scores in results["results"].items():  # a group, or a tag, has several
+            documents, shown = results["n-samples"].get(task, {}).get("effective"), results["n-shot"].get(task)
+            row = {"task": task, **scores, "n": documents, "num_fewshot": shown, "protocol": protocol}
+            rows.append(row | lm.measured())
     return rows
-
-
-def _spelt_out(tasks: str | list[str], metadata: str) -> dict[str, int | None]:
-    """Tasks and their shots. Raises ``UnknownNameError`` for one that does not exist."""
-    found: dict[str, int | None] = {}
-    for task in [tasks] if isinstance(tasks, str) else tasks:
-        found |= SUITES.get(task, {task: None})
-    for task in found.keys() - LOCAL.keys():
-        if task not in (known := _lm_eval_tasks(metadata).all_tasks):
-            raise UnknownNameError("task", task, [*SUITES, *difflib.get_close_matches(task, known, n=5)])
-    return found
 
 
 @cache
@@ -210,20 +191,6 @@ def _local(name: str, tokenizer) -> dict:
         "metric_list": [{"metric": "acc"}],
         "num_fewshot": 0,
     }
-
-
-def _rows(found: dict, name: str) -> list[dict]:
-    """One row a metric: of the task or group itself, or of each task of a tag, which has no result of its own."""
-    rows, results, counts = [], found["results"], found["n-samples"]
-    for task in [name] if name in results else results:
-        members = [task] if task in counts else [*counts]  # a group counts the documents of all its tasks
-        about = {"n": sum(counts[each]["effective"] for each in members), "num_fewshot": found["n-shot"][members[0]]}
-        for key in (key for key in results[task] if "," in key and "_stderr," not in key):
-            metric, chosen = key.split(",", 1)
-            stderr = results[task].get(f"{metric}_stderr,{chosen}", "N/A")
-            row = {"task": task, "metric": metric, "filter": chosen, "value": float(results[task][key])}
-            rows.append(row | {"stderr": math.nan if stderr == "N/A" else float(stderr)} | about)
-    return rows
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The choice between implementations of an operation: ``triton`` on a GPU, ``cpu`` elsewhere (compiled
 loops for a CPU's tensors, torch for others), and ``naive`` when asked for. ``which`` says so."""
 
-import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from vqkv.kernels.view import Affine, Grouped, KernelView, Rope
 
 NAMES = ("triton", "cpu", "naive")
 ROOMS = {
-    "rvq_encode": "rvq", "rvq_encode_packed": "rvq", "rvq_decode": "rvq",
+    "rvq_encode": "rvq", "rvq_decode": "rvq",
     "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
     "grouped_encode": "decoding",
     "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
@@ -50,7 +50,7 @@ def using(name: str) -> Iterator[None]:
 
 
 def which(operation: str, x: Tensor, *about) -> str:
-    """The implementation that would serve ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
+    """Name the implementation that serves ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
     Triton's module, if it has one, is to be asked."""
     asked = _wanted.get(threading.get_ident()) if _wanted else None
     on_gpu = x.is_cuda and has_triton() and not torch.compiler.is_compiling()
@@ -67,17 +67,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _find(operation: str, x: Tensor, *about):
-    """The function that serves ``operation``, see ``which``."""
-    return getattr(_module(operation, which(operation, x, *about)), operation)
-
-
 def _module(operation: str, name: str) -> ModuleType:
-    if name == "triton":
-        return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
-    from vqkv.kernels import cpu, naive  # not before: a model is loaded without numba
+    return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.{name}")  # not before: a model needs no numba
 
-    return cpu if name == "cpu" else naive
+
+def _find(operation: str, x: Tensor, *about):
+    """Return the function that serves ``operation``, see ``which``."""
+    return getattr(_module(operation, which(operation, x, *about)), operation)
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
@@ -88,7 +84,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
     """x (..., groups, dim) -> what is stored of it: uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
-    return _find("rvq_encode_packed", x, codebooks, beam)(x, codebooks, bits, beam)
+    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
@@ -138,12 +134,12 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """Integers (streams, channels, tokens), 24 bits each -> all streams' words, int16, and how many each has, int64."""
-    return _find("rans_encode", values, values, code)(values, code)
+    return _find("rans_encode", values)(values, code)
 
 
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
     """The inverse: int32 (streams, tokens, channels), and whether each stream is one that was written, bool."""
-    return _find("rans_decode", words, words, code)(words, lengths, code, tokens)
+    return _find("rans_decode", words)(words, lengths, code, tokens)
 
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:

@@ -18,8 +18,8 @@ class Affine:
     """value = low + code / (2^bits - 1) * (high - low), the ends per token and group of neighbouring channels."""
 
     codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, head_dim * bits / 8)
-    low: Tensor | None  # fp16 (batch, num_kv_heads, seq_len, groups); None while a codec's parts put it together
-    high: Tensor | None  # like low
+    low: Tensor  # fp16 (batch, num_kv_heads, seq_len, groups)
+    high: Tensor  # like low
     bits: int  # 2, 4 or 8
 
     @property

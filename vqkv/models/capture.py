@@ -1,4 +1,4 @@
-"""The keys and values of a forward pass, per layer, before RoPE (or after)."""
+"""Keys and values of a forward pass, by layer, before RoPE or after."""
 
 import torch
 
@@ -12,23 +12,33 @@ PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a s
 
 @torch.no_grad()
 def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope: int = True):
-    """Keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back as
-    ``pre_rope`` says (``CacheSettings``): two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the
-    model's dtype.
+    """Capture keys and values of ``tokens`` (num_seqs, seq_len) as the model hands them to its cache, keys rotated back
+    as ``pre_rope`` says (``CacheSettings``).
+
     ``batch_size``: how many sequences go through the model at a time, by default as many as make ``PASS_TOKENS``
-    tokens. Raises ``DataError`` for an empty input, for keys that cannot be rotated back, and if the model made NaN or
-    infinity."""
+    tokens. Returns two lists over layers of (num_seqs, num_kv_heads, seq_len, head_dim), in the model's dtype. Raises
+    ``DataError`` for an empty input, for keys that cannot be rotated back, and if the model made NaN or infinity."""
     model = evaluating(model)
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
     check_batch_size(batch_size)
-    turns = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
-    passes = [_pass(model, batch, turns) for batch in tokens.split(batch_size)]
-    keys, values = ([torch.cat(layer) for layer in zip(*role, strict=True)] for role in zip(*passes, strict=True))
-    for index, layer in enumerate(zip(keys, values, strict=True)):
-        if not all(x.isfinite().all() for x in layer):
-            raise DataError(f"layer {index} made NaN or infinite keys or values: check the model's weights and dtype")
-    return keys, values
+    layers = range(len(kv_layers(model)))
+    rotation_of = rotations(model, pre_rope) if pre_rope else [None for _ in layers]
+    keys: list[list[torch.Tensor]] = [[] for _ in layers]
+    values: list[list[torch.Tensor]] = [[] for _ in layers]
+
+    def keep(layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+        if (rotation := rotation_of[layer]) is not None:
+            new_keys = rotation.turned(new_keys.float(), back=True).to(new_keys)
+        keys[layer].append(new_keys)
+        values[layer].append(new_values)
+
+    for batch in tokens.split(batch_size):
+        forward(model, batch, keep)
+    for layer in layers:
+        if not all(x.isfinite().all() for x in (*keys[layer], *values[layer])):
+            raise DataError(f"layer {layer} made NaN or infinite keys or values: check the model's weights and dtype")
+    return [torch.cat(layer) for layer in keys], [torch.cat(layer) for layer in values]
 
 
 def check_tokens(model, tokens: torch.Tensor) -> None:
@@ -53,10 +63,3 @@ def check_batch_size(batch_size: int) -> None:
     """Raise ``DataError`` unless it is a positive integer."""
     if type(batch_size) is not int or batch_size < 1:
         raise DataError(f"batch_size {batch_size!r} must be a positive integer")
-
-
-def _pass(model, tokens, turns) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    made = {}
-    forward(model, tokens, lambda layer, keys, values: made.update({layer: (keys.detach(), values.detach())}))
-    keys, values = zip(*(made[i] for i in sorted(made)), strict=True)
-    return [k if turn is None else turn.turned(k.float(), back=True).to(k) for k, turn in zip(keys, turns)], [*values]

@@ -1,9 +1,7 @@
-"""GGUF file -> a folder with the same weights in fp32 and their tokenizer, written once and checked when it is read."""
+"""GGUF file -> a folder with the same weights in fp32 and their tokenizer, written once."""
 
 import hashlib
-import json
 import shutil
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +21,6 @@ PACKAGED = {
     )
 }
 TITLES = {"smollm2-135m": "SmolLM2-135M (4-bit weights)"}
-CHECKS = "crc32.json"
-CHUNK = 1 << 24  # bytes
 
 
 def gguf_file(name: str) -> Path | None:
@@ -50,76 +46,42 @@ def gguf_file(name: str) -> Path | None:
 def dequantized(file: Path) -> Path:
     """Return the folder of ``file``'s model in fp32, in ``~/.cache/vqkv/models``, made first where there is none.
 
-    Raises ``FormatError`` for a file that transformers cannot read and for a folder that was altered, ``DataError``
-    without room for the folder.
+    Raises ``FormatError`` for a file that transformers cannot read, ``DataError`` without room for the folder.
     """
     with open(file, "rb") as data:
         digest = hashlib.file_digest(data, "sha256").hexdigest()
     folder = cache_folder("models") / f"{file.stem}-{digest[:16]}"
+    part = folder.with_name(f".{folder.name}.part")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
             if not folder.is_dir():
-                _convert(file, folder)
+                try:
+                    for each in _read(file):
+                        each.save_pretrained(part)
+                    part.rename(folder)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
         raise DataError(
             f"cannot keep {file.name} dequantized in {folder.parent}: {error}. Make room there, or name another folder "
             "(VQKV_CACHE=...)"
         ) from error
-    if altered := _altered(folder):
-        raise FormatError(f"{folder / altered} was altered: delete {folder}, which is then made again")
     return folder
 
 
-def _convert(file: Path, folder: Path) -> None:
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-    try:
-        model, tokenizer = _read(file)
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        checks = {path.name: _crc32(path) for path in sorted(part.iterdir())}
-        (part / CHECKS).write_text(json.dumps(checks))
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _read(file: Path):
+def _read(file: Path) -> tuple:
     """(model in fp32, tokenizer) as transformers reads them, without what says that they were quantized."""
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except Exception as error:  # readers of a damaged file stumble over anything
-        raise FormatError(f"{file} is no GGUF file that transformers can read: {_said(error)}") from error
-    try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except Exception as error:
-        raise FormatError(f"{file} holds no tokenizer that transformers can read: {_said(error)}") from error
+    except Exception as error:  # readers of a damaged file stumble over anything
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(
+            f"{file} is no GGUF file with a model and a tokenizer that transformers can read: {reason}"
+        ) from error
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model, tokenizer
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
-
-
-def _altered(folder: Path) -> str | None:
-    """The first file that is not as it was written, or None."""
-    try:
-        checks = json.loads((folder / CHECKS).read_text())
-    except (OSError, ValueError):
-        return CHECKS
-    return next((name for name, crc in checks.items() if _crc32(folder / name) != crc), None)
-
-
-def _crc32(file: Path) -> int | None:
-    crc = 0
-    try:
-        with open(file, "rb") as data:
-            while block := data.read(CHUNK):
-                crc = zlib.crc32(block, crc)
-    except FileNotFoundError:
-        return None
-    return crc

@@ -1,6 +1,7 @@
 """``transformers.cache_utils`` imports hqq, and that torch's compiler, for one class: here not until it quantizes."""
 
 import sys
+from unittest import mock
 
 from transformers import configuration_utils, utils  # noqa: F401  what cache_utils imports must know hqq
 
@@ -14,11 +15,7 @@ class HQQQuantizer:
         return getattr(Quantizer, name)
 
 
-available = utils.is_hqq_available
-if "transformers.cache_utils" not in sys.modules and available():
-    utils.is_hqq_available = bool
-    try:
+if "transformers.cache_utils" not in sys.modules and utils.is_hqq_available():
+    with mock.patch.object(utils, "is_hqq_available", bool):
         from transformers import cache_utils
-    finally:
-        utils.is_hqq_available = available
-    cache_utils.is_hqq_available, cache_utils.HQQQuantizer = available, HQQQuantizer()
+    cache_utils.is_hqq_available, cache_utils.HQQQuantizer = utils.is_hqq_available, HQQQuantizer()

@@ -5,12 +5,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
 # Of adapters (peft): which act, and whether they are merged into the weights.
@@ -26,41 +26,33 @@ _switched: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> i
 
 
 def identity(model) -> str:
-    """Sixteen hex digits of all weights (bytes, types, shapes), adapters, merged or not, and RoPE parameters.
+    """Name a model in sixteen hex digits by all weights (bytes, types, shapes), adapters and RoPE parameters.
 
     Only weights whose ``stamp`` changed are read again. Writes past torch's version counters (through ``.data``, or
     into weights made in inference mode) are noticed if they change a sampled element; those into weights that a device
     map keeps elsewhere are not."""
     before, now = _digests.get(model, {}), dict[tuple, str]()
-    weights, state = _asked(model)
-    for mark, read in weights:
-        now[mark] = before.get(mark) or now.get(mark) or tensors_sha256(("", x) for x in read())
+    weights, state = _ask(model)
+    for mark, module, name, x in weights:
+        now[mark] = before.get(mark) or now.get(mark) or _digest(module, name, x)
     _digests[model] = now
-    return hashlib.sha256(repr([state, [now[mark] for mark, _ in weights]]).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr([state, [now[mark] for mark, *_ in weights]]).encode()).hexdigest()[:16]
 
 
 def stamp(model) -> int:
-    """Changes, within this process, when the ``identity`` does; takes milliseconds and reads a few elements."""
-    weights, state = _asked(model)
-    return hash((repr(state), *(mark for mark, _ in weights)))
+    """Return what changes, within this process, when the ``identity`` does, in milliseconds, from a few elements."""
+    weights, state = _ask(model)
+    return hash((repr(state), *(mark for mark, *_ in weights)))
 
 
 def switches(model) -> str:
-    """Which adapters act, as of the modules that had any when ``stamp`` was last asked; for every forward pass."""
+    """Tell which adapters act, as of the modules that had any when ``stamp`` was last asked; for every forward pass."""
     modules = (module() for module in _switched.get(model, ()))
     return repr([_state(module, SWITCHES) for module in modules if module is not None])
 
 
-def packed(module: nn.Module) -> list[Tensor]:
-    """What torch's quantized modules hold beside parameters and buffers, unpacked."""
-    if not any(isinstance(x, torch.ScriptObject) for x in vars(module).values()):
-        return []
-    found = [x for value in module.state_dict().values() for x in (value if isinstance(value, tuple) else (value,))]
-    return [x.dequantize() for x in found if isinstance(x, Tensor)]
-
-
 def fetched(module: nn.Module):
-    """A context in which the module's own weights are here, also those that a device map keeps elsewhere."""
+    """Open a context in which the module's own weights are here, also those that a device map keeps elsewhere."""
     if not hasattr(module, "_hf_hook"):
         return nullcontext()
     from accelerate.utils import align_module_device
@@ -69,32 +61,25 @@ def fetched(module: nn.Module):
 
 
 @torch.no_grad()
-def _asked(model) -> tuple[list[tuple[tuple, partial[list[Tensor]]]], list]:
-    """(stamp, how to read it) of each weight; RoPE and adapters."""
+def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
+    """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
     modules = [*model.modules()]
     _switched[model] = [weakref.ref(module) for module in modules if not SWITCHES.isdisjoint(vars(module))]
     held = [(number, module, name, x) for number, module in enumerate(modules) for name, x in _held(module)]
-    samples = _samples([x for *_, x in held if isinstance(x, Tensor) and not (x.is_meta or x.is_quantized)])
-    weights = [(_mark(n, name, x, samples), partial(_read, module, name, x)) for n, module, name, x in held]
+    samples, weights = _samples([x for *_, x in held if not (x.is_meta or x.is_quantized)]), []
+    for number, module, name, x in held:
+        version = None if x.is_inference() else x._version
+        mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, samples.get(id(x)))
+        weights.append((mark, module, name, x))
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     return weights, [rope, *(entry for module in modules for entry in _state(module, FACTORS))]
 
 
-def _mark(number: int, name: str, x, samples: dict[int, bytes]) -> tuple:
-    if not isinstance(x, Tensor):
-        return (id(x),)
-    if x.is_meta:
-        return number, name
-    return x.data_ptr(), None if x.is_inference() else x._version, x.dtype, x.shape, samples.get(id(x))
-
-
-def _read(module: nn.Module, name: str, x) -> list[Tensor]:
-    if not isinstance(x, Tensor):
-        return packed(module)
-    if not x.is_meta:
-        return [x]
+def _digest(module: nn.Module, name: str, x: Tensor) -> str:
+    """The sha256 of a weight, fetched from where a device map keeps it."""
     with fetched(module):
-        return [x.clone() for own, x in _held(module) if own == name]
+        here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
+        return tensors_sha256(("", part) for part in here)
 
 
 def _state(module: nn.Module, names: set[str]) -> list:
@@ -104,7 +89,7 @@ def _state(module: nn.Module, names: set[str]) -> list:
     return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers; of a module without others in it also tensors that it holds in other ways (hqq)."""
     boxes: list[dict[str, Any]] = [module._parameters, module._buffers]
     changing = any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope"))  # with the length
@@ -112,14 +97,19 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Any]]:
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
-            if isinstance(x, (Tensor, torch.ScriptObject)) and not (changing and name == "inv_freq"):
+            if isinstance(x, torch.ScriptObject):
+                raise DataError(
+                    f"{type(module).__name__} packs its weights where they cannot be read: quantize the model with "
+                    "torchao, quanto or bitsandbytes"
+                )
+            if isinstance(x, Tensor) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
 
 
-def _parts(x) -> Iterator:
+def _parts(x: Tensor) -> Iterator[Tensor]:
     """A wrapper (quanto's, torchao's) has a storage in name only: the tensors that it wraps stand for it."""
-    if hasattr(type(x), "__tensor_flatten__"):
-        for name in x.__tensor_flatten__()[0]:
+    if (flatten := getattr(x, "__tensor_flatten__", None)) is not None:
+        for name in flatten()[0]:
             yield from _parts(getattr(x, name))
     else:
         yield x
@@ -127,12 +117,12 @@ def _parts(x) -> Iterator:
 
 def _samples(weights: list[Tensor]) -> dict[int, bytes]:
     """A few elements of each, by id; all of a type and device are read at once."""
-    alike, found = defaultdict[tuple, list[Tensor]](list), dict[int, bytes]()
+    alike, samples = defaultdict[tuple, list[Tensor]](list), dict[int, bytes]()
     for x in filter(Tensor.numel, weights):
         alike[x.dtype, x.device].append(x)
     for (dtype, _), group in alike.items():
         flat = (x if x.is_contiguous() else x.flatten() for x in group)
         data = bytes(raw_bytes(torch.cat([x.as_strided((SAMPLES,), (x.numel() // SAMPLES,)) for x in flat])))
         size = SAMPLES * dtype.itemsize
-        found |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
-    return found
+        samples |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
+    return samples

@@ -28,21 +28,21 @@ LAYERS = (  # transformers' own, that are known
 )  # fmt: skip
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers
-_CALL = nn.Module._call_impl.__code__
 
 
-class Door(DynamicCache):
-    """A cache that keeps nothing, for one forward pass: ``see(layer, keys, values)`` gets what the layer
+class InterceptingCache(DynamicCache):
+    """A cache that keeps nothing, for one forward pass: ``intercept(layer, keys, values)`` gets what the layer
     ``kv_layers(model)[layer]`` hands over, keys after RoPE, and returns what attention reads instead, or None."""
 
-    def __init__(self, model, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
+    def __init__(self, model, intercept: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]):
         super().__init__(config=model.config)
-        self.see = see
+        self.intercept = intercept
         self.numbers = {layer.layer_idx: number for number, layer in enumerate(_layers.get(model, []))}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As ``see`` says."""
-        return self.see(self.numbers.get(layer_idx, layer_idx), key_states, value_states) or (key_states, value_states)
+        """Return what ``intercept`` says."""
+        number = self.numbers.get(layer_idx, layer_idx)
+        return self.intercept(number, key_states, value_states) or (key_states, value_states)
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class KVLayer:
 
 
 def kv_layers(model) -> list[KVLayer]:
-    """One ``KVLayer`` for each layer that hands keys and values to a cache. Raises ``DataError`` for a model of which
-    no layer does, that caches more than that, or that has an encoder."""
+    """List the layers that hand keys and values to a cache. Raises ``DataError`` for a model of which no layer does,
+    that caches more than that, or that has an encoder."""
     model = plain(model)
     if model not in _layers:
-        _layers[model] = _seen_layers(model)
+        _layers[model] = _ask(model)
     return _layers[model]
 
 
@@ -76,19 +76,19 @@ def max_positions(model) -> float:
     return named if named and named > 0 else math.inf
 
 
-def _seen_layers(model) -> list[KVLayer]:
+def _ask(model) -> list[KVLayer]:
     if model.config.is_encoder_decoder:
         raise DataError(f"{type(model).__name__} has an encoder: vqkv compresses the caches of decoders")
-    found, asked = dict[int, KVLayer](), evaluating(model)
+    layers, asked = dict[int, KVLayer](), evaluating(model)
 
-    def see(layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        found[layer_idx] = KVLayer(layer_idx, _running(), keys.shape[1], keys.shape[3], values.shape[3])
+    def note(layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        layers[layer_idx] = KVLayer(layer_idx, _running(), keys.shape[1], keys.shape[3], values.shape[3])
 
     try:
-        forward(asked, torch.ones(1, 2, dtype=torch.int64), see)
+        forward(asked, torch.ones(1, 2, dtype=torch.int64), note)
     except (ValueError, AssertionError) as error:
         raise DataError(f"{type(model).__name__} does not read into caches of transformers: {error}") from error
-    if not found:
+    if not layers:
         raise DataError(f"{type(model).__name__} hands no keys and values to its cache: it has none to compress")
     if others := {type(x).__name__ for x in DynamicCache(config=model.config).layers if type(x) not in LAYERS}:
         raise DataError(
@@ -96,20 +96,20 @@ def _seen_layers(model) -> list[KVLayer]:
             "which is not supported: use DynamicCache"
         )
     own = dict(zip(asked.modules(), model.modules(), strict=True))
-    return [replace(found[i], attention=own[found[i].attention]) for i in sorted(found)]
+    return [replace(layers[i], attention=own[layers[i].attention]) for i in sorted(layers)]
 
 
 def _running() -> nn.Module:
     """The innermost module that is running in this thread, by its stack: hooks would see every thread's modules."""
     frame = sys._getframe()
-    while frame.f_code is not _CALL:
-        frame = frame.f_back  # type: ignore[assignment]  # a module asks, so that there is one
+    while frame.f_code is not nn.Module._call_impl.__code__ and frame.f_back:
+        frame = frame.f_back
     return frame.f_locals["self"]
 
 
 @torch.no_grad()  # weights in integers cannot be read in inference mode
-def forward(model, tokens: Tensor, see, **arguments) -> None:
-    """Tokens (batch, seq_len) through a ``Door``, with as few logits as the model can be asked for."""
+def forward(model, tokens: Tensor, intercept: Callable, **arguments) -> None:
+    """Pass tokens (batch, seq_len) through the model to an ``InterceptingCache``, with as few logits as it can make."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1
-    model(tokens.to(model.device), past_key_values=Door(model, see), use_cache=True, **arguments)
+    model(tokens.to(model.device), past_key_values=InterceptingCache(model, intercept), use_cache=True, **arguments)

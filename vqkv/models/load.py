@@ -4,7 +4,8 @@ import copy
 import hashlib
 import json
 import sys
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -22,15 +23,17 @@ from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.models import gguf
-from vqkv.models.identity import fetched, packed
+from vqkv.models.identity import fetched
 from vqkv.models.layers import kv_layers
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
 # What transformers, safetensors and torch raise for a name or files that cannot be loaded.
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, SafetensorError)
+REFUSALS = (
+    OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
 BUNDLED = {f"vqkv/{name}": Path(__file__).parent.parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
-REFUSALS = (*LOADING_ERRORS, ArithmeticError, AttributeError, StrictDataclassError)  # what configs raise
 
 # What sizes depend on, as in the config.json of each of these models; GPT-2 and Gemma have transformers' defaults.
 KNOWN_CONFIGS: dict[str, dict] = json.loads((Path(__file__).parent / "known_configs.json").read_text())
@@ -43,7 +46,7 @@ def load_model(
     trust_remote_code: bool = False,
     offload_folder: str | None = None,
 ):
-    """(model, tokenizer) of ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name, to evaluate.
+    """Load ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name: (model, tokenizer).
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
     device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,
@@ -54,21 +57,30 @@ def load_model(
         raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
     device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
-    if dtype is None:
-        on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
-        dtype = torch.float32 if on_cpu else "auto"
+    on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
+    dtype = dtype or (torch.float32 if on_cpu else "auto")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # which would end up in a notebook's output
     try:
-        model, tokenizer = _load(path, dtype, trust_remote_code, device_map, offload_folder)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        loaders = (AutoModelForCausalLM, AutoModelForImageTextToText)
+        loader = next((each for each in loaders if type(config) in each._model_mapping), AutoModelForCausalLM)
+        model, info = loader.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device_map, offload_folder=offload_folder,
+            trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+        if info["missing_keys"]:
+            raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
         model = model.to(device) if device_map is None else model
-    except LOADING_ERRORS as error:
+    except REFUSALS as error:
         reason = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         if Path(path).is_dir():
-            raise FormatError(f"folder {name!r} holds no model that can be loaded on {device!r}: {reason}") from error
-        raise UnknownNameError(
-            "model", name, BUNDLED, f"A folder or hub name also works, but here: {reason}"
-        ) from error
+            raise FormatError(
+                f"folder {str(path)!r} holds no model that can be loaded on {device!r}: {reason}"
+            ) from error
+        remedy = f"A folder or hub name also works, but here: {reason}"
+        raise UnknownNameError("model", name, BUNDLED, remedy) from error
     model.vqkv_name = gguf.TITLES.get(name, str(name))
     return model.eval(), tokenizer
 
@@ -79,25 +91,8 @@ def _path(name: str):
     return gguf.dequantized(file) if file else BUNDLED.get(name, name)
 
 
-def _load(path, dtype, trust_remote_code: bool, device_map, offload_folder):
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    where = {"dtype": dtype, "device_map": device_map, "offload_folder": offload_folder}
-    safe = {"trust_remote_code": trust_remote_code, "use_safetensors": True, "output_loading_info": True}
-    model, info = _auto_class(config).from_pretrained(path, config=config, **where, **safe)
-    if info["missing_keys"]:
-        raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
-    return model, tokenizer
-
-
-def _auto_class(config):
-    """transformers' loader of decoders, also of those that see images."""
-    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    return next((auto for auto in autos if type(config) in auto._model_mapping), AutoModelForCausalLM)
-
-
 def config_of(name: str) -> PreTrainedConfig:
-    """A model's config. Raises ``DataError`` if it is not known and neither a folder nor the hub has it."""
+    """Load a model's config. Raises ``DataError`` if it is not known and neither a folder nor the hub has it."""
     if name in KNOWN_CONFIGS:
         return AutoConfig.for_model(**KNOWN_CONFIGS[name])
     try:
@@ -107,7 +102,7 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def untrained(model, seed: int):
-    """A model of the same shape, dtype and device with random weights, as ``transformers`` draws them for training."""
+    """Make a model of the same shape, dtype and device with random weights, as ``transformers`` draws them to train."""
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -117,20 +112,20 @@ def untrained(model, seed: int):
 
 
 def fingerprint(model) -> str:
-    """Sixteen hex digits that name the key and value weights as they were loaded (another dtype, another name)."""
+    """Name the key and value weights as they were loaded (another dtype, another name) in sixteen hex digits."""
     sample = str([describe(model)["weights"], str(model.dtype)])
     return hashlib.sha256(sample.encode()).hexdigest()[:16]
 
 
 def describe(model) -> dict:
-    """Facts by which a compressor knows its model. ``shapes``: num_kv_heads, head_dim of keys and of values by layer;
+    """Describe a model as compressors know it. ``shapes``: num_kv_heads, head_dim of keys and of values by layer;
     ``weights``: a sample of each attention block's, the same in fp32, fp16 and bf16 up to rounding."""
     modules = [module for layer in kv_layers(model) for module in layer.attention.modules()]
     return outline(model) | {"weights": [x for module in modules for x in _samples(module)]}
 
 
 def outline(model) -> dict:
-    """``describe`` without the weights."""
+    """``describe`` a model without its weights."""
     layers = kv_layers(model)
     return {
         "name": getattr(model, "vqkv_name", model.config.name_or_path or type(model).__name__),
@@ -141,36 +136,36 @@ def outline(model) -> dict:
 
 
 def values_per_token(about: dict) -> int:
-    """Keys and values that ``describe``'s model stores of a token, in all layers."""
+    """Count keys and values that ``describe``'s model stores of a token, in all layers."""
     return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in about["shapes"])
 
 
 def kv_width(about: dict) -> int:
-    """Channels of all KV heads of a layer, keys or values; of layers of unequal width the mean."""
+    """Count channels of all KV heads of a layer, keys or values; of layers of unequal width the mean."""
     return round(values_per_token(about) / (2 * about["num_layers"]))
 
 
 def layer_devices(model) -> list[torch.device]:
-    """Devices that make each layer's keys and values; weights that wait in main memory or on a disk are elsewhere."""
-    found = []
+    """List the devices that make each layer's keys and values; weights that wait in main memory or on a disk are
+    elsewhere."""
+    devices = []
     for layer in kv_layers(model):
         hooks = (getattr(module, "_hf_hook", None) for module in layer.attention.modules())
-        devices = [on for hook in hooks if (on := getattr(hook, "execution_device", None)) is not None]
-        held = chain(layer.attention.parameters(), layer.attention.buffers(), [model])  # packed weights have no device
-        found.append(torch.device(devices[0]) if devices else next(held).device)
-    return found
+        named = [on for hook in hooks if (on := getattr(hook, "execution_device", None)) is not None]
+        weights = chain(layer.attention.parameters(), layer.attention.buffers())
+        devices.append(torch.device(named[0]) if named else next(weights, model).device)
+    return devices
 
 
 def difference(fitted: dict, model) -> str | None:
-    """The first thing in which ``model`` is not what ``describe`` gave as ``fitted``, or None."""
+    """Name the first thing in which ``model`` is not what ``describe`` gave as ``fitted``, or None."""
     here = describe(model)
     for key in ("model_type", "num_layers", "shapes"):
         if fitted[key] != here[key]:
             return f"{key} {fitted[key]!r}, not {here[key]!r}"
-    if len(fitted["weights"]) != len(here["weights"]):
-        return "other attention weights"
-    for ours, theirs in zip(fitted["weights"], here["weights"], strict=True):
-        ours, theirs = torch.tensor(ours), torch.tensor(theirs)
+    pairs: Iterator[tuple[list[float], list[float]]] = zip_longest(fitted["weights"], here["weights"], fillvalue=[])
+    for own, other in pairs:
+        ours, theirs = torch.tensor(own), torch.tensor(other)
         # NaN fails every comparison, and infinity the last
         if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= ROUNDING * ours.abs().max() < torch.inf:
             return "other attention weights"
@@ -178,10 +173,10 @@ def difference(fitted: dict, model) -> str | None:
 
 
 def _samples(module: nn.Module) -> list[list[float]]:
-    """Of each of its own parameters and, where quantized weights are none, of what they are."""
+    """A few elements of each of its own parameters and of the buffers in which quantized weights are."""
     with fetched(module):
         stored = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
         buffers = [x for x in stored.values() if x is not None and x.numel() > 1]  # no scales of activations (quanto)
-        own = [*module.parameters(recurse=False), *buffers, *packed(module)]
+        own = [*module.parameters(recurse=False), *buffers]
         parts = [x.detach().flatten()[:: max(1, x.numel() // 16)][:16].float().tolist() for x in own]
     return [[float(f"{x:.5g}") for x in part] for part in parts]

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
@@ -20,10 +19,12 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.trellis_coded_scalar import TrellisCodedScalar
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.plans import Budgeted, FromPrevious, Together, Unpredicted
-from vqkv.presets.preset import Preset, preset
+from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
+from vqkv.presets.preset import Preset, chain, preset
 from vqkv.runtime.checks import check_whole
 
+TRANSFORM_CODERS = {"uniform": EntropyCodedScalar, "trellis": TrellisCodedScalar}
+QUANTIZERS = (*TRANSFORM_CODERS, "rvq", "grid", "affine")
 ROTATIONS = ("none", "hadamard", "pca", "fisher_pca")
 # Tokens for each channel of all KV heads from which on a design pays (results/11_rule.csv).
 PAYS = {"best-short": 0, "best-mid": 6, "best-long": 45}
@@ -67,72 +68,46 @@ def crossed(
 
     Raises ``UnknownNameError`` or ``DataError`` for what does not exist together.
     """
-    arguments = dict(locals())
-    for what, name, known in (("quantizer", quantizer, CHAINS), ("rotation", rotation, ROTATIONS)):
+    for what, name, known in (("quantizer", quantizer, QUANTIZERS), ("rotation", rotation, ROTATIONS)):
         if name not in known:
             raise UnknownNameError(what, name, known)
+    coder = TRANSFORM_CODERS.get(quantizer)
     if not 0 < bits <= 16:
         raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    if mixed and (quantizer not in (*TRANSFORM_CODERS, "rvq") or entropy):
+    if quantizer == "grid" and bits not in (2, 3, 4):
+        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
+    if quantizer == "affine" and bits != int(bits):
+        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
+    if mixed and ((quantizer != "rvq" and coder is None) or entropy):
         raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq")
-    if entropy and quantizer in TRANSFORM_CODERS:
+    if entropy and coder:
         raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
     if rank and not joint:
         raise DataError("rank: only of a joint rotation can components be left out")
-    if joint and (quantizer not in TRANSFORM_CODERS or predicted or mixed or not merged):
+    if joint and (coder is None or predicted or mixed or not merged):
         raise DataError("joint: all layers take one rotation, with uniform or trellis, merged, not predicted or mixed")
-    make = partial(CHAINS[quantizer], arguments)
-    make(None)  # raises what its parts refuse
-    flush = block if quantizer in TRANSFORM_CODERS else 1
-    plain = Preset("crossed", make, make, sink_tokens, flush_block=flush, pre_rope=pre_rope)
+
+    apart = quantizer in ("rvq", "affine")  # these take a head at a time
+    stages: list[Stage] = [MeanRemoval()] * mean + [MergeHeads()] * (quantizer == "grid" or (merged and not apart))
+    if rotation == "hadamard":
+        stages += [Hadamard()] if apart else [Grouping(group_size=LARGEST_GROUP, shrink="power of two"), Hadamard()]
+    elif rotation != "none":
+        stages += [PCA(rotation == "fisher_pca", rank)]
+    if coder is not None:
+        codec = chain(*stages, TokenBlock(block), coder(bits))
+    elif quantizer == "grid":
+        codec = chain(*stages, VectorScale("rms"), Grid(4 ** int(bits)))
+    elif quantizer == "affine":
+        codec = chain(*stages, Grouping(group_size=64, shrink="divisor"), AffineQuantizer(int(bits)))
+    else:
+        books = ResidualVQ(1, codebook_size, group_size, kmeans_iterations, beam=beam, seed=seed).with_bits(bits)
+        codec = chain(*stages, VectorScale("std"), Grouping(grouping, group_size), books)
+    plain = Preset("crossed", codec, codec, sink_tokens, flush_block=block if coder else 1, pre_rope=pre_rope)
     plain = dataclasses.replace(entropy_coded(plain, block=block), flush_block=block) if entropy else plain
     kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
     arranged = FromPrevious(plain, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
-    plan = Together() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
+    plan = Joint() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
     return dataclasses.replace(plain, name="crossed", plan=plan)
-
-
-def _transform_coder(quantizer: type, arguments: dict, head_dim: int | None) -> Codec:
-    stages = [MeanRemoval()] * arguments["mean"] + [MergeHeads()] * arguments["merged"] + _rotated(arguments, True)
-    return Chain([*stages, TokenBlock(arguments["block"])], quantizer(arguments["bits"]), head_dim)
-
-
-def _grid(arguments: dict, head_dim: int | None) -> Codec:
-    bits = arguments["bits"]
-    if bits not in (2, 3, 4):
-        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
-    stages = [*[MeanRemoval()] * arguments["mean"], MergeHeads(), *_rotated(arguments, merged=True), VectorScale("rms")]
-    return Chain(stages, Grid(4 ** int(bits)), head_dim)
-
-
-def _affine(arguments: dict, head_dim: int | None) -> Codec:
-    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments)]
-    bits = arguments["bits"]
-    if bits != int(bits):
-        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
-    return Chain([*stages, Grouping(group_size=64, shrink="divisor")], AffineQuantizer(int(bits)), head_dim)
-
-
-def _rvq(arguments: dict, head_dim: int | None) -> Codec:
-    names = ("codebook_size", "group_size", "kmeans_iterations", "beam", "seed")
-    quantizer = ResidualVQ(1, **{name: arguments[name] for name in names}).with_bits(arguments["bits"])
-    stages = [*[MeanRemoval()] * arguments["mean"], *_rotated(arguments), VectorScale("std")]
-    return Chain([*stages, Grouping(arguments["grouping"], arguments["group_size"])], quantizer, head_dim)
-
-
-def _rotated(arguments: dict, merged: bool = False) -> list[Stage]:
-    """The rotation of the last axis, which may hold several heads where they are ``merged``."""
-    rotation = arguments["rotation"]
-    if rotation == "hadamard":
-        return [Grouping(group_size=LARGEST_GROUP, shrink="power of two")] * merged + [Hadamard()]
-    return [] if rotation == "none" else [PCA(rotation == "fisher_pca", arguments["rank"])]
-
-
-TRANSFORM_CODERS = {
-    "uniform": partial(_transform_coder, EntropyCodedScalar),
-    "trellis": partial(_transform_coder, TrellisCodedScalar),
-}
-CHAINS: dict[str, Callable[..., Codec]] = {**TRANSFORM_CODERS, "rvq": _rvq, "grid": _grid, "affine": _affine}
 
 
 @preset
@@ -183,37 +158,33 @@ def live(
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
     more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([MeanRemoval(), PCA(weighted=True)], ByteGroups(bits, seed), head_dim)
-
+    codec = chain(MeanRemoval(), PCA(weighted=True), ByteGroups(bits, seed))
     plan = Budgeted(Unpredicted(), bits)
     return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
 
 
 def best_for(tokens: int, kv_width: int) -> str:
-    """The design, of ``PAYS``, that ``best`` takes."""
+    """Choose the design, of ``PAYS``, that ``best`` takes."""
     return max((name for name, pays in PAYS.items() if pays * kv_width <= tokens), key=PAYS.__getitem__)
 
 
 def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -> Preset:
-    """``preset`` with its codes rANS-coded (see ``Entropy``), one stream for each head and ``block`` tokens, where the
-    preset has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
+    """Code the codes of ``preset`` with rANS (see ``Entropy``), one stream for each head and ``block`` tokens where it
+    has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
 
-    def coded(make: Callable, head_dim: int | None) -> Codec:
-        chain = make(head_dim)
-        if not isinstance(chain, Chain):
+    def coded(codec: Codec) -> Callable[[int | None], Codec]:
+        if not isinstance(codec, Chain):
             raise DataError(f"{preset.name} has no codes to entropy-code")
-        stages = [*chain.stages]
-        if chain.tokens_per_row == 1:  # before the first stage that stores something per row
-            place = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
-            stages = [*stages[:place], TokenBlock(block), *stages[place:]]
-        return Chain(stages, Entropy(chain.quantizer, context), head_dim)
+        stages = [*codec.stages]
+        if codec.tokens_per_row == 1:  # before the first stage that stores something per row
+            index = next((i for i, stage in enumerate(stages) if stage.side_fields), len(stages))
+            stages.insert(index, TokenBlock(block))
+        return chain(*stages, Entropy(codec.quantizer, context))
 
     return dataclasses.replace(
         preset,
         name=f"{preset.name}+ans",
-        make_key_codec=partial(coded, preset.make_key_codec),
-        make_value_codec=partial(coded, preset.make_value_codec),
+        make_key_codec=coded(preset.key_codec()),
+        make_value_codec=coded(preset.value_codec()),
         arguments=preset.arguments | {"context": context, "block": block},
     )

@@ -1,17 +1,41 @@
 """Presets: how a cache is stored, before any model is known."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
+from typing import Protocol
 
 from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.base import Codec
+from vqkv.codecs.pipeline import Chain
+from vqkv.codecs.predictive import Place
+from vqkv.codecs.predictor_kinds import Predictor
+from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.errors import DataError
 from vqkv.models.rope import rotations
-from vqkv.presets.plans import Budgeted, FromPrevious, Graded, Shared, Together, Unpredicted
 from vqkv.runtime.registry import call, check_type
+
+
+@dataclass
+class RolePlan:
+    """One role of one layer: its codec's maker, what predicts it, and how many layers the codec stores together."""
+
+    make_codec: Callable[[int | None], Codec]
+    predictor: Predictor | None = None
+    sources: tuple[Place, ...] = ()
+    cross_fitted: bool = False
+    layers: int = 1
+
+
+class LayerPlan(Protocol):
+    """What a preset arranges for each layer of a model: which others predict it, how many bits it gets."""
+
+    def arrange(self, preset: "Preset", trial) -> list[dict[str, RolePlan]]:
+        """Return for each layer the plan of its keys and of its values; ``trial`` (``calibration.sharing.ModelTrial``)
+        answers what must be asked of the model."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +54,7 @@ class Preset:
     flush_block: int = 1
     pre_rope: int | None = None
     arguments: dict = field(default_factory=dict)
-    plan: FromPrevious | Budgeted | Graded | Shared | Together | Unpredicted | None = None
+    plan: LayerPlan | None = None
     fallback: "Preset | None" = None
 
     def __post_init__(self):
@@ -43,7 +67,7 @@ class Preset:
         return CacheSettings(self.sink_tokens, self.recent_window, self.flush_block, pre_rope)
 
     def fitting(self, model) -> "Preset":
-        """With ``pre_rope`` as ``model`` allows, if it is open. Raises ``DataError`` if it is True and cannot be."""
+        """Decide ``pre_rope`` for ``model``, if it is open. Raises ``DataError`` if it is True and cannot be."""
         if self.pre_rope is False:
             return self
         try:
@@ -55,36 +79,47 @@ class Preset:
         return dataclasses.replace(self, pre_rope=self.pre_rope or True)
 
     def key_codec(self, head_dim: int | None = None) -> Codec:
-        """An unfitted codec for one layer's keys; ``head_dim``, if given, is checked now rather than at ``fit``."""
+        """Make an unfitted codec for one layer's keys; ``head_dim``, if given, is checked now, not by ``fit``."""
         return self.make_key_codec(head_dim)
 
     def value_codec(self, head_dim: int | None = None) -> Codec:
-        """An unfitted codec for one layer's values."""
+        """Make an unfitted codec for one layer's values."""
         return self.make_value_codec(head_dim)
+
+
+def chain(*parts: Stage | Quantizer, kind: type[Chain] = Chain) -> Callable[[int | None], Codec]:
+    """Describe a codec by its stages and, last, its quantizer: what is returned makes chains of copies of them."""
+    return partial(_chain, parts, kind)
+
+
+def _chain(parts: tuple, kind: type[Chain], head_dim: int | None) -> Codec:
+    *stages, quantizer = copy.deepcopy(parts)
+    return kind(stages, quantizer, head_dim)
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {}  # by name
 
 
 def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
-    """Decorator of what makes a preset: ``make`` finds it by name, its arguments must be of the types that it is
-    annotated with, and the preset notes them (as the function does itself, where it names one)."""
+    """Register a function that makes a preset: ``make`` knows its name, its arguments must be of the annotated types,
+    and the preset notes them (as the function does itself, where it names one)."""
     signature = inspect.signature(function)
 
     @wraps(function)
-    def made(*given, **named) -> Preset:
-        bound = signature.bind(*given, **named)
+    def checked(*positional, **named) -> Preset:
+        bound = signature.bind(*positional, **named)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
-        found = function(*bound.args, **bound.kwargs)
-        own = {name: found.arguments.get(name, value) for name, value in bound.arguments.items()}
-        return dataclasses.replace(found, arguments=own)
+        made = function(*bound.args, **bound.kwargs)
+        noted = {name: made.arguments.get(name, value) for name, value in bound.arguments.items()}
+        return dataclasses.replace(made, arguments=noted)
 
-    PRESETS[function.__name__] = made
-    return made
+    PRESETS[function.__name__] = checked
+    return checked
 
 
 def make(name: str, /, **arguments) -> Preset:
-    """The preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or type."""
+    """Make the preset called ``name``. Raises ``UnknownNameError`` or ``DataError`` for a wrong name, argument or
+    type."""
     return call("preset", PRESETS, name, arguments)

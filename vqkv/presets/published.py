@@ -1,12 +1,9 @@
 """Each published system in a few lines, so that what differs between them is visible at a glance."""
 
-import copy
 import dataclasses
-from functools import partial
 from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec
 from vqkv.codecs.exact import Fp16
 from vqkv.codecs.fallback import Fallback
 from vqkv.codecs.float_bits import FloatBits
@@ -17,12 +14,11 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import ProductVQ
 from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale
-from vqkv.codecs.stage import Stage
+from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import FromPrevious, Shared
-from vqkv.presets.preset import PRESETS, Preset, preset
-from vqkv.runtime.registry import call_described
+from vqkv.presets.preset import Preset, chain, make, preset
 
 
 @preset
@@ -35,11 +31,8 @@ def fp16(pre_rope: bool | None = False) -> Preset:
 def lossless(block: int = 32, lanes: int = 4) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
     blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
-
-    def chain(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(block)], FloatBits(lanes), head_dim)
-
-    return Preset("lossless", chain, chain, flush_block=block, pre_rope=False)
+    codec = chain(TokenBlock(block), FloatBits(lanes))
+    return Preset("lossless", codec, codec, flush_block=block, pre_rope=False)
 
 
 @preset
@@ -67,28 +60,19 @@ def vqllm(
     """
     if quantize not in ("key+value", "key", "value"):
         raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
-
-    def chain(grouping: str, head_dim: int | None) -> Codec:
-        learned: dict[str, Any] = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
-        quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
-        return Chain([VectorScale("std"), Grouping(grouping, group_size, seed=seed)], quantizer, head_dim)
-
-    return Preset(
-        "vqllm",
-        partial(chain, key_grouping) if "key" in quantize else Fp16,
-        partial(chain, value_grouping) if "value" in quantize else Fp16,
-        pre_rope=pre_rope,
-    )
+    learned: dict[str, Any] = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
+    quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
+    keys = chain(VectorScale("std"), Grouping(key_grouping, group_size, seed=seed), quantizer)
+    values = chain(VectorScale("std"), Grouping(value_grouping, group_size, seed=seed), quantizer)
+    stored = (Fp16 if quantize == "value" else keys, Fp16 if quantize == "key" else values)
+    return Preset("vqllm", *stored, pre_rope=pre_rope)
 
 
 @preset
 def quanto(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
     after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
-
+    codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
     return Preset("quanto", codec, codec, flush_block=128, pre_rope=pre_rope)
 
 
@@ -96,11 +80,7 @@ def quanto(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -
 def hqq(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
     """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
     values of different tokens together, which a growing cache cannot do without packing everything again."""
-
-    def codec(head_dim: int | None) -> Codec:
-        quantizer = AffineQuantizer(bits, HalfQuadratic(bits))
-        return Chain([Grouping(group_size=group_size, shrink="divisor")], quantizer, head_dim)
-
+    codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits, HalfQuadratic(bits)))
     return Preset("hqq", codec, codec, flush_block=128, pre_rope=pre_rope)
 
 
@@ -108,13 +88,8 @@ def hqq(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> P
 def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rope: bool | None = False) -> Preset:
     """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
     groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
-
-    def keys(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(group_size, channels_first=True)], AffineQuantizer(bits), head_dim)
-
-    def values(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=group_size, shrink="divisor")], AffineQuantizer(bits), head_dim)
-
+    keys = chain(TokenBlock(group_size, channels_first=True), AffineQuantizer(bits))
+    values = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
     return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=pre_rope)
 
 
@@ -132,16 +107,9 @@ def kvquant(
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
     ``fisher``: levels are learned with values weighted by Fisher information, as there, averaged over tokens here;
     ``norm``: Q-Norm, which there is for 2 bits."""
-    chain = WeightedChain if fisher else Chain
-
-    def keys(head_dim: int | None) -> Codec:
-        stages = [ChannelScale(), TokenBlock(block), SparseOutliers(outliers)]
-        return chain(stages, NonUniform(bits, seed=seed, norm=norm), head_dim)
-
-    def values(head_dim: int | None) -> Codec:
-        stages = [MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax()]
-        return chain(stages, NonUniform(bits, seed=seed, norm=norm), head_dim)
-
+    levels, kind = NonUniform(bits, seed=seed, norm=norm), WeightedChain if fisher else Chain
+    keys = chain(ChannelScale(), TokenBlock(block), SparseOutliers(outliers), levels, kind=kind)
+    values = chain(MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax(), levels, kind=kind)
     return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope)
 
 
@@ -155,12 +123,8 @@ def higgs(
     (Qwen2.5). As published: ``crossed("grid", bits, rotation="hadamard", mean=False)``."""
     if bits not in (2, 3, 4):
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
-
-    def codec(head_dim: int | None) -> Codec:
-        grouping = Grouping(group_size=group_size, shrink="power of two")
-        stages = [MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms")]
-        return Chain(stages, Grid(4**bits), head_dim)
-
+    grouping = Grouping(group_size=group_size, shrink="power of two")
+    codec = chain(MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms"), Grid(4**bits))
     return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
@@ -170,8 +134,8 @@ def vqq(
 ) -> Preset:
     """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
-    inner = partial(ResidualVQ, 1, codebook_size, 8, seed=seed)
-    return _framework("vqq", keyframe, pre_rope, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
+    codec = Chain([], ResidualVQ(1, codebook_size, 8, seed=seed), 8)
+    return _framework("vqq", keyframe, pre_rope, Fallback(codec, threshold, 8))
 
 
 @preset
@@ -179,8 +143,8 @@ def vqq_product(
     threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
-    inner = partial(ProductVQ, 2, codebook_size, 4, seed=seed)
-    return _framework("vqq_product", keyframe, pre_rope, lambda: Fallback(Chain([], inner(), 8), threshold, 8))
+    codec = Chain([], ProductVQ(2, codebook_size, 4, seed=seed), 8)
+    return _framework("vqq_product", keyframe, pre_rope, Fallback(codec, threshold, 8))
 
 
 @preset
@@ -194,15 +158,8 @@ def vq(
 ) -> Preset:
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
-    quantizer = partial(ResidualVQ, 1, codebook_size, block, seed=seed)
-    made = _framework("vq", keyframe, pre_rope, quantizer, Grouping(group_size=block))
-    if per_head_scale:
-        return made
-
-    def naive(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(keyframe), Grouping(group_size=block)], quantizer(), head_dim)
-
-    return dataclasses.replace(made, make_key_codec=naive, make_value_codec=naive)
+    parts = Grouping(group_size=block), ResidualVQ(1, codebook_size, block, seed=seed)
+    return _framework("vq", keyframe, pre_rope, *parts, scaled=per_head_scale)
 
 
 @preset
@@ -210,16 +167,13 @@ def rvq2(
     block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
 ) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
-    quantizer = partial(ResidualVQ, 2, codebook_size, block, seed=seed)
-    return _framework("rvq2", keyframe, pre_rope, quantizer, Grouping(group_size=block))
+    parts = Grouping(group_size=block), ResidualVQ(2, codebook_size, block, seed=seed)
+    return _framework("rvq2", keyframe, pre_rope, *parts)
 
 
-def _framework(name: str, keyframe: int, pre_rope: bool | None, make_quantizer, *grouping: Stage) -> Preset:
-    """Chains of the VQ quality framework's systems: blocks of tokens, scaled per head, keys as attention sees them."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(keyframe), HeadScale(), *copy.deepcopy(grouping)], make_quantizer(), head_dim)
-
+def _framework(name: str, keyframe: int, pre_rope: bool | None, *parts: Stage | Quantizer, scaled=True) -> Preset:
+    """Make a system of the VQ quality framework: blocks of tokens, scaled per head, keys as attention sees them."""
+    codec = chain(TokenBlock(keyframe), *[HeadScale()] * scaled, *parts)
     return Preset(name, codec, codec, pre_rope=pre_rope)
 
 
@@ -236,14 +190,18 @@ def aqua(
     **settings,
 ) -> Preset:
     """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
-    keys; ``backbone`` stores what the predictors leave: a preset, the name of one, or a name with arguments,
+    keys; ``backbone`` stores the residuals: a preset, the name of one, or a name with arguments,
     ``{"name": "higgs", "bits": 3}`` (``-p "backbone={name: higgs, bits: 3}"`` on the command line).
 
     ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
     layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
     backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
     """
-    backbone = call_described("preset", PRESETS, backbone) if isinstance(backbone, (str, dict)) else backbone
+    if not isinstance(backbone, Preset):
+        given: dict = (
+            {"name": backbone} if isinstance(backbone, str) else {str(name): x for name, x in backbone.items()}
+        )
+        backbone = make(given.pop("name", None), **given)
     if backbone.plan is not None:
         raise DataError(f"backbone {backbone.name!r} must be a preset without predictors of its own, such as higgs(2)")
     if first_layer_bits not in (16, 4, 3, 2):

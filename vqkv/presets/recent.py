@@ -1,10 +1,8 @@
 """What the field has published since the four sources, in a few lines each; docstrings say what papers leave open."""
 
 import dataclasses
-from functools import partial
 
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.base import Codec
 from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
@@ -12,15 +10,14 @@ from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.nonuniform import GaussianLevels
 from vqkv.codecs.pca import PCA, CostBasis
-from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import HeadCodebooks
 from vqkv.codecs.scaling import Clipped, MeanRemoval, VectorScale
 from vqkv.codecs.small_floats import Fp4, Fp8
 from vqkv.codecs.tiles import Anchors, DualScale, Rescale, TileMean
 from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.presets.crosses import crossed
-from vqkv.presets.plans import Graded, Together
-from vqkv.presets.preset import Preset, preset
+from vqkv.presets.plans import Graded, Joint
+from vqkv.presets.preset import Preset, chain, preset
 
 LARGEST = 1024  # channels that a Hadamard rotation mixes
 
@@ -44,12 +41,9 @@ def kvtc(
     groups have 16 to 1,024 components, blocks of ``block`` tokens are deflated together, each group by itself, and PCA
     is exact, not randomised. Without ``deflate`` components are rounded to one step and rANS-coded, in place of groups
     and their ends."""
-
-    def codec(head_dim: int | None) -> Codec:
-        stages = [MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block)]
-        return Chain(stages, ComponentGroups(bits) if deflate else EntropyCodedScalar(bits), head_dim)
-
-    return Preset("kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=Together())
+    quantizer = ComponentGroups(bits) if deflate else EntropyCodedScalar(bits)
+    codec = chain(MeanRemoval(), MergeHeads(), PCA(rank=rank), TokenBlock(block), quantizer)
+    return Preset("kvtc", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=Joint())
 
 
 @preset
@@ -60,14 +54,11 @@ def turboquant(bits: float = 3, recent_window: int = 0, seed: int = 0, pre_rope:
     random orthogonal matrix where head_dim is no power of two, norms are fp16, keys are stored after RoPE. ``bits`` +
     16 / head_dim bits a value. Half bits: outlier channels have one more, and both sets a norm (``ChannelBits``); the
     paper's "2.5" is 2.25, 32 of 128 channels with 3 bits."""
-
-    def codec(head_dim: int | None) -> Codec:
-        if bits != int(bits):
-            return Chain([], ChannelBits(bits), head_dim)
-        whole = Grouping(group_size=LARGEST, shrink="divisor")
-        stages = [whole, VectorScale("rms"), RandomSigns(seed), Hadamard(whole=True)]
-        return Chain(stages, GaussianLevels(int(bits)), head_dim)
-
+    if bits == int(bits):
+        head = Grouping(group_size=LARGEST, shrink="divisor")
+        codec = chain(head, VectorScale("rms"), RandomSigns(seed), Hadamard(whole=True), GaussianLevels(int(bits)))
+    else:
+        codec = chain(ChannelBits(bits))
     return Preset("turboquant", codec, codec, 0, recent_window, pre_rope=pre_rope)
 
 
@@ -78,33 +69,23 @@ def kvarn(
     """KVarN (arXiv 2606.03458): tiles of ``tile`` tokens, Hadamard over channels, the standard deviations of channels
     and tokens brought to 1 in ``iterations`` turns, then asymmetric rounding: keys per channel, values per token.
     Tokens wait in 16 bits until a tile is full. fp16 for all scales is ours. 2.56 bits a value at head_dim 64."""
-
-    def codec(bits: int, by_channel: bool, head_dim: int | None) -> Codec:
-        stages = [Hadamard(), TokenBlock(tile, channels_first=by_channel), DualScale(iterations)]
-        return Chain(stages, AffineQuantizer(bits), head_dim)
-
-    keys, values = partial(codec, key_bits, True), partial(codec, value_bits, False)
+    scales = DualScale(iterations)
+    keys = chain(Hadamard(), TokenBlock(tile, channels_first=True), scales, AffineQuantizer(key_bits))
+    values = chain(Hadamard(), TokenBlock(tile), scales, AffineQuantizer(value_bits))
     return Preset("kvarn", keys, values, pre_rope=pre_rope)
 
 
 @preset
 def fp8(pre_rope: bool | None = False) -> Preset:
     """What vLLM and SGLang ship as an fp8 cache: E4M3, by default with no scale. 8 bits a value."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([], Fp8(), head_dim)
-
-    return Preset("fp8", codec, codec, pre_rope=pre_rope)
+    return Preset("fp8", chain(Fp8()), chain(Fp8()), pre_rope=pre_rope)
 
 
 @preset
 def nvfp4(pre_rope: bool | None = False) -> Preset:
     """NVFP4, as TensorRT-LLM and vLLM ship it: E2M1 with a scale in E4M3 for each 16 channels; their second scale, one
     a layer, only shifts the first into range and is 1 here. 4.5 bits a value."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([Grouping(group_size=16)], Fp4(), head_dim)
-
+    codec = chain(Grouping(group_size=16), Fp4())
     return Preset("nvfp4", codec, codec, pre_rope=pre_rope)
 
 
@@ -114,10 +95,7 @@ def cachegen(bits: float = 3.0, group: int = 10, block: int = 160, pre_rope: boo
     rounded in steps that grow from the first third of the layers to the last (1/2, 1 and 3/2 of one step) and
     entropy-coded by channel. ``bits``: what a difference is to take on average over layers; steps follow from it. Its
     arithmetic coder is our rANS, with tables for channels of like spread, in streams of ``block`` tokens."""
-
-    def codec(head_dim: int | None) -> Codec:
-        return Chain([TokenBlock(block), Anchors(group)], EntropyCodedScalar(bits), head_dim)
-
+    codec = chain(TokenBlock(block), Anchors(group), EntropyCodedScalar(bits))
     return Preset("cachegen", codec, codec, flush_block=block, pre_rope=pre_rope, plan=Graded(bits))
 
 
@@ -126,12 +104,8 @@ def nsnquant(tile: int = 64, pre_rope: bool | None = False) -> Preset:
     """NSNQuant (arXiv 2505.18231): tokens divided by their norm, the mean of a tile's tokens subtracted, divided by
     their norm again, rotated by Hadamard, then signs and one codebook of 8 magnitudes for all models (``SignedGrid``),
     learned here by k-means alone. All scales and means are fp16, of which the paper quantizes some to 4 bits."""
-
-    def codec(head_dim: int | None) -> Codec:
-        grouping = Grouping(group_size=LARGEST, shrink="power of two")
-        stages = [TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), grouping, Hadamard()]
-        return Chain(stages, SignedGrid(), head_dim)
-
+    rotation = Grouping(group_size=LARGEST, shrink="power of two"), Hadamard()
+    codec = chain(TokenBlock(tile), VectorScale("rms"), TileMean(), Rescale("rms"), *rotation, SignedGrid())
     return Preset("nsnquant", codec, codec, pre_rope=pre_rope)
 
 
@@ -148,12 +122,9 @@ def oscar(
     or of its values' weighted by what attention gives them, then by Hadamard; clipped, and 2 bits between the ends of
     ``group_size`` channels, at most a head. Ends are fp16. Its last step permutes channels, which changes nothing where
     a group is a head. 2.5 bits a value at head_dim 64."""
-
-    def codec(clip: float, head_dim: int | None) -> Codec:
-        stages = [CostBasis(), Hadamard(), Grouping(group_size=group_size, shrink="divisor")]
-        return Chain(stages, AffineQuantizer(2, Clipped(clip)), head_dim)
-
-    keys, values = partial(codec, key_clip), partial(codec, value_clip)
+    stages = CostBasis(), Hadamard(), Grouping(group_size=group_size, shrink="divisor")
+    keys = chain(*stages, AffineQuantizer(2, Clipped(key_clip)))
+    values = chain(*stages, AffineQuantizer(2, Clipped(value_clip)))
     return Preset("oscar", keys, values, sink_tokens, recent_window, pre_rope=pre_rope)
 
 
@@ -164,12 +135,8 @@ def nova(
     """NOVA-KV (arXiv 2608.04074): keys, after RoPE and less their mean, rotated to components of equal cost to the
     queries, divided by their rms, in groups of 4 from all strengths, each with 256 codes of its own; values as in
     ``oscar``. Scales are fp16; costs below a thousandth of their mean count as that. 2.375 bits at head_dim 64."""
-
-    def keys(head_dim: int | None) -> Codec:
-        basis = PCA(weighted=True, costs="attention")
-        stages = [MeanRemoval(), basis, VectorScale("rms"), Grouping("strided", 4)]
-        return Chain(stages, HeadCodebooks(seed=seed), head_dim)
-
+    basis = PCA(weighted=True, costs="attention")
+    keys = chain(MeanRemoval(), basis, VectorScale("rms"), Grouping("strided", 4), HeadCodebooks(seed=seed))
     values = oscar(value_clip=clip).make_value_codec
     return Preset("nova", keys, values, sink_tokens, recent_window, pre_rope=pre_rope)
 
@@ -178,10 +145,7 @@ def nova(
 def block_gtq(key_bits: float = 2, value_bits: int = 2, seed: int = 0, pre_rope: bool | None = False) -> Preset:
     """Block-GTQ (arXiv 2606.24033): keys' bits by RoPE frequency, more where queries and keys are large
     (``ChannelBits``); values as in ``turboquant``. A norm for every set of channels with as many bits."""
-
-    def keys(head_dim: int | None) -> Codec:
-        return Chain([], ChannelBits(key_bits, pairs=True), head_dim)
-
+    keys = chain(ChannelBits(key_bits, pairs=True))
     values = turboquant(value_bits, seed=seed).make_value_codec
     return Preset("block_gtq", keys, values, pre_rope=pre_rope)
 

@@ -13,7 +13,7 @@ FP16_MAX = 65504.0
 
 
 def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1, most: float = math.inf) -> Tensor:
-    """``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); every input check of every codec is here.
+    """Return ``x`` as finite float32 (batch, num_kv_heads, seq_len, head_dim); all checks of codecs' input are here.
 
     Raises ``DataError`` for other shapes, an empty sequence, another ``head_dim``, a broken token block, NaN, infinity,
     or a magnitude above ``most``.
@@ -48,7 +48,7 @@ def check_whole(name: str, value, least: int, most: int) -> None:
 
 
 def whole_blocks(x: Tensor, tokens_per_row: int) -> Tensor:
-    """x without the tokens after the last whole block. Raises ``DataError`` if there is none."""
+    """Drop the tokens after the last complete block. Raises ``DataError`` if there is none."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         return x  # check_values says what is wrong
     if 0 < x.shape[2] < tokens_per_row:

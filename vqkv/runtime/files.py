@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and the named tensors in them under a checksum."""
+"""Files that are there completely or not at all, and the named tensors in them under a checksum."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ CRC32, DIGITS = b'"crc32":"', 8  # before the checksum in a file's header, where
 
 
 def cache_folder(kind: str) -> Path:
-    """``~/.cache/vqkv/kind``, for what is made once and kept; ``VQKV_CACHE`` moves the first part."""
+    """Return ``~/.cache/vqkv/kind``, for what is made once and kept; ``VQKV_CACHE`` moves the first part."""
     return Path(os.environ.get("VQKV_CACHE") or "~/.cache/vqkv").expanduser() / kind
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file in ``path``'s folder that takes its place at the end of the ``with``, once it is on the disk. If that
-    fails or is interrupted, what was at ``path`` stays. Raises ``OSError`` for a missing folder or a full disk."""
+    """Open a new file in ``path``'s folder that takes its place at the end of the ``with``, once it is on the disk. If
+    that fails or is interrupted, what was at ``path`` stays. Raises ``OSError`` for a missing folder or a full disk."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}: make it first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # tempfile's is its owner's
@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
-    """One safetensors file with ``about`` as JSON in its metadata, beside a CRC32 of all its bytes."""
+    """Write one safetensors file with ``about`` as JSON in its metadata, with a CRC32 of all its bytes."""
     metadata = {"about": json.dumps(about), "crc32": "0" * DIGITS}
     data = bytearray(save({name: x.contiguous() for name, x in tensors.items()}, metadata))
     data[_checksum(data)] = _crc32(data)
@@ -52,13 +52,13 @@ def save_checked(path: Path, about: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict, dict[str, Tensor]]:
-    """Tensors and header that ``save_checked`` wrote as format ``kind``. Raises ``FormatError`` for a file that is
+    """Read header and tensors that ``save_checked`` wrote as format ``kind``. Raises ``FormatError`` for a file that is
     missing and for another format or version, ``DamageError`` for one cut or altered, before anything is made of it."""
     there = path.is_file()
     data = bytearray(path.read_bytes() if there else b"")
-    place = _checksum(data)
-    found, data[place] = data[place], b"0" * DIGITS
-    if found != _crc32(data):
+    digits = _checksum(data)
+    stored, data[digits] = data[digits], b"0" * DIGITS
+    if stored != _crc32(data):
         error = DamageError if there else FormatError
         raise error(f"{path} is missing, cut or altered, or no {kind}: {remedy}")
     with safe_open(path, "pt") as file:
@@ -69,23 +69,23 @@ def load_checked(path: Path, kind: str, version: int, remedy: str) -> tuple[dict
     return about, tensors
 
 
-def _checksum(data: bytes) -> slice:
+def _checksum(data: bytearray) -> slice:
     """Where the digits of a file's checksum are."""
     start = data.find(CRC32) + len(CRC32)
     return slice(start, start + DIGITS)
 
 
-def _crc32(data: bytes) -> bytes:
+def _crc32(data: bytearray) -> bytes:
     return f"{zlib.crc32(data):0{DIGITS}x}".encode()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of its values; of a contiguous tensor in CPU memory without a copy."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    """View the bytes of its values; of a contiguous tensor in CPU memory without a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names, types, shapes and bytes, in the order given."""
+    """Hash names, types, shapes and bytes, in the order given."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

@@ -12,31 +12,21 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 
 
 def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
-    """``functions[name](**arguments)``; ``what`` the functions make stands in messages.
+    """Call ``functions[name](**arguments)``; ``what`` the functions make stands in messages.
 
     Raises ``UnknownNameError`` for an unknown name or argument and ``DataError`` for one of another type than the
     function is annotated with. A function with ``**settings`` names unknown ones itself.
     """
     if not isinstance(name, str) or name not in functions:
         raise UnknownNameError(what, name, functions)
-    known = dict(inspect.signature(functions[name]).parameters)
-    further = [argument for argument, about in known.items() if about.kind is about.VAR_KEYWORD]
-    for argument in further:
-        del known[argument]
+    parameters = inspect.signature(functions[name]).parameters
+    known = {each: about for each, about in parameters.items() if about.kind is not about.VAR_KEYWORD}
     for argument, value in arguments.items():
         if argument in known:
             check_type(f"argument {argument} of {what} {name!r}", value, known[argument])
-        elif not further:
+        elif len(known) == len(parameters):
             raise UnknownNameError(f"argument of {what} {name!r}", argument, known)
     return functions[name](**arguments)
-
-
-def call_described(what: str, functions: dict[str, Callable], described: str | dict):
-    """``call`` by a name alone, or by a dict of the arguments with the name under ``name``."""
-    if isinstance(described, str):
-        return call(what, functions, described, {})
-    arguments = {str(argument): value for argument, value in described.items()}
-    return call(what, functions, arguments.pop("name", None), arguments)
 
 
 def check_type(label: str, value, parameter: inspect.Parameter) -> None:
@@ -50,17 +40,18 @@ def check_type(label: str, value, parameter: inspect.Parameter) -> None:
 
 
 def parse_assignments(assignments: list[str]) -> dict:
-    """``["seeds=[0, 1]", "model=gpt2"]`` -> values by name, as YAML reads them. Raises ``FormatError`` for others."""
-    found = {}
+    """Read ``["seeds=[0, 1]", "model=gpt2"]`` as values by name, each in YAML. Raises ``FormatError`` for others."""
+    values = {}
     for assignment in assignments:
-        name, equals, value = assignment.partition("=")
+        name, equals, literal = assignment.partition("=")
         if not equals or not name.strip():
             raise FormatError(f"-p {assignment}: write it as name=value")
         try:
-            found[name.strip()] = yaml.safe_load(value)
+            value = yaml.safe_load(literal)
         except yaml.YAMLError as error:
             raise FormatError(f"-p {assignment}: the value is not a YAML literal ({error})") from error
-        if isinstance(value := found[name.strip()], str):
+        if isinstance(value, str):
             with contextlib.suppress(ValueError):  # 1e-3 is a word to YAML
-                found[name.strip()] = float(value)
-    return found
+                value = float(value)
+        values[name.strip()] = value
+    return values

@@ -90,7 +90,7 @@ def compare(
         say(f"left out: {system} ({reason})")
     del loaded, tokenizer
     subject = Subject(model, text, list(plan.train), list(plan.test), dtype=dtype, device=device)
-    asked: dict[str, Any] = {"context": context, "chunk_size": max(32, plan.test[1] // 8), "num_facts": FACTS}
+    asked: dict[str, Any] = {"context": context, "step_size": max(16, plan.test[1] // 16), "num_facts": FACTS}
     asked |= {"text_lens": list(plan.text_lens), "num_texts": plan.num_texts, "subject": subject}
     about = {"model": model, "text": text, "plan": str(plan)}
     began, left_out = time.monotonic(), dict(plan.left_out)

@@ -9,7 +9,7 @@ import torch
 
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
-from vqkv.calibration.spill import CapturedTokens
+from vqkv.calibration.captured import CapturedTokens
 from vqkv.data.corpus import fingerprint as corpus_fingerprint
 from vqkv.data.corpus import load_corpus
 from vqkv.evaluation.exact import ExactPass

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vqkv.kernels.attention.mapping import mapped_queries
 from vqkv.kernels.machine import compiled, index, spread
 from vqkv.kernels.view import Grouped, Mapped, Rope
 
@@ -28,11 +29,9 @@ def decode_attention(
     """``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
-    matrix = keys.scaled  # the offset is one more component, which is 1 of every token
-    mapped = (rows @ matrix.mT).unsqueeze(2) if rope is None else _by_block(rows, matrix, *rope.by_block(seq_len))
     shift, block = (0, seq_len) if rope is None else (rope.start % rope.block, rope.block)
     logits = torch.empty(*rows.shape[:3], seq_len)
-    _run(_logits, keys.inner, mapped.contiguous(), logits, shift, block, keys.inner.shape[3])
+    _run(_logits, keys.inner, mapped_queries(rows, keys, rope).contiguous(), logits, shift, block, keys.inner.shape[3])
     largest = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -40,19 +39,6 @@ def decode_attention(
     _run(_summed, values.inner, weights, sums)
     out = sums.div_(total) @ values.scaled[:, :-1] + values.scaled[:, -1:]
     return out.reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
-
-
-def _by_block(rows: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries (batch, num_kv_heads, queries, head_dim), rotated back by each block's angles, times matrix
-    (num_kv_heads, components, head_dim): (batch, num_kv_heads, blocks, queries, components). Products of query and
-    matrix are rotated, which are as few as there are angles, and not a query for each block."""
-    half = rows.shape[-1] // 2
-    (a, b), (x, y) = ((z[..., :half], z[..., half:]) for z in (rows.unsqueeze(3), matrix.unsqueeze(1).unsqueeze(0)))
-    parts = rows.new_empty(*rows.shape[:3], matrix.shape[1], 2 * half)
-    torch.mul(a, x, out=parts[..., :half]).addcmul_(b, y)
-    torch.mul(b, x, out=parts[..., half:]).addcmul_(a, y, value=-1)
-    table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1)
-    return (table @ parts.flatten(2, 3).mT).unflatten(-1, parts.shape[2:4])
 
 
 def _run(loop, packed: Grouped, *about) -> None:

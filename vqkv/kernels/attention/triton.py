@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vqkv.kernels.attention import triton_grouped
-from vqkv.kernels.attention.triton_halves import channels_of, columns, half_tile
+from vqkv.kernels.attention.triton_halves import Format, channels_of, columns, half_tile
 from vqkv.kernels.attention.triton_shares import LN2, LOG2E, MOST_ROWS, empty, join, shares
 from vqkv.kernels.view import Affine, Coded, KernelView, Mapped, Rope
 
@@ -23,20 +23,24 @@ def decode_attention(
     query: Tensor, keys: KernelView, values: KernelView, scaling: float, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
-    if isinstance(keys, Mapped):
+    if isinstance(keys, Mapped) and isinstance(values, Mapped):
         return triton_grouped.decode_attention(query, keys, values, scaling, rope)
     batch, num_heads, new_tokens, head_dim = query.shape
     num_kv_heads, seq_len = keys.shape[1:3]
     rows = num_heads // num_kv_heads * new_tokens
-    tile = _tile({_kind(keys), _kind(values)}, rope is not None, rows, head_dim)
-    splits, per_split = shares(query.device, batch * num_kv_heads, seq_len, tile["BLOCK_N"])
+    k, v = _format(keys), _format(values)
+    block_m = max(8, triton.next_power_of_2(rows))
+    # As many tokens as four warps' registers hold: both affine, or both product codes, without RoPE take the fewest.
+    block_n = 128 if k.LIGHT and v.LIGHT and k.KIND == v.KIND and rope is None and block_m < 32 else 64
+    block_n = block_n // 2 if head_dim > LONG_HEAD else block_n
+    splits, per_split = shares(query.device, batch * num_kv_heads, seq_len, block_n)
     out, lse = empty(query, splits, batch * num_kv_heads * rows, head_dim)
-    turns = _turns(rope, seq_len, keys, tile["BLOCK_N"])
+    turns = _turns(rope, seq_len, keys, block_n)
     with torch.cuda.device_of(query):
         _attend[(batch * num_kv_heads, splits)](
             query.contiguous(), out, lse, *_tensors(keys), *_tensors(values), *turns, seq_len, per_split,
-            scaling * LOG2E.value, rows, *_constants(keys), *_constants(values),
-            HEAD_DIM=head_dim, ROPE=rope is not None, **tile,
+            scaling * LOG2E.value, rows, K=k, V=v, HEAD_DIM=head_dim, ROPE=rope is not None, BLOCK_M=block_m,
+            BLOCK_N=block_n, num_stages=2,
         )  # fmt: skip
     out, lse = join(out, lse)
     return out.view(query.shape), lse.view(query.shape[:3])
@@ -45,47 +49,38 @@ def decode_attention(
 def serves(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None = None) -> bool:
     """Tell whether the kernel can read these: not heads that cannot be halved, partial rotary, many query rows."""
     rows = query.shape[1] // keys.shape[1] * query.shape[2]
-    if isinstance(keys, Mapped) and isinstance(values, Mapped):
-        return triton_grouped.serves(query, keys, values, rope)
-    if not all(isinstance(packed, Affine | Coded) for packed in (keys, values)) or (rope and rope.block > 1):
-        return False
     if rows > MOST_ROWS or not keys.shape[2] or keys.shape[3] != values.shape[3]:
         return False
-    turned = rope is None or 2 * len(rope.inv_freq) == keys.shape[3]
-    return turned and all(_halves(packed) for packed in (keys, values))
+    if rope is not None and 2 * len(rope.inv_freq) != keys.shape[3]:
+        return False
+    if isinstance(keys, Mapped) and isinstance(values, Mapped):
+        return rope is None or rope.block == triton_grouped.BLOCK
+    return (rope is None or rope.block == 1) and _has_halves(keys) and _has_halves(values)
 
 
-def _halves(packed: KernelView) -> bool:
+def _has_halves(packed: KernelView) -> bool:
     half = packed.shape[3] // 2
     if isinstance(packed, Affine):
         each = 32 // packed.bits  # codes of a word
         folds = packed.group_size % half == 0
         return packed.bits in (2, 4, 8) and half % each == 0 and (folds or packed.group_size % each == 0)
-    dim, groups = packed.codebooks.shape[3], packed.groups
-    inner = _inner(packed)
-    scales = 1 if packed.scale is None else packed.scale.shape[3]
-    whole = dim % 2 == 0 if packed.strided or groups == 1 else groups % 2 == 0
-    return whole and scales == 1 and inner & (inner - 1) == 0
+    if not isinstance(packed, Coded) or (packed.scale is not None and packed.scale.shape[3] > 1):
+        return False
+    strided, dim = packed.strided or packed.groups == 1, packed.codebooks.shape[3]
+    inner = dim // 2 if strided else dim  # channels of a group that a half has
+    return (dim if strided else packed.groups) % 2 == 0 and inner & (inner - 1) == 0
 
 
-def _inner(packed: Coded) -> int:
-    """Channels of a group that a half has."""
-    dim = packed.codebooks.shape[3]
-    return dim // 2 if packed.strided or packed.groups == 1 else dim
-
-
-def _kind(packed: KernelView) -> str:
+def _format(packed: KernelView) -> Format:
     if isinstance(packed, Affine):
-        return "affine"
-    return "product" if packed.codebooks.shape[1] == 1 and packed.codebooks.shape[3] > 2 else "coded"
-
-
-def _tile(kinds: set[str], rope: bool, rows: int, head_dim: int) -> dict[str, int]:
-    """BLOCK_M, BLOCK_N and num_stages for ``rows`` query rows and what keys and values are: as many tokens as four
-    warps' registers hold. Both affine, or both product codes, without RoPE take the fewest."""
-    block_m = max(8, triton.next_power_of_2(rows))
-    block_n = 128 if len(kinds) == 1 and "coded" not in kinds and not rope and block_m < 32 else 64
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n // 2 if head_dim > LONG_HEAD else block_n, "num_stages": 2}
+        return Format("affine", True, packed.bits, packed.codes.shape[3], packed.low.shape[3])
+    assert isinstance(packed, Coded)
+    tables, quantizers, size, dim = packed.codebooks.shape
+    each = 0 if packed.scale is None else packed.tokens_per_scale
+    strided = packed.strided or packed.groups == 1  # of one group, half the channels are half the code
+    light = quantizers == 1 and dim > 2
+    shape = packed.groups, dim, quantizers, size, tables, each, strided
+    return Format("coded", light, packed.bits, packed.codes.shape[3], *shape)
 
 
 def _turns(rope: Rope | None, seq_len: int, keys: KernelView, tile: int) -> tuple[Tensor, ...]:
@@ -105,37 +100,23 @@ def _tensors(packed: KernelView) -> tuple[Tensor, ...]:
     codes = codes if codes.data_ptr() % 4 == 0 else codes.clone()  # they are read as 32-bit words
     if isinstance(packed, Affine):
         return codes, packed.low.contiguous(), packed.high.contiguous(), codes
+    assert isinstance(packed, Coded)
     scale = codes if packed.scale is None else packed.scale.contiguous()
     return codes, scale, codes, packed.codebooks.contiguous()
-
-
-def _constants(packed: KernelView) -> tuple:
-    """KIND, BITS, ROW_BYTES, GROUPS, DIM, QUANTIZERS, SIZE, TABLES, SCALE_TOKENS (0: no scale), STRIDED."""
-    if isinstance(packed, Affine):
-        return "affine", packed.bits, packed.codes.shape[3], packed.low.shape[3], 0, 0, 0, 0, 0, False
-    tables, quantizers, size, dim = packed.codebooks.shape
-    each = 0 if packed.scale is None else packed.tokens_per_scale
-    strided = packed.strided or packed.groups == 1  # of one group, half the channels are half the code
-    return "coded", packed.bits, packed.codes.shape[3], packed.groups, dim, quantizers, size, tables, each, strided
 
 
 @triton.jit
 def _attend(
     query, out, lse, k_codes, k_a, k_b, k_table, v_codes, v_a, v_b, v_table,
     first_cos, first_sin, inside_cos, inside_sin, seq_len, per_split, scaling, rows,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_ROW: tl.constexpr, K_GROUPS: tl.constexpr, K_DIM: tl.constexpr,
-    K_QUANTIZERS: tl.constexpr, K_SIZE: tl.constexpr, K_TABLES: tl.constexpr, K_SCALE: tl.constexpr,
-    K_STRIDED: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_ROW: tl.constexpr, V_GROUPS: tl.constexpr, V_DIM: tl.constexpr,
-    V_QUANTIZERS: tl.constexpr, V_SIZE: tl.constexpr, V_TABLES: tl.constexpr, V_SCALE: tl.constexpr,
-    V_STRIDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = columns(HEAD_DIM // 2)
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
-    k0, there = channels_of(0, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
-    k1, _ = channels_of(1, WIDTH, HEAD_DIM, K_KIND, K_BITS, K_GROUPS, K_DIM, K_STRIDED)
+    k0, there = channels_of(0, WIDTH, HEAD_DIM, K)
+    k1, _ = channels_of(1, WIDTH, HEAD_DIM, K)
     asked = (m < rows)[None, :] & there[:, None]
     begin = query + (head * rows + m)[None, :] * HEAD_DIM
     q0 = tl.load(begin + k0[:, None], asked, 0).to(tl.float16).to(tl.float32)  # rounded in the sums as in products
@@ -155,14 +136,8 @@ def _attend(
     for start in range(split * per_split, min((split + 1) * per_split, seq_len), BLOCK_N):
         token = start + inside
         valid = token < seq_len
-        x0, a0, b0 = half_tile(
-            k_codes, k_a, k_b, k_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, ROPE,
-            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
-        )  # fmt: skip
-        x1, a1, b1 = half_tile(
-            k_codes, k_a, k_b, k_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, ROPE,
-            K_KIND, K_BITS, K_ROW, K_GROUPS, K_DIM, K_QUANTIZERS, K_SIZE, K_TABLES, K_SCALE, K_STRIDED,
-        )  # fmt: skip
+        x0, a0, b0 = half_tile(k_codes, k_a, k_b, k_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, ROPE, K)
+        x1, a1, b1 = half_tile(k_codes, k_a, k_b, k_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, ROPE, K)
         if ROPE:
             first = (start // BLOCK_N) * (HEAD_DIM // 2) + k0
             c = tl.load(first_cos + first, there, 0)[:, None]
@@ -179,18 +154,12 @@ def _attend(
         shrink = tl.exp2(best - higher)
         weights = tl.exp2(scores - higher[None, :])
         best, total = higher, total * shrink + tl.sum(weights, 0)
-        x0, a0, b0 = half_tile(
-            v_codes, v_a, v_b, v_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, False,
-            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
-        )  # fmt: skip
-        x1, a1, b1 = half_tile(
-            v_codes, v_a, v_b, v_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, False,
-            V_KIND, V_BITS, V_ROW, V_GROUPS, V_DIM, V_QUANTIZERS, V_SIZE, V_TABLES, V_SCALE, V_STRIDED,
-        )  # fmt: skip
+        x0, a0, b0 = half_tile(v_codes, v_a, v_b, v_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, False, V)
+        x1, a1, b1 = half_tile(v_codes, v_a, v_b, v_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, False, V)
         acc0, add0 = _gather(acc0, add0, shrink, weights, x0, a0, b0)
         acc1, add1 = _gather(acc1, add1, shrink, weights, x1, a1, b1)
-    v0, there = channels_of(0, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
-    v1, _ = channels_of(1, WIDTH, HEAD_DIM, V_KIND, V_BITS, V_GROUPS, V_DIM, V_STRIDED)
+    v0, there = channels_of(0, WIDTH, HEAD_DIM, V)
+    v1, _ = channels_of(1, WIDTH, HEAD_DIM, V)
     row = (split * tl.num_programs(0) + head) * rows + m
     stored = (m < rows)[None, :] & there[:, None]
     tl.store(out + row[None, :] * HEAD_DIM + v0[:, None], (acc0 + add0[None, :]) / total[None, :], stored)

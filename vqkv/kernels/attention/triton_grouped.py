@@ -1,8 +1,7 @@
 """Attention to components in groups of a byte, with queries mapped to components and nothing decoded to channels.
 
-A program takes all query heads of one KV head and a share of the tokens, ``BLOCKS`` blocks of one rotation at a time:
-its queries are rotated back once for each block, all blocks' queries meet all tokens, and those of other blocks are
-left out. Sums over values are mapped to channels at the end.
+A program takes all query heads of one KV head and a share of the tokens, one block of one rotation at a time, for which
+its queries were rotated back and mapped before. Sums over values are mapped to channels at the end.
 """
 
 import torch
@@ -10,109 +9,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vqkv.kernels.attention.triton_shares import LN2, LOG2E, MOST_ROWS, empty, join, shares
+from vqkv.kernels.attention.mapping import mapped_queries
+from vqkv.kernels.attention.triton_shares import LN2, LOG2E, empty, join, shares
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.view import Mapped, Rope
 
 BLOCK = 16  # tokens that are rotated as one, as ``presets.live`` asks for and ``tl.dot`` wants at least
-BLOCKS = 2  # read at a time: with 4 of them registers do not last for 128 channels
-
-
-def serves(query: Tensor, keys: Mapped, values: Mapped, rope: Rope | None) -> bool:
-    """Tell whether the kernel can read these: not heads of odd halves, other blocks, many query rows, no tokens."""
-    rows = query.shape[1] // keys.shape[1] * query.shape[2]
-    half = keys.shape[3] // 2
-    whole = rope is None or (rope.block == BLOCK and len(rope.inv_freq) == half)
-    fits = rows <= MOST_ROWS and keys.shape[2] and half >= BLOCK and half & (half - 1) == 0
-    return bool(whole and fits and keys.shape[3] == values.shape[3])
 
 
 def decode_attention(
     query: Tensor, keys: Mapped, values: Mapped, scaling: float, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention`` for what ``serves`` accepts; products in fp16, sums in fp32."""
+    """``naive.decode_attention`` for what ``triton.serves`` accepts; products in fp16, sums in fp32."""
     batch, kv_heads, seq_len, head_dim = keys.shape
-    rows, width = query.shape[1] // kv_heads * query.shape[2], values.inner.shape[3]
+    rows = query.float().reshape(batch, kv_heads, -1, head_dim) * (scaling * LOG2E.value)
+    mapped, count, width = mapped_queries(rows, keys, rope), rows.shape[2], values.inner.shape[3]
     shift = 0 if rope is None else rope.start % BLOCK
-    cos, sin = _angles(rope, seq_len, head_dim, query.device)
-    splits, per_split = shares(query.device, batch * kv_heads, seq_len + shift, BLOCKS * BLOCK)
-    out, lse = empty(query, splits, batch * kv_heads * rows, width)
-    wide = [max(BLOCK, triton.next_power_of_2(x.inner.shape[3])) for x in (keys, values)]
+    splits, per_split = shares(query.device, batch * kv_heads, seq_len + shift, BLOCK)
+    out, lse = empty(query, splits, batch * kv_heads * count, width)
     packed = [(x.codes.contiguous(), *_rows(x.inner.table, x.inner.places, x.inner.shape[3])) for x in (keys, values)]
     with torch.cuda.device_of(query):
         _attend_grouped[(batch * kv_heads, splits)](
-            query.contiguous(), out, lse, *packed[0], keys.scaled, *packed[1],
-            cos, sin, seq_len, per_split, shift, len(cos) - 1, kv_heads, scaling * LOG2E.value, rows,
-            K_GROUPS=keys.codes.shape[3], K_WIDTH=keys.inner.shape[3], V_GROUPS=values.codes.shape[3], V_WIDTH=width,
-            BLOCK_K=wide[0], BLOCK_V=wide[1], HEAD_DIM=head_dim, BLOCK=BLOCK,
-            BLOCKS=BLOCKS, BLOCK_M=max(8, triton.next_power_of_2(rows)), num_stages=2,
+            mapped.contiguous(), out, lse, *packed[0], *packed[1], seq_len, per_split, shift, mapped.shape[2], kv_heads,
+            count, K_GROUPS=keys.codes.shape[3], K_WIDTH=keys.inner.shape[3], V_GROUPS=values.codes.shape[3],
+            V_WIDTH=width, BLOCK_K=max(16, triton.next_power_of_2(keys.inner.shape[3])),
+            BLOCK_V=max(16, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCK_M=max(8, triton.next_power_of_2(count)),
+            num_stages=2,
         )  # fmt: skip
     out, lse = join(out, lse)
-    out = out.view(batch, kv_heads, rows, width) @ values.scaled[:, :-1] + values.scaled[:, -1:]
+    out = out.view(batch, kv_heads, count, width) @ values.scaled[:, :-1] + values.scaled[:, -1:]
     return out.view(query.shape), lse.view(query.shape[:3])
-
-
-def _angles(rope: Rope | None, seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (blocks, head_dim / 2); of no rotation, those of one block, which stand for all."""
-    if rope is None:
-        return torch.ones(1, head_dim // 2, device=device), torch.zeros(1, head_dim // 2, device=device)
-    return tuple(table[:, : head_dim // 2].contiguous() for table in rope.by_block(seq_len))
 
 
 @remembered
 def _rows(table: Tensor, places: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codebooks in fp16; of each head's component its row of these and its byte, -1 where it has none."""
+    """The table in fp16, and of each component (num_kv_heads, components) the row of the table and the byte of the
+    token that it is read from; -1 where a head has none."""
     sizes, starts, firsts = places.cpu()
     rows = torch.full((2, len(sizes), width), -1, dtype=torch.int32)
     for head, of_head in enumerate(zip(sizes.tolist(), starts.tolist(), firsts.tolist(), strict=True)):
         for byte, (size, start, first) in enumerate(zip(*of_head, strict=True)):
             rows[0, head, first : first + size] = start + 256 * torch.arange(size, dtype=torch.int32)
             rows[1, head, first : first + size] = byte
-    return table.half(), *rows.to(table.device)
+    rows = rows.to(table.device)
+    return table.half(), rows[0], rows[1]
 
 
 @triton.jit
 def _attend_grouped(
-    query, out, lse, k_codes, k_table, k_rows, k_bytes, matrix, v_codes, v_table, v_rows, v_bytes, cos, sin,
-    seq_len, per_split, shift, last, kv_heads, scaling, rows,
+    mapped, out, lse, k_codes, k_table, k_rows, k_bytes, v_codes, v_table, v_rows, v_bytes,
+    seq_len, per_split, shift, blocks, kv_heads, rows,
     K_GROUPS: tl.constexpr, K_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = HEAD_DIM // 2
-    TILE: tl.constexpr = BLOCK * BLOCKS
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    kv_head = head % kv_heads
-    each = tl.arange(0, BLOCKS * BLOCK_M)  # queries of every block
-    turn, m = each // BLOCK_M, each % BLOCK_M
-    channel, k, inside = tl.arange(0, HALF), tl.arange(0, BLOCK_K), tl.arange(0, TILE)
-    begin = query + (head * rows + m)[None, :] * HEAD_DIM + channel[:, None]
-    q0 = tl.load(begin, (m < rows)[None, :], 0).to(tl.float32)
-    q1 = tl.load(begin + HALF, (m < rows)[None, :], 0).to(tl.float32)
-    matrix += kv_head * (K_WIDTH + 1) * HEAD_DIM
-    begin = matrix + k[:, None] * HEAD_DIM + channel[None, :]
-    m0 = tl.load(begin, (k < K_WIDTH)[:, None], 0).to(tl.float16)
-    m1 = tl.load(begin + HALF, (k < K_WIDTH)[:, None], 0).to(tl.float16)
-    offset = matrix + K_WIDTH * HEAD_DIM + channel
-    o0, o1 = tl.load(offset), tl.load(offset + HALF)
-    own = (inside // BLOCK)[:, None] == turn[None, :]
-    best = tl.full((BLOCK_M,), -1e30, tl.float32)
+    kv_head, m = head % kv_heads, tl.arange(0, BLOCK_M)
+    k, v, inside = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    best = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a share of no tokens must not make NaN
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_V, BLOCK_M), tl.float32)
-    for start in range(split * per_split, min((split + 1) * per_split, seq_len + shift), TILE):
+    for start in range(split * per_split, min((split + 1) * per_split, seq_len + shift), BLOCK):
         token = start - shift + inside
         valid = (token >= 0) & (token < seq_len)
-        angle = tl.minimum(start // BLOCK + turn, last)[None, :] * HALF + channel[:, None]
-        c, s = tl.load(cos + angle), tl.load(sin + angle)
-        p0, p1 = q0 * c + q1 * s, q1 * c - q0 * s
-        mapped = tl.dot(m0, p0.to(tl.float16)) + tl.dot(m1, p1.to(tl.float16))
+        begin = mapped + ((head * blocks + tl.minimum(start // BLOCK, blocks - 1)) * rows + m) * (K_WIDTH + 1)
+        queries = tl.load(begin[None, :] + k[:, None], (m < rows)[None, :] & (k < K_WIDTH)[:, None], 0)
         keys = _components(
             k_codes, k_table, k_rows, k_bytes, head, kv_head, token, valid, seq_len, K_GROUPS, K_WIDTH, BLOCK_K
         )
-        scores = tl.dot(keys, mapped.to(tl.float16))
-        scores += (tl.sum(p0 * o0[:, None], 0) + tl.sum(p1 * o1[:, None], 0))[None, :]
-        scores = tl.sum(tl.reshape(tl.where(own, scores, 0.0), (TILE, BLOCKS, BLOCK_M)), 1)
-        scores = tl.where(valid[:, None], scores * scaling, float("-inf"))
+        scores = tl.dot(keys, queries.to(tl.float16)) + tl.load(begin + K_WIDTH, m < rows, 0)[None, :]
+        scores = tl.where(valid[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 0))
         shrink = tl.exp2(best - higher)
         weights = tl.exp2(scores - higher[None, :])
@@ -121,7 +86,6 @@ def _attend_grouped(
             v_codes, v_table, v_rows, v_bytes, head, kv_head, token, valid, seq_len, V_GROUPS, V_WIDTH, BLOCK_V
         )
         acc = acc * shrink[None, :] + tl.dot(tl.trans(values), weights.to(tl.float16))
-    v, m = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_M)
     row = (split * tl.num_programs(0) + head) * rows + m
     stored = (m < rows)[None, :] & (v < V_WIDTH)[:, None]
     tl.store(out + row[None, :] * V_WIDTH + v[:, None], acc / total[None, :], stored)

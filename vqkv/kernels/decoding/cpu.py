@@ -4,7 +4,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vqkv.kernels.decoding.naive import decode as naive_decode
@@ -13,6 +12,7 @@ from vqkv.kernels.decoding.naive import grouped_encode as naive_encode
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import compiled, index, serves, spread
 from vqkv.kernels.packing.cpu import unpack_codes
+from vqkv.kernels.rvq.cpu import summed
 from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped
 
 AFFINE_COST = 8  # additions that an affine value is worth
@@ -66,12 +66,16 @@ def _affine_loop(bits: int):
 def _coded(packed: Coded) -> Tensor:
     tables, num_quantizers, _, dim = packed.codebooks.shape
     alone = tables == num_quantizers == 1 and 8 % packed.bits == 0 and serves(packed.codes)
-    values = (_looked_up if alone else _summed)(packed)
+    if alone:
+        values = _looked_up(packed)
+    else:
+        codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
+        values = summed(codes, packed.codebooks)
     if packed.scale is None and not packed.strided:
         return values if alone else values.view(packed.shape)
     values = values.view(*packed.codes.shape[:3], packed.groups, dim)
     if packed.scale is not None:
-        values *= _by_group(packed)
+        values *= _by_group(packed, packed.scale.float())
     return values.mT.flatten(-2) if packed.strided else values.flatten(-2)
 
 
@@ -84,31 +88,17 @@ def _looked_up(packed: Coded) -> Tensor:
     return values if values.shape[3] == width else values[..., :width].contiguous()
 
 
-def _summed(packed: Coded) -> Tensor:
-    tables, num_quantizers, size, _ = packed.codebooks.shape
-    codes = unpack_codes(packed.codes, packed.bits, packed.groups * num_quantizers)
-    first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
-    places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
-    return F.embedding_bag(places.view(-1, num_quantizers), _rows(packed.codebooks), mode="sum")
-
-
-@remembered
-def _rows(codebooks: Tensor) -> Tensor:
-    return codebooks.float().flatten(0, 2)
-
-
 @remembered
 def _by_byte(codebooks: Tensor, bits: int) -> Tensor:
     """Values that each of 256 bytes stands for, as one wide element where there is a type of that size."""
     codes = torch.arange(256).unsqueeze(-1) >> torch.arange(0, 8, bits) & (2**bits - 1)
-    values = _rows(codebooks)[codes.clamp_max(codebooks.shape[2] - 1)].flatten(1)
+    values = codebooks.float().flatten(0, 2)[codes.clamp_max(codebooks.shape[2] - 1)].flatten(1)
     wide = WIDE.get(values.shape[1])
     return values if wide is None else values.view(wide).view(-1)  # one axis is gathered faster than two
 
 
-def _by_group(packed: Coded) -> Tensor:
+def _by_group(packed: Coded, scale: Tensor) -> Tensor:
     """The scale of every token and group: (batch, num_kv_heads, seq_len, groups or 1, 1)."""
-    scale = packed.scale.float()
     if packed.tokens_per_scale > 1:
         scale = scale.repeat_interleave(packed.tokens_per_scale, dim=2)[:, :, : packed.shape[2]]
     if scale.shape[-1] > 1:

@@ -1,10 +1,10 @@
 """Packed tokens -> values on a GPU, in one pass: codes, table look-ups, scales.
 
 A row is made of chunks, neighbouring channels of one group, for each of which a lane reads one code and a vector of the
-table: a power of two of them, so that any group size is made of whole ones. Chunks of strided groups lie in runs, a
-group each.
+table: a power of two of them, so that any group size is made of whole ones. Strided groups are transposed afterwards.
 """
 
+from dataclasses import dataclass
 from math import gcd
 
 import torch
@@ -19,12 +19,26 @@ VALUES = 4096  # of a program of four warps: 32 a thread, four vectors of 8 from
 VECTOR = 8  # channels of a chunk, at most: 16 bytes of an fp16 table
 
 
+@dataclass(frozen=True)
+class Tile:
+    """What a program decodes: ROWS, each of CHUNKS of V channels; chunks are padded to a power of two."""
+
+    ROWS: int
+    CHUNKS: int
+    PADDED: int
+    V: int
+
+
 def decode(packed: KernelView) -> Tensor:
     """``naive.decode``. A code that its codebook does not have stands for the last one."""
     out = torch.empty(packed.shape, dtype=torch.float32, device=packed.codes.device)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            (_decode_affine if isinstance(packed, Affine) else _decode_coded)(packed, out)
+    with torch.cuda.device_of(out):
+        if isinstance(packed, Affine) and out.numel():
+            _decode_affine(packed, out)
+        elif isinstance(packed, Coded) and out.numel():
+            _decode_coded(packed, out)
+    if isinstance(packed, Coded) and packed.strided:
+        return out.unflatten(-1, (packed.groups, -1)).mT.flatten(-2)
     return out
 
 
@@ -39,12 +53,11 @@ def _decode_coded(packed: Coded, out: Tensor) -> None:
     tables, num_quantizers, size, dim = packed.codebooks.shape
     words, word = words_of(packed.codes.contiguous())
     scale = None if packed.scale is None else packed.scale.contiguous()
-    grid, constants = _tile(out.shape, packed.groups if packed.strided else 1, gcd(dim, VECTOR))
-    _coded[grid](
-        words, packed.codebooks.contiguous(), scale, out, out.shape[:3].numel(), out.shape[2], words.shape[-1],
+    tile, rows = _tile(out.shape, gcd(dim, VECTOR)), out.shape[:3].numel()
+    _coded[(triton.cdiv(rows, tile.ROWS),)](
+        words, packed.codebooks.contiguous(), scale, out, rows, out.shape[2], words.shape[-1],
         packed.tokens_per_scale, 0 if scale is None else scale.shape[-1], packed.groups, dim, tables, num_quantizers,
-        size, packed.bits, word, spanned(packed.bits, word),
-        *constants, num_stages=1,
+        size, packed.bits, word, T=tile, num_stages=1,
     )  # fmt: skip
 
 
@@ -52,22 +65,19 @@ def _decode_affine(packed: Affine, out: Tensor) -> None:
     codes = packed.codes.contiguous()
     words, word = words_of(codes) if packed.bits < 8 else (codes, 8)
     vector = gcd(packed.group_size, VECTOR if packed.bits == 8 else min(VECTOR, word // packed.bits))
-    grid, constants = _tile(out.shape, 1, vector)
-    _affine[grid](
-        words, packed.low.contiguous(), packed.high.contiguous(), out, out.shape[:3].numel(), words.shape[-1],
-        packed.group_size, packed.bits, word,
-        *constants, num_stages=1,
+    tile, rows = _tile(out.shape, vector), out.shape[:3].numel()
+    _affine[(triton.cdiv(rows, tile.ROWS),)](
+        words, packed.low.contiguous(), packed.high.contiguous(), out, rows, words.shape[-1], packed.group_size,
+        packed.bits, word, T=tile, num_stages=1,
     )  # fmt: skip
 
 
-def _tile(shape: torch.Size, runs: int, vector: int) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid for an output of ``shape``, about VALUES values a program, and the kernels' last arguments: ROWS of
-    a program, RUNS, CHUNKS of a run, V channels each, and RUNS and CHUNKS padded."""
-    rows, chunks = shape[:3].numel(), shape[3] // runs // vector
-    padded = triton.next_power_of_2(runs), triton.next_power_of_2(chunks)
-    height = VALUES * min(vector, 4) // 4 // (padded[0] * padded[1] * vector)
-    height = max(1, min(height, triton.next_power_of_2(rows)))
-    return (triton.cdiv(rows, height),), (height, runs, chunks, vector, *padded)
+def _tile(shape: torch.Size, vector: int) -> Tile:
+    """For an output of ``shape``, about VALUES values a program."""
+    chunks = shape[3] // vector
+    padded = triton.next_power_of_2(chunks)
+    height = VALUES * min(vector, 4) // 4 // (padded * vector)
+    return Tile(max(1, min(height, triton.next_power_of_2(shape[:3].numel()))), chunks, padded, vector)
 
 
 @triton.jit
@@ -78,42 +88,32 @@ def _rows(rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    values, row, there, out, RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, RUNS_PADDED: tl.constexpr,
-    CHUNKS_PADDED: tl.constexpr,
-):  # fmt: skip
-    """Values (rows, padded runs x chunks, V) in the channels' order, in which those of runs alternate."""
-    W: tl.constexpr = RUNS_PADDED * CHUNKS_PADDED * V
-    values = values.reshape(values.shape[0], RUNS_PADDED, CHUNKS_PADDED * V).permute(0, 2, 1)
-    lane, inside = tl.arange(0, W), tl.full([W], 1, tl.int1)
-    run, place = lane % RUNS_PADDED, lane // RUNS_PADDED
-    channel = lane if RUNS == RUNS_PADDED else place * RUNS + run
-    if RUNS < RUNS_PADDED or CHUNKS < CHUNKS_PADDED:
-        inside = (run < RUNS) & (place < CHUNKS * V)
-    out += row.to(tl.int64)[:, None] * (RUNS * CHUNKS * V) + channel[None, :]
-    tl.store(out, values.reshape(values.shape[0], W), mask=there[:, None] & inside[None, :])
+def _store(values, row, there, out, T: tl.constexpr):
+    """Values (rows, padded chunks, V)."""
+    channel = tl.arange(0, T.PADDED * T.V)
+    out += row.to(tl.int64)[:, None] * (T.CHUNKS * T.V) + channel[None, :]
+    values = values.reshape(values.shape[0], T.PADDED * T.V)
+    tl.store(out, values, mask=there[:, None] & (channel < T.CHUNKS * T.V)[None, :])
 
 
 @triton.jit
 def _coded(
     words, tables, scale, out, rows, tokens, length, tokens_per_scale,
     SCALES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TABLES: tl.constexpr, K: tl.constexpr,
-    SIZE: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, SPANNED: tl.constexpr, ROWS: tl.constexpr,
-    RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, RUNS_PADDED: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
+    SIZE: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The codes of K quantizers are summed in a rolled loop: unrolled, the look-ups of all would be held at once."""
-    N: tl.constexpr = RUNS_PADDED * CHUNKS_PADDED
-    row, there = _rows(rows, ROWS)
-    run, chunk = tl.arange(0, N) // CHUNKS_PADDED, tl.arange(0, N) % CHUNKS_PADDED
-    start = tl.where((run < RUNS) & (chunk < CHUNKS), chunk * V, 0)  # of no chunk, the first once more
-    group = tl.where(run < RUNS, run, 0) if RUNS > 1 else start // DIM
-    first = tl.multiple_of(start if RUNS > 1 else start % DIM, V)
+    V: tl.constexpr = T.V
+    row, there = _rows(rows, T.ROWS)
+    chunk = tl.arange(0, T.PADDED)
+    start = tl.where(chunk < T.CHUNKS, chunk * V, 0)  # of no chunk, the first once more
+    group, first = start // DIM, tl.multiple_of(start % DIM, V)
     words += (row.to(tl.int64) * length)[:, None]
     table = tables + (group % TABLES * (K * SIZE * DIM) + first)[None, :]
-    element = tl.arange(0, V)[None, None, :]
-    values = tl.zeros([ROWS, N, V], tl.float32)
+    element = tl.arange(0, T.V)[None, None, :]
+    values = tl.zeros([row.shape[0], chunk.shape[0], V], tl.float32)
     for k in range(K):
-        code = code_at(words, ((group * K + k) * BITS)[None, :], length - 1, BITS, WORD, SPANNED)
+        code = code_at(words, ((group * K + k) * BITS)[None, :], length - 1, BITS, WORD, spanned(BITS, WORD))
         if SIZE < 2**BITS:
             code = tl.minimum(code, SIZE - 1)
         values += tl.load((table + (k * SIZE + code) * DIM)[:, :, None] + element).to(tl.float32)
@@ -121,28 +121,27 @@ def _coded(
         line = row // tokens * tl.cdiv(tokens, tokens_per_scale) + row % tokens // tokens_per_scale
         scale += (line.to(tl.int64) * SCALES)[:, None] + (group // (GROUPS // SCALES))[None, :]
         values *= tl.load(scale).to(tl.float32)[:, :, None]
-    _store(values, row, there, out, RUNS, CHUNKS, V, RUNS_PADDED, CHUNKS_PADDED)
+    _store(values, row, there, out, T)
 
 
 @triton.jit
 def _affine(
     words, lows, highs, out, rows, length, GROUP: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr,
-    ROWS: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, V: tl.constexpr, RUNS_PADDED: tl.constexpr,
-    CHUNKS_PADDED: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """A chunk's codes lie in one word, or each of them is a byte."""
-    row, there = _rows(rows, ROWS)
-    chunk = tl.arange(0, CHUNKS_PADDED)
-    start = tl.where(chunk < CHUNKS, chunk * V, 0)
+    V: tl.constexpr = T.V
+    row, there = _rows(rows, T.ROWS)
+    chunk = tl.arange(0, T.PADDED)
+    start = tl.where(chunk < T.CHUNKS, chunk * T.V, 0)
     words += (row.to(tl.int64) * length)[:, None]
-    element = tl.arange(0, V)[None, None, :]
+    element = tl.arange(0, T.V)[None, None, :]
     if BITS == 8:
         codes = tl.load((words + tl.multiple_of(start, V)[None, :])[:, :, None] + element)
     else:
         word = tl.load(words + (start * BITS // WORD)[None, :]).to(tl.int32)
         codes = (word[:, :, None] >> (start * BITS % WORD)[None, :, None] + element * BITS) & (2**BITS - 1)
-    end = (row.to(tl.int64) * (CHUNKS * V // GROUP))[:, None] + (start // GROUP)[None, :]
+    end = (row.to(tl.int64) * (T.CHUNKS * T.V // GROUP))[:, None] + (start // GROUP)[None, :]
     low = tl.load(lows + end).to(tl.float32)
     step = (tl.load(highs + end).to(tl.float32) - low) * (1 / (2**BITS - 1))
-    values = low[:, :, None] + codes.to(tl.float32) * step[:, :, None]
-    _store(values, row, there, out, RUNS, CHUNKS, V, RUNS_PADDED, CHUNKS_PADDED)
+    _store(low[:, :, None] + codes.to(tl.float32) * step[:, :, None], row, there, out, T)

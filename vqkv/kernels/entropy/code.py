@@ -54,8 +54,9 @@ class Code:
         counted = torch.arange(len(starts), device=starts.device) - starts
         return (self.symbols.repeat_interleave(counts) | counted).view(-1, TOTAL)
 
-    def to(self, device) -> "Code":
-        return Code(*(x.to(device) for x in (self.symbols, self.intervals, self.tables, self.channels)), self.lanes)
+    def to(self, device: torch.device | str) -> "Code":
+        symbols, intervals = self.symbols.to(device), self.intervals.to(device)
+        return Code(symbols, intervals, self.tables.to(device), self.channels.to(device), self.lanes)
 
 
 def first_states(values: Tensor) -> Tensor:

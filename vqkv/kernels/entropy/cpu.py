@@ -80,19 +80,12 @@ def _put(x, frequency, first, bits, buffer, place):
     return np.uint32((quotient << bits) + first + np.uint32(x - np.uint32(quotient * frequency))), place
 
 
-@compiled(inline=True)
-def _single(value, table, tables, intervals):
-    """Interval of a single value and whether the table holds it."""
-    start, least, count = tables[table, 0], tables[table, 1], tables[table, 2]
-    held = 0 <= value - least < count
-    return np.uint32(intervals[start + (value - least if held else count)]), held
-
-
 @compiled()
 def _encode(start, stop, lanes, values, starts, channels, tables, intervals, buffers, lengths):
-    states, parts = np.empty(lanes, np.uint32), np.empty((lanes, 8), np.int32)
-    found = np.empty(lanes, np.uint32)
-    low16 = np.uint32(0xFFFF)
+    """Write streams start, ..., stop - 1, the last draw first, from the ends of their buffers on. In one function, as
+    calls with the states in them took a third longer."""
+    states, parts, found = np.empty(lanes, np.uint32), np.empty((lanes, 8), np.int32), np.empty(lanes, np.uint32)
+    low16, one = np.uint32(0xFFFF), np.uint32(1)
     for stream in range(start, stop):
         buffer, place, tokens = buffers[stream], buffers.shape[1], values.shape[2]
         states[:] = LEAST
@@ -100,77 +93,81 @@ def _encode(start, stop, lanes, values, starts, channels, tables, intervals, buf
         for channel in range(channels.shape[0] - 1, -1, -1):
             row = values[stream, channel]
             table, unit, width, shift = channels[channel]
+            (begin, least, size), (origin, most, count) = tables[table], tables[unit]
             bits, mask = np.uint32(shift), np.int32((1 << shift) - 1)
-            units = (tokens + width - 1) // width
-            plain, (begin, least, size) = lanes == 4 and width == 1 and shift == 0, tables[table]
+            plain, units = lanes == 4 and width == 1 and shift == 0, (tokens + width - 1) // width
             for first in range((units - 1) // lanes * lanes, -1, -lanes):
                 here = min(lanes, units - first)
-                if plain and here == 4:
-                    held = True
-                    for lane in range(4):
-                        value = np.int64(row[first + lane]) - least
-                        held &= 0 <= value < size
-                        found[lane] = np.uint32(intervals[index(begin + value)]) if 0 <= value < size else np.uint32(0)
-                    if held:
-                        for lane in range(3, -1, -1):
-                            interval = found[lane]
-                            states[lane], place = _put(
-                                states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                            )
-                        continue
+
+                # Most turns: four values that the table holds.
+                held = plain and here == 4
+                for lane in range(4 if held else 0):
+                    value = np.int64(row[first + lane]) - least
+                    held &= 0 <= value < size
+                    found[lane] = np.uint32(intervals[index(begin + value)]) if 0 <= value < size else np.uint32(0)
+                for lane in range(3 if held else -1, -1, -1):
+                    interval = found[lane]
+                    states[lane], place = _put(
+                        states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                    )
+                if held:
+                    continue
+
+                # Low bits, last of all when decoding.
                 for lane in range(here):
                     for j in range(width):
                         token = (first + lane) * width + j
                         parts[lane, j] = row[token] if token < tokens else 0
-                if shift:
-                    for j in range(width - 1, -1, -1):
-                        for lane in range(here - 1, -1, -1):
-                            low = np.uint32(parts[lane, j] & mask)
-                            states[lane], place = _put(states[lane], np.uint32(1), low, bits, buffer, place)
-                    for lane in range(here):
-                        for j in range(width):
-                            parts[lane, j] >>= shift
-                escaped = unit < 0
-                if unit >= 0:
-                    most = tables[unit, 1]
-                    base, origin, count = 2 * most + 1, tables[unit, 0], tables[unit, 2]
-                    for lane in range(here):
-                        at, small = 0, True
-                        for j in range(width - 1, -1, -1):
-                            value = parts[lane, j]
-                            small &= -most <= value <= most
-                            at = at * base + (value + most)
-                        found[lane] = np.uint32(intervals[origin + at]) if small else np.uint32(0)
-                        escaped |= found[lane] == 0
-                if escaped:
-                    for j in range(width - 1, -1, -1):
-                        for half in range(2):
-                            for lane in range(here - 1, -1, -1):
-                                if unit < 0 or found[lane] == 0:
-                                    value = parts[lane, j]
-                                    _, held = _single(value, table, tables, intervals)
-                                    if not held:
-                                        digit = np.uint32((value + OFFSET) >> (HALF * half)) & HALF_MASK
-                                        states[lane], place = _put(
-                                            states[lane], np.uint32(1), digit, HALF_BITS, buffer, place
-                                        )
-                        for lane in range(here - 1, -1, -1):
-                            if unit < 0 or found[lane] == 0:
-                                interval, _ = _single(parts[lane, j], table, tables, intervals)
-                                states[lane], place = _put(
-                                    states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                                )
-                if unit >= 0:
+                for j in range(width - 1 if shift else -1, -1, -1):
                     for lane in range(here - 1, -1, -1):
-                        interval = found[lane] if found[lane] else np.uint32(intervals[origin + count])
-                        states[lane], place = _put(
-                            states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                        )
+                        low = np.uint32(parts[lane, j] & mask)
+                        states[lane], place = _put(states[lane], one, low, bits, buffer, place)
+                        parts[lane, j] >>= shift
+
+                # Values one by one of the lanes that have no unit, before them 24 bits of those that are no symbol.
+                all_held = unit >= 0 and _find_units(parts, here, width, origin, most, intervals, found)
+                for j in range(-1 if all_held else width - 1, -1, -1):
+                    for half in range(2):
+                        for lane in range(here - 1, -1, -1):
+                            held = 0 <= np.int64(parts[lane, j]) - least < size
+                            if not held and (unit < 0 or found[lane] == 0):
+                                digit = np.uint32((parts[lane, j] + OFFSET) >> (HALF * half)) & HALF_MASK
+                                states[lane], place = _put(states[lane], one, digit, HALF_BITS, buffer, place)
+                    for lane in range(here - 1, -1, -1):
+                        if unit < 0 or found[lane] == 0:
+                            value = np.int64(parts[lane, j]) - least
+                            interval = np.uint32(intervals[begin + (value if 0 <= value < size else size)])
+                            states[lane], place = _put(
+                                states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                            )
+
+                # Units, or the escape from them.
+                for lane in range(here - 1 if unit >= 0 else -1, -1, -1):
+                    interval = found[lane] if found[lane] else np.uint32(intervals[origin + count])
+                    states[lane], place = _put(
+                        states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
+                    )
+
         for lane in range(lanes - 1, -1, -1):
             place -= 2
             buffer[place] = np.int16(np.uint16(states[lane] & low16))
             buffer[place + 1] = np.int16(np.uint16(states[lane] >> WORD))
         lengths[stream] = buffers.shape[1] - place
+
+
+@compiled(inline=True)
+def _find_units(parts, here, width, begin, most, intervals, found):
+    """Find the intervals of the lanes' units, 0 for those that the table does not hold; tell whether it holds all."""
+    all_held = True
+    for lane in range(here):
+        number, small = 0, True
+        for j in range(width - 1, -1, -1):
+            value = parts[lane, j]
+            small &= -most <= value <= most
+            number = number * (2 * most + 1) + (value + most)
+        found[lane] = np.uint32(intervals[begin + number]) if small else np.uint32(0)
+        all_held &= found[lane] != 0
+    return all_held
 
 
 @compiled(inline=True)

@@ -44,7 +44,7 @@ def _draws(rows: list[list[int]], code: Code):
         parts = [row[i : i + width] for i in range(0, len(row), width)]
         for first in range(0, len(parts), code.lanes):
             lanes = [[value >> shift for value in part] for part in parts[first : first + code.lanes]]
-            apart = range(len(lanes))
+            apart = [*range(len(lanes))]
             if unit >= 0:
                 start, most, count = tables[unit]
                 apart = []
@@ -100,7 +100,7 @@ class _Reader:
 
     def look_up(self, lane: int, slots: Tensor) -> int:
         x = self.states[lane]
-        entry = slots[x % TOTAL].item()
+        entry = int(slots[x % TOTAL])
         self.refill(lane, (entry >> 16 & MASK) * (x >> BITS) + entry % TOTAL)
         return entry >> 32
 
@@ -110,7 +110,7 @@ def _read(reader: _Reader, code: Code, about: list[int], tokens: int) -> list[in
     out = []
     for first in range(0, -(-tokens // width), code.lanes):
         lanes = range(min(code.lanes, -(-tokens // width) - first))
-        parts, apart = [[0] * width for _ in lanes], lanes
+        parts, apart = [[0] * width for _ in lanes], [*lanes]
         if unit >= 0:
             found = [reader.look_up(lane, code.slots[unit]) for lane in lanes]
             apart = [lane for lane in lanes if found[lane] == ESCAPE]

@@ -7,13 +7,6 @@ from torch import Tensor
 
 from vqkv.kernels.entropy.code import Code, first_states, most_words
 
-MOST_LANES = 64
-
-
-def serves(x: Tensor, code: Code) -> bool:
-    """Tell whether a program has room for the states."""
-    return code.lanes <= MOST_LANES
-
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """``naive.rans_encode``. Streams are written from their ends on, into rows that hold the longest."""

@@ -1,5 +1,5 @@
 """n-bit codes <-> bytes on a GPU, in one pass: a lane makes one word of the string from the codes in it, or one code
-from the words that it lies in. Kernels that have codes in registers pack them there: ``as_string``, ``store_rows``."""
+from the words that it lies in."""
 
 from math import gcd
 
@@ -17,8 +17,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     size = (count * bits + 7) // 8
     if bits == 8:
         return codes.to(torch.uint8, copy=True).contiguous()
-    if bits == 16:
-        return codes.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)
     packed = torch.empty(*codes.shape[:-1], size, dtype=torch.uint8, device=codes.device)
     if not codes.numel():
         return packed
@@ -41,8 +39,6 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     packed = packed.contiguous()
     if not codes.numel():
         return codes
-    if bits == 16:
-        return packed.view(torch.int16).to(torch.int32) & 0xFFFF
     size = packed.shape[-1]
     rows, count, size = _rows(codes.numel() // count, count, size, bits)
     words, word = words_of(packed.view(rows, size))
@@ -143,42 +139,3 @@ def _unpack(
     code = code_at(words + tl.minimum(row, rows - 1) * length + first, bit, last, BITS, WORD, SPANNED)
     there = (row < rows) & (start + lane < count)
     tl.store(codes + row * count + start + lane, code.to(codes.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def join(codes, BITS: tl.constexpr, EACH: tl.constexpr):
-    """Codes (R, W * EACH), int32 -> words (R, W) of EACH codes."""
-    R: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1] // EACH
-    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
-    return tl.sum(codes.reshape(R, W, EACH) << shifts, axis=2)
-
-
-@triton.jit
-def as_string(value, position, WORDS: tl.constexpr):
-    """A string of WORDS 32-bit words with ``value`` (up to 32 bits) from bit ``position`` on: [M, WORDS]."""
-    word = tl.arange(0, WORDS)[None, :]
-    value, position = value.to(tl.uint32)[:, None], position[:, None]
-    shift, first = (position % 32).to(tl.uint32), position // 32
-    over = (value >> 1) >> (31 - shift)  # shifting by 32 is not defined
-    return tl.where(word == first, value << shift, 0) | tl.where(word == first + 1, over, 0)
-
-
-@triton.jit
-def one_word(words, index):
-    """One of every string's words [M]."""
-    return tl.sum(tl.where(tl.arange(0, words.shape[1])[None, :] == index, words, 0), axis=1)
-
-
-@triton.jit
-def store_rows(words, out, group, group_bits, row, rows, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Join the strings of every row's groups, words [M, .], into one of WORDS words and store its bytes; row [ROWS]."""
-    placed = tl.zeros([words.shape[0], WORDS], tl.uint32)
-    for index in tl.static_range(words.shape[1]):
-        placed |= as_string(one_word(words, index), group * group_bits + 32 * index, WORDS)
-    joined = tl.sum(tl.reshape(placed, [ROWS, words.shape[0] // ROWS, WORDS]), axis=1)  # their bits are disjoint
-    byte = tl.arange(0, 4)[None, None, :]
-    values = (joined[:, :, None] >> (byte * 8).to(tl.uint32)).to(tl.uint8)
-    place = tl.arange(0, WORDS)[None, :, None] * 4 + byte
-    pointers = out + row.to(tl.int64)[:, None, None] * row_bytes + place
-    tl.store(pointers, values, mask=(row < rows)[:, None, None] & (place < row_bytes))

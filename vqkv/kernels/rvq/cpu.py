@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import serves, spread
-from vqkv.kernels.packing.cpu import pack_codes
 from vqkv.kernels.precision import full_precision
-from vqkv.kernels.rvq.beam import rvq_candidates
-from vqkv.kernels.rvq.loops import LANES, step
-from vqkv.kernels.rvq.short import search
+from vqkv.kernels.rvq import beam as beams
+from vqkv.kernels.rvq import loops, short
 from vqkv.kernels.rvq.tables import SearchTables, prepare, sums_by_code
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
@@ -23,50 +22,62 @@ SHORT, FEW = 8, 1 << 11  # vectors and codebooks (values) for which the products
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``beam.rvq_candidates``."""
+    """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``beam.search``."""
+    rows = x.detach().reshape(-1, x.shape[-1])
     if beam > 1 or not serves(x, codebooks):
-        return rvq_candidates(x, codebooks, beam, keep=1).squeeze(-2)
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32  # holds x without rounding
-    rows, tables = x.detach().reshape(-1, x.shape[-1]).to(exact).contiguous(), prepare(codebooks)
-    codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64)
-    short = x.shape[-1] <= SHORT and codebooks[0].numel() <= FEW
-    with full_precision(x.device):
-        (_search if short else _stages)(rows, tables, codes)
+        codes = beams.search(rows, codebooks, beam)
+    else:
+        rows = rows.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()  # without rounding
+        codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64)
+        search = _short if x.shape[-1] <= SHORT and codebooks[0].numel() <= FEW else _stages
+        with full_precision(x.device):
+            search(rows, prepare(codebooks), codes)
     return codes.view(*x.shape[:-1], len(codebooks))
 
 
-def _search(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
+def _short(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     """Short vectors, without matrix products."""
-    fixed = (*tables.arrays, x.numpy(), codes.numpy())
-    spread(lambda i, j: search(i, j, *fixed), len(x), tables.flat.numel())
+    fixed = [table.numpy() for table in (tables.products, tables.norms, tables.codebooks, tables.exact, x, codes)]
+    spread(lambda i, j: short.search(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
 
 
 def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     """Stage by stage, as many rows as keep their scores in the cache."""
-    width, threads = tables.lanes.shape[-1], torch.get_num_threads()
-    chunk = max(LANES, SCORES // width) * (1 if threads == 1 else SHARE * threads)
+    width, threads = tables.norms.shape[1], torch.get_num_threads()
+    chunk = max(64, SCORES // width) * (1 if threads == 1 else SHARE * threads)
     scores = torch.empty(min(chunk, len(x)), width)
     bounds = torch.empty(len(scores), 2, dtype=torch.float64)  # of a residual: its norm, and how far it may be off
+    fixed = [table.numpy() for table in (tables.norms, tables.codebooks, tables.exact, bounds)]
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
-        residual, found = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
-        rows = [tensor.numpy() for tensor in (x[part], residual, bounds, codes[part])]
-        fixed = (found.numpy(), *tables.arrays, *rows)
-        for k, weights in enumerate(tables.lanes):
-            torch.mm(residual, weights[:-1], out=found)  # without the norms
-            spread(lambda i, j, k=k, fixed=fixed: step(i, j, k, *fixed), len(residual), PASSES * width)
+        residual, used = x[part].to(torch.float32, copy=True), scores[: len(x) - start]
+        rows = [tensor.numpy() for tensor in (x[part], residual, codes[part], used)]
+        for k, products in enumerate(tables.products):
+            torch.mm(residual, products, out=used)
 
+            def step(first: int, stop: int, stage: int = k, rows: list = rows) -> None:
+                loops.step(first, stop, stage, tables.largest, *fixed, *rows)
 
-def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode_packed``."""
-    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
+            spread(step, len(residual), PASSES * width)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:
     """Sum of the chosen codes in float32: codes (..., num_quantizers) -> (..., dim)."""
-    tables = prepare(codebooks)
-    rows = codes.reshape(-1, len(codebooks)).to(torch.int32) + tables.offsets
-    return F.embedding_bag(rows, tables.flat, mode="sum").view(*codes.shape[:-1], codebooks.shape[-1])
+    return summed(codes, codebooks.unsqueeze(0)).view(*codes.shape[:-1], codebooks.shape[-1])
+
+
+def summed(codes: Tensor, codebooks: Tensor) -> Tensor:
+    """Codes, a token's groups one after the other, which take turns with ``codebooks`` (tables, num_quantizers, size,
+    dim), -> float32 (tokens * groups, dim)."""
+    tables, num_quantizers, size, _ = codebooks.shape
+    first = torch.arange(tables * num_quantizers, device=codes.device, dtype=torch.int32) * size
+    places = codes.reshape(-1, len(first)).to(torch.int32) + first  # rows among those of all codebooks
+    return F.embedding_bag(places.view(-1, num_quantizers), _rows(codebooks), mode="sum")
+
+
+@remembered
+def _rows(codebooks: Tensor) -> Tensor:
+    return codebooks.float().flatten(0, 2)
 
 
 def rvq_statistics(x: Tensor, codes: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,46 +74,30 @@ def _smallest(lanes, few):
 
 
 @compiled(fast=True)
-def _within(lanes, most):
-    """Count of lanes that are at most ``most``, and the lane if it is one."""
+def _within(scores, i, norms, most):
+    """Count of codes whose score is at most ``most``, and the code if it is one."""
     count = where = np.int32(0)
-    for j in range(np.int32(LANES)):
-        hit = np.int32(lanes[index(j)] <= most)
+    for j in range(np.int32(scores.shape[1])):
+        hit = np.int32(scores[i, index(j)] + norms[index(j)] <= most)
         count += hit
         where += hit * j
     return count, where
 
 
-@compiled(fast=True)
-def _within_lane(scores, i, norms, lane, most):
-    """The same for the codes of one lane: how many, and which code."""
-    count = where = np.int32(0)
-    for b in range(np.int32(scores.shape[1] // LANES)):
-        code = index(b) * L + index(lane)
-        hit = np.int32(scores[i, code] + norms[code] <= most)
-        count += hit
-        where += hit * b
-    return count, where * LANES + lane
-
-
 @compiled()
-def step(first, stop, stage, scores, weights, codebooks, exact, largest, x, residual, bounds, codes):
-    """Stage ``stage`` of rows first, ..., stop - 1: fills codes[:, stage] and subtracts these codes. scores (rows,
-    width) of residual (rows, dim) and ``weights`` (K, dim + 1, width) without their last row, the norms; codebooks (K,
-    C, dim) fp32; ``exact`` and x (rows, dim) as they came; largest float64 (K,); bounds float64 (rows, 2): norm and
-    drift."""
+def step(first, stop, stage, largest, norms, codebooks, exact, bounds, x, residual, codes, scores):
+    """Take stage ``stage`` of rows first, ..., stop - 1: fill codes[:, stage] and subtract these codes. Tables as in
+    ``SearchTables``; scores (rows, width) of residual (rows, dim), without the norms; x (rows, dim) as it came; bounds
+    float64 (rows, 2): a residual's norm and drift."""
     lanes, few = np.empty(LANES, np.float32), np.empty(16, np.float32)
     k, dim = index(stage), residual.shape[1]
-    norms = weights[k, index(dim)]
     for i in range(index(first), index(stop)):
         if stage == 0:
             bounds[i, 0] = bounds[i, 1] = 0
             _measure(residual, i, bounds, 1)
-        _fold(scores, i, norms, lanes)
+        _fold(scores, i, norms[k], lanes)
         most = reach(np.float64(_smallest(lanes, few)), bounds[i, 0], bounds[i, 1], largest[k], dim)
-        count, code = _within(lanes, most)
-        if count == 1:
-            count, code = _within_lane(scores, i, norms, code, most)
+        count, code = _within(scores, i, norms[k], most)
         codes[i, k] = code if count == 1 else nearest(x[i], codes[i], stage, exact)
         code = codes[i, k]
         for j in range(index(dim)):

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from vqkv.kernels.packing.naive import pack_codes
-
 CHUNK_ELEMENTS = 1 << 20  # differences held at a time, so that memory stays bounded
 
 
@@ -45,11 +43,6 @@ def nearest(residual: Tensor, codebook: Tensor) -> Tensor:
     rows = max(1, CHUNK_ELEMENTS // max(1, codebook.numel()))
     distances = [(part[:, None] - codebook).square_().sum(dim=-1) for part in residual.split(rows)]
     return torch.cat([distance.argmin(dim=-1) for distance in distances])
-
-
-def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """x (..., groups, dim) -> uint8 (..., ceil(groups * num_quantizers * bits / 8))."""
-    return pack_codes(rvq_encode(x, codebooks, beam).flatten(-2), bits)
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:

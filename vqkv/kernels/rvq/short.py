@@ -10,8 +10,8 @@ R = index(ROWS)
 
 
 @compiled()
-def search(first, stop, weights, codebooks, exact, largest, x, codes):
-    """All stages of rows first, ..., stop - 1: fills their ``codes`` (rows, K). Arguments as in ``loops.step``."""
+def search(first, stop, largest, products, norms, codebooks, exact, x, codes):
+    """Take all stages of rows first, ..., stop - 1: fill their ``codes`` (rows, K). Tables as in ``SearchTables``."""
     dim = index(x.shape[1])
     residual, work = np.zeros((x.shape[1], ROWS), np.float32), np.empty((3, ROWS), np.float32)
     size, drift, most = np.zeros(ROWS), np.zeros(ROWS), np.empty(ROWS, np.float32)
@@ -23,8 +23,8 @@ def search(first, stop, weights, codebooks, exact, largest, x, codes):
                 residual[j, i] = x[start + i, j]
         size[:] = drift[:] = 0
         _norms(residual, size, drift, 1)
-        for k in range(index(len(weights))):
-            _compare(residual, weights[k], codebooks.shape[1], work[0], work[1], work[2], winner)
+        for k in range(index(len(products))):
+            _compare(residual, products[k], norms[k], codebooks.shape[1], work[0], work[1], work[2], winner)
             _bound(work[1], size, drift, largest[k], x.shape[1], most)
             for i in range(rows):
                 row = start + i
@@ -54,10 +54,9 @@ def _norms(residual, size, drift, roundings):
 
 
 @compiled(fast=True)
-def _compare(residual, weights, codes, score, best, second, winner):
+def _compare(residual, products, norms, codes, score, best, second, winner):
     """Best and second best score of every row over all codes, and which code is the best."""
-    dim = index(len(residual))
-    last, norms = dim - index(1), weights[dim]
+    last = index(len(residual) - 1)
     for i in range(R):
         best[i] = second[i] = INFINITY
         winner[i] = 0
@@ -65,10 +64,10 @@ def _compare(residual, weights, codes, score, best, second, winner):
         for i in range(R):
             score[i] = norms[code]
         for j in range(last):
-            weight, value = weights[j, code], residual[j]
+            weight, value = products[j, code], residual[j]
             for i in range(R):
                 score[i] += value[i] * weight
-        weight, value, number = weights[last, code], residual[last], np.int32(code)
+        weight, value, number = products[last, code], residual[last], np.int32(code)
         for i in range(R):
             this, least = score[i] + value[i] * weight, best[i]
             worse = this if this > least else least

@@ -1,48 +1,46 @@
-"""Residual VQ encoding (Algorithm 1 of the residual VQ paper), all stages in one launch, packed in registers.
+"""Residual VQ encoding (Algorithm 1 of the residual VQ paper), all stages in one launch.
 
 A stage's nearest code is found in two steps. Tensor cores score fp16 copies of all codes (half the squared norm minus
-the dot product), and of every ``fold`` neighbouring codes only the smallest score is kept: one minimum a score; an
+the dot product), and of every ``FOLD`` neighbouring codes only the smallest score is kept: one minimum a score; an
 index kept beside it costs two instructions more. Then the codes of the best such group are compared in fp32.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vqkv.kernels.packing.triton import as_string, pack_codes, store_rows
-from vqkv.kernels.rvq.triton_codebooks import NO_CODE, as_operand, code_vectors, load_vectors, prepare, score_tile
+from vqkv.kernels.derived import remembered
 
-ENCODE = {  # sub-vectors of a program, codes of a tile, codes that fold into one score, tiles between two barriers
-    "many": {"block_m": 256, "block_c": 64, "fold": 8, "unroll": 4, "num_warps": 16, "num_stages": 3},
-    "few": {"block_m": 64, "block_c": 64, "fold": 8, "unroll": 2, "num_warps": 4, "num_stages": 3},
-    "long": {"block_m": 32, "block_c": 64, "fold": 8, "unroll": 1, "num_warps": 4, "num_stages": 2},
-}
-FEW = 256 * 132  # sub-vectors: fewer than one program of "many" for each multiprocessor of an H100
-LEAST, SHORT, MEDIUM, LONGEST = 8, 32, 64, 256  # channels: "many" from, to; the most of "few", and of registers
-MAX_WORDS = 32  # 32-bit words of a row's string that fit in registers; longer ones are packed by a second kernel
+BLOCK_C, FOLD = tl.constexpr(64), tl.constexpr(8)  # codes of a tile, and codes that fold into one score
+COLUMNS = tl.constexpr(BLOCK_C.value // FOLD.value)
+MANY = 256 * 132  # vectors from which on each multiprocessor of an H100 has a program of the largest size
+LONGEST = 256  # channels that registers hold
+EXPONENT = 4  # of a stage's largest code in fp16: residuals 4,096 times as large fit, and codes of 2^-18
+HALF_MAX = tl.constexpr(65504.0)
+NO_CODE = tl.constexpr(1 << 30)  # beyond all of them
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode``, any strides, by fp16 operands and fp32 sums, so that nearly equal codes may change places;
-    equal ones go to the lowest index. A row with NaN or infinity gets some codes."""
-    out = torch.empty(*x.shape[:-1], len(codebooks), dtype=torch.int64, device=x.device)
-    x = x.unsqueeze(-2)
-    _launch(x, codebooks, out, _tile(x), bits=1, words=0)
-    return out
-
-
-def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
-    """``naive.rvq_encode_packed``: x (..., groups, dim), any strides -> uint8."""
-    string = x.shape[-2] * len(codebooks) * bits
-    words, tile = _words(string), _tile(x)
-    if words > MAX_WORDS or triton.next_power_of_2(x.shape[-2]) > tile["block_m"]:
-        return pack_codes(rvq_encode(x, codebooks).flatten(-2), bits)
-    out = torch.empty(*x.shape[:-2], -(-string // 8), dtype=torch.uint8, device=x.device)
-    _launch(x, codebooks, out, tile, bits, words)
-    return out
+    """``naive.rvq_encode`` by fp16 operands and fp32 sums, so that nearly equal codes may change places; equal ones go
+    to the lowest index. A row with NaN or infinity gets some codes."""
+    num_quantizers, size, dim = codebooks.shape
+    codes = torch.empty(*x.shape[:-1], num_quantizers, dtype=torch.int64, device=x.device)
+    if codes.numel():
+        rows, tables = x.reshape(-1, dim).contiguous(), prepare(codebooks)
+        tiles, dim_padded = tables.scaled.shape[1], tables.scaled.shape[3]
+        tile = _tile(len(rows), dim)
+        with torch.cuda.device_of(x):
+            _encode[(triton.cdiv(len(rows), tile["M"]),)](
+                rows, tables.scaled, tables.norms, tables.scales, tables.codebooks, codes, len(rows), num_quantizers,
+                size, tiles, DIM=dim, DIM_PADDED=dim_padded, **tile | {"UNROLL": math.gcd(tile["UNROLL"], tiles)},
+                num_stages=1,
+            )  # fmt: skip
+    return codes
 
 
 def serves(codebooks: Tensor, beam: int = 1) -> bool:
@@ -50,72 +48,84 @@ def serves(codebooks: Tensor, beam: int = 1) -> bool:
     return beam == 1 and codebooks.shape[-1] <= LONGEST
 
 
-def _tile(x: Tensor) -> dict[str, int]:
-    """The settings for x (..., groups, dim)."""
-    groups, dim = triton.next_power_of_2(x.shape[-2]), x.shape[-1]
-    if dim > SHORT:
-        return ENCODE["long" if dim > MEDIUM else "few"]
-    small = x.shape[:-2].numel() * groups < FEW or dim < LEAST  # strings of short vectors take registers
-    few = small and groups <= ENCODE["few"]["block_m"]
-    return ENCODE["few" if few else "many"]
+def _tile(rows: int, dim: int) -> dict[str, int]:
+    """Vectors of a program, tiles of codes between two barriers, and tiles that are loaded ahead."""
+    if dim > 64:
+        return {"M": 32, "UNROLL": 1, "STAGES": 2, "num_warps": 4}
+    if 8 <= dim <= 32 and rows >= MANY:
+        return {"M": 256, "UNROLL": 4, "STAGES": 3, "num_warps": 16}
+    return {"M": 64, "UNROLL": 2, "STAGES": 3, "num_warps": 4}
 
 
-def _launch(x: Tensor, codebooks: Tensor, out: Tensor, tile: dict, bits: int, words: int) -> None:
-    """Fill ``out`` for x (..., groups, dim): with packed codes if ``words``, else with plain ones."""
-    groups, dim = x.shape[-2:]
-    sizes, strides = _collapse(x)
-    if len(sizes) > 3:
-        x = x.contiguous()
-        sizes, strides = _collapse(x)
-    sizes, strides = [1] * (3 - len(sizes)) + sizes, [0] * (3 - len(strides)) + strides
-    rows, padded = sizes[0] * sizes[1] * sizes[2], triton.next_power_of_2(groups)
-    if rows * groups == 0 or out.shape[-1] == 0:
-        return
-    tables = prepare(codebooks, tile["block_c"], tile["fold"])
-    num_quantizers, tiles, block_c, dim_padded = tables.scaled.shape
-    per_program = tile["block_m"] // padded
-    with torch.cuda.device_of(x):
-        _encode[(triton.cdiv(rows, per_program),)](
-            x, tables.scaled, tables.norms, tables.scales, tables.codebooks, out,
-            rows, sizes[1], sizes[2], *strides, *x.stride()[-2:],
-            groups, num_quantizers, codebooks.shape[1], tiles, bits, out.shape[-1],
-            ROWS=per_program, GROUPS_PADDED=padded, DIM=dim, DIM_PADDED=dim_padded, BLOCK_C=block_c,
-            FOLD=tile["fold"], UNROLL=math.gcd(tile["unroll"], tiles),
-            STAGES=tile["num_stages"], PACKED=words > 0, GROUP_WORDS=_words(num_quantizers * bits), WORDS=words,
-            num_warps=tile["num_warps"], num_stages=1,
-        )  # fmt: skip
+@dataclass(frozen=True)
+class ScoringTables:
+    """Codebooks rearranged for scoring: code (tile * COLUMNS + column) * FOLD + i lies in its tile at
+    i * COLUMNS + column, so that neighbouring codes fold into one column."""
+
+    codebooks: Tensor  # (K, C, dim), contiguous
+    scaled: Tensor  # fp16 (K, tiles, BLOCK_C, dim padded): codes times their stage's scale
+    norms: Tensor  # fp32 (K, tiles, BLOCK_C): half the squared norms of ``scaled``; infinite where there is no code
+    scales: Tensor  # fp32 (K,): powers of two
 
 
-def _words(bits: int) -> int:
-    """Number of 32-bit words of a string of so many bits in a kernel, where sizes are powers of two."""
-    return triton.next_power_of_2(-(-bits // 32))
+@remembered
+def prepare(codebooks: Tensor) -> ScoringTables:
+    """Rearrange codebooks (num_quantizers, codebook_size, dim)."""
+    num_quantizers, size, dim = codebooks.shape
+    block_c, tiles = BLOCK_C.value, triton.cdiv(size, BLOCK_C.value)
+    dim_padded, missing = max(16, triton.next_power_of_2(dim)), tiles * block_c - size
+    exponents = torch.frexp(codebooks.float().abs().amax(dim=(1, 2))).exponent
+    scales = torch.ldexp(torch.ones(num_quantizers, device=codebooks.device), (EXPONENT - exponents).clamp(-60, 60))
+    scaled = (codebooks.float() * scales[:, None, None]).clamp(-65504, 65504).half()
+    norms = scaled.float().square().sum(dim=-1) / 2  # of the rounded codes: their errors then mostly cancel
 
+    def rearrange(codes: Tensor) -> Tensor:
+        parts = codes.reshape(num_quantizers, tiles, COLUMNS.value, FOLD.value, codes.shape[-1])
+        return parts.transpose(2, 3).reshape(num_quantizers, tiles, block_c, codes.shape[-1]).contiguous()
 
-def _collapse(x: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides of all but the last two dimensions, those that can be walked as one merged."""
-    sizes, strides = [], []
-    for size, stride in zip(x.shape[:-2], x.stride()[:-2]):
-        if size == 1:
-            continue
-        if sizes and strides[-1] == size * stride:
-            sizes[-1], strides[-1] = sizes[-1] * size, stride
-        else:
-            sizes, strides = [*sizes, size], [*strides, stride]
-    return sizes, strides
+    return ScoringTables(
+        codebooks=codebooks.contiguous(),
+        scaled=rearrange(F.pad(scaled, (0, dim_padded - dim, 0, missing))),
+        norms=rearrange(F.pad(norms, (0, missing), value=torch.inf).unsqueeze(-1)).squeeze(-1),
+        scales=scales,
+    )
 
 
 @triton.jit
-def _nearest_group(operand, scaled, norms, first_tile, tiles, BLOCK_C: tl.constexpr, DIM_PADDED: tl.constexpr,
-                   FOLD: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _encode(
+    x, scaled, norms, scales, codebooks, out, rows, num_quantizers, size, tiles, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """M rows of x (rows, DIM); the residual stays in registers from stage to stage."""
+    row, d = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, DIM_PADDED)
+    mask = (row < rows)[:, None] & (d < DIM)[None, :]
+    residual = tl.load(x + row[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    for k in tl.range(0, num_quantizers, num_stages=1):
+        # fp16 for the tensor cores; numbers that are none become 0, so that every comparison has an answer
+        operand = tl.where(residual == residual, residual, 0.0) * tl.load(scales + k)
+        operand = tl.minimum(tl.maximum(operand, -HALF_MAX), HALF_MAX).to(tl.float16)
+        group = _nearest_group(operand, scaled, norms, k * tiles, tiles, DIM_PADDED, UNROLL, STAGES)
+        code = _nearest_of_group(residual, codebooks, k, size, group, DIM, DIM_PADDED)
+        residual -= _vectors(codebooks, k, code, size, DIM, DIM_PADDED)
+        tl.store(out + row * num_quantizers + k, code.to(tl.int64), mask=row < rows)
+
+
+@triton.jit
+def _nearest_group(
+    operand, scaled, norms, first_tile, tiles, DIM_PADDED: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr
+):
     """The group of FOLD codes that has the smallest score, the first of equals: int32 [M]."""
     M: tl.constexpr = operand.shape[0]
-    COLUMNS: tl.constexpr = BLOCK_C // FOLD
+    c = tl.arange(0, BLOCK_C)
     best = tl.full([M, COLUMNS], float("inf"), tl.float32)
     best_tile = tl.zeros([M, COLUMNS], tl.int32)
     for turn in tl.range(0, tiles // UNROLL, num_stages=STAGES):
         for i in tl.static_range(UNROLL):
             tile = turn * UNROLL + i
-            scores = score_tile(operand, scaled, norms, first_tile + tile, BLOCK_C, DIM_PADDED, FOLD)
+            place = (first_tile + tile) * BLOCK_C + c
+            codes = tl.load(scaled + place[:, None] * DIM_PADDED + tl.arange(0, DIM_PADDED)[None, :])
+            scores = tl.load(norms + place)[None, :] - tl.dot(operand, tl.trans(codes))
+            scores = tl.min(tl.reshape(scores, [M, FOLD, COLUMNS]), axis=1)
             best_tile = tl.where(scores < best, tile, best_tile)
             best = tl.minimum(best, scores)
     group = best_tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -123,50 +133,20 @@ def _nearest_group(operand, scaled, norms, first_tile, tiles, BLOCK_C: tl.conste
 
 
 @triton.jit
-def _nearest_of_group(residual, codebooks, k, size, group, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                      GROUP_SIZE: tl.constexpr):  # fmt: skip
+def _nearest_of_group(residual, codebooks, k, size, group, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
     """The nearest of a group's codes in fp32, the first of equals: int32 [M], always a code."""
-    first = group * GROUP_SIZE
     member = tl.zeros_like(group)
-    if GROUP_SIZE > 1:
-        nearest = tl.full(group.shape, float("inf"), tl.float32)
-        for t in tl.static_range(GROUP_SIZE):
-            code = tl.minimum(first + t, size - 1)
-            difference = residual - code_vectors(codebooks, k, code, size, DIM, DIM_PADDED)
-            distance = tl.sum(difference * difference, axis=1)
-            member = tl.where(distance < nearest, t, member)
-            nearest = tl.minimum(nearest, distance)
-    return tl.minimum(first + member, size - 1)
+    nearest = tl.full(group.shape, float("inf"), tl.float32)
+    for i in tl.static_range(FOLD):
+        difference = residual - _vectors(codebooks, k, tl.minimum(group * FOLD + i, size - 1), size, DIM, DIM_PADDED)
+        distance = tl.sum(difference * difference, axis=1)
+        member = tl.where(distance < nearest, i, member)
+        nearest = tl.minimum(nearest, distance)
+    return tl.minimum(group * FOLD + member, size - 1)
 
 
 @triton.jit
-def _encode(
-    x, scaled, norms, scales, codebooks, out,
-    rows, size1, size2, stride0, stride1, stride2, stride_g, stride_d,
-    groups, num_quantizers, size, tiles, bits, row_bytes,
-    ROWS: tl.constexpr, GROUPS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr, FOLD: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    PACKED: tl.constexpr, GROUP_WORDS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Whole rows of sub-vectors; the residual, and the packed string, stay in registers from stage to stage."""
-    M: tl.constexpr = ROWS * GROUPS_PADDED
-    start = tl.program_id(0) * ROWS
-    row, group = start + tl.arange(0, M) // GROUPS_PADDED, tl.arange(0, M) % GROUPS_PADDED
-    valid = (row < rows) & (group < groups)
-    residual = load_vectors(x, row, group, rows, groups, size1, size2, stride0, stride1, stride2, stride_g, stride_d,
-                     DIM, DIM_PADDED)  # fmt: skip
-    words = tl.zeros([M, GROUP_WORDS], tl.uint32)
-    for k in tl.range(0, num_quantizers, num_stages=1):
-        operand = as_operand(residual, tl.load(scales + k))
-        near = _nearest_group(operand, scaled, norms, k * tiles, tiles, BLOCK_C, DIM_PADDED, FOLD, UNROLL, STAGES)
-        code = _nearest_of_group(residual, codebooks, k, size, near, DIM, DIM_PADDED, FOLD)
-        residual -= code_vectors(codebooks, k, code, size, DIM, DIM_PADDED)
-        if PACKED:
-            words |= as_string(code, k * bits + tl.zeros_like(code), GROUP_WORDS)
-        else:
-            pointers = out + (row.to(tl.int64) * groups + group) * num_quantizers + k
-            tl.store(pointers, code.to(out.dtype.element_ty), mask=valid)
-    if PACKED:
-        words = tl.where((group < groups)[:, None], words, 0)
-        row = start + tl.arange(0, ROWS)
-        store_rows(words, out, group, num_quantizers * bits, row, rows, row_bytes, ROWS, WORDS)
+def _vectors(codebooks, k, code, size, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """The codes' vectors, fp32 [M, DIM_PADDED]."""
+    d = tl.arange(0, DIM_PADDED)[None, :]
+    return tl.load(codebooks + ((k * size + code) * DIM)[:, None] + d, mask=d < DIM, other=0.0).to(tl.float32)

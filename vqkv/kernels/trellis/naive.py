@@ -33,11 +33,12 @@ def _value(code: int) -> int:
 
 
 def _best(row: list, weight: float, states: int) -> list[int]:
-    sums, paths = [0.0] + [math.inf] * (states - 1), [[]] * states
+    sums = [0.0] + [math.inf] * (states - 1)
+    paths: list[list[int]] = [[]] * states
     for x, (costs, shift) in row:
         x = min(max(x, -2.0 * LARGEST), 2.0 * LARGEST) if x == x else 0.0
         found = [_candidates(y, costs, shift, weight) for y in (x, -x)]
-        next_sums, next_paths = [math.inf] * states, [[]] * states
+        next_sums, next_paths = [math.inf] * states, list(paths)
         for state, total in enumerate(sums):
             for parity, (cost, code) in enumerate(found[state & 1]):
                 to = TRANSITIONS[states][state][parity]

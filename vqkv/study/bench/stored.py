@@ -79,7 +79,7 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
         points, bits = grid(size, sizes.device), (size - 1).bit_length()
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         problem = Problem("grid_encode", f"grid {size}", label(sizes.stored), work)
-        expected = reference.rvq_encode_packed(pairs[:, :1, :CHECKED], points, bits)
+        expected = reference.pack_codes(reference.rvq_encode(pairs[:, :1, :CHECKED], points).flatten(-2), bits)
         arguments = (pairs, points, bits)
         problem.add_ours("rvq_encode_packed", pairs, *arguments, expected=expected, read=lambda x: x[:, :1, :CHECKED])
         yield problem

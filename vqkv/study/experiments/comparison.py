@@ -24,13 +24,13 @@ STEPS = 16  # tokens that are timed, after as many as a long text has
 
 @experiment(cases=lambda systems: [{"system": system} for system in systems])
 def comparison(
-    subject: Subject, system: str, context: int, chunk_size: int, num_facts: int, text_lens: list[int], num_texts: int
+    subject: Subject, system: str, context: int, step_size: int, num_facts: int, text_lens: list[int], num_texts: int
 ) -> dict:
     """A row for each way to store the model's cache.
 
     ``bits``: of a value, without side information; ``bits_with_side``: with it and exact tokens, in a cache of
-    ``context`` tokens. ``kl``: on the held-out text, with its 95% interval over windows. ``facts_short`` and
-    ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens that are answered,
+    ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval.
+    ``facts_short`` and ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens that are answered,
     ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token after the long text,
     ``_exact`` of the uncompressed cache, which takes turns with this one.
     """
@@ -38,7 +38,8 @@ def comparison(
     if name == "best":
         arguments = arguments | {"context": context, "kv_width": kv_width(subject.about)}
     compressor = subject.calibrated(presets.make(name, **arguments), min(8, subject.train_size[0]))
-    measured = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
+    half = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}  # the same tokens, whatever a block holds
+    measured = by_window(subject, compressor, **half, step_size=step_size, reconstruction=False)
     call = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     row = {"system": system, "like": like, "preset": f"presets.{name}({call})", "bits": measured["bits_per_value"]}
     row["bits_with_side"] = bits_with_side(measured, subject.about, context, tokens_kept_exact(compressor))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from vqkv.data.recall import RecallBatch
 from vqkv.errors import DataError
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.study.experiments.common import COPY_FROM, exact_compressor, facts_answered
@@ -54,22 +53,22 @@ def retrieval(
 
 
 def _copy(subject: Subject, compressor, passage: int) -> dict:
-    batch = passages(subject.test, passage)
+    tokens, answers = passages(subject.test, passage)
     read: dict[str, Any] = {"chunk_size": passage, "reconstruction": False, "per_sequence": True}
-    row = evaluate(subject.model, compressor, batch.tokens, answers=batch.answers, exact=subject.exact, **read)
+    row = evaluate(subject.model, compressor, tokens, answers=answers, exact=subject.exact, **read)
     names = ("recall_each", "recall_exact_each")
-    each, exact = (torch.tensor(row[name]).double().view(len(batch.tokens), -1) for name in names)
+    each, exact = (torch.tensor(row[name]).double().view(len(tokens), -1) for name in names)
     low, high = bootstrap_interval(100 * (exact - each).mean(1))
     shares = {"told": row["recall"], "told_exact": row["recall_exact"]}
     lost = {"lost": 100 * (shares["told_exact"] - shares["told"]), "lost_low": low, "lost_high": high}
-    about = {"task": "copy", "num_facts": 0, "text_len": batch.tokens.shape[1], "questions": each.numel()}
+    about = {"task": "copy", "num_facts": 0, "text_len": tokens.shape[1], "questions": each.numel()}
     return about | shares | lost
 
 
-def passages(text: torch.Tensor, size: int) -> RecallBatch:
-    """``text`` (num_seqs, seq_len) with its second ``size`` tokens again as its last, asked from the ``COPY_FROM``-th
-    on."""
+def passages(text: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``text`` (num_seqs, seq_len) with its second ``size`` tokens again as its last, and where these are asked
+    for, bool: from the ``COPY_FROM``-th on."""
     tokens = torch.cat([text[:, :-size], text[:, size : 2 * size]], dim=1)
     answers = torch.zeros_like(tokens, dtype=torch.bool)
     answers[:, COPY_FROM - size :] = True
-    return RecallBatch(tokens, answers, torch.full_like(tokens, text.shape[1] - 2 * size) * answers)
+    return tokens, answers

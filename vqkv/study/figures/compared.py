@@ -23,5 +23,8 @@ def compared(table: pd.DataFrame):
             error = [[row[column] - row[ends[0]]], [row[ends[1]] - row[column]]] if ends else None
             ax.errorbar([row[column]], [row["system"]], xerr=error, linestyle="none", capsize=3, **style)
         ax.set_xlabel(label)
-        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+        if column == "kl":
+            ax.set_xscale("log")
+        else:
+            ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
     return fig

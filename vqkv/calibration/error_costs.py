@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.layers import Door, kv_layers
+from vqkv.models.layers import InterceptingCache, kv_layers
 from vqkv.models.plain import copied
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import whole_blocks
@@ -24,20 +23,15 @@ COST_TOKENS = 1024  # of a sequence that errors are measured on
 WATCHED = "vqkv_watched"
 
 
-def metrics(costs: str, model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
-    """What errors cost to the model's ``loss`` (``fisher_metrics``) or in ``attention`` (``attention_metrics``)."""
-    return attention_metrics(model, tokens) if costs == "attention" else fisher_metrics(model, tokens, pre_rope)
-
-
 def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
-    """For each place, fp32 (num_kv_heads, head_dim, head_dim): the Fisher information of the model's predictions about
-    a head's key (before RoPE, or after) or value. An error e costs about e' F e / 2 nats of KL.
+    """Compute the Fisher information of a model's predictions about a head's key (before RoPE, or after) or value, by
+    role and layer: fp32 (num_kv_heads, head_dim, head_dim). An error e costs about e' F e / 2 nats of KL.
 
     From the gradients of log-likelihoods of next tokens drawn from the model's own predictions, on the first
     ``FISHER_TOKENS`` of ``FISHER_SEQS`` sequences of ``tokens`` (num_seqs, seq_len), one sequence at a time. Raises
     ``DataError`` for a model that makes NaN or infinity.
     """
-    turns = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
+    rotated = rotations(model, pre_rope) if pre_rope else [None] * len(kv_layers(model))
     tokens = tokens[:FISHER_SEQS, :FISHER_TOKENS]
     sums: dict[Place, Tensor] = {}
     generator = torch.Generator(model.device).manual_seed(0)
@@ -48,10 +42,12 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
             def perturb(layer, keys, values, added=added):
                 for role, x in zip(ROLES, (keys, values), strict=True):
                     added[role, layer] = torch.zeros_like(x, requires_grad=True)
-                error, turn = added["key", layer], turns[layer]  # an error of a key turns as the key does
-                return keys + (error if turn is None else turn.turned(error).to(keys)), values + added["value", layer]
+                error, rotation = added["key", layer], rotated[layer]
+                error = error if rotation is None else rotation.turned(error).to(keys)  # as the key is
+                return keys + error, values + added["value", layer]
 
-            logits = model(sequence.to(model.device), past_key_values=Door(model, perturb), use_cache=True).logits
+            cache = InterceptingCache(model, perturb)
+            logits = model(sequence.to(model.device), past_key_values=cache, use_cache=True).logits
             logits = logits[0].float()
             if not logits.isfinite().all():
                 raise DataError("the model itself makes NaN or infinite logits: check its weights and dtype")
@@ -71,64 +67,60 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
 
 @torch.no_grad()
 def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
-    """For each place, fp32 (num_kv_heads, head_dim, head_dim): of a head's keys, after RoPE, the second moments M of
-    the queries that read them; of its values theirs, each weighted by k' M k of its own key k, over the mean of that
-    (OSCAR, arXiv 2605.17757). On the tokens that ``fisher_metrics`` reads."""
-    found: dict[Place, Tensor] = {}
+    """Compute what attention makes of errors, by role and layer: fp32 (num_kv_heads, head_dim, head_dim).
+
+    Of a head's keys, after RoPE, the second moments M of the queries that read them; of its values theirs, each
+    weighted by k' M k of its own key k, over the mean of that (OSCAR, arXiv 2605.17757). On the tokens that
+    ``fisher_metrics`` reads. Raises ``DataError`` for a model whose attention does not show them."""
+    moments: dict[Place, Tensor] = {}
 
     def watched(module, query, key, value, *arguments, **more):
         grouped = query.float().unflatten(1, (key.shape[1], -1))
         moment = torch.einsum("bhgtc,bhgtd->hcd", grouped, grouped) / grouped[:, 0, ..., 0].numel()
         scores = torch.einsum("bhtc,hcd,bhtd->bht", key.float(), moment, key.float())
         weights = (scores / scores.mean((0, 2)).view(1, -1, 1).clamp_min(1e-12)).sqrt().unsqueeze(-1) * value.float()
-        found["key", module.layer_idx] = moment
-        found["value", module.layer_idx] = torch.einsum("bhtc,bhtd->hcd", weights, weights) / scores[:, 0].numel()
+        moments["key", module.layer_idx] = moment
+        moments["value", module.layer_idx] = torch.einsum("bhtc,bhtd->hcd", weights, weights) / scores[:, 0].numel()
         return sdpa_attention_forward(module, query, key, value, *arguments, **more)
 
-    layers = kv_layers(model)
-    name, apart = f"{WATCHED}_{threading.get_ident()}", copied(model)  # other threads may run the model
+    name, separate = f"{WATCHED}_{threading.get_ident()}", copied(model)  # other threads may run the model
     AttentionInterface.register(name, watched)
     AttentionMaskInterface.register(name, sdpa_mask)
-    apart.set_attn_implementation(name)
-    apart(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
-    shown = {}
-    for (i, layer), role in itertools.product(enumerate(layers), ROLES):
-        moment = found.get((role, layer.layer_idx))
+    separate.set_attn_implementation(name)
+    separate(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
+    found: dict[Place, Tensor] = {}
+    for (i, layer), role in itertools.product(enumerate(kv_layers(model)), ROLES):
+        moment = moments.get((role, layer.layer_idx))
         if moment is None or moment.shape[:2] != (layer.shape[0], layer.shape[1 + (role == "value")]):
             raise DataError(
                 f"{type(model).__name__} does not show what reads the {role}s of layer {i} as they are cached: use a "
                 "preset that attention need not tell of, such as turboquant or live"
             )
-        shown[role, i] = moment
-    return shown
+        found[role, i] = moment
+    return found
 
 
 @torch.no_grad()
 def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """For each place, float64 (n, 2): bits a value, and the KL in nats that its error is expected to cost on ``tokens``
-    (num_seqs, seq_len), of whose sequences the first ``COST_TOKENS`` are used. An error e of a head costs e' F e / 2,
-    with F from ``metrics`` (``fisher_metrics``), for what ``compressor`` restores, and goes with the squared error from
-    there: no pass of the model for each place. Raises ``DataError`` for codecs that are no chain, or whose bits cannot
-    be chosen."""
-    found = {}
-    for place, codec, rows, error in restored_places(model, compressor, tokens[:, :COST_TOKENS].to(model.device)):
+    """Estimate, by role and layer, float64 (n, 2): bits a value, and the KL in nats that its error costs on the first
+    ``COST_TOKENS`` of each of ``tokens`` (num_seqs, seq_len).
+
+    An error e of a head costs e' F e / 2, with F from ``metrics`` (``fisher_metrics``), for what ``compressor``
+    restores; other bits cost in proportion to their squared error, without a pass of the model. Raises ``DataError``
+    for codecs that are no chain, or whose bits cannot be chosen."""
+    known, sinks, curves = compressor.new_pass(), compressor.settings.sink_tokens, {}
+    tokens = tokens[:, :COST_TOKENS].to(model.device)
+    stored = zip(*capture(model, tokens, pre_rope=compressor.settings.pre_rope), strict=True)
+    for coder, x in zip(itertools.chain(*compressor.coders), itertools.chain(*stored), strict=True):
+        codec, place = coder.codec, coder.place
         if not isinstance(codec, Chain):
             raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
-        curve, vectors = codec.rates(rows), codec.vectors(rows)
+        x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
+        residual = x if coder.prediction is None else x - coder.prediction(known, x)
+        error = coder.through(x, known) - x
+        curve, vectors = codec.rates(residual), codec.vectors(residual)
         squared = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
         weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[place].to(error), error)
         cost = weighted.double().mean().item() / 2
-        found[place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
-    return found
-
-
-def restored_places(model, compressor, tokens: Tensor) -> Iterator[tuple]:
-    """For each place: its codec, what that was given, and the error of what is read back of the tokens after the
-    sinks."""
-    known, sinks = compressor.new_pass(), compressor.settings.sink_tokens
-    keys, values = capture(model, tokens, pre_rope=compressor.settings.pre_rope)
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        for coder, x in zip(compressor.coders[layer], pair, strict=True):
-            x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
-            rows = x if coder.prediction is None else x - coder.prediction(known, x)
-            yield coder.place, coder.codec, rows, coder.through(x, known) - x
+        curves[place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
+    return curves

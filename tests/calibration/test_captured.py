@@ -1,0 +1,82 @@
+"""Captured keys and values on disk: whose they are, what fails, and that memory does not grow with the tokens."""
+
+import copy
+import resource
+
+import few_presets
+import forked
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from vqkv import DataError, calibrate, load_model, presets
+from vqkv.calibration.captured import CapturedTokens
+
+TOKENS = torch.randint(1, 4096, (6, 80), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where temporary files go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_captured_tokens_serve_several_presets_and_keep_what_they_were_made_from(llama, folder):
+    tokens, other = TOKENS.clone(), copy.deepcopy(llama)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(2)  # keys of layers above depend on it
+    with CapturedTokens(llama, tokens, batch_size=4, progress=False) as captured:
+        for preset in (presets.aqua(), presets.kvquant(2, block=16, fisher=True), presets.vqllm(2, 16, 8)):
+            given = calibrate(llama, tokens, preset, progress=False, captured=captured)
+            own = calibrate(llama, tokens, preset, batch_size=4, progress=False)
+            assert given.fingerprint == own.fingerprint and given.notes["batch_size"] == 4
+        assert [*folder.iterdir()]
+        for model, given, preset, message in (
+            (llama, tokens[:4], presets.aqua(), "captured holds other tokens"),
+            (llama, tokens, presets.aqua(pre_rope=False), "other side of RoPE"),
+            (other, tokens, presets.aqua(), "other weights"),
+            (copy.deepcopy(llama).bfloat16(), tokens, presets.aqua(), "other weights"),
+            (llama, tokens.fill_(3), presets.aqua(), "captured holds other tokens"),
+        ):
+            with pytest.raises(DataError, match=message):
+                calibrate(model, given, preset, progress=False, captured=captured)
+    assert not [*folder.iterdir()]
+
+
+def test_an_interrupted_capture_leaves_nothing(llama, folder, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vqkv.calibration.captured.capture", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CapturedTokens(llama, TOKENS, progress=False)
+    assert not [*folder.iterdir()]
+
+
+def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("vqkv.calibration.captured.save_file", full)
+    with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
+        calibrate(llama, TOKENS, presets.aqua(), progress=False)
+
+
+def peaks(folder: str, name: str) -> list[float]:
+    """MiB that this process has held at most, after a calibration on 16 sequences and after one on 160."""
+    torch.set_num_threads(1)
+    model, found = load_model(folder)[0], []
+    preset = presets.aqua() if name == "aqua" else few_presets.PRESETS[name]
+    for num_seqs in (16, 160):
+        tokens = few_presets.text(num_seqs, 0, seq_len=256)
+        calibrate(model, tokens, preset, batch_size=4, progress=False)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return found
+
+
+@pytest.mark.parametrize("name", ["aqua", "vqllm"])
+def test_memory_does_not_grow_with_the_tokens(llama, name):
+    """Keys and values of 144 x 256 more tokens take 54 MiB in fp32, which would show."""
+    short, long = forked.call(peaks, llama.config._name_or_path, name)
+    assert long - short < 10  # MiB: allocators keep some of what batches leave
