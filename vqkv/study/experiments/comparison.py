@@ -1,6 +1,7 @@
 """``vqkv compare``: some ways to store a cache, measured on one model."""
 
 import statistics
+from typing import Any
 
 from vqkv import presets
 from vqkv.models.load import kv_width
@@ -30,15 +31,15 @@ def comparison(
 
     ``bits``: of a value, without side information; ``bits_with_side``: with it and exact tokens, in a cache of
     ``context`` tokens. ``kl``: on the second halves of the held-out text's windows, with its 95% interval.
-    ``facts_short`` and ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens that are answered,
-    ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token after the long text,
-    ``_exact`` of the uncompressed cache, which takes turns with this one.
+    ``facts_short`` and ``facts_long``: share of ``num_facts`` in each of ``num_texts`` texts of ``text_lens`` tokens
+    that are answered, ``_exact`` by the uncompressed cache. ``resident_mb`` and ``ms``: memory and time of a token
+    after the long text, ``_exact`` of the uncompressed cache, which takes turns with this one.
     """
     name, arguments, like = SYSTEMS[system]
     if name == "best":
         arguments = arguments | {"context": context, "kv_width": kv_width(subject.about)}
     compressor = subject.calibrated(presets.make(name, **arguments), min(8, subject.train_size[0]))
-    half = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}  # the same tokens, whatever a block holds
+    half: dict[str, Any] = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}  # the same tokens, whatever a block holds
     measured = by_window(subject, compressor, **half, step_size=step_size, reconstruction=False)
     call = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     row = {"system": system, "like": like, "preset": f"presets.{name}({call})", "bits": measured["bits_per_value"]}
