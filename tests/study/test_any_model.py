@@ -7,7 +7,6 @@ from vqkv.study.driver import Study
 from vqkv.study.pages import HOLDS
 
 PAGES = {  # shape -> a page, its parameters where `smoke` has too long a text for a model of 256 positions
-    "qwen2": ("04", {"train_seqs": 4, "num_seqs": 1}),
     "gemma3": ("01", {"num_seqs": 1, "seq_len": 64}),  # most of its layers attend to the last 10 tokens only
     "gpt2": (
         "02",
