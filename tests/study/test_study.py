@@ -87,12 +87,12 @@ def test_elsewhere_every_claim_has_a_verdict_and_an_error_is_still_an_error(root
     run = study.Study(root, parameters={"steps": 4}, out=root / "out")
     assert list(run.run()) == ["02_second", "04_fourth"] and (root / "out/failed/02_second.ipynb").is_file()
     first, third = run.claims["01_first"], run.claims["03_third"]
-    assert first == {"assert steps == x, 'three'": "does not hold here", "assert x == 3": "holds"}
+    assert first == {"assert steps == x, 'three'": "does not hold here (found three)", "assert x == 3": "holds"}
     assert third["assert y"] == "cannot be asked here (KeyError: 4)"
     assert third["assert steps / 0"].startswith("cannot be asked here (ZeroDivisionError")
     page = nbformat.read(root / "out/notebooks/03_third.ipynb", as_version=4)
-    assert page.cells[2].outputs[0].text == "cannot be asked here (KeyError: 4)\n"
-    assert page.cells[4].outputs[0].data["text/plain"] == "9"
+    assert page.cells[3].outputs[0].text == "cannot be asked here (KeyError: 4)\n"
+    assert page.cells[5].outputs[0].data["text/plain"] == "9"
     assert "to the end" in (root / "out/notebooks/01_first.ipynb").read_text()
 
 

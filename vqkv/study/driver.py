@@ -30,6 +30,12 @@ from vqkv.study.tables import repository_root, write_atomically
 from vqkv.study.workers import check
 
 
+ELSEWHERE = (
+    "**Run with other parameters than the committed page.** Tables and figures are of this run; the sentences are the "
+    "committed page's. Of each claim the last cells say whether it holds here."
+)
+
+
 @dataclass
 class Study:
     """A run and its place: the notebooks of ``root``, a profile, further parameters, an output folder.
@@ -107,6 +113,8 @@ class Study:
             kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
             write_atomically(kept, pages.written(notebook))
             return path.stem, f"{str(error).strip()}\nThe partly executed notebook is {kept}"
+        if not self.in_place:
+            notebook.cells.insert(0, nbformat.v4.new_markdown_cell(ELSEWHERE))
         write_atomically(self.target / "notebooks" / path.name, pages.written(pages.strip(notebook)))
         return path.stem, ""
 
@@ -127,7 +135,11 @@ class Study:
             client.execute_cell(first, 0, store_history=False)
             del notebook.cells[0]
             for number, cell in enumerate(notebook.cells):
+                source = cell.source
+                if pages.TOLERANT in cell.metadata.get("tags", []):
+                    cell.source = pages.with_value(source)
                 client.execute_cell(cell, number)
+                cell.source = source
 
 
 app = typer.Typer(add_completion=False)

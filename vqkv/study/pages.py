@@ -108,6 +108,15 @@ def _claims_of(cell: NotebookNode) -> list[NotebookNode]:
     return parts
 
 
+def with_value(source: str) -> str:
+    """Let a claim that fails say what it found: the left side of its comparison."""
+    last = (statements := ast.parse(source).body)[-1] if source.strip() else None
+    if not isinstance(last, ast.Assert) or not isinstance(last.test, ast.Compare) or last.msg:
+        return source
+    last.msg = last.test.left
+    return ast.unparse(ast.Module(statements, []))
+
+
 def judge(notebook: NotebookNode) -> dict[str, str]:
     """Return {claim: verdict} of a page whose ``claims_apart`` have run; the verdicts replace what the cells printed.
     A claim about a system or a layer that was not tried cannot be asked."""
@@ -142,4 +151,5 @@ def _verdict(outputs: list[NotebookNode]) -> str:
     if error is None:
         return HOLDS
     reason = f"cannot be asked here ({error.ename}: {error.evalue})"
-    return "does not hold here" if error.ename == "AssertionError" else reason
+    found = f" (found {error.evalue:.200})" if error.evalue else ""
+    return f"does not hold here{found}" if error.ename == "AssertionError" else reason
