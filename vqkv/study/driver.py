@@ -29,7 +29,6 @@ from vqkv.study.steering import Steering
 from vqkv.study.tables import repository_root, write_atomically
 from vqkv.study.workers import check
 
-
 ELSEWHERE = (
     "**Run with other parameters than the committed page.** Tables and figures are of this run; the sentences are the "
     "committed page's. Of each claim the last cells say whether it holds here."
@@ -127,6 +126,7 @@ class Study:
             resources={"metadata": {"path": str(self.notebooks[0].parent)}},
             record_timing=False,
             coalesce_streams=True,
+            extra_arguments=["--log-level=ERROR"],  # not that kernels speak over TCP
             allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
         with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
