@@ -6,5 +6,3 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
-for steering in ("VQKV_OUT", "VQKV_RECOMPUTE"):
-    os.environ.pop(steering, None)

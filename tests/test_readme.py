@@ -11,7 +11,6 @@ from vqkv.data.bundled import CORPORA, PACKAGES
 from vqkv.data.hub import HUB_CORPORA
 from vqkv.data.splits import SPLITS, listed
 from vqkv.models.load import BUNDLED
-from vqkv.study.experiments.comparisons import what_to_use
 from vqkv.study.experiments.frontier import CONTEXTS
 from vqkv.study.experiments.rule import by_rule, cache_shape
 
@@ -34,6 +33,22 @@ TIMED = {
 def test_code_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {})
+
+
+def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
+    """The system of the least KL within each budget of bits, side information included, by length of one context."""
+    groups = table.groupby(["system", "nominal_bits"], sort=False)
+    kl, floor = groups["kl_mean"].mean(), table["kl_floor"].max()
+
+    def least(bits: pd.Series, budget: float) -> str:
+        fits = kl[bits <= budget]
+        if fits.empty:
+            return "none"
+        (system, nominal), loss = fits.idxmin(), f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
+        return f"{system}, {nominal:g} bits: {loss}" if nominal else f"{system}: {loss}"
+
+    found = {name: [least(groups[f"bits_{name}_x1"].max(), budget) for budget in budgets] for name in CONTEXTS}
+    return pd.DataFrame(found, index=budgets)
 
 
 def test_the_table_of_what_to_use_is_the_committed_one():

@@ -29,10 +29,12 @@ class Commands(typer.core.TyperGroup):
         except (ValueError, OSError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
-            typer.echo(f"error: {error}", err=True)
+            remedy = ": pip install 'vqkv[study,peers]'" if isinstance(error, ModuleNotFoundError) else ""
+            typer.echo(f"error: {error}{remedy}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            typer.echo("interrupted; what was finished is kept", err=True)
+            kept = "; finished rows are kept, and the same command goes on" * (ctx.invoked_subcommand == "compare")
+            typer.echo(f"interrupted{kept}", err=True)
             raise typer.Exit(130) from error
 
 

@@ -50,7 +50,13 @@ def test_one_file_is_cut_into_three_parts_by_position(tmp_path, form):
     parts = {split: [text.index(piece) for piece in documents(str(path), split)] for split in SPLITS}
     assert max(parts["train"]) < min(parts["validation"]) <= max(parts["validation"]) < min(parts["test"])
     assert sum(len(piece) for split in SPLITS for piece in documents(str(path), split)) == len(text)
-    assert 0.06 < sum(len(piece) for piece in documents(str(path), "test")) / len(text) < 0.1
+    assert 0.18 < sum(len(piece) for piece in documents(str(path), "test")) / len(text) < 0.22
+
+
+def test_windows_of_a_file_leave_no_token_out(tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"word{i}" for i in range(4000)))
+    tokens = sum(len(tokenizer(piece)["input_ids"]) for piece in documents(str(tmp_path / "text.txt"), "test"))
+    assert load_corpus(str(tmp_path / "text.txt"), tokenizer, "test", seq_len=128, num_seqs=tokens // 128).numel()
 
 
 def test_what_is_learned_from_is_not_reported_on(tokenizer, tmp_path):
@@ -68,6 +74,7 @@ REFUSED = {
     "short.txt": (DataError, "holds only 0 windows", {}),
     "other.jsonl": (DataError, "'text' field", {}),
     "empty": (DataError, "no text file", {}),
+    "missing.txt": (DataError, "there is no file 'missing.txt'", {}),
     "bytes.txt": (DataError, "is not UTF-8 text", {}),
 }
 

@@ -10,7 +10,7 @@ from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint
 from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
 from vqkv.study import measured, tables
-from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.tuning import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
@@ -32,7 +32,7 @@ def test_the_packaged_numbers_are_those_of_pages_08_and_11():
 def test_a_recommended_preset_is_the_one_that_was_measured(label):
     given = (VQLLM, 4, 0, chosen_settings(tables.stored("11_tuning")[0]))
     name, arguments, _ = measured.SYSTEMS[label]
-    tried = (published(*given) | since(*given))[label]
+    tried = published(*given)[label]
     preset = dataclasses.replace(presets.make(name, **arguments), sink_tokens=4)
     for role in ("key_codec", "value_codec"):
         one, other = (getattr(made, role)(64).config() for made in (preset, tried))

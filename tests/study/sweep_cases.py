@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from vqkv.errors import UnknownNameError
@@ -18,14 +17,6 @@ def cube(x, folder, scale=3):
     """A row or two. Leaves a mark for every call."""
     mark(folder, x)
     return [{"x": x, "part": part, "y": (x + part) ** 3 / scale} for part in range(1 + x % 2)]
-
-
-@experiment(_cases)
-def slow_cube(x, folder):
-    """``cube`` that takes its time."""
-    mark(folder, f"begun-{x}")
-    time.sleep(0.01)
-    return cube.row(x, folder)
 
 
 @experiment(_cases)

@@ -7,7 +7,6 @@ from vqkv.study.driver import Study
 from vqkv.study.pages import HOLDS
 
 PAGES = {  # shape -> a page, its parameters where `smoke` has too long a text for a model of 256 positions
-    "qwen2": ("04", {"train_seqs": 4, "num_seqs": 1}),
     "gemma3": ("01", {"num_seqs": 1, "seq_len": 64}),  # most of its layers attend to the last 10 tokens only
     "gpt2": (
         "02",
@@ -35,5 +34,5 @@ def test_a_page_runs_on_any_model_and_says_which_claims_hold(shape, text, tmp_pa
     asserted = sum('"assert ' in line for line in study.notebooks[0].read_text().splitlines())
     assert len(verdicts) == asserted
     assert all(verdict.startswith((HOLDS, "does not hold", "cannot be asked")) for verdict in verdicts)
-    assert "does not hold here" in verdicts
+    assert any(verdict.startswith("does not hold here (found ") for verdict in verdicts)
     assert (tmp_path / "out" / "figures").is_dir() and not (tmp_path / "out" / "failed").exists()

@@ -1,13 +1,14 @@
 """The benches at a small size. What they print is timed; what is tested is what they compare and how they count."""
 
+import pandas as pd
 import pytest
 import torch
 
-from vqkv.cache.meter import tensor_bytes
-from vqkv.errors import UnknownNameError
+from vqkv.study import figures
 from vqkv.study.bench import caches, generation
-from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, stored_bytes
+from vqkv.study.bench.caches import PEER, REFERENCE
 from vqkv.study.bench.generation import latency, peak_memory
+from vqkv.study.experiments import read_in_place
 
 TINY = {"geometry": "tiny", "seed": 0, "threads": 1, "dtype": "float32", "device": "cpu"}
 
@@ -53,12 +54,6 @@ def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monke
     assert [row["system"] for row in rows] == [REFERENCE, "kivi 2"]
 
 
-@pytest.mark.parametrize("wrong", [{"geometry": "huge"}, {"dtype": "int8"}, {"systems": ["kivi"]}], ids=str)
-def test_unknown_names_are_refused(wrong):
-    with pytest.raises(UnknownNameError, match=f"{next(iter(wrong))[:6]}.*Known"):
-        latency([[1, 10, 2]], 1, **{"systems": []} | TINY | wrong)
-
-
 def test_peak_memory_of_fresh_processes(monkeypatch):
     """Whatever glibc was told for this process, what was freed is not counted."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
@@ -72,9 +67,10 @@ def test_peak_memory_of_fresh_processes(monkeypatch):
     assert rows[0]["stored_mb"] == 4098 * 2 * 2 * 2 * 32 * 4 / 1e6  # tokens, layers, K and V, heads, head_dim, bytes
 
 
-def test_what_a_system_shares_between_its_caches_is_not_stored_in_one():
-    model = random_llama("tiny")
-    systems = prepared(model, ["vqllm 8x256", "aqua higgs 2", REFERENCE])
-    for system in systems.values():
-        assert stored_bytes(system.new_cache(model), system) == 0
-        assert getattr(system, "side_bytes", 0) == 0 or tensor_bytes(system) > 0
+def test_what_reads_in_place_is_timed_and_drawn_beside_int4():
+    settings = {"rounds": 1, "systems": ["quanto 4"], "seed": 0, "threads": 1,
+                "dtype": "float32", "device": "cpu"}  # fmt: skip
+    times = read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], **settings)
+    assert set(times["system"]) == {"DynamicCache", "transformers quanto 4", "quanto 4"} and len(times) == 6
+    losses = pd.DataFrame({"system": ["quanto 4"], "bits_8k_x1": 4.5, "kl_mean": 0.1, "kl_low": 0.05, "kl_high": 0.2})
+    assert len(figures.in_place(times, losses).axes) == 3

@@ -1,7 +1,5 @@
 """Injected phenomena: other keys and values, the same outputs."""
 
-import copy
-
 import pytest
 import small_models
 import torch
@@ -17,9 +15,9 @@ from vqkv.study.injection import inject
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["gpt2-mini", "llama-mini", "qwen2"])
+@pytest.fixture(scope="module", params=["llama-mini", "qwen2"])
 def model(request, tmp_path_factory):
-    """The bundled ones, and a random one with biases and grouped queries."""
+    """A bundled one, and a random one with biases and grouped queries."""
     if request.param == "qwen2":
         return small_models.load("qwen2", tmp_path_factory.mktemp("qwen2"))
     return load_model(f"vqkv/{request.param}")[0]
@@ -31,8 +29,7 @@ def factors(model, seed: int, most: float) -> torch.Tensor:
     shape = (len(layers), *layers[0].shape[:2])
     x = most ** (2 * torch.rand(shape, generator=generator) - 1) * torch.randn(shape, generator=generator).sign()
     for turn, layer in zip(rotations(model), x, strict=True):
-        if turn is not None:
-            layer[:, turn.second] = layer[:, turn.first]
+        layer[:, turn.second] = layer[:, turn.first]
     return x
 
 
@@ -56,37 +53,17 @@ def test_outputs_stay_and_caches_are_scaled_as_asked(model, seed, most, roles):
             assert missed.max() < 1e-3  # beside an outlier the other channels of a turned key round a little
 
 
-def test_one_head_or_channel_of_all_layers_broadcasts(model):
-    layers = kv_layers(model)
-    loud = torch.tensor([30.0] + [1.0] * (layers[0].num_kv_heads - 1))[:, None]  # (num_kv_heads, 1)
-    other = inject(model, values=loud)
-    for before, after in zip(capture(model, TOKENS)[1], capture(other, TOKENS)[1], strict=True):
-        ratio = after.std(dim=(0, 2, 3)) / before.std(dim=(0, 2, 3))
-        torch.testing.assert_close(ratio, loud[:, 0], rtol=1e-3, atol=1e-3)
-        assert ratio.shape == (layers[0].num_kv_heads,)
-
-
 def test_a_bias_that_attention_does_not_see(model):
-    """None without RoPE; with it that of a single position, as only turning lets a bias differ among keys."""
+    """That of a single position, as only RoPE lets a bias differ among keys."""
     bias = torch.zeros(kv_layers(model)[0].shape[1])
     bias[-1] = 50.0
-    other, turns = inject(model, key_bias=bias), rotations(model)[0] is not None
-    before, after = (capture(m, TOKENS)[0][0] for m in (model, other))  # a later layer's inputs differ with RoPE
+    other = inject(model, key_bias=bias)
+    before, after = (capture(m, TOKENS)[0][0] for m in (model, other))  # a later layer's inputs differ
     torch.testing.assert_close((after - before).mean(dim=(0, 1, 2)), bias, rtol=1e-3, atol=2e-3)
-    expected = logits(model)
-    if not turns:
-        torch.testing.assert_close(logits(other), expected, rtol=0, atol=1e-3)
     at_zero = {"position_ids": torch.zeros_like(TOKENS)}
     with torch.inference_mode():
         alike = [m(TOKENS, **at_zero).logits for m in (model, other)]
     torch.testing.assert_close(*alike, rtol=0, atol=1e-3)
-
-
-def test_a_bias_comes_behind_the_multiplier_and_one_that_is_there_is_multiplied(model):
-    keys, bias = factors(model, 3, 10.0), torch.randn(kv_layers(model)[0].shape[1])
-    other = inject(model, keys=keys, key_bias=bias)
-    before, after = (capture(m, TOKENS)[0][0] for m in (model, other))
-    torch.testing.assert_close(after, before * keys[0][:, None] + bias, rtol=1e-3, atol=2e-3)
 
 
 def test_the_model_stays_as_it_is_and_copies_have_names(model):
@@ -102,16 +79,3 @@ def test_attention_that_it_does_not_know(name):
     config = small_models.CONFIGS.get(name, small_models.SLIDING.get(name))()
     with pytest.raises(DataError, match=f"inject knows no {name.capitalize()}Attention, with k_norm, k_proj"):
         inject(AutoModelForCausalLM.from_config(config).eval(), keys=torch.tensor(2.0))
-
-
-def test_attention_that_clips_its_projections():
-    from transformers import OlmoConfig
-
-    config = OlmoConfig(**small_models.COMMON | {"head_dim": 12, "clip_qkv": 1.0})
-    with pytest.raises(DataError, match="inject knows no OlmoAttention"):
-        inject(AutoModelForCausalLM.from_config(config).eval(), values=torch.tensor(2.0))
-
-
-def test_weights_that_are_elsewhere(llama):
-    with pytest.raises(DataError, match="some weights are not in memory"):
-        inject(copy.deepcopy(llama).to("meta"), keys=torch.tensor(2.0))

@@ -1,16 +1,12 @@
 """Page 15: a quantizer of a reader's own, measured where it was not defined, and what the page makes of its rows."""
 
-import linecache
-
 import nbformat
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
-from vqkv.codecs.stage import Part
-from vqkv.errors import DataError
-from vqkv.study.experiments import defining_text, neighbours, own_preset
+from vqkv.study.experiments import own_preset
+from vqkv.study.experiments.own import imported
 from vqkv.study.subject import Subject
 from vqkv.study.tables import repository_root
 
@@ -22,60 +18,29 @@ NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 
 
 @pytest.fixture
-def cell():
+def cell(tmp_path, monkeypatch):
     """What the page's cell defines."""
-    defined = {"__name__": "__main__"}
-    exec(CELL, defined)
-    return defined
+    monkeypatch.setenv("VQKV_CACHE", str(tmp_path))
+    return imported(CELL)
 
 
-def test_the_levels_are_those_of_the_paper(cell):
-    np.testing.assert_allclose(cell["NormalFloat"](4).levels.float(), NF4, atol=5e-4)
-
-
-def test_hard_values_come_back(cell):
+def test_hard_values_come_back_and_the_levels_are_those_of_the_paper(cell):
+    np.testing.assert_allclose(cell.NormalFloat(4).levels.float(), NF4, atol=5e-4)
     x = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(0))
     x[0, :, 3] = 0
     x[0, :, 4] *= 1e4
     x[0, :, 5] *= 1e-6
-    codec = cell["nf"](4).key_codec(64).fit(x)
+    codec = cell.nf(4).key_codec(64).fit(x)
     payload = codec.encode(x)
     error = codec.decode(payload) - x
     assert error.isfinite().all() and error.square().sum() < 0.02 * x.square().sum()
     assert 8 * payload.nbytes == x.numel() * 4 + 8 * 16  # codes, and a scale for each token
 
 
-def test_it_is_measured_beside_others_without_the_class_being_known():
-    Part.registry.pop("NormalFloat", None)
+def test_it_is_measured_beside_others(cell):
     subject = Subject("vqkv/llama-mini", "python-stdlib", [1, 40], [1, 40])
     about = {"subject": subject, "models": [subject.name], "seeds": [0], "chunk_size": 18, "sink_tokens": 4}
     made = own_preset(**about, definition=CELL, preset="nf", bits=[4], beside=["higgs 4"])
     own, higgs = made.to_dict("records")
     assert (own["system"], own["nominal_bits"], higgs["system"], higgs["nominal_bits"]) == ("nf", 4, "higgs 4", 0)
     assert own["bits_per_value"] == higgs["bits_per_value"] == 4.125 and own["kl_floor"] < own["kl_mean"] < 0.1
-
-
-def test_a_changed_cell_is_another_parameter():
-    for text in ("def f():\n    return 1", "def f():\n    return 2"):
-        linecache.cache["<cell>"] = len(text), None, text.splitlines(keepends=True), "<cell>"
-        defined = {}
-        exec(compile(text, "<cell>", "exec"), defined)
-        assert defining_text(defined["f"]) == text
-    exec("def unseen(): pass", defined)
-    with pytest.raises(DataError, match="unseen"):
-        defining_text(defined["unseen"])
-
-
-def rows(system, bits, kl, nominal=0, seed=0):
-    about = {"model": "m", "seed": seed, "system": system, "nominal_bits": nominal, "b": bits}
-    return about | {"kl_mean": kl, "kl_each": f"{kl * 0.9} {kl * 1.1}"}
-
-
-def test_neighbours_are_those_of_like_bits():
-    own = [rows("nf", 2, 0.1, 2), rows("nf", 3, 0.001, 3)]
-    known = [rows("far", 2.5, 0.1), rows("near", 2.0, 0.2), rows("both", 3.1, 0.004, 3), rows("both", 5, 0.001, 5)]
-    found = neighbours(pd.DataFrame(own + known), "nf", "b", 0.15).set_index("system")
-    assert found.index.tolist() == ["near", "both"]
-    np.testing.assert_allclose(found["ratio"], [0.5, 0.25])
-    assert (found["better"] == "ours").all()
-    assert neighbours(pd.DataFrame(own), "nf", "b", 0.15).empty

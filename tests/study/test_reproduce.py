@@ -32,7 +32,7 @@ def test_rows_are_compared_with_the_nearest_of_the_same_words(row, difference, c
 def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeypatch):
     record = {"function": "sweep_cases.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
-    monkeypatch.setattr(reproduce, "stored", lambda name: (cases.cube(folder=str(tmp_path)), ""))
+    monkeypatch.setattr(reproduce, "known", lambda name: cases.cube(folder=str(tmp_path)))
     found = reproduce.again("toy", seed=0)
     assert found["case"].startswith("cube, case ") and found["difference"] == 0
     assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1
@@ -54,10 +54,3 @@ def test_no_table_is_begun_when_time_is_over():
     found = CliRunner().invoke(reproduce.app, ["--only", "14_stages", "--minutes", "-1"])
     assert found.exit_code == 0 and "14_stages        not reached" in found.output
     assert "0 of 0 tables" in found.output and "1 tables were not reached" in found.output
-
-
-@pytest.mark.parametrize(("difference", "code"), [(1e-6, 0), (0.02, 0), (0.05, 1), (math.inf, 1)])
-def test_what_processors_differ_by_is_no_failure(difference, code, monkeypatch):
-    found = {"table": "toy", "case": "all", "difference": difference, "column": "kl", "rows": 1, "device": "any"}
-    monkeypatch.setattr(reproduce.workers, "results", lambda *_: [found])
-    assert CliRunner().invoke(reproduce.app, ["--only", "14_stages"]).exit_code == code

@@ -1,11 +1,9 @@
 """Snapshot streams: exact restore, what codecs restore, bytes that add up."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqkv import presets
 from vqkv.study.snapshots import MAGIC_BYTES, RECORD_BYTES, Stream
 
 
@@ -53,37 +51,3 @@ def test_exact_streams_restore_every_step_bit_for_bit(steps, interval, sizes, dt
     framing = MAGIC_BYTES + RECORD_BYTES * (1 + steps)
     parts = ("header_bytes", "keyframe_bytes", "delta_bytes")
     assert framing + sum(report[part] for part in parts) == report["file_bytes"]
-
-
-def test_the_sources_arithmetic():
-    """512 steps of one token, a keyframe at steps 64, 128, ..., 512: 2,304 tokens in keyframes and 504 in deltas."""
-    report = Stream(cache(1, 1, 1, 512, 64)).report()
-    assert report["every_fp32_bytes"] == 131_328 * 128 * 4 and report["keyframe_bytes"] == 2_304 * 128 * 4
-    assert report["delta_bytes"] == 504 * 2 * (32 + 4)  # 64 codes of 4 bits and two fp16 ends, for a key and a value
-    written = 2_304 * 512 + 504 * 72 + 513 * RECORD_BYTES + MAGIC_BYTES
-    assert report["ratio_every_fp32"] == 131_328 * 512 / written and report["ratio_live_fp16"] == 512 * 256 / written
-
-
-PRESETS = {  # blocks of tokens, ragged, outliers, learned
-    "kivi": presets.kivi(2, 4),
-    "vqq": presets.vqq(0.2, 4, 16),
-    "kvquant": presets.kvquant(3, 0.1, block=4),
-    "vqllm": presets.vqllm(2, 16, 8),
-}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_stream_restores_what_its_codecs_do(name):
-    """By layer and role."""
-    x, preset = torch.randn(2, 2, 96, 16, generator=torch.Generator().manual_seed(5)), PRESETS[name]
-    pair, delta = (preset.key_codec().fit(x), preset.value_codec().fit(x)), presets.quanto(4, 8).key_codec().fit(x)
-    state = cache(2, 2, 2, 8, 16, torch.bfloat16)
-    stream = Stream(state, [pair] * 2, delta, interval=4)
-    for role, codec in enumerate(pair):
-        whole = state[role][1]
-        first, second, then = (
-            c.decode(c.encode(y)) for c, y in ((codec, whole[:, :, :4]), (codec, whole), (delta, whole[:, :, 4:7]))
-        )
-        assert torch.equal(stream.state(6)[role][1], torch.cat([first, then], dim=2).bfloat16())
-        assert torch.equal(stream.state(7)[role][1], second.bfloat16())
-    assert stream.report()["side_bytes"] == sum(codec.side_bytes for codec in pair) < stream.report()["header_bytes"]

@@ -1,32 +1,28 @@
 """Sweeps here, in processes and on a cluster: equal rows, also after a kill, and rows that must not be used again."""
 
 import json
-import multiprocessing
-import os
-import random
-import time
 
-import numpy as np
 import pandas as pd
 import pytest
 import sweep_cases as cases
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import sweep, tables, workers
+from vqkv.study import steering, sweep, tables, workers
 from vqkv.study.literals import plain
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text())
 WORDS = r"unknown preset 'vqlm'. Did you mean 'vqllm'\? Known: vqllm."
+
+
+def steer(monkeypatch, out, **how):
+    monkeypatch.setattr(steering, "current", steering.Steering(str(out), **how))
 
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """The folder for results; beside it marks."""
-    monkeypatch.setenv("VQKV_OUT", str(tmp_path / "out"))
+    steer(monkeypatch, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -61,30 +57,6 @@ def finish(out, **more) -> list[int]:
     return calls
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_table_and_nothing_is_computed_twice(tmp_path, monkeypatch):
-    rng, slow = random.Random(0), {"function": cases.slow_cube, "count": 40}
-    whole, out = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, out):
-        folder.mkdir()
-    monkeypatch.setenv("VQKV_OUT", str(whole))
-    table(whole, **slow)
-    monkeypatch.setenv("VQKV_OUT", str(out))
-    for _ in range(12):
-        before = {x: cases.marks(out, f"begun-{x}") for x in finished(out)}
-        process = multiprocessing.get_context("fork").Process(target=table, args=[out], kwargs=slow)
-        process.start()
-        while len(kept(out)) < len(before) + 1:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.02))
-        process.kill()
-        process.join(60)
-        assert {x: cases.marks(out, f"begun-{x}") for x in before} == before
-    assert 12 <= len(finished(out)) < 40
-    table(out, **slow)
-    name = "results/toy.csv"
-    assert (out / name).read_bytes() == (whole / name).read_bytes() and not kept(out)
-
-
 def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out):
     assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     assert finished(out) == [0, 1, 2]
@@ -93,12 +65,12 @@ def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out)
 
 
 def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out, monkeypatch):
-    monkeypatch.setenv("VQKV_WORKERS", "2")
+    steer(monkeypatch, out, workers=2)
     half_done(out, RuntimeError, r"a worker died.*memory", why="kill")
     assert finished(out) and 3 not in finished(out)  # the other worker may have gone on to the last
     assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
     done = finished(out)
-    monkeypatch.delenv("VQKV_WORKERS")
+    steer(monkeypatch, out)
     calls = [cases.marks(out.parent, x) for x in range(5)]
     assert finish(out) == [calls[x] + (x not in done) for x in range(5)]
 
@@ -109,7 +81,7 @@ def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monke
     with LocalCluster(
         n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=None
     ) as here:
-        monkeypatch.setenv("VQKV_SCHEDULER", here.scheduler_address)
+        steer(monkeypatch, out, scheduler=here.scheduler_address)
         assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
         assert finish(out)[3] == 1
     with pytest.raises(DataError, match="another version of vqkv"):
@@ -166,25 +138,6 @@ def test_a_subject_s_copies_share_its_sources_and_each_case_has_its_own():
     assert list(sources) == [f"corpus python-stdlib test 1x8 seed {seed}" for seed in (0, 1)]
 
 
-def test_outside_a_table_nothing_is_kept_and_arguments_are_checked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert len(cases.cube(count=2, folder=".")) == 3
-    assert cases.marks(".", 1) == 2 and sorted(os.listdir(".")) == ["0", "1"]
-    with pytest.raises(DataError, match="cube, case 1 of 5"):
-        cases.cube(folder=".", scale=float("nan"))
-    with pytest.raises(TypeError, match="cube takes no count_, size"):
-        cases.cube(folder=".", count_=1, size=2)
-
-
-def test_all_rows_are_finished_together():
-    def finish(rows):
-        return [row | {"all": len(rows)} for row in rows]
-
-    made = sweep.experiment(lambda: [{"x": 1}, {"x": 2}], finish)(lambda x: {"x": x})
-    assert made().to_dict("list") == {"x": [1, 2], "all": [2, 2]}
-
-
 def test_a_case_that_is_refused_has_no_rows_and_only_all_of_them_are_an_error():
     def row(x, least):
         if x < least:
@@ -196,18 +149,6 @@ def test_a_case_that_is_refused_has_no_rows_and_only_all_of_them_are_an_error():
         assert made(least=2).to_dict("list") == {"x": [2]}
     with pytest.raises(DataError, match="1 is too small .in row, case 1 of 2"):
         made(least=3)
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.dictionaries(st.text(), SCALARS, max_size=4), max_size=4))
-def test_rows_come_back_exactly(tmp_path, rows):
-    """The order of columns too; numpy's scalars become Python's."""
-    numbers = [{name: np.float64(v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
-    made = iter([numbers])
-    case = sweep.ExperimentCase(sweep.experiment()(lambda **_: next(made)), {"rows": repr(rows)}, "toy")
-    for _ in range(2):  # the second time from the file
-        back = sweep._computed("toy", [case], tmp_path)["toy"]["rows"]
-        assert repr(back) == repr(rows)
 
 
 def test_what_cases_share_is_made_once_bounded_and_forgotten():

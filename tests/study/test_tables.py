@@ -1,6 +1,5 @@
 """Tables and the figures drawn from them, in files with their provenance."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from vqkv.errors import DataError, FormatError, UnknownNameError
-from vqkv.study import figures, tables
-from vqkv.study.provenance import RECORDED_PACKAGES
+from vqkv.errors import DataError, FormatError
+from vqkv.study import figures, steering, tables
 
 calls = []
 
@@ -64,16 +62,6 @@ def test_fresh_and_stored_are_the_same_frame_with_its_types_and_words(root):
     assert stored["mse"][0] == 0.333333 and np.isnan(stored["mse"][1]) and np.isinf(stored["mse"][2])
 
 
-def test_provenance(root):
-    tables.table("toy", experiment, {"seed": 3, "scale": 2.0})
-    record = provenance(root)
-    assert record["parameters"] == {"seed": 3, "scale": 2.0}
-    assert record["function"].endswith("test_tables.experiment") and record["sources"] == {"model": "abc"}
-    assert set(record["versions"]) == {"python", *RECORDED_PACKAGES} and record["versions"]["torch"]
-    assert record["rows"] == 3 and record["figures"] == {} and record["device"] and record["wall_seconds"] >= 0
-    assert {"commit", "dirty"} <= set(record)
-
-
 def test_other_parameters_leave_the_committed_table_alone(root, monkeypatch):
     tables.table("toy", experiment, {"seed": 1})
     committed = contents(root)
@@ -82,7 +70,7 @@ def test_other_parameters_leave_the_committed_table_alone(root, monkeypatch):
     assert folder.parent == root / "runs" and folder.name.startswith("toy-") and len(folder.name) == len("toy-") + 10
     assert contents(root).items() >= committed.items()
     assert calls == [1, 2] and not again.attrs["vqkv"]["fresh"]
-    monkeypatch.setenv("VQKV_OUT", str(root / "elsewhere"))  # there the last one stays
+    monkeypatch.setattr(steering, "current", steering.Steering(str(root / "elsewhere")))  # there the last one stays
     for seed in (1, 2):
         tables.table("toy", experiment, {"seed": seed})
     assert provenance(root / "elsewhere")["parameters"] == {"seed": 2} and not (root / "elsewhere/runs").exists()
@@ -92,7 +80,7 @@ def test_recompute_gives_equal_bytes_and_a_failing_function_loses_nothing(root, 
     tables.table("toy", experiment, {"seed": 1})
     before = (root / "results/toy.csv").read_bytes()
     assert tables.table("toy", experiment, {"seed": 1}, recompute=True).attrs["vqkv"]["fresh"]
-    monkeypatch.setenv("VQKV_RECOMPUTE", "1")
+    monkeypatch.setattr(steering, "current", steering.Steering(recompute=True))
     tables.table("toy", experiment, {"seed": 1})
     assert calls == [1, 1, 1] and (root / "results/toy.csv").read_bytes() == before
 
@@ -117,26 +105,15 @@ def test_altered_files_are_refused_until_recomputed(root, change):
             tables.table("toy", experiment, {"seed": 1}, recompute=True)
 
 
-def test_parameters_must_be_literals(root):
+def test_parameters_are_literals_results_fit_a_csv_and_a_named_index_becomes_columns(root):
     for value in (np.ones(2), float("nan"), object()):
         with pytest.raises(DataError, match="parameters of table 'toy'"):
             tables.table("toy", experiment, {"seed": value})
-    assert not calls
-
-
-def test_results_must_fit_a_csv_and_a_named_index_becomes_columns(root):
     with pytest.raises(DataError, match="column 'x'"):
         tables.table("toy", lambda: pd.DataFrame({"x": [[1], [2]]}), {})
     assert not (root / "results").exists()
     frame = tables.table("toy", lambda: pd.DataFrame({"k": ["a", "b"], "v": [1, 2]}).set_index("k"), {})
     assert frame.columns.tolist() == ["k", "v"]
-
-
-def test_published_tables():
-    frame = tables.published("rvq_table3_models")
-    assert frame["arc_25"].dtype == float and "no" in set(frame["quantised"])
-    with pytest.raises(UnknownNameError, match="rvq_table3_models"):
-        tables.published("rvq_table3")
 
 
 def toy(seed=0):
@@ -150,17 +127,6 @@ def draw(table):
     return fig
 
 
-def test_files_and_their_hashes(root):
-    table = toy()
-    figures.show(draw(table), "toy_lines", table)
-    recorded = provenance(root)["figures"]
-    assert sorted(recorded) == ["toy_lines.png", "toy_lines.svg"]
-    for name, sha256 in recorded.items():
-        again = figures.render(draw(table), name[-3:])  # equal figures give equal bytes
-        assert (root / "figures" / name).read_bytes() == again and hashlib.sha256(again).hexdigest() == sha256
-    assert "<text" in (root / "figures/toy_lines.svg").read_text()
-
-
 def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypatch):
     path = root / "figures/toy.svg"
     figures.show(draw(toy()), "toy", toy())  # missing figures are drawn
@@ -170,6 +136,6 @@ def test_reading_a_page_rewrites_nothing_and_runs_are_kept_apart(root, monkeypat
     figures.show(draw(toy(seed=5)), "toy", toy(seed=5))
     (run,) = (root / "runs").iterdir()
     assert (run / "figures/toy.svg").is_file() and path.read_text() == "committed"
-    monkeypatch.setenv("VQKV_OUT", str(root))
+    monkeypatch.setattr(steering, "current", steering.Steering(str(root)))
     figures.show(draw(toy()), "toy", toy())
     assert path.read_text() != "committed"

@@ -56,7 +56,7 @@ class ChannelBits(Quantizer):
             return
         energy = x.square().mean((0, 2))
         if self.pairs:
-            # second moments of each head's queries, see ``calibration.costs``
+            # second moments of each head's queries, see ``calibration.error_costs``
             queries = 0.0 if self.metric is None else self.metric.diagonal(dim1=1, dim2=2)
             both = (energy + queries).unflatten(-1, (2, -1)).sum(1)
             widths = torch.stack([_greedy(each, int(self.bits * len(each))) for each in both]).repeat(1, 2)

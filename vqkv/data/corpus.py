@@ -41,10 +41,10 @@ def load_corpus(
     hub with a ``text`` column; or two of these, one to learn from and one to choose and report on:
     ``train=redpajama,test=wikitext``. ``split``: ``train``, ``validation`` or ``test``. How documents become windows:
 
-    - ``windows`` (bundled and local text): a document gives one window at a random offset, so that a few windows
-      already span many documents; short documents are packed together. Each window starts with BOS.
-    - ``packed`` (SlimPajama, RedPajama, PG-19 and what else is on the hub): shuffled documents, each followed by EOS,
-      cut into consecutive windows that start with BOS (residual VQ paper, section 4).
+    - ``windows`` (bundled text): a document gives one window at a random offset, so that a few windows already span
+      many documents; short documents are packed together. Each window starts with BOS.
+    - ``packed`` (local text; SlimPajama, RedPajama, PG-19 and what else is on the hub): shuffled documents, each
+      followed by EOS, cut into consecutive windows that start with BOS (residual VQ paper, section 4).
     - ``joined`` (WikiText): the rows of the split in their own order, joined by blank lines and cut into consecutive
       windows; no EOS, and BOS only where the tokenizer begins the text with it (AQUA-KV's perplexity).
 
@@ -64,7 +64,8 @@ def load_corpus(
         about |= {"seed": 0 if corpus.packing == "joined" else seed}  # in order nothing is drawn
         tokens = _kept(corpus.describe() | about, rows, seq_len, num_seqs)
     else:
-        windows = PACKINGS["windows"](texts, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
+        cut = PACKINGS["windows" if corpus is None else "packed"]
+        windows = cut(texts, tokenizer, seq_len, random.Random(f"{name}/{split}/{seed}"))
         tokens = torch.tensor([*islice(windows, num_seqs)], dtype=torch.long)
     if len(tokens) < num_seqs:
         raise DataError(

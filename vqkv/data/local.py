@@ -5,11 +5,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqkv.data.splits import TEST_PERCENT, VALIDATION_PERCENT, dealt
+from vqkv.data.splits import dealt
 from vqkv.errors import DataError
 
 PIECE = 8_000  # characters of a local text that count as one document
-PARTS = 50  # that a file is cut into at least, so that each split gets some
+PARTS = 50  # that a single file is cut into at least, so that each split gets some
+HELD = {"validation": 70, "test": 80}  # percent of a single file before each split: the rest is for training
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl", ".json")
 
 
@@ -18,6 +19,8 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
     path = Path(name).expanduser()
     if path.is_file():
         return [(path.name, path)]
+    if path.suffix in TEXT_SUFFIXES and not path.exists():
+        raise DataError(f"there is no file {name!r}")
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
@@ -37,8 +40,7 @@ def local_documents(files: list[tuple[str, Path]], split: str, seed: int) -> Ite
     chosen, before, total = [], 0, sum(map(len, labels))
     for text, label in labels.items():
         percent = 100 * before / total
-        held = percent >= 100 - TEST_PERCENT - VALIDATION_PERCENT
-        by_position = "test" if percent >= 100 - TEST_PERCENT else "validation" if held else "train"
+        by_position = "test" if percent >= HELD["test"] else "validation" if percent >= HELD["validation"] else "train"
         if split == (by_position if alone else dealt(label)):
             chosen.append(text)
         before += len(text)

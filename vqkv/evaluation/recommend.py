@@ -151,7 +151,8 @@ def recommend(
     of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
     ``measured_on``: the model itself where ``vqkv compare`` has measured it.
     ``recommended``: fits ``memory_gb`` and ``ms_per_token``, and no other such row has no more ``bits_all_told`` and no
-    more KL. Presets that cannot store the model's shape have no row.
+    more KL; of the rows that ``vqkv compare`` has measured, if there are any. Presets that cannot store the model's
+    shape have no row.
 
     Raises ``DataError`` for a model that ``capacity`` refuses, and a name that cannot be reached.
     """
@@ -172,6 +173,8 @@ def recommend(
         table = _with_own(table, model_or_config)
     table = table.sort_values(["bits_all_told", "kl"], ignore_index=True)
     fits = table["kl"].notna() if memory_gb is None else table["longest"] >= context
+    if (own := table["measured_on"] != MEASURED_ON).any():  # losses of two models do not compare
+        fits &= own
     if ms_per_token is not None:
         fits &= table["ms_per_token"] <= ms_per_token
     least = table["kl"].where(fits).cummin().shift(fill_value=float("inf")).ffill()  # of the rows before that fit

@@ -98,7 +98,8 @@ def config_of(name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(_path(name))
     except REFUSALS as error:
-        raise DataError(f"the config of {name!r} cannot be reached: name a local folder, or pass a config") from error
+        lacks = f"folder {name!r} has no config.json of a model" if Path(name).is_dir() else f"no config of {name!r}"
+        raise DataError(f"{lacks}, here or on a hub that can be reached: name a folder, or pass a config") from error
 
 
 def untrained(model, seed: int):

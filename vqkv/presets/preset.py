@@ -33,8 +33,9 @@ class LayerPlan(Protocol):
     """What a preset arranges for each layer of a model: which others predict it, how many bits it gets."""
 
     def arrange(self, preset: "Preset", trial) -> list[dict[str, RolePlan]]:
-        """Return for each layer the plan of its keys and of its values; ``trial`` (``calibration.sharing.ModelTrial``)
-        answers what must be asked of the model."""
+        """Return for each layer the plan of its keys and of its values.
+
+        ``trial`` (``calibration.layer_fit.ModelTrial``) answers what must be asked of the model."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Words:
 def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draw (row, labels), both (seq_len,): segments of random tokens, each copied until a coin ends it; labels on the
     copies, except their first token, which nothing foretells."""
-    row, labels = [], []
+    row: list[int] = []
+    labels: list[int] = []
     while len(row) < seq_len:
         segment = rng.choice(tokens, rng.integers(4, min(LONGEST_SEGMENT, seq_len // 2) + 1))
         row += [*segment]
@@ -111,9 +112,9 @@ class TokenStream:
         if rng.random() < 0.5:
             part = self.function(rng, seq_len // 3)
         else:
-            part = self.span(rng, rng.integers(16, seq_len // 3 + 1))
+            part = self.span(rng, int(rng.integers(16, seq_len // 3 + 1)))
         row = [np.array([self.bos])]
         while sum(map(len, row)) < seq_len:
-            row += [self.span(rng, rng.integers(8, seq_len // 3 + 1)), np.array([self.newline]), part]
-        row = np.concatenate(row)[:seq_len]
-        return row, row
+            row += [self.span(rng, int(rng.integers(8, seq_len // 3 + 1))), np.array([self.newline]), part]
+        tokens = np.concatenate(row)[:seq_len]
+        return tokens, tokens

@@ -73,18 +73,14 @@ class Mixture(Dataset):
         return {"input_ids": tokens, "labels": labels}
 
     def _row(self, rng, kind: str, seq_len: int):
-        if kind == "recall":
-            return self._recall(rng, seq_len)
+        if kind == "recall":  # most that have room for it have a text between the pairs and the queries
+            num_pairs = min(int(rng.choice(PAIRS)), (seq_len - 1) // 6)
+            gap = seq_len - 1 - 6 * num_pairs - 1
+            filler = self.text.span(rng, int(rng.integers(8, gap))) if gap > 16 and rng.random() < 0.8 else None
+            return recall(rng, seq_len, self.words, num_pairs, filler)
         if kind in ("far", "repeats"):
             return (far_repeat if kind == "far" else repeats)(rng, seq_len, self.vocabulary)
         return (self.text.copied if kind == "copied" else self.text.window)(rng, seq_len)
-
-    def _recall(self, rng, seq_len: int):
-        """Draw a row; most that have room for it have a text between the pairs and the queries."""
-        num_pairs = min(int(rng.choice(PAIRS)), (seq_len - 1) // 6)
-        gap = seq_len - 1 - 6 * num_pairs - 1
-        filler = self.text.span(rng, rng.integers(8, gap)) if gap > 16 and rng.random() < 0.8 else None
-        return recall(rng, seq_len, self.words, num_pairs, filler)
 
     def learning_rate(self, step: int) -> float:
         """Share of ``LEARNING_RATE``."""
@@ -147,18 +143,13 @@ def trainer(name: str, folder: Path, total: int) -> MeasuringTrainer:
     return MeasuringTrainer(
         model,
         arguments,
-        data_collator=_only,
+        data_collator=lambda batches: batches[0],
         train_dataset=mixture,
         eval_dataset=validation,
         processing_class=tokenizer,
         compute_loss_func=next_token_loss,
         optimizers=(optimizer, LambdaLR(optimizer, mixture.learning_rate)),
     )
-
-
-def _only(batches: list[dict]) -> dict:
-    (batch,) = batches  # several cards would ask for more: one is meant
-    return batch
 
 
 def release(done: MeasuringTrainer, out: Path, test: TokenStream) -> None:

@@ -1,10 +1,12 @@
 """``vqkv compare MODEL``: which cache for this model? A table, and the notebook and the HTML page that show it."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -59,7 +61,7 @@ class Plan:
     def __str__(self):
         (n, length), (m, scored) = self.train, self.test
         return (
-            f"{len(self.seconds)} ways to store the cache, each calibrated on {n} x {length:,} tokens and measured on "
+            f"{', '.join(self.seconds)}: each calibrated on {n} x {length:,} tokens and measured on "
             f"{m} x {scored:,}, and asked {self.num_texts} x {FACTS} facts in {self.text_lens[0]:,} and in "
             f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.1f} minutes"
         )
@@ -89,10 +91,11 @@ def compare(
         say(f"left out: {system} ({reason})")
     del loaded, tokenizer
     subject = Subject(model, text, list(plan.train), list(plan.test), dtype=dtype, device=device)
-    asked = {"context": context, "step_size": max(16, plan.test[1] // 16), "num_facts": FACTS}
+    asked: dict[str, Any] = {"context": context, "step_size": max(16, plan.test[1] // 16), "num_facts": FACTS}
     asked |= {"text_lens": list(plan.text_lens), "num_texts": plan.num_texts, "subject": subject}
     about = {"model": model, "text": text, "plan": str(plan)}
-    began, tables, left_out = time.monotonic(), [], dict(plan.left_out)
+    began, left_out = time.monotonic(), dict(plan.left_out)
+    tables: list[pd.DataFrame] = []
     for system, seconds in plan.seconds.items():
         if tables and time.monotonic() - began + seconds > 1.5 * 60 * minutes:
             left_out[system] = "the minutes were over"
@@ -143,11 +146,12 @@ def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
     for size in fitting:
         seconds = {system: pace * _tokens(system, size, channels) for system in SYSTEMS if system not in left_out}
         if sum(seconds.values()) <= 60 * minutes:
-            return Plan(*size, seconds, left_out)
+            return Plan(size[0], size[1], size[2], size[3], seconds, left_out)
+    enough = math.ceil(sum(seconds.values()) / 60)
     for system in reversed([*seconds]):
-        left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes, for which there are too few"
+        left_out[system] = f"about {seconds.pop(system) / 60:.1f} minutes; --minutes {enough} is enough for all"
         if seconds and sum(seconds.values()) <= 60 * minutes:
-            return Plan(*size, seconds, left_out)
+            return Plan(size[0], size[1], size[2], size[3], seconds, left_out)
     fewest = pace * _tokens("int4", size, channels) / 60
     raise DataError(f"{minutes:g} minutes are too few for anything: int4 alone takes {fewest:.1f}")
 

@@ -25,8 +25,14 @@ from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
 from vqkv.study.literals import digest
+from vqkv.study.steering import Steering
 from vqkv.study.tables import repository_root, write_atomically
 from vqkv.study.workers import check
+
+ELSEWHERE = (
+    "**Run with other parameters than the committed page.** Tables and figures are of this run; the sentences are the "
+    "committed page's. Of each claim the last cells say whether it holds here."
+)
 
 
 @dataclass
@@ -77,24 +83,19 @@ class Study:
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
-        failures = {}
+        failures: dict[str, str] = {}
         self.target.mkdir(parents=True, exist_ok=True)
+        timing = [path for path in self.notebooks if pages.is_tagged(path, "takes-times")]
+        reading = [path for path in self.notebooks if pages.is_tagged(path, "reads-tables")]
+        others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]  # the slowest first
         with tqdm(total=len(self.notebooks), unit="notebook") as bar:
-            for jobs, paths in self._batches():
+            for jobs, paths in ((self.jobs, others), (1, timing), (self.jobs, reading)):
                 with ThreadPool(jobs) as pool:  # the work is done in kernels, which die with this process
                     for name, error in pool.imap_unordered(self._run_one, paths):
                         bar.set_description(f"{name} {'failed' if error else 'done'}")
                         bar.update()
                         failures |= {name: error} if error else {}
         return dict(sorted(failures.items()))
-
-    def _batches(self) -> list[tuple[int, list[Path]]]:
-        """How many at a time, and which: the later notebooks first, as they compute more; those that take times, alone;
-        then those that read the others' tables."""
-        timing = [path for path in self.notebooks if pages.is_tagged(path, "takes-times")]
-        reading = [path for path in self.notebooks if pages.is_tagged(path, "reads-tables")]
-        others = [path for path in reversed(self.notebooks) if path not in [*timing, *reading]]
-        return [(self.jobs, others), (1, timing), (self.jobs, reading)]
 
     def _run_one(self, path: Path) -> tuple[str, str]:
         """Execute one notebook and write its page; returns its name and what went wrong: then it is kept."""
@@ -111,27 +112,34 @@ class Study:
             kept = self.target / ("runs/failed" if self.in_place else "failed") / path.name
             write_atomically(kept, pages.written(notebook))
             return path.stem, f"{str(error).strip()}\nThe partly executed notebook is {kept}"
+        if not self.in_place:
+            notebook.cells.insert(0, nbformat.v4.new_markdown_cell(ELSEWHERE))
         write_atomically(self.target / "notebooks" / path.name, pages.written(pages.strip(notebook)))
         return path.stem, ""
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
-        """Run a notebook's cells in a new kernel, whose environment says where tables go and who computes them."""
-        environment = os.environ | {
-            "VQKV_OUT": str(self.target),
-            "VQKV_RECOMPUTE": "1" if self.recompute else "0",
-            "VQKV_SCHEDULER": self.scheduler,
-            "VQKV_WORKERS": str(self.workers or ""),
-            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        }
+        """Run a notebook's cells in a new kernel, after a cell that says where tables go and who computes them."""
+        steering = Steering(str(self.target), self.recompute, self.workers, self.scheduler)
         client = NotebookClient(
             notebook,
             kernel_name="python3",
-            resources={"metadata": {"path": str(self.root / "notebooks")}},
+            resources={"metadata": {"path": str(self.notebooks[0].parent)}},
             record_timing=False,
             coalesce_streams=True,
+            extra_arguments=["--log-level=ERROR"],  # not that kernels speak over TCP
             allow_error_names=[] if self.in_place else pages.REFUSALS,
         )
-        client.execute(env=environment)
+        with client.setup_kernel(env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}):
+            first = nbformat.v4.new_code_cell(steering.cell())
+            notebook.cells.insert(0, first)
+            client.execute_cell(first, 0, store_history=False)
+            del notebook.cells[0]
+            for number, cell in enumerate(notebook.cells):
+                source = cell.source
+                if pages.TOLERANT in cell.metadata.get("tags", []):
+                    cell.source = pages.with_value(source)
+                client.execute_cell(cell, number)
+                cell.source = source
 
 
 app = typer.Typer(add_completion=False)
@@ -159,8 +167,8 @@ def main(
         if without:
             typer.echo(f"no parameter {name} in {', '.join(without)}", err=True)
     failures = study.run()
-    for name, error in failures.items():
-        typer.echo(f"\n{name} failed: {error}", err=True)
+    for name, reason in failures.items():
+        typer.echo(f"\n{name} failed: {reason}", err=True)
     for name, reasons in sorted(study.refused.items()):
         for reason in reasons:
             typer.echo(f"\n{name} goes without a table: {reason}", err=True)

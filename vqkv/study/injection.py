@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.plain import plain
 
-SEPARATE, FUSED = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"c_attn", "c_proj"}
-Rows = tuple[Tensor, Tensor | None]  # weight, a row for each output channel, and bias
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+Rows = tuple[Any, Any]  # weight, a row for each output channel, and bias, which may be None
 
 
 @torch.no_grad()
@@ -28,10 +27,9 @@ def inject(model, keys=None, values=None, key_bias=None):
     times ``values``; queries and the output projection are divided by the same.
 
     All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output, if channels that RoPE
-    rotates together have the same. A bias changes none without RoPE, and is nearly invisible with it in channels that
-    rotate slowly. The copy's configuration does not know of a new bias: save its weights, not the model. Raises
-    ``DataError`` for attention that is not four linear layers (Llama, Mistral, Qwen2) or GPT-2's, and for weights that
-    are not in memory.
+    rotates together have the same. A bias is nearly invisible in channels that rotate slowly. The copy's configuration
+    does not know of a new bias: save its weights, not the model. Raises ``DataError`` for attention that is not four
+    linear layers (Llama, Mistral, Qwen2), and for weights that are not in memory.
     """
     model = copy.deepcopy(plain(model))
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -85,19 +83,16 @@ def _with_norms(projection: nn.Module, head_dim: int) -> nn.Sequential:
     return nn.Sequential(projection, nn.Unflatten(-1, (-1, head_dim)), norm, nn.Flatten(-2))
 
 
-def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Tensor]:
-    """Queries, keys (with a bias, if one is wanted), values; of the output projection a row for each input channel."""
-    parts: dict[str, Any] = {name: part for name, part in attention.named_children() if [*part.parameters()]}
-    kinds = {type(part) for part in parts.values()}
-    if parts.keys() == SEPARATE and kinds == {nn.Linear} and not getattr(attention.config, "clip_qkv", None):
-        if with_bias and parts["k_proj"].bias is None:
-            parts["k_proj"].bias = nn.Parameter(torch.zeros_like(parts["k_proj"].weight[:, 0]))
-        q, k, v = ((parts[name].weight, parts[name].bias) for name in ("q_proj", "k_proj", "v_proj"))
-        return q, k, v, parts["o_proj"].weight.T
-    if parts.keys() == FUSED and kinds == {Conv1D}:
-        q, k, v = zip(parts["c_attn"].weight.T.chunk(3), parts["c_attn"].bias.chunk(3), strict=True)
-        return q, k, v, parts["c_proj"].weight
-    raise DataError(f"inject knows no {type(attention).__name__}, with {', '.join(sorted(parts))}")
+def _projections(attention: nn.Module, with_bias: bool) -> tuple[Rows, Rows, Rows, Any]:
+    """Return queries, keys (with a bias, if wanted), values, and the output projection's rows by input channel."""
+    parts = {name: part for name, part in attention.named_children() if [*part.parameters()]}
+    linear = [parts[name] for name in PROJECTIONS if type(parts.get(name)) is nn.Linear]
+    if len(linear) < len(PROJECTIONS) or len(parts) > len(linear) or getattr(attention.config, "clip_qkv", None):
+        raise DataError(f"inject knows no {type(attention).__name__}, with {', '.join(sorted(parts))}")
+    query, key, value, output = linear
+    if with_bias and key.bias is None:
+        key.bias = nn.Parameter(torch.zeros_like(key.weight[:, 0]))
+    return (query.weight, query.bias), (key.weight, key.bias), (value.weight, value.bias), output.weight.T
 
 
 def _times(rows: Rows, factors: Tensor) -> None:

@@ -1,12 +1,13 @@
 """``python -m vqkv.study.measured``: pages 08 and 11 in short, for ``vqkv.recommend``, as a file of the package."""
 
 import json
+from typing import Any
 
 import pandas as pd
 
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import GROWS, MEASURED
-from vqkv.study.tables import stored, write_atomically
+from vqkv.study.tables import known, write_atomically
 
 SHAPE = Shape(30, 3, 64)  # SmolLM2-135M's, from whose bytes those that depend on the text are scaled
 BARE = {"recent_window": 0}  # as page 11 measured them
@@ -43,8 +44,8 @@ def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFra
         key = system, float(bits)  # page 11's system and nominal bits
         if key not in means.index:
             continue
-        found = means.loc[key]
-        row = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
+        found: Any = means.loc[key, :]
+        row: dict[str, Any] = {"system": label, "preset": json.dumps([name, arguments]), "grows": grows}
         if grows:
             row["bits_per_value"] = found["bits_per_value"]
             row["side_bytes_each"] = found["side_bytes"] / GROWS[grows](SHAPE)
@@ -63,5 +64,5 @@ def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    table = measured(*(stored(name)[0] for name in ("11_frontier", "08_latency", "08_in_place")))
+    table = measured(*(known(name) for name in ("11_frontier", "08_latency", "08_in_place")))
     write_atomically(MEASURED, table.to_csv(index=False, float_format="%.6g").encode())

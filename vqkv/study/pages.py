@@ -108,13 +108,23 @@ def _claims_of(cell: NotebookNode) -> list[NotebookNode]:
     return parts
 
 
+def with_value(source: str) -> str:
+    """Let a claim that fails say what it found: the left side of its comparison."""
+    last = (statements := ast.parse(source).body)[-1] if source.strip() else None
+    if not isinstance(last, ast.Assert) or not isinstance(last.test, ast.Compare) or last.msg:
+        return source
+    last.msg = last.test.left
+    return ast.unparse(ast.Module(statements, []))
+
+
 def judge(notebook: NotebookNode) -> dict[str, str]:
     """Return {claim: verdict} of a page whose ``claims_apart`` have run; the verdicts replace what the cells printed.
     A claim about a system or a layer that was not tried cannot be asked."""
     verdicts = {}
     for cell in notebook.cells:
         if TOLERANT in cell.metadata.get("tags", []):
-            verdict, claim = _verdict(cell.outputs), _claim(cell.source)
+            verdict, last = _verdict(cell.outputs), ast.parse(cell.source).body[-1]
+            claim = ast.get_source_segment(cell.source, last) if isinstance(last, ast.Assert) else None
             if claim:
                 verdicts[claim] = verdict
             if claim or verdict != HOLDS:
@@ -136,15 +146,10 @@ def _error(outputs: list[NotebookNode]) -> NotebookNode | None:
     return next((output for output in outputs if output.output_type == "error"), None)
 
 
-def _claim(source: str) -> str:
-    """The ``assert`` that a cell ends with; empty if it ends with another statement."""
-    last = ast.parse(source).body[-1]
-    return ast.get_source_segment(source, last) if isinstance(last, ast.Assert) else ""
-
-
 def _verdict(outputs: list[NotebookNode]) -> str:
     error = _error(outputs)
     if error is None:
         return HOLDS
     reason = f"cannot be asked here ({error.ename}: {error.evalue})"
-    return "does not hold here" if error.ename == "AssertionError" else reason
+    found = f" (found {error.evalue:.200})" if error.evalue else ""
+    return f"does not hold here{found}" if error.ename == "AssertionError" else reason

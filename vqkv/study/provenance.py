@@ -5,7 +5,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,14 +21,16 @@ def describe(name: str, function: Callable, parameters: dict) -> dict:
         "function": f"{function.__module__}.{function.__qualname__}",
         "parameters": parameters,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in RECORDED_PACKAGES},
-        "device": _device(),
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu", threads=True),
     } | _commit()
 
 
 def version(package: str) -> str | None:
     """Of an installed package; None for another."""
-    with suppress(importlib.metadata.PackageNotFoundError):
+    try:
         return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def versions(*packages: str) -> str:
@@ -38,16 +39,12 @@ def versions(*packages: str) -> str:
     return "; ".join(f"{name} {number}" for name, number in found.items() if number)
 
 
-def device_name(device: torch.device | str) -> str:
-    """The GPU's or the processor's."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor()
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+def device_name(device: torch.device | str, threads: bool = False) -> str:
+    """Return the GPU's name or the processor's, if asked for with torch's threads on it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    count = torch.get_num_threads()
+    return processor() + f", {count} thread{'s' * (count > 1)}" * threads
 
 
 def _commit() -> dict:
@@ -56,10 +53,9 @@ def _commit() -> dict:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not shutil.which("git"):
         return {"commit": None, "dirty": None}
-    commit = _git(root, "rev-parse", "--verify", "HEAD")
-    changes = _git(root, "status", "--porcelain", "--", "vqkv", "pyproject.toml", "constraints.txt")
+    asked = ["rev-parse --verify HEAD", "status --porcelain -- vqkv pyproject.toml constraints.txt"]
+    commit, changes = (
+        subprocess.run(["git", *words.split()], cwd=root, capture_output=True, text=True).stdout.strip()
+        for words in asked
+    )
     return {"commit": commit or None, "dirty": bool(changes) if commit else None}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True).stdout.strip()

@@ -9,7 +9,7 @@ import importlib
 import math
 import random
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vqkv.study import subject, workers
 from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
-from vqkv.study.tables import provenance, stored, stored_names
+from vqkv.study.tables import known, provenance, stored_names
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
 SIX_DIGITS = 1e-5  # what a stored number is rounded to
@@ -48,22 +48,23 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
     finally:
         forget()
     about = {"table": name, "case": case, "rows": len(rows), "device": record["device"]}
-    return about | {"seconds": time.perf_counter() - start} | compared(rows, stored(name)[0])
+    return about | {"seconds": time.perf_counter() - start} | compared(rows, known(name))
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
     """The largest relative ``difference`` of a number in ``rows`` from the nearest row of ``kept`` with the same words,
     and its ``column``; infinite where there is no such row, or a number in one of them alone."""
-    shared = [name for name in kept if name in rows and not name.endswith(NOT_COMPARED)]
+    shared = [str(name) for name in kept if name in rows and not str(name).endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]
-    worst = {"difference": 0.0, "column": ""}
+    worst: dict[str, Any] = {"difference": 0.0, "column": ""}
+    row: Any
     for _, row in rows.iterrows():
         same = kept[(kept[words].astype(object).fillna("") == row[words].fillna("")).all(axis=1)]
         if same.empty:
             return {"difference": math.inf, "column": f"no row with {row[words].to_dict()}"}
         found = _relative(same[numbers].astype(float), row[numbers].astype(float))
-        nearest = found.loc[found.max(axis=1).idxmin()]
+        nearest = found.iloc[int(found.max(axis=1).argmin())]
         if nearest.max() > worst["difference"]:
             worst = {"difference": nearest.max(), "column": nearest.idxmax()}
     return worst

@@ -96,7 +96,8 @@ class Stream:
             yield codec, [i for i, other in enumerate(own) if other is codec]
 
     def _decoded(self, number: int) -> list[Tensor]:
-        found, batch = {}, len(self.token[0])
+        found: dict[int, Tensor] = {}
+        batch = len(self.token[0])
         for (codec, places), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
             found |= zip(places, codec.decode(payload, self.dtype).split(batch), strict=True)
         return [found[i] for i in range(len(self.token))]

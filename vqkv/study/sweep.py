@@ -1,9 +1,6 @@
 """Tables of experiments, case by case: in this process, in several or on a Dask cluster, and after a kill from where
 it was.
 
-``VQKV_WORKERS`` in the environment is a number of processes on this machine, ``VQKV_SCHEDULER`` the address of a Dask
-scheduler; without either, cases run one after another in this process. ``vqkv.study`` sets them.
-
 The rows are the same whoever computes them, in whatever order: a case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
 depends on the number of threads, so a worker computes one case at a time, on as many threads as the process that sweeps
@@ -15,7 +12,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import threading
 import time
 import warnings
@@ -31,7 +27,7 @@ from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
-from vqkv.study import workers
+from vqkv.study import steering, workers
 from vqkv.study.allocator import keep_freed_memory
 from vqkv.study.literals import plain
 from vqkv.study.shared import forget
@@ -41,22 +37,19 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _one_at_a_time = threading.Lock()
 
 
-def _code() -> str:
-    """Hash of every source file of this package, and of the tables that come with it."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv")):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-CODE = _code()  # when it was imported: a file that changes later is not the code that runs
+_files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv"))
+_contents = [f"{path.relative_to(PACKAGE)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in _files]
+# Of every source file and table of this package when it was imported: one that changes later is not what runs.
+CODE = hashlib.sha256("\n".join(_contents).encode()).hexdigest()
 
 
 class Experiment:
     """A table of the study: called with the table's parameters, plain literals and a ``subject``, it is a DataFrame of
     the rows of every case. ``attrs["sources"]`` has the hashes of models and texts, ``attrs["seconds"]`` the time of
     all cases, those of earlier runs too. Made by ``experiment``."""
+
+    __name__: str
+    __qualname__: str
 
     def __init__(self, row: Callable, cases: Callable, finish: Callable | None):
         update_wrapper(self, row)
@@ -157,15 +150,15 @@ def _taken(function: Callable, parameters: dict) -> dict:
 
 
 def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> dict[str, dict]:
-    """Results by the names of these cases, in their order, computed where the environment says or found in a folder."""
+    """Results by the names of these cases, in their order, computed or found in a folder."""
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
     calls = [(case, CODE, threads) for case in cases if case.name not in found]
-    processes, scheduler = (os.environ.get(f"VQKV_{name}", "").strip() for name in ("WORKERS", "SCHEDULER"))
+    who = steering.current
     try:
         with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
-            for name, result in workers.results(_result, calls, int(processes or 1), scheduler, forget):
+            for name, result in workers.results(_result, calls, who.workers or 1, who.scheduler, forget):
                 if folder:
                     folder.mkdir(parents=True, exist_ok=True)
                     with replacing(kept[name]) as file:
@@ -205,7 +198,8 @@ def _known_rows(results: dict[str, dict]) -> list[dict]:
 def _sources(results: dict[str, dict]) -> dict:
     """All sources; a text of which another model's tokenizer makes other tokens is named with the model. Raises
     ``DataError`` if a source was not the same for two cases."""
-    known, first = {}, {}
+    known: dict[str, str] = {}
+    first: dict[str, tuple[str, str]] = {}
     for case, result in results.items():
         model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():

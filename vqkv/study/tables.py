@@ -1,14 +1,9 @@
-"""Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``.
-
-``VQKV_OUT`` in the environment names the folder that holds ``results/`` and ``figures/`` (default: the repository), and
-``VQKV_RECOMPUTE=1`` computes every table again. ``vqkv.study`` sets both.
-"""
+"""Tables that outlive a run: a DataFrame <-> ``results/NAME.csv``, with its provenance in ``results/NAME.json``."""
 
 import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +14,7 @@ import pandas as pd
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.runtime.files import replacing
+from vqkv.study import steering
 from vqkv.study.literals import digest, plain
 from vqkv.study.provenance import describe
 from vqkv.study.sweep import Experiment
@@ -28,24 +24,29 @@ def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, re
     """The stored table ``name`` if it was made with these parameters, else ``function(**parameters)``, then stored.
 
     A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
-    unless ``VQKV_OUT`` names a folder. The rows that an experiment has finished are kept beside it until the table is
+    unless the run has a folder. The rows that an experiment has finished are kept beside it until the table is
     stored. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
     Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
     parameters are not plain literals or a column holds what a CSV cannot.
     """
     wanted = plain(parameters, f"parameters of table {name!r}")
-    recompute = recompute or os.environ.get("VQKV_RECOMPUTE") == "1"
-    root = _root_for(name, wanted)
+    recompute = recompute or steering.current.recompute
+    root, kept = output_root(), _provenance(output_root(), name)
+    if kept and kept["parameters"] != wanted and not steering.current.out:
+        root = root / "runs" / f"{name}-{digest(wanted)}"
     if not recompute and (stored := _provenance(root, name)) and stored["parameters"] == wanted:
         return _load(root, name, stored, fresh=False)
     record, start = describe(name, function, wanted), time.perf_counter()
-    folder = _rows_folder(root, record, recompute)
+    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
+    folder = root / "results" / ".rows" / name / digest(same)  # of finished rows, computed in this very way
     frame = function.run(parameters, folder) if isinstance(function, Experiment) else function(**parameters)
     _store(
         root, name, frame, record | {"wall_seconds": round(frame.attrs.get("seconds", time.perf_counter() - start), 2)}
     )
-    _clear(folder)
-    return _load(root, name, _provenance(root, name), fresh=True)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    with suppress(OSError):  # not empty: other tables are being computed
+        folder.parent.parent.rmdir()
+    return _load(root, name, provenance(name, root), fresh=True)
 
 
 def published(name: str) -> pd.DataFrame:
@@ -64,6 +65,13 @@ def stored(name: str) -> tuple[pd.DataFrame, str] | None:
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])
 
 
+def known(name: str) -> pd.DataFrame:
+    """Return a table as it is stored. Raises ``UnknownNameError`` for one that is not there."""
+    if found := stored(name):
+        return found[0]
+    raise UnknownNameError("table", name, stored_names())
+
+
 def stored_names() -> list[str]:
     """The repository's tables."""
     return sorted(path.stem for path in (repository_root() / "results").glob("*.json"))
@@ -71,7 +79,9 @@ def stored_names() -> list[str]:
 
 def provenance(name: str, root: Path | None = None) -> dict:
     """How a table of the repository, or of ``root``, was made: function, parameters, versions, device."""
-    return _provenance(root or repository_root(), name)
+    if found := _provenance(root or repository_root(), name):
+        return found
+    raise UnknownNameError("table", name, stored_names())
 
 
 def with_interval(table: pd.DataFrame, name: str, low: str, high: str) -> pd.DataFrame:
@@ -96,9 +106,8 @@ def repository_root() -> Path:
 
 
 def output_root() -> Path:
-    """The folder that holds ``results/`` and ``figures/``: ``VQKV_OUT``, else the repository."""
-    out = os.environ.get("VQKV_OUT")
-    return Path(out).resolve() if out else repository_root()
+    """Return the folder that holds ``results/`` and ``figures/`` of this run."""
+    return Path(steering.current.out).resolve() if steering.current.out else repository_root()
 
 
 def write_atomically(path: Path, data: bytes) -> str:
@@ -111,35 +120,13 @@ def write_atomically(path: Path, data: bytes) -> str:
 
 def record_figures(root: Path, name: str, hashes: dict[str, str]) -> None:
     """Add the sha256 of figures to the provenance of the table they were drawn from."""
-    provenance = _provenance(root, name)
-    figures = provenance["figures"] | hashes
-    if figures != provenance["figures"]:
-        _write_provenance(root, name, provenance | {"figures": figures})
+    record = provenance(name, root)
+    if (figures := record["figures"] | hashes) != record["figures"]:
+        _write_provenance(root, name, record | {"figures": figures})
 
 
 def _paths(root: Path, name: str) -> tuple[Path, Path]:
     return root / "results" / f"{name}.csv", root / "results" / f"{name}.json"
-
-
-def _root_for(name: str, parameters: dict) -> Path:
-    root = output_root()
-    stored = _provenance(root, name)
-    if stored is None or stored["parameters"] == parameters or os.environ.get("VQKV_OUT"):
-        return root
-    return root / "runs" / f"{name}-{digest(parameters)}"
-
-
-def _rows_folder(root: Path, record: dict, recompute: bool) -> Path:
-    """Where finished rows of this table are kept, of these parameters, computed in this way."""
-    same = {key: record[key] for key in ("function", "parameters", "versions", "device")} | {"recompute": recompute}
-    return root / "results" / ".rows" / record["name"] / digest(same)
-
-
-def _clear(folder: Path) -> None:
-    """Remove what led to a stored table, and to others of its name, which no run would go on from."""
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    with suppress(OSError):  # not empty: other tables are being computed
-        folder.parent.parent.rmdir()
 
 
 def _provenance(root: Path, name: str) -> dict | None:

@@ -21,8 +21,16 @@ def check(scheduler: str, workers: int) -> None:
         raise DataError(f"scheduler {scheduler} and {workers} workers: name one of them")
     if scheduler and not find_spec("distributed"):
         raise ImportError("a cluster needs the package distributed: pip install 'vqkv[cluster]'")
-    if scheduler:
-        _reach(scheduler)
+    if not scheduler:
+        return
+    try:  # not by a client: one without a scheduler may wait for ever for a lock when it is collected
+        where = urlsplit(scheduler)
+        socket.create_connection((where.hostname or "", where.port or 0), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no Dask scheduler answers at {scheduler!r} ({error}): start one with `dask scheduler`, and give the "
+            "address that it prints (tcp://...)"
+        ) from error
 
 
 def results(
@@ -37,7 +45,12 @@ def results(
     ``RuntimeError`` when a process died; Dask gives a dead worker's calls to others."""
     waiting = [delayed(function)(*call) for call in calls]
     if scheduler:
-        yield from _on_cluster(scheduler, waiting, afterwards)
+        import distributed
+
+        with distributed.Client(scheduler, timeout=CONNECT_SECONDS, name="vqkv") as client, parallel_config("dask"):
+            yield from Parallel(return_as="generator_unordered", batch_size=1)(waiting)
+            if afterwards:
+                client.run(afterwards, on_error="ignore")
         return
     try:
         with parallel_config("loky", inner_max_num_threads=torch.get_num_threads() if workers > 1 else None):
@@ -50,25 +63,3 @@ def results(
     finally:
         if workers > 1:  # they would keep their models for five minutes
             get_reusable_executor().shutdown(kill_workers=True)
-
-
-def _on_cluster(address: str, waiting: list, afterwards: Callable | None) -> Iterator:
-    import distributed
-
-    with distributed.Client(address, timeout=CONNECT_SECONDS, name="vqkv") as client, parallel_config("dask"):
-        yield from Parallel(return_as="generator_unordered", batch_size=1)(waiting)
-        if afterwards:
-            client.run(afterwards, on_error="ignore")
-
-
-def _reach(address: str) -> None:
-    """Raise ``DataError`` if nothing listens there. A client is worse at it: one that finds no scheduler is left to the
-    garbage collector, where it can wait for ever for the lock of the next (distributed's LoopRunner)."""
-    try:
-        where = urlsplit(address)
-        socket.create_connection((where.hostname or "", where.port or 0), CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"no Dask scheduler answers at {address!r} ({error}): start one with `dask scheduler`, and give the "
-            "address that it prints (tcp://...)"
-        ) from error

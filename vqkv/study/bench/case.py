@@ -1,7 +1,7 @@
 """Cases of a bench: every implementation of an operation on one problem is a case, and a row of the table."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vqkv import kernels
-from vqkv.study.bench import plain
+from vqkv.kernels import naive
 from vqkv.study.bench.roofline import Demand
 
 
@@ -48,7 +48,7 @@ class Case:
 
     problem: "Problem"
     implementation: str
-    call: Callable[[], object] | None
+    call: Callable
     equal: float | None = None
     error: float | None = None
 
@@ -79,9 +79,9 @@ class Problem:
         self.cases.append(case)
 
     def add_ours(self, kernel: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
-        """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch's."""
+        """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch."""
         self.add(ours(kernel, like), partial(getattr(kernels, kernel), *arguments), expected, **more)
-        self.add("plain torch", partial(getattr(plain, kernel), *arguments), expected, **more)
+        self.add("plain torch", partial(PLAIN.get(kernel, getattr(naive, kernel)), *arguments), expected, **more)
 
     def add_peer(self, name: str, prepare: Callable, expected: Tensor | None = None) -> None:
         """Time the call that ``prepare()`` returns with its ``read``. Without its package, or where it fails, a warning
@@ -91,6 +91,25 @@ class Problem:
             self.add(name, call, expected, read)
         except Exception as error:  # of code that is not ours, on a device that it may not know
             warnings.warn(f"{name} is not timed: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def plain_encode(x: Tensor, codebooks: Tensor) -> Tensor:
+    """Find codes (rows, num_quantizers) of x (rows, dim) by torch's distances, a stage at a time."""
+    residual, codes = x, []
+    for codebook in codebooks:
+        codes.append(torch.cat([torch.cdist(part, codebook).argmin(dim=-1) for part in residual.split(8192)]))
+        residual = residual - codebook[codes[-1]]
+    return torch.stack(codes, dim=-1)
+
+
+def _plain_encode_packed(vectors: Tensor, points: Tensor, bits: int) -> Tensor:
+    codes = plain_encode(vectors.reshape(-1, vectors.shape[-1]), points.float())
+    return naive.pack_codes(codes.view(vectors.shape[:-1]), bits)
+
+
+Operation = Callable[[Sizes], Iterator[Problem]]
+# For other kernels plain torch is their naive twin.
+PLAIN: dict[str, Callable] = {"rvq_encode": plain_encode, "rvq_encode_packed": _plain_encode_packed}
 
 
 def ours(kernel: str, like: Tensor, *about) -> str:

@@ -3,6 +3,7 @@ systems'."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ def coded(
     codes = torch.randint(codebook_size, (*shape[:3], groups * num_quantizers), generator=generator)
     codebooks = torch.randn(tables, num_quantizers, codebook_size, dim, generator=generator).half()
     scale = torch.rand(batch, heads, -(-seq_len // tokens_per_scale), 1, generator=generator).half() + 0.5
-    made = [kernels.pack_codes(codes.to(device), bits), codebooks.to(device), bits, groups]
-    return Coded(*made, scale.to(device), tokens_per_scale, strided)
+    packed, books = kernels.pack_codes(codes.to(device), bits), codebooks.to(device)
+    return Coded(packed, books, bits, groups, scale.to(device), tokens_per_scale, strided)
 
 
 def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> Mapped:
@@ -47,7 +48,7 @@ def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> 
     quantizer.build((heads, head_dim))
     quantizer.partial_fit(gaussian(1, heads, 512, head_dim, seed=seed) * torch.logspace(0.5, -1, head_dim))
     codes = torch.randint(256, (*shape[:3], quantizer.codes_per_row), generator=torch.Generator().manual_seed(seed))
-    view = quantizer.to(device).kernel_view(Payload({"codes": codes.byte().to(device)}))
+    view: Any = quantizer.to(device).kernel_view(Payload({"codes": codes.byte().to(device)}))
     matrix = torch.linalg.qr(gaussian(heads, head_dim, head_dim, seed=seed + 1))[0][:, : view.shape[3]]
     return Mapped(view, matrix.to(device), gaussian(heads, head_dim, seed=seed + 2, device=device).half())
 
@@ -83,6 +84,6 @@ def grid(size: int, device: str) -> Tensor:
 def bits_per_value(name: str, head_dim: int = 128) -> float:
     """Bits stored for each value, scales and ranges included, codebooks not."""
     packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
-    codebooks = packed.codebooks if isinstance(packed, Coded) else []
+    codebooks: Any = packed.codebooks if isinstance(packed, Coded) else []
     stored = packed.codes.nbytes if isinstance(packed, Mapped) else tensor_bytes(packed) - tensor_bytes(codebooks)
     return 8 * stored / packed.shape.numel()

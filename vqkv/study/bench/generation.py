@@ -202,5 +202,5 @@ def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # of a process that exec started, ru_maxrss begins with its parent's
-        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", STATUS.read_text())[1])
+        return 1024 * int(re.findall(r"VmHWM:\s*(\d+)", STATUS.read_text())[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -3,6 +3,7 @@ and how its result is read for the comparison with ours. Without the library it 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,9 @@ def vector_quantize(codebooks: Tensor, x: Tensor | None = None, codes: Tensor | 
     peer = ResidualVQ(dim=dim, num_quantizers=num_quantizers, codebook_size=codebook_size).eval().to(codebooks.device)
     for layer, codebook in zip(peer.layers, codebooks, strict=True):
         layer._codebook.embed.data.copy_(codebook[None])
-    if codes is None:
-        return lambda: peer(x[None])[1][0], None
-    return lambda: peer.get_output_from_indices(codes[None])[0], None
+    if codes is not None:
+        return lambda: peer.get_output_from_indices(codes[None])[0], None
+    return lambda: peer(x.unsqueeze(0) if x is not None else None)[1][0], None
 
 
 def faiss(codebooks: Tensor, beam: int = 1, product: bool = False):
@@ -38,7 +39,7 @@ def faiss(codebooks: Tensor, beam: int = 1, product: bool = False):
     count, codebook_size, dim = codebooks.shape
     bits, flat = (codebook_size - 1).bit_length(), codebooks.numpy().ravel()
     if product:
-        peer = faiss.ProductQuantizer(count * dim, count, bits)
+        peer: Any = faiss.ProductQuantizer(count * dim, count, bits)
         faiss.copy_array_to_vector(flat, peer.centroids)
         return peer
     peer = faiss.ResidualQuantizer(dim, count, bits)

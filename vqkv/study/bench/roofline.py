@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
-from vqkv.kernels.view import Affine, KernelView, Mapped
+from vqkv.kernels.view import Coded, KernelView, Mapped
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ def _flops(packed: KernelView) -> int:
     """To decode one value: offset and span, or an addition a stage and the scale; what is only looked up takes none."""
     if isinstance(packed, Mapped):
         return 0
-    return 2 if isinstance(packed, Affine) else packed.codebooks.shape[1] + (packed.scale is not None)
+    return packed.codebooks.shape[1] + (packed.scale is not None) if isinstance(packed, Coded) else 2

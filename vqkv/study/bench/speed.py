@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
@@ -46,7 +46,8 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
     """
     check_known("geometry", [geometry], GEOMETRIES)
     check_known("operation", operations, OPERATIONS)
-    made = Sizes(**{name: GEOMETRIES[geometry][name] for name in HEADS}, **sizes)
+    heads: dict[str, Any] = {name: GEOMETRIES[geometry][name] for name in HEADS}
+    made = Sizes(**heads, **sizes)
     if made.device != "cpu" and not torch.cuda.is_available():
         raise DataError(f"device {made.device!r}: torch {torch.__version__} finds no GPU; leave it out for the CPU")
     times: dict[Case, list[float]] = defaultdict(list)
@@ -57,7 +58,7 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
             found = in_turn([case.call for case in cases], repetitions, made.device)
             for case, taken in zip(cases, found, strict=True):
                 times[case] += taken
-                case.call = case.call if case in probes else None  # frees the problem's tensors
+                case.call = case.call if case in probes else dict  # frees the problem's tensors
     copy, *products = (1e3 * case.problem.work.values / min(times[case]) for case in probes)  # when least busy
     line = Roofline(copy, dict(zip(DTYPES, products, strict=True)))
     medians = {case: statistics.median(taken) for case, taken in times.items()}
@@ -83,8 +84,9 @@ def _probes(device: str) -> list[Case]:
 def _row(case: Case, taken: list[float], median: float, fp16: float | None, line: Roofline) -> dict:
     problem = case.problem
     bound = None if problem.operation == ROOFLINE else line.bound(problem.work)
-    about = {"operation": problem.operation, "format": problem.format, "implementation": case.implementation}
-    about |= {"shape": problem.shape, "dtype": problem.dtype, "repetitions": len(taken)}
+    about: dict[str, Any] = {"operation": problem.operation, "format": problem.format}
+    about |= {"implementation": case.implementation, "shape": problem.shape}
+    about |= {"dtype": problem.dtype, "repetitions": len(taken)}
     about |= {"median": median, "min": min(taken), "max": max(taken), "throughput": problem.work.values / median / 1e3}
     about |= {"ratio_to_fp16": median / fp16 if fp16 else math.nan, "ratio_to_bound": bound / median if bound else None}
     return about | {"bound_ms": bound, "equal": case.equal, "error": case.error}

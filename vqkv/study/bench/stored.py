@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
 from vqkv.kernels import naive as reference
 from vqkv.kernels.view import KernelView, Rope
-from vqkv.study.bench import peers, plain, roofline
-from vqkv.study.bench.case import Problem, Sizes, gaussian, ours
+from vqkv.study.bench import peers, roofline
+from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours, plain_encode
 from vqkv.study.bench.formats import FORMATS, GROUP, grid, keys_and_values
 from vqkv.study.bench.roofline import Demand
 
@@ -93,7 +94,7 @@ def product_encode(sizes: Sizes) -> Iterator[Problem]:
     pieces = [piece.contiguous() for piece in rows.split(4, dim=-1)]
     expected = _pieces(reference.rvq_encode, [piece[:CHECKED] for piece in pieces], codebooks)
     problem.add(ours("rvq_encode", rows), partial(_pieces, kernels.rvq_encode, pieces, codebooks), expected)
-    problem.add("plain torch", partial(_pieces, plain.rvq_encode, pieces, codebooks), expected)
+    problem.add("plain torch", partial(_pieces, plain_encode, pieces, codebooks), expected)
     problem.add_peer("faiss", partial(peers.faiss_encode, codebooks, rows, product=True), expected)
     yield problem
 
@@ -107,7 +108,7 @@ def _pieces(encode: Callable, pieces: list[Tensor], codebooks: Tensor) -> Tensor
 def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
     """Codes of this family of formats (grid, product, residual) to values, with the scale that it has."""
     for name in (name for name in FORMATS if name.startswith(family)):
-        packed = FORMATS[name](sizes.stored, sizes.device)
+        packed: Any = FORMATS[name](sizes.stored, sizes.device)
         problem = Problem(f"{family}_decode", name, label(packed.shape), roofline.decode(packed))
         problem.add_ours("decode", packed.codes, packed, expected=reference.decode(packed))
         if family == "product":  # theirs has no scale
@@ -120,7 +121,8 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
 
 def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
     """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
-    like = FORMATS["live 2.25"](sizes.stored, sizes.device).inner
+    view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
+    like = view.inner
     x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
     work = Demand(2 * 256 * x.numel(), x.nbytes + like.codes.nbytes, x.numel(), exact=True)
     problem = Problem("grouped_encode", "live 2.25", label(x.shape), work)
@@ -174,7 +176,7 @@ def decoded(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | No
     return sdpa(query, k.to(query.dtype), v.to(query.dtype))
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Operation] = {
     "pack": partial(packing, "pack"),
     "unpack": partial(packing, "unpack"),
     "affine_encode": partial(affine, "encode"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pca import PCA
-from vqkv.codecs.pipeline import Chain, Codec
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import Prediction, inputs
 from vqkv.codecs.predictor_kinds import Linear
 from vqkv.codecs.scaling import MeanRemoval
@@ -20,7 +21,7 @@ from vqkv.kernels import naive as reference
 from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.trellis.code import REACH
 from vqkv.study.bench import peers
-from vqkv.study.bench.case import Problem, Sizes, gaussian, ours
+from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours
 from vqkv.study.bench.roofline import Demand
 
 RATES = {"2.5 bits": 2.5, "0.6 bits": 0.6}
@@ -38,14 +39,15 @@ def rans(direction: str, sizes: Sizes) -> Iterator[Problem]:
         * torch.linspace(0.7, 2.2, 8)[torch.arange(channels) % 8]
     )
     for name, bits in RATES.items():
-        codec = Chain([TokenBlock(BLOCK)], EntropyCodedScalar(bits)).fit(x)
+        codec: Any = Chain([TokenBlock(BLOCK)], EntropyCodedScalar(bits)).fit(x)
         words, lengths, code = _streams(codec, codec.encode(x))
         values = kernels.rans_decode(words, lengths, code, BLOCK)[0].mT.contiguous()
         work = Demand(0, words.nbytes + values.nbytes, values.numel())
         shape = f"streams={len(values)} tokens={BLOCK} channels={channels}"
         kernel, problem = f"rans_{direction}", Problem(f"rans_{direction}", name, shape, work)
         if direction == "encode":
-            given, first = (values, code), (values[:1], code)
+            given: tuple = (values, code)
+            first: tuple = (values[:1], code)
         else:
             given, first = (words, lengths, code, BLOCK), (words[: lengths[0]], lengths[:1], code, BLOCK)
         expected = getattr(reference, kernel)(*first)[0]
@@ -58,7 +60,7 @@ def _whole_blocks(sizes: Sizes) -> int:
     return max(1, sizes.tokens // BLOCK) * BLOCK
 
 
-def _streams(codec: Codec, payload: Payload) -> tuple[Tensor, Tensor, Code]:
+def _streams(codec: Any, payload: Payload) -> tuple[Tensor, Tensor, Code]:
     """What ``rans_decode`` reads of a payload."""
     return payload.ragged["stream"], payload.counts("stream").permute(2, 0, 1).flatten(), codec.quantizer.code()
 
@@ -97,13 +99,13 @@ def way_back(sizes: Sizes) -> Iterator[Problem]:
 
 def _parts(design: str, train: Tensor, x: Tensor, prediction: Callable | None = None) -> Iterator[Problem]:
     rotation, merged = PCA(), [MergeHeads()] if prediction else []
-    codec = Chain([MeanRemoval(), *merged, rotation, TokenBlock(BLOCK)], EntropyCodedScalar(BITS)).fit(train)
+    codec: Any = Chain([MeanRemoval(), *merged, rotation, TokenBlock(BLOCK)], EntropyCodedScalar(BITS)).fit(train)
     payload, values = codec.encode(x), x.numel()
     components = codec.quantizer.load(payload).flatten(2, 3)
     width = HEAD_DIM * (HEADS if prediction else 1)
     flops, matrix = 2 * width * values, 4 * width * width
     moved = payload.nbytes + 4 * values + matrix
-    parts = [
+    parts: list[tuple[str, int, int, Callable]] = [
         ("streams", 0, moved - matrix, partial(kernels.rans_decode, *_streams(codec, payload), BLOCK)),
         ("rotation", flops, 8 * values + matrix, partial(rotation.decode, components, {})),
     ]
@@ -120,7 +122,7 @@ def _parts(design: str, train: Tensor, x: Tensor, prediction: Callable | None = 
         yield problem
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Operation] = {
     "rans_encode": partial(rans, "encode"),
     "rans_decode": partial(rans, "decode"),
     "trellis_encode": partial(trellis, "encode"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from vqkv import kernels
 from vqkv.kernels import naive as reference
 from vqkv.study.bench import peers, roofline
-from vqkv.study.bench.case import Problem, Sizes, gaussian, ours
+from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours
 from vqkv.study.bench.roofline import Demand
 
 CHECKED = 512  # rows whose codes are compared with brute force's
@@ -93,7 +93,7 @@ def statistics(sizes: Sizes) -> Iterator[Problem]:
     yield found
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Operation] = {
     "rvq_encode": encode,
     "rvq_encode_beam4": encode_beam,
     "rvq_decode": decode,

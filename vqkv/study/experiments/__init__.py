@@ -11,7 +11,6 @@ from vqkv.study.experiments.comparisons import (
     paired_ablation,
     paired_ratio,
     proxy_correlations,
-    what_to_use,
     with_families,
 )
 from vqkv.study.experiments.designs import BEST

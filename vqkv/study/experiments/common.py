@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -45,18 +46,14 @@ def exact_compressor(subject: Subject) -> Compressor:
     return calibrate(subject.model, subject.train[:1], presets.fp16(), progress=False)
 
 
-def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, float | str]:
+def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, Any]:
     """``evaluate``'s row of the held-out text, or of other ``tokens`` (windows, seq_len), with ``ppl_increase`` in
     percent and ``kl_each``, the KL of each window in one cell. ``read``: arguments of ``evaluate``."""
     tokens = subject.test if tokens is None else tokens
     row = evaluate(subject.model, compressor, tokens, per_sequence=True, exact=subject.exact, **read)
-    each = {"kl_each": one_cell(row["kl_each"]), "ppl_increase": 100 * (row["ppl"] / row["ppl_exact"] - 1)}
+    each = {"kl_each": " ".join(f"{kl:.5g}" for kl in row["kl_each"])}
+    each["ppl_increase"] = 100 * (row["ppl"] / row["ppl_exact"] - 1)
     return {name: value for name, value in row.items() if not isinstance(value, list)} | each
-
-
-def one_cell(numbers: list[float]) -> str:
-    """A number for each window, as one cell of a table."""
-    return " ".join(f"{number:.5g}" for number in numbers)
 
 
 def facts_answered(

@@ -1,6 +1,7 @@
 """``vqkv compare``: some ways to store a cache, measured on one model."""
 
 import statistics
+from typing import Any
 
 from vqkv import presets
 from vqkv.models.load import kv_width
@@ -38,7 +39,8 @@ def comparison(
     if name == "best":
         arguments = arguments | {"context": context, "kv_width": kv_width(subject.about)}
     compressor = subject.calibrated(presets.make(name, **arguments), min(8, subject.train_size[0]))
-    half = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}  # the same tokens, whatever a block holds
+    # The same tokens, whatever a block holds.
+    half: dict[str, Any] = {"protocol": "snapshot", "prompt_len": subject.test_size[1] // 2}
     measured = by_window(subject, compressor, **half, step_size=step_size, reconstruction=False)
     call = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     row = {"system": system, "like": like, "preset": f"presets.{name}({call})", "bits": measured["bits_per_value"]}

@@ -1,45 +1,22 @@
-"""What page 11 makes of its rows: who is better at equal bits, what to use, what is lost first, which proxy sees it."""
+"""What page 11 makes of its rows: who is better at equal bits, what a part is worth, which proxy sees what is lost."""
 
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import CONTEXTS, LEAST, MOST
+from vqkv.study.experiments.frontier import LEAST, MOST
 
 CHANCE = 0.95  # of the intervals
 DRAWS = 1000  # of a bootstrap
 
 
-def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
-    """The system of the lowest KL for each budget of bits, side information included, and length of a single context.
-
-    Of one model's rows: that whose mean KL over seeds is lowest of those that stay within the budget with every seed
-    and have a KL in every row, and that KL. Rows: budget; columns: context."""
-    groups = table.groupby(["system", "nominal_bits"], sort=False)
-    mean = groups["kl_mean"].agg(lambda kl: kl.mean(skipna=False))
-    floor = table["kl_floor"].max()
-    found = {}
-    for name in CONTEXTS:
-        if (column := f"bits_{name}_x1") in table:
-            found[name] = [_within(groups[column].max(), mean, budget, floor) for budget in budgets]
-    return pd.DataFrame(found, index=pd.Index(budgets, name="bits at most"))
-
-
-def _within(bits: pd.Series, kl: pd.Series, budget: float, floor: float) -> str:
-    fits = kl[bits <= budget].dropna()
-    if fits.empty:
-        return "none"
-    system, nominal = fits.idxmin()
-    least = f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
-    return f"{system}, {nominal:g} bits: {least}" if nominal else f"{system}: {least}"
-
-
-def paired_ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]:
     """Mean of ``ours`` over that of ``theirs``, one number for each window, and the ends of its 95% interval over
     ``DRAWS`` bootstrap draws of windows."""
     both = np.array([ours, theirs], float)
@@ -68,10 +45,8 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     ):
         at, their_kl = theirs[bits].mean(), windows(theirs)
         mine = table[table["model"] == model]
-        found = {name: _interpolated(mine[mine["system"] == name], bits, at) for name in designs}
-        found = {
-            name: kl for name, kl in found.items() if kl is not None and len(kl.index.intersection(their_kl.index))
-        }
+        rated = ((name, _interpolated(mine[mine["system"] == name], bits, at)) for name in designs)
+        found = {name: kl for name, kl in rated if kl is not None and len(kl.index.intersection(their_kl.index))}
         label = {"model": model, "system": system, "nominal_bits": nominal, "bits": at}
         if not found:
             rows.append(label | {"kl": their_kl.mean(), "better": "no rate"})
@@ -97,8 +72,8 @@ def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
     rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
-    known, kl = [bits for bits, _ in rates], np.log(pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST))
-    return np.exp(kl.apply(lambda each: np.interp(at, known, each), axis=1))
+    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST).apply(np.log)
+    return kl.apply(lambda each: np.interp(at, [bits for bits, _ in rates], each), axis=1).apply(np.exp)
 
 
 def _compared(theirs: pd.Series, ours: pd.Series) -> dict:
@@ -174,7 +149,7 @@ def _correlated(proxy: pd.Series, lost: pd.Series) -> dict[str, float]:
     known = proxy.notna() & lost.notna()
     pairs, rng = np.stack([proxy[known], lost[known]]), np.random.default_rng(0)
     drawn = _spearman(pairs[:, rng.integers(pairs.shape[1], size=(DRAWS, pairs.shape[1]))])
-    drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else [math.nan]
+    drawn = drawn[~np.isnan(drawn)] if not np.isnan(drawn).all() else np.array([math.nan])
     low, high = np.quantile(drawn, [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
     return {"correlation": _spearman(pairs), "low": low, "high": high}
 

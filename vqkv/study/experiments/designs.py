@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
+from typing import Any
 
 from vqkv import presets
 from vqkv.presets import Preset
@@ -11,7 +12,7 @@ from vqkv.study.experiments.common import bare
 
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
 RANKS = (480, 960, 1600)  # of one basis for all layers; the first takes as many bytes as linear predictors do
-KVTC = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
+KVTC: dict[str, dict] = {"": {}, ", block 32": {"block": 32}, ", rANS": {"deflate": False}}
 KVTC |= {f", rank {rank}": {"rank": rank} for rank in RANKS}
 KVTC |= {", rANS, rank 960": {"deflate": False, "rank": 960}}
 BEST = {  # the designs of ``presets.best``, as page 11 measures them, by their stages
@@ -25,56 +26,34 @@ GROUPINGS = {"none": "strided", "hadamard": "contiguous", "pca": "strided", "fis
 def published(
     vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
 ) -> dict[str, Preset]:
-    """Label -> preset; every one keeps the same sinks, so that their bits are the quantizers' own. ``vqllm``: for
-    residual VQ num_quantizers and codebook_size by label. ``tuned``: by family (of ``tuning.TRIALS``) arguments of its
-    preset in place of these, at all rates."""
-    own = defaultdict(dict, tuned or {})
+    """Label -> preset: the four sources' systems, what came after them, and AQUA-KV as published. Every one keeps the
+    same sinks, so that their bits are the quantizers' own. Blocks are such that chunks of 132 tokens leave as few
+    behind as those of 32. ``vqllm``: for residual VQ num_quantizers and codebook_size by label. ``tuned``: by family
+    (of ``tuning.TRIALS``) arguments of its preset in place of these, at all rates and in all variants but AQUA-KV's."""
+    own: defaultdict[str, dict] = defaultdict(dict, tuned or {})
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
     found |= {f"higgs {bits}": presets.higgs(bits, **own["higgs"]) for bits in (2, 3, 4)}
     found |= {"vqq product": presets.vqq_product(1e9, seed=seed, **{"keyframe": 32} | own["vqq product"])}
-    found |= {
-        label: presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
-        for label, (depth, size) in vqllm.items()
-    }
+    for label, (depth, size) in vqllm.items():
+        found[label] = presets.vqllm(depth, size, seed=seed, kmeans_iterations=4, **own["vqllm"])
     found |= {name: presets.aqua(presets.higgs(int(name[-1])), **own[name]) for name in AQUA}
-    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-
-
-def since(
-    vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
-) -> dict[str, Preset]:
-    """As ``published``: what came after the four sources, AQUA-KV as published, at reduced rank and over residual VQ,
-    and three systems with the recent window that they were published with. Blocks are such that chunks of 132 tokens
-    leave as few behind as those of 32. Variants of a family are tuned like it, but for AQUA-KV's."""
-    own = defaultdict(dict, tuned or {})
-    cachegen, turboquant = {"group": 16, "block": 128} | own["cachegen"], {"seed": seed} | own["turboquant"]
-    found = {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
+    cachegen = {"group": 16, "block": 128} | own["cachegen"]
+    turboquant: dict = {"seed": seed} | own["turboquant"]
+    found |= {f"turboquant {bits}": presets.turboquant(bits, **turboquant) for bits in (2, 2.25, 2.5, 3, 4)}
     found |= {f"block_gtq {bits}": presets.block_gtq(bits, bits, seed=seed) for bits in (2, 3)}
     found |= {"oscar 2": presets.oscar(**own["oscar"]), "nova 2": presets.nova(seed=seed, **own["nova"])}
     found |= {"fp8": presets.fp8(), "nvfp4": presets.nvfp4()}
-    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, **own["kvquant"] | {"norm": True})}
+    found |= {"kvquant 2, Q-Norm": presets.kvquant(2, seed=seed, **{**own["kvquant"], "norm": True})}
     found |= {f"kvarn {keys}+2": presets.kvarn(keys, **own["kvarn"]) for keys in (4, 2)}
     found |= {f"cachegen {bits}": presets.cachegen(bits, **cachegen) for bits in (1.5, 2, 3)}
     found |= {"nsnquant 2": presets.nsnquant(**own["nsnquant"])}
     found |= {f"aatc {bits}": presets.aatc(bits, **own["aatc"]) for bits in (0.9, 1.8, 2.5)}
-    found |= {
-        f"kvtc {bits}{variant}": presets.kvtc(bits, **own["kvtc"] | arguments)
-        for variant, arguments in KVTC.items()
-        for bits in (0.5, 0.75, 1, 1.5, 2, 3)
-    }
+    for (variant, arguments), bits in itertools.product(KVTC.items(), (0.5, 0.75, 1, 1.5, 2, 3)):
+        found[f"kvtc {bits}{variant}"] = presets.kvtc(bits, **own["kvtc"] | arguments)
     found |= {f"live {bits}": presets.live(bits, seed=seed) for bits in (2.25, 3.25)}
-    few = min(vqllm.values(), key=lambda settings: settings[0])
-    residual = presets.vqllm(*few, seed=seed, kmeans_iterations=4)
     found |= {"aqua higgs 2, as published": presets.aqua(presets.higgs(2))}
-    found |= {"aqua higgs 2, rank 64": presets.aqua(presets.higgs(2), "reduced_rank", rank=64)}
-    found |= {"aqua vqllm {}x{}".format(*few): presets.aqua(residual)}
-    found = {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
-    windows = {
-        f"{make.__name__} 2, window": make(2, **own[make.__name__])
-        for make in (presets.kivi, presets.higgs, presets.kvtc)
-    }
-    return found | {label: dataclasses.replace(preset, sink_tokens=sink_tokens) for label, preset in windows.items()}
+    return {label: dataclasses.replace(bare(preset), sink_tokens=sink_tokens) for label, preset in found.items()}
 
 
 def factorial() -> dict[str, dict]:
@@ -82,7 +61,7 @@ def factorial() -> dict[str, dict]:
     rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
     or heads are rotated apart. Residual VQ groups channels as ``GROUPINGS`` says, and the other way where nothing else
     is added. No beam where bits are split: that fits twice."""
-    found = {}
+    found: dict[str, dict] = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
         for quantizer in TRANSFORM_CODERS:
@@ -110,7 +89,7 @@ def every() -> dict[str, dict]:
     ``BEST`` by name."""
     found = factorial()
     for quantizer in TRANSFORM_CODERS:
-        shared = {"quantizer": quantizer, "rotation": "fisher_pca"}
+        shared: dict[str, Any] = {"quantizer": quantizer, "rotation": "fisher_pca"}
         found |= {
             f"{quantizer}, fisher_pca, joint, rank {rank}": shared | {"joint": True, "rank": rank} for rank in RANKS
         }

@@ -25,10 +25,11 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
     """
     preset, rows = _codecs(codebook_size, num_quantizers, subject.seed)[codec], []
     coded = [subject.calibrated(presets.entropy_coded(preset, context=context)) for context in ("stage", "position")]
-    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope)
+    roles = capture(subject.model, subject.test, pre_rope=preset.fitting(subject.model).pre_rope or 0)
     for i, role in enumerate(("key", "value")):
         codecs = [[pair[i] for pair in compressor.codecs] for compressor in coded]
-        layers = [_layer(*pair, x.float()) for *pair, x in zip(*codecs, roles[i], strict=True)]
+        by_layer = zip(codecs[0], codecs[1], roles[i], strict=True)
+        layers = [_layer(stage, place, x.float()) for stage, place, x in by_layer]
         means = {name: statistics.mean(layer[name] for layer in layers) for name in layers[0]}
         rows.append({"model": subject.name, "codec": codec, "role": role} | means)
     return rows
@@ -37,11 +38,8 @@ def code_entropy(subject: Subject, codec: str, codebook_size: int, num_quantizer
 def _layer(by_stage, by_place, x) -> dict[str, float]:
     """Bits a value of the codes by way of coding them."""
     inner = by_place.quantizer.quantizer
-    packed = inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()
-    found = {"packed": packed, "by_stage": _code_bits(by_stage, x), "by_place": _code_bits(by_place, x)}
+    found = {"packed": inner.encode(by_place.vectors(x))[0].numel() * inner.code_bits / x.numel()}
+    for name, codec in (("by_stage", by_stage), ("by_place", by_place)):
+        payload = codec.encode(x)
+        found[name] = 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()
     return found | {"table_bytes": by_place.side_bytes - inner.codebooks.nbytes}
-
-
-def _code_bits(codec, x) -> float:
-    payload = codec.encode(x)
-    return 8 * (payload.nbytes - payload.fields["scale"].nbytes) / x.numel()

@@ -2,6 +2,7 @@
 again."""
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -53,8 +54,8 @@ def retrieval(
 
 def _copy(subject: Subject, compressor, passage: int) -> dict:
     tokens, answers = passages(subject.test, passage)
-    read = {"chunk_size": passage, "reconstruction": False, "per_sequence": True, "exact": subject.exact}
-    row = evaluate(subject.model, compressor, tokens, answers=answers, **read)
+    read: dict[str, Any] = {"chunk_size": passage, "reconstruction": False, "per_sequence": True}
+    row = evaluate(subject.model, compressor, tokens, answers=answers, exact=subject.exact, **read)
     names = ("recall_each", "recall_exact_each")
     each, exact = (torch.tensor(row[name]).double().view(len(tokens), -1) for name in names)
     low, high = bootstrap_interval(100 * (exact - each).mean(1))

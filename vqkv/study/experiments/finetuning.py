@@ -1,6 +1,7 @@
 """Notebook 10: what fine-tuning a model together with residual VQ's codes gives back of what these cost."""
 
 import copy
+from typing import Any
 
 import pandas as pd
 import torch
@@ -38,8 +39,10 @@ def finetuning(
     One row per seed, number of codebooks, label and rate (0: not trained): ``ppl`` of the same held-out sequences read
     packed, and ``ppl_exact``, what the model, trained or not, makes of them exact. ``quantizer``: of ``presets.vqllm``.
     """
-    tuning, preset = {"steps": steps, "size": size, "rate": rate}, presets.vqllm(count, **quantizer, seed=subject.seed)
-    batch_size = _batch_size(subject, quantizer)
+    tuning: dict[str, Any] = {"steps": steps, "size": size, "rate": rate}
+    preset = presets.vqllm(count, **quantizer, seed=subject.seed)
+    vectors = kv_width(subject.about) // quantizer["group_size"] * subject.train_size[1]  # of a sequence
+    batch_size = max(8, -(-16 * quantizer["codebook_size"] // vectors))  # k-means wants 16 for each code
     if label == BOTH:
         deepest = quantizer | {"num_quantizers": max(num_quantizers)}
         model, compressor = subject.model, first_stages(subject, count, deepest, batch_size)
@@ -57,12 +60,6 @@ def finetuning(
 @per_process(maxsize=1)
 def _control(subject: Subject, tuning: dict):
     return _trained(subject, None, **tuning)[0]
-
-
-def _batch_size(subject: Subject, quantizer: dict) -> int:
-    """Sequences of at least 16 vectors a code, which k-means wants of the first batch."""
-    vectors = kv_width(subject.about) // quantizer["group_size"] * subject.train_size[1]
-    return max(8, -(-16 * quantizer["codebook_size"] // vectors))
 
 
 def _trained(subject: Subject, preset: presets.Preset | None, steps: int, size: list[int], rate: float):

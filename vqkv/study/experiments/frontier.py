@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 from vqkv import presets
@@ -15,7 +16,7 @@ from vqkv.study.experiments.common import (
     facts_answered,
     tokens_kept_exact,
 )
-from vqkv.study.experiments.designs import every, exists, factorial, published, since
+from vqkv.study.experiments.designs import every, exists, factorial, published
 from vqkv.study.experiments.residual_vq import shallower
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -60,11 +61,11 @@ def _cases(
     subject: Subject, seeds: list[int], systems: list[str], vqllm: dict, learning: dict,
     designs: Sequence[str] = (), bits: Sequence[float] = (),
 ) -> list[dict]:  # fmt: skip
-    known = [label for make in (published, since) for label in make(vqllm, learning["sink_tokens"], 0)]
+    known = [*published(vqllm, learning["sink_tokens"], 0)]
     if unknown := set(systems) - set(known):
         raise UnknownNameError("system", min(unknown), known)
     wanted = [label for label in known if label in (systems or known)]
-    listed = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
+    listed: list[tuple[str, float]] = [(label, 0) for label in sorted(wanted, key=lambda label: label not in vqllm)]
     listed += [(design, rate) for rate, design in itertools.product(bits, designs) if exists(design, rate)]
     return [
         {"subject": each, "system": label, "bits": rate} for each in subject.each(seed=seeds) for label, rate in listed
@@ -83,13 +84,15 @@ def frontier(
 
     ``bits_CONTEXT_x1``: with side information and sinks, of a sequence of so many tokens. ``kl_each``: one
     number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
-    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored of one window.
+    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored
+    of one window, mean over layers and roles.
     """
     compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
     row |= facts_answered(subject, compressor, **facts) if facts else {}
     row |= total_bits(row, subject.about, tokens_kept_exact(compressor))
-    row["evr"] = math.nan if compressor.joint else _explained(subject, compressor)
+    one = None if compressor.joint else explained_by_layer(subject, compressor, subject.test[:1])
+    row["evr"] = statistics.mean(one.values()) if one else math.nan
     return [{"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits} | row]
 
 
@@ -99,11 +102,8 @@ def fitted_system(
     """A published system or a design, fitted."""
     if system in vqllm:
         return _residual(subject, system, vqllm, learning["sink_tokens"], tuned or {})
-    arguments = vqllm, learning["sink_tokens"], subject.seed, tuned
-    known = published(*arguments) | since(*arguments)
-    return fitted(
-        known.get(system) or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject
-    )
+    preset = published(vqllm, learning["sink_tokens"], subject.seed, tuned).get(system)
+    return fitted(preset or presets.crossed(**every()[system], bits=bits, seed=subject.seed, **learning), subject)
 
 
 def _residual(subject: Subject, system: str, vqllm: dict, sink_tokens: int, tuned: dict) -> Compressor:
@@ -127,9 +127,3 @@ def fitted(preset: presets.Preset, subject: Subject) -> Compressor:
 def total_bits(row: dict, about: dict, exact_tokens: float) -> dict[str, float]:
     """Bits of a value, side information included, by context length of a single sequence (``x1``)."""
     return {f"bits_{at}_x1": bits_with_side(row, about, tokens, exact_tokens) for at, tokens in CONTEXTS.items()}
-
-
-def _explained(subject: Subject, compressor) -> float:
-    """EVR of what is stored, mean over layers, keys and values, on one sequence."""
-    ratios = explained_by_layer(subject, compressor, subject.test[:1]).values()
-    return sum(ratios) / len(ratios)

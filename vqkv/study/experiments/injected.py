@@ -53,15 +53,13 @@ def _injected(subject: InjectedSubject):
 
 
 def outlier_channels(subject: Subject, size: float):
-    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed; without RoPE
-    in as many channels of either half."""
+    """Keys times ``size`` in ``PAIRS`` neighbouring RoPE pairs of each head, drawn by the subject's seed."""
     layers, generator = kv_layers(subject.model), torch.Generator().manual_seed(subject.seed)
     factors = torch.ones(len(layers), *layers[0].shape[:2])
-    for turn, heads in zip(rotations(subject.model), factors, strict=True):
-        halves = torch.arange(heads.shape[1]).chunk(2) if turn is None else (turn.first, turn.second)
+    for turn, heads in zip(filter(None, rotations(subject.model)), factors, strict=True):
         for head in heads:
-            start = int(torch.randint(len(halves[0]) - PAIRS + 1, (1,), generator=generator))
-            for half in halves:
+            start = int(torch.randint(len(turn.first) - PAIRS + 1, (1,), generator=generator))
+            for half in (turn.first, turn.second):
                 head[half[start : start + PAIRS]] = size
     return inject(subject.model, keys=factors)
 
@@ -73,11 +71,11 @@ def loud_heads(subject: Subject, size: float):
 
 
 def key_bias(subject: Subject, size: float):
-    """``size`` added to one channel of each head: of the RoPE pair that rotates most slowly, or the last."""
+    """``size`` added to one channel of each head, of the RoPE pair that rotates most slowly."""
     layers = kv_layers(subject.model)
     bias = torch.zeros(len(layers), *layers[0].shape[:2])
-    for turn, layer in zip(rotations(subject.model), bias, strict=True):
-        layer[:, -1 if turn is None else int(turn.first[turn.angle.abs().argmin()])] = size
+    for turn, layer in zip(filter(None, rotations(subject.model)), bias, strict=True):
+        layer[:, int(turn.first[turn.angle.abs().argmin()])] = size
     return inject(subject.model, key_bias=bias)
 
 
@@ -85,16 +83,6 @@ def largest_magnitude(subject: Subject, size: float):
     """Keys and values of each layer scaled so that the largest of the held-out text is ``size``."""
     roles = capture(subject.model, subject.test, pre_rope=False)
     return inject(subject.model, *(torch.stack([size / x.abs().max() for x in role])[:, None, None] for role in roles))
-
-
-def keys_normed(subject: Subject, size: float):
-    """Each head's keys over their root mean square, which queries take over; nothing is trained afterwards."""
-    return normed(subject.model, subject.train, ["key"])
-
-
-def both_normed(subject: Subject, size: float):
-    """The same, and values, whose size output projections take over."""
-    return normed(subject.model, subject.train, ["key", "value"])
 
 
 def _loud(model) -> torch.Tensor:
@@ -144,8 +132,8 @@ PHENOMENA: dict[str, tuple[Callable, Callable]] = {  # what is done to a model, 
     "loud heads": (loud_heads, _framework),
     "key bias": (key_bias, _biased),
     "largest magnitude": (largest_magnitude, _framework),
-    "keys normed": (keys_normed, _framework),
-    "keys and values normed": (both_normed, _framework),
+    "keys normed": (lambda subject, _: normed(subject.model, subject.train, ["key"]), _framework),
+    "keys and values normed": (lambda subject, _: normed(subject.model, subject.train, ["key", "value"]), _framework),
 }
 
 
@@ -182,7 +170,7 @@ def injected(subject: Subject, phenomenon: str, size: float, system: str, codebo
     return label | (by_head(changed, compressor) if loud else dict.fromkeys(BY_HEAD, math.nan))
 
 
-def _fitted(subject: InjectedSubject, preset):
+def _fitted(subject: Subject, preset):
     """With four sinks; other people's caches as they are."""
     if not isinstance(preset, presets.Preset):
         return preset

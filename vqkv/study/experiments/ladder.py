@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
 RATIOS = ("ratio_every_fp32", "ratio_live_fp16")
-EXACT = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}  # what keyframes and deltas are stored as
+# What keyframes and deltas are stored as.
+EXACT: dict[str, tuple[Any, str]] = {"lossless": ("fp32", "exact"), "4-bit deltas": ("fp32", "int4")}
 EVICTED, WHOLE = "4-bit deltas + H2O", "4-bit deltas"
 TIERS = [*EXACT, *(label for label in FRAMEWORK if label != "VQ of 8, threshold 0.07"), EVICTED]
 CODECS = ("fp16", "vqllm")
@@ -49,11 +51,11 @@ def tier_ladder(
     if tier == EVICTED:
         row = _evicted(subject, live, interval, retain, recent)
     else:
-        stored = EXACT.get(tier)
-        if not stored:
+        keyframes, deltas = EXACT.get(tier, ("", "int4"))
+        if not keyframes:
             preset = FRAMEWORK[tier](keyframe=interval, codebook_size=codebook_size, seed=subject.seed)
-            stored = subject.calibrated(preset).codecs, "int4"
-        stream = Stream(live, *stored, interval)
+            keyframes = subject.calibrated(preset).codecs
+        stream = Stream(live, keyframes, deltas, interval)
         state, row = stream.state(max(0, steps - 2)), stream.report()
         del row["header_bytes"]
         row |= evaluate_restored(subject.exact, subject.test, *state)
@@ -97,14 +99,15 @@ def eviction(
     rule, which would else show no more than what losing a sink costs. One row per codec, rule and share.
     """
     compressor = _evicted_codec(subject=subject, codec=codec, sink_tokens=sink_tokens, **quantizer)
-    settings = {"prompt_len": prompt_len, "step_size": 8, "batch_size": len(subject.test), "reconstruction": False}
+    settings: dict[str, Any] = {"prompt_len": prompt_len, "step_size": 8, "reconstruction": False}
+    settings |= {"batch_size": len(subject.test), "exact": subject.exact}
     rows, rules = [], {
         "heavy hitters": H2O(compressor, retain, recent),
         "SnapKV": snapkv(compressor, retain),
         "random": H2O(compressor, retain, recent, choose=random_tokens(subject.seed)),
     }  # fmt: skip
     for rule, policy in rules.items():
-        row = evaluate(subject.model, policy, subject.test, "snapshot", **settings, exact=subject.exact)
+        row = evaluate(subject.model, policy, subject.test, "snapshot", **settings)
         label = {"model": subject.name, "codec": codec, "retain": retain, "rule": rule}
         rows.append(label | {key: row[key] for key in EVICTION_COLUMNS})
     return rows

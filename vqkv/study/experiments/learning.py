@@ -1,5 +1,7 @@
 """Notebook 02: how codebooks are learned."""
 
+from typing import Any
+
 import torch
 
 from vqkv import presets
@@ -25,22 +27,16 @@ def codebook_learning(
     train = _layer_vectors(subject, "train", subject.seed, vectors_per_step * (steps + 1), **where)
     test = _layer_vectors(subject, "test", 0, vectors_per_step, **where)
     preset = presets.vqllm(**quantizer, seed=subject.seed, **variant)
-    codec = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
+    codec: Any = (preset.key_codec if role == "key" else preset.value_codec)(train.shape[-1])
     label = {"init": "kmeans", "decay": 0.99, "revive": False} | variant | {"seed": subject.seed}
-    return [label | row for row in _learning_curve(codec, train.chunk(steps + 1, dim=2), test, every)]
-
-
-def _learning_curve(codec, train: list[torch.Tensor], test: torch.Tensor, every: int) -> list[dict]:
-    """Step 0 is the initial codebooks; each further batch (1, 1, vectors, head_dim) is one step."""
-    rows, steps = [], len(train) - 1
-    for step, batch in enumerate(train):
+    rows = []
+    for step, batch in enumerate(train.chunk(steps + 1, dim=2)):  # the first makes the initial codebooks
         codec.partial_fit(batch)
         if step % every == 0 or step == steps:
             vectors = codec.vectors(test)
             loss, unused = codec.quantizer.loss(vectors), (codec.quantizer.usage(vectors) == 0).float().mean(dim=1)
-            for stage in range(len(loss)):
-                row = {"step": step, "stage": stage + 1, "loss": loss[stage].item()}
-                rows.append(row | {"unused": unused[stage].item()})
+            each = enumerate(zip(loss.tolist(), unused.tolist(), strict=True), 1)
+            rows += [label | {"step": step, "stage": stage, "loss": x, "unused": y} for stage, (x, y) in each]
     return rows
 
 

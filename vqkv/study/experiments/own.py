@@ -2,25 +2,31 @@
 
 import dataclasses
 import linecache
+import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
 
 from vqkv.cache.compressor import Compressor
 from vqkv.errors import DataError
+from vqkv.runtime.files import cache_folder
 from vqkv.study.experiments.common import bare, by_window, tokens_kept_exact
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
+from vqkv.study.literals import digest
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
+from vqkv.study.tables import write_atomically
 
 
 def defining_text(function: Callable) -> str:
-    """Source of the cell or the module that defines a function: a table made of it is made again when that changes.
-    Raises ``DataError`` where there is none."""
+    """Return the source of the cell or the module that defines a function: a table made of it is made again when that
+    changes. Raises ``DataError`` where there is none."""
     text = "".join(linecache.getlines(function.__code__.co_filename)).strip()
     if not text:
         raise DataError(f"the source of {function.__name__} cannot be read: define it in a cell or in a file")
@@ -40,14 +46,13 @@ def _cases(
 
 @experiment(_cases)
 def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_tokens: int, chunk_size: int) -> dict:
-    """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, Python
-    source that is run in each process, makes the function ``preset``, which takes ``bits``. A row per model, seed and
-    system, on the same windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises
-    ``DataError`` if that changed it."""
+    """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, the
+    source of a module, has the function ``preset``, which takes ``bits``. A row per model, seed and system, on the same
+    windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises ``DataError`` if that
+    changed it."""
     if bits:
-        exec(definition, defined := {"__name__": "__main__"})
-        own = dataclasses.replace(bare(defined[system](bits)), sink_tokens=sink_tokens)
-        compressor = _reloaded(fitted(own, subject))
+        preset = getattr(imported(definition), system)(bits)
+        compressor = _reloaded(fitted(dataclasses.replace(bare(preset), sink_tokens=sink_tokens), subject))
     else:
         compressor = fitted(published({}, sink_tokens, subject.seed)[system], subject)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
@@ -55,6 +60,15 @@ def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_t
     columns = ("bits_per_value", "side_bytes", "kl_mean", "kl_low", "kl_high", "kl_floor", "top1", "kl_each")
     label = {"model": subject.name, "seed": subject.seed, "system": system, "nominal_bits": bits}
     return label | {name: row[name] for name in columns} | totals
+
+
+def imported(definition: str) -> ModuleType:
+    """Import a cell as a module, from a file named by its contents in the user's cache: so any process has it."""
+    path = cache_folder("pages") / f"cell_{digest(definition)}.py"
+    write_atomically(path, definition.encode())
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return import_module(path.stem)
 
 
 def _reloaded(compressor: Compressor) -> Compressor:

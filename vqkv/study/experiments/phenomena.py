@@ -38,8 +38,23 @@ def magnitudes(subject: Subject) -> list[dict]:
 @experiment()
 def phenomena(subject: Subject) -> list[dict]:
     """What a model shows of sinks, outlier channels and inter-layer predictability: a row per ``quantity``."""
-    quantities = _sinks(subject.model, subject.test) | _channels(subject.model, subject.test) | _explained(subject)
-    return [{"model": subject.name, "quantity": name, "value": value} for name, value in quantities.items()]
+    model, tokens = subject.model, subject.test
+    strength, uniform = probes.sink_strength(model, tokens), [1 / i for i in range(17, tokens.shape[1] + 1)]
+    found = {
+        "attention to the first token, mean over heads": strength.mean().item(),
+        "attention to the first token, strongest head": strength.max().item(),
+        "attention to the first token if it were uniform": statistics.mean(uniform),
+    }
+    for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
+        ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
+        found[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
+        found[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
+    evr = probes.interlayer_evr(model, subject.train, tokens)
+    found["hidden size"] = model.config.get_text_config().hidden_size
+    found["KV width"] = kv_width(subject.about)
+    found["EVR of K from K of the layer before"] = statistics.mean(evr["key"])
+    found["EVR of V from V of the layer before and its own K"] = statistics.mean(evr["value"])
+    return [{"model": subject.name, "quantity": name, "value": value} for name, value in found.items()]
 
 
 @experiment()
@@ -47,36 +62,6 @@ def noise_floors(subject: Subject, chunk_size: int) -> list[dict]:
     """KL between a model and itself with an exact cache that is rounded, or read in pieces: a row each."""
     floors = noise_floor(subject.exact, subject.test.to(subject.model.device), chunk_size)
     return [{"model": subject.name, "cache": cache, "kl": kl} for cache, kl in floors.items()]
-
-
-def _sinks(model, tokens) -> dict:
-    strength = probes.sink_strength(model, tokens)
-    length = tokens.shape[1]
-    even = statistics.mean(1 / (i + 1) for i in range(16, length))
-    return {
-        "attention to the first token, mean over heads": strength.mean().item(),
-        "attention to the first token, strongest head": strength.max().item(),
-        "attention to the first token if it were uniform": even,
-    }
-
-
-def _channels(model, tokens) -> dict:
-    found = {}
-    for role, layers in zip(("key", "value"), capture(model, tokens), strict=True):
-        ratios = torch.cat([probes.channel_outlier_ratio(x) for x in layers])
-        found[f"outlier channel over median channel, {role}, median head"] = ratios.median().item()
-        found[f"outlier channel over median channel, {role}, worst head"] = ratios.max().item()
-    return found
-
-
-def _explained(subject: Subject) -> dict:
-    evr = probes.interlayer_evr(subject.model, subject.train, subject.test)
-    return {
-        "hidden size": subject.model.config.get_text_config().hidden_size,
-        "KV width": kv_width(subject.about),
-        "EVR of K from K of the layer before": statistics.mean(evr["key"]),
-        "EVR of V from V of the layer before and its own K": statistics.mean(evr["value"]),
-    }
 
 
 def noise_floor(exact, tokens: torch.Tensor, chunk_size: int = 32) -> dict[str, float]:

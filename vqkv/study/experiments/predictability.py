@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -30,15 +31,16 @@ def predictability(subject: Subject, reach: int, skip: int, strength: float, see
     from one random sequence for all variants, which is why they are one case.
     """
     group_of = {probe: group for group, probes in catalogue(reach).items() for probe in probes}
-    settings, rows = {"skip": skip, "forms": {"shuffled": shuffled(subject.seed)}}, []
+    settings: dict[str, Any] = {"skip": skip, "forms": {"shuffled": shuffled(subject.seed)}}
+    rows: list[dict] = []
     variants = [("trained", 0), *([("after RoPE", 0)] if rotates(subject.model) else [])]
     for variant, seed in tqdm([*variants, *(("untrained", seed) for seed in seeds)], "variants", disable=None):
         model = untrained(subject.model, seed) if variant == "untrained" else subject.model
-        texts = (subject.train, subject.test)
-        sums = [probe_sums(model, x, [*group_of], pre_rope=variant != "after RoPE", **settings) for x in texts]
+        texts, pre_rope = (subject.train, subject.test), variant != "after RoPE"
+        train, test = (probe_sums(model, x, [*group_of], pre_rope=pre_rope, **settings) for x in texts)
         label = {"model": subject.name, "variant": variant, "seed": seed}
         for probe, group in group_of.items():
-            explained = explained_variance(*sums, [probe], len(kv_layers(model)), strength)
+            explained = explained_variance(train, test, [probe], len(kv_layers(model)), strength)
             rows += [label | {"group": group} | row for row in explained]
     return rows
 
@@ -56,8 +58,8 @@ def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[
     probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
     alone = {form: [Probe(role, f"{role}~{form}") for role in "KV"] for form in inputs if form}
     every = [probe for group in (*probes.values(), *alone.values()) for probe in group]
-    settings = {"skip": skip, "forms": {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}}
-    train, test = (probe_sums(subject.model, x, every, **settings) for x in (subject.train, subject.test))
+    forms = {f"higgs{bits}": reconstructed(presets.higgs(bits)) for bits in input_bits}
+    train, test = (probe_sums(subject.model, x, every, skip, forms=forms) for x in (subject.train, subject.test))
     count, rows = len(kv_layers(subject.model)), []
     for form, strength in itertools.product(inputs, strengths):
         explained = explained_variance(train, test, probes[form], count, strength)

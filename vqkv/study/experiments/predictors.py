@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -82,11 +83,6 @@ def _table(
     }
 
 
-def _beside_plain(rows: list[dict]) -> list[dict]:
-    """The rows with ``_against_plain``'s columns, without the number of layers that these need."""
-    return [row | _against_plain(row, rows, row.pop("num_layers")) for row in rows]
-
-
 def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
     """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
     saved."""
@@ -108,7 +104,9 @@ def _ablation_cases(quantizer: dict, num_quantizers: list[int], sink_tokens: int
     return [{"block": block, "label": label} for block, labels in blocks.items() for label in labels]
 
 
-@experiment(_ablation_cases, finish=_beside_plain)
+@experiment(
+    _ablation_cases, finish=lambda rows: [row | _against_plain(row, rows, row.pop("num_layers")) for row in rows]
+)
 def predictor_ablation(
     subject: Subject, block: str, label: str, quantizer: dict, num_quantizers: list[int], rank_share: float,
     sink_tokens: int, chunk_size: int, batch_size: int,
@@ -123,7 +121,8 @@ def predictor_ablation(
     """
     if block == "RoPE" and not rotates(subject.model):
         return []
-    width, sizes = kv_width(subject.about), {"num_quantizers": num_quantizers, "sink_tokens": sink_tokens}
+    width = kv_width(subject.about)
+    sizes: dict[str, Any] = {"num_quantizers": num_quantizers, "sink_tokens": sink_tokens}
     blocks = _table(**quantizer, **sizes, rank=max(1, int(rank_share * width)), seed=subject.seed)
     compressor = subject.calibrated(blocks[block][label], batch_size)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)
@@ -155,7 +154,8 @@ def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict
 
 def _restored(exact: dict, compressor) -> dict:
     """Keys and values by role and layer, as they are read back."""
-    restored, known = {}, compressor.new_pass()
+    restored: dict = {}
+    known = compressor.new_pass()
     for layer in range(len(compressor.codecs)):
         pair = compressor.reconstruct(layer, exact["key", layer], exact["value", layer], known)
         restored |= {(role, layer): x for role, x in zip(ROLES, pair, strict=True)}
@@ -188,8 +188,8 @@ def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: 
     bootstrap draws of sequences, the same for both.
     """
     compressor = subject.calibrated(CHOICES[label], batch_size)
-    read = {"protocol": "snapshot", "prompt_len": prompt_len, "step_size": step_size, "reconstruction": False}
-    return {"model": subject.name, "label": label} | by_window(subject, compressor, **read)
+    read: dict[str, Any] = {"protocol": "snapshot", "prompt_len": prompt_len, "step_size": step_size}
+    return {"model": subject.name, "label": label} | by_window(subject, compressor, reconstruction=False, **read)
 
 
 def over_default(table, default: str):

@@ -36,7 +36,7 @@ def product_against_residual(
     rows, named = [], data if data == WHITE else f"{subject.name} {data}"
     for size in codebook_sizes:
         for method, error in (("product", _product), ("residual", _residual)):
-            mse = error(*parts, KMeans(size, iterations, subject.seed)) / parts[1].square().sum().item()
+            mse = error(parts[0], parts[1], KMeans(size, iterations, subject.seed)) / parts[1].square().sum().item()
             rows.append({"data": named, "seed": subject.seed, "codebook_size": size, "method": method, "mse": mse})
     return rows
 
@@ -53,19 +53,20 @@ def _blocks(subject: Subject, role: str, counts: dict[str, int], seq_len: int) -
     return parts
 
 
-def _left(train: torch.Tensor, test: torch.Tensor, kmeans: KMeans) -> list[torch.Tensor]:
+def _left(train: torch.Tensor, test: torch.Tensor, kmeans: KMeans) -> tuple[torch.Tensor, torch.Tensor]:
     """What the nearest codes, learned on the first, leave of both."""
     codebook = kmeans.fit(train)
-    return [x - codebook[kmeans.assign(x)] for x in (train, test)]
+    return train - codebook[kmeans.assign(train)], test - codebook[kmeans.assign(test)]
 
 
 def _residual(train, test, kmeans: KMeans) -> float:
-    return _left(*_left(train, test, kmeans), kmeans)[1].square().sum().item()
+    train, test = _left(train, test, kmeans)
+    return _left(train, test, kmeans)[1].square().sum().item()
 
 
 def _product(train, test, kmeans: KMeans) -> float:
     halves = zip(*(x.split(BLOCK // 2, dim=1) for x in (train, test)), strict=True)
-    return sum(_left(*(x.contiguous() for x in pair), kmeans)[1].square().sum().item() for pair in halves)
+    return sum(_left(x.contiguous(), y.contiguous(), kmeans)[1].square().sum().item() for x, y in halves)
 
 
 def gaps(table: pd.DataFrame) -> pd.DataFrame:

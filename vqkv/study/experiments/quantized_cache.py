@@ -1,7 +1,9 @@
 """Page 08: what transformers' quantized cache loses by residual length, and greedy text with each cache."""
 
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -21,11 +23,11 @@ EXACT = "exact"
 FP16 = "fp16"  # a cache of everything, rounded: the floor
 
 
-def _residual_cases(swept: list[str], lengths: list[int], systems: list[str], length: int) -> list[dict]:
-    return product(label=swept, length=lengths) + product(label=systems, length=[length])
-
-
-@experiment(_residual_cases)
+@experiment(
+    lambda swept, lengths, systems, length: (
+        product(label=swept, length=lengths) + product(label=systems, length=[length])
+    )
+)
 def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
     """Loss and bits of transformers' caches (``transformers hqq 8`` and the like) by the number of recent tokens that
     are kept exact until they are quantized as one block: ``swept`` with every ``residual_length`` of ``lengths`` (0,
@@ -39,7 +41,7 @@ def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int)
     """
     name, bits = label.removeprefix("transformers ").rsplit(" ", 1)
     system, test = TransformersQuantized(name, int(bits), residual_length=max(1, length)), subject.test
-    how = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
+    how: dict[str, Any] = {"protocol": "snapshot", "prompt_len": prompt_len, "reconstruction": False}
     row = evaluate(subject.model, system, test, exact=subject.exact, batch_size=2, **how)  # of which logits are held
     row = {name: row[name] for name in MEASURED}
     short, few = _in_bfloat16(name=subject.name, device=subject.device), test[:1, : prompt_len + 2]
@@ -100,5 +102,5 @@ def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
     of prompts without one."""
     rows = greedy.assign(never=greedy["same"] == greedy["new_tokens"])
     groups = rows.groupby(["model", "system"], sort=False)
-    quartiles = groups["same"].quantile([0.25, 0.5, 0.75]).unstack().set_axis(["q1", "median", "q3"], axis=1)
+    quartiles = groups["same"].quantile(np.array([0.25, 0.5, 0.75])).unstack().set_axis(["q1", "median", "q3"], axis=1)
     return quartiles.join(groups["never"].mean())

@@ -3,6 +3,7 @@ how deep, large and wide the search is."""
 
 import dataclasses
 import itertools
+from functools import partial
 
 import torch
 
@@ -98,8 +99,8 @@ def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Pres
     """Residual VQ with codebooks for each group, of each head or of all."""
     stages, heads, size = CODEBOOKS[codebooks], subject.about["shapes"][0][0], quantizer["group_size"]
 
-    def codec(head_dim: int) -> Chain:
-        groups = head_dim // size * (heads if stages else 1)
+    def codec(head_dim: int | None = None) -> Chain:
+        groups = (head_dim or size) // size * (heads if stages else 1)
         product_vq = ProductVQ(groups, quantizer["codebook_size"], size, subject.seed, quantizer["num_quantizers"])
         return Chain([VectorScale("std"), *(stage() for stage in stages)], product_vq)
 
@@ -122,7 +123,7 @@ def gaussian_depth(
     for beam, depth in itertools.product(beams, depths):
         cut = recut(codec, depth, beam)
         error = relative_mse(test, cut.decode(cut.encode(test)))
-        bits = depth * cut.quantizer.code_bits / group_size
+        bits = depth * (codebook_size - 1).bit_length() / group_size
         label = {"codebook_size": codebook_size, "beam": beam, "num_quantizers": depth, "seed": seed}
         rows.append(label | {"bits_per_value": bits, "mse": error})
     return rows
@@ -160,7 +161,8 @@ def _deepest(subject: Subject, quantizer: dict, batch_size: int) -> Compressor:
 
 def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:
     """A calibrated residual VQ with the first stages of every codec only, and another encoder."""
-    codecs = [tuple(recut(codec, num_quantizers, beam) for codec in pair) for pair in compressor.codecs]
+    cut = partial(recut, num_quantizers=num_quantizers, beam=beam)
+    codecs = [(cut(key), cut(value)) for key, value in compressor.codecs]
     return Compressor(compressor.name, codecs, compressor.settings, compressor.model)
 
 

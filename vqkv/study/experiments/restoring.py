@@ -175,9 +175,10 @@ def _talk(model, compressor, pieces: Sequence[torch.Tensor], answered: int) -> l
             answer, stayed = _answer(back, answered), _answer(stays, answered, piece)
             before = torch.cat([prompt, answer], 1)
             prompts.save(before, back.cache)
+            size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
             rows.append({
                 "turn": turn, "tokens": prompt.shape[1], "restored": restored, "ready_ms": 1e3 * (ready - start),
-                "again_ms": again.prefill(prompt), "folder_bytes": _size(folder), "same": answer.equal(stayed),
+                "again_ms": again.prefill(prompt), "folder_bytes": size, "same": answer.equal(stayed),
             })  # fmt: skip
     return rows
 
@@ -191,7 +192,3 @@ def _answer(going: Generation, count: int, piece: torch.Tensor | None = None) ->
         tokens.append(going.last)
         going.step()
     return torch.cat(tokens, 1)
-
-
-def _size(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())

@@ -63,8 +63,8 @@ def pays_from(searched: pd.DataFrame, light: str, heavy: str, values: int) -> pd
     at each rate of ``light`` whose KL ``heavy`` reaches too (log KL interpolated). ``values``: of a token."""
     mine, other = (searched[searched["system"] == name].sort_values("kl_mean") for name in (light, heavy))
     mine = mine[mine["kl_mean"].between(other["kl_mean"].min(), other["kl_mean"].max())].set_index("nominal_bits")
-    at = [np.log(mine["kl_mean"]), np.log(other["kl_mean"])]
-    bits, side = (np.interp(*at, other[column]) for column in ("bits_per_value", "side_bytes"))
+    at, known = (rows["kl_mean"].apply(np.log).to_numpy() for rows in (mine, other))
+    bits, side = (np.interp(at, known, other[column].to_numpy()) for column in ("bits_per_value", "side_bytes"))
     return 8 * (side - mine["side_bytes"]) / values / (mine["bits_per_value"] - bits)
 
 
@@ -72,7 +72,7 @@ def by_rule(table: pd.DataFrame, contexts: list[str], kv_width: int) -> pd.DataF
     """``frontier``'s rows with the ``family`` of each. Of ``presets.best``'s designs only the one that it takes at a
     context has bits there. Of KVTC's variants and rates those on the lower convex hull of these very rows have (means
     over models and seeds): it may be picked on the text on which both are judged."""
-    theirs = table["system"].str.startswith(THEIRS) & ~table["system"].str.endswith("window")
+    theirs = table["system"].str.startswith(THEIRS)
     ours = table["system"].isin(BEST)
     table = table.assign(family=table["system"].map(family).mask(theirs, THEIRS).mask(ours, OURS))
     for name in contexts:
@@ -92,11 +92,13 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     shown = [seen[(seen["family"] == name) & seen[column].notna()] for name in (OURS, THEIRS)]
     if any(rows.empty for rows in shown):
         return {f"{name}{end}": np.nan for name in ENDS for end in ("", "_low", "_high")}
-    curves = [_curve(rows, column) for rows in shown]
-    count = curves[0][1].shape[1]
+    rates = [[*rows.groupby(["system", "nominal_bits"])] for rows in shown]
+    bits = [np.array([mine[column].mean() for _, mine in each]) for each in rates]
+    losses = [np.stack([windows(mine).to_numpy() for _, mine in each]) for each in rates]  # (rates, windows)
+    count = losses[0].shape[1]
     drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
-    ends = np.array([_ends(curves, each, least, most) for each in [np.arange(count), *drawn]])
-    found = {}
+    ends = np.array([_ends(bits, [kl[:, each] for kl in losses], least, most) for each in [np.arange(count), *drawn]])
+    found: dict[str, float] = {}
     for name, values in zip(ENDS, ends.T, strict=True):
         known = values[1:][~np.isnan(values[1:])]
         low, high = np.quantile(known, [(1 - CHANCE) / 2, (1 + CHANCE) / 2]) if len(known) else (np.nan, np.nan)
@@ -104,19 +106,14 @@ def share_of_bits(seen: pd.DataFrame, context: str, least: float = 0.0, most: fl
     return found
 
 
-def _curve(rows: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bits (rates,) and KL (rates, windows)."""
-    rates = [(mine[column].mean(), windows(mine).to_numpy()) for _, mine in rows.groupby(["system", "nominal_bits"])]
-    return tuple(map(np.stack, zip(*rates, strict=True)))
-
-
-def _ends(curves, drawn: np.ndarray, least: float, most: float) -> tuple[float, float]:
-    means = [(bits, np.log(each[:, drawn].mean(1))) for bits, each in curves]
-    first, last = max(kl.min() for _, kl in means), min(kl.max() for _, kl in means)
+def _ends(bits: list[np.ndarray], losses: list[np.ndarray], least: float, most: float) -> tuple[float, float]:
+    """Return the lowest and the highest share of bits, ours over theirs, at KLs that both reach."""
+    logs = [np.log(each.mean(1)) for each in losses]
+    first, last = max(kl.min() for kl in logs), min(kl.max() for kl in logs)
     if first >= last:
         return np.nan, np.nan
-    losses = np.linspace(first, last, GRID)
-    ours, theirs = (np.interp(losses, kl[order := kl.argsort()], bits[order]) for bits, kl in means)
+    at = np.linspace(first, last, GRID)
+    ours, theirs = (np.interp(at, kl[order := kl.argsort()], each[order]) for each, kl in zip(bits, logs, strict=True))
     shares = (ours / theirs)[(theirs >= least) & (theirs <= most)]
     return (shares.min(), shares.max()) if len(shares) else (np.nan, np.nan)
 

@@ -1,5 +1,7 @@
 """Notebook 05: the KL of every single sequence, whether it has two modes, and what becomes of changed predictions."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from scipy.stats import kurtosis, skew
@@ -25,13 +27,14 @@ def sequence_damage(
     ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
     prediction is the best, or among the two best, with this one.
     """
+    compressor: Any
     if codec in CODECS:
         preset = FRAMEWORK[codec](keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed)
         compressor = subject.calibrated(preset)
     else:
         compressor = H2O(exact_compressor(subject), retain, recent)
-    settings = {"prompt_len": prompt_len, "step_size": subject.test.shape[1] - prompt_len, "reconstruction": False}
-    settings |= {"batch_size": 8, "per_sequence": True, "exact": subject.exact}
+    settings: dict[str, Any] = {"prompt_len": prompt_len, "step_size": subject.test.shape[1] - prompt_len}
+    settings |= {"reconstruction": False, "batch_size": 8, "per_sequence": True, "exact": subject.exact}
     row = evaluate(subject.model, compressor, subject.test, "snapshot", **settings)
     label = {"model": subject.name, "codec": codec, "tokens": settings["step_size"] - 1, "kl_floor": row["kl_floor"]}
     each = zip(*(row[f"{name}_each"] for name in ("kl", "top1", "top2")), strict=True)

@@ -1,7 +1,9 @@
 """Notebook 05: the VQ quality framework's threshold sweep, beside what it claims."""
 
 import statistics
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pandas as pd
 
@@ -15,8 +17,9 @@ from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 from vqkv.study.tables import published
 
-WITH_FALLBACK = {"vqq": partial(presets.vqq, 1.0), "vqq_product": partial(presets.vqq_product, 1.0)}
-WITHOUT_FALLBACK = {
+Maker = Callable[..., presets.Preset]
+WITH_FALLBACK: dict[str, Maker] = {"vqq": partial(presets.vqq, 1.0), "vqq_product": partial(presets.vqq_product, 1.0)}
+WITHOUT_FALLBACK: dict[str, Maker] = {
     "vq, 2": partial(presets.vq, 2),
     "vq, 8": partial(presets.vq, 8),
     "vq, 8, unscaled": partial(presets.vq, 8, per_head_scale=False),
@@ -66,9 +69,11 @@ def threshold_sweep(
     if threshold is not None:
         for codec in (codec for pair in compressor.codecs for codec in pair):
             codec.quantizer.threshold = threshold
-        label |= {"threshold": threshold, "vq_blocks": _vq_share(compressor, keys, values)}
+        layers = zip(compressor.codecs, keys, values, strict=True)
+        masks = [codec.encode(x).mask() for pair, *layer in layers for codec, x in zip(pair, layer, strict=True)]
+        label |= {"threshold": threshold, "vq_blocks": statistics.mean(mask.float().mean().item() for mask in masks)}
     label["median_error"] = _median_error(compressor, keys, values)
-    settings = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
+    settings: dict[str, Any] = {"prompt_len": prompt_len, "batch_size": len(subject.test), "reconstruction": False}
     settings["step_size"] = subject.test.shape[1] - prompt_len  # fewer than a keyframe: none is packed, so all at once
     row = evaluate(
         subject.model, compressor, subject.test, "snapshot", exact=subject.exact, per_sequence=True, **settings
@@ -87,13 +92,6 @@ def _prompts(subject: Subject, prompt_len: int):
 def _fitted(subject: Subject, method: str, prompt_len: int, codebook_size: int) -> Compressor:
     make = (WITH_FALLBACK | WITHOUT_FALLBACK)[method]
     return subject.calibrated(make(keyframe=prompt_len, codebook_size=codebook_size, seed=subject.seed))
-
-
-def _vq_share(compressor, keys, values) -> float:
-    """Share of the blocks that are stored as codes."""
-    pairs = zip(compressor.codecs, zip(keys, values, strict=True), strict=True)
-    masks = [codec.encode(x).mask() for codecs, layer in pairs for codec, x in zip(codecs, layer, strict=True)]
-    return statistics.mean(mask.float().mean().item() for mask in masks)
 
 
 def _median_error(compressor, keys, values) -> float:

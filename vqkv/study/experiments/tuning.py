@@ -1,4 +1,4 @@
-"""Page 11's baselines, each with a small tuning of its own: what ``designs.published`` and ``since`` are then given."""
+"""Page 11's baselines, each with a small tuning of its own: what ``designs.published`` is then given."""
 
 import ast
 
@@ -6,7 +6,7 @@ import pandas as pd
 
 from vqkv.presets import Preset
 from vqkv.study.experiments.common import by_window, tokens_kept_exact
-from vqkv.study.experiments.designs import published, since
+from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
@@ -54,7 +54,10 @@ def _cases(families: list[str]) -> list[dict]:
 
 
 def _with_chosen(rows: list[dict]) -> list[dict]:
-    best = _best(pd.DataFrame(rows))
+    """The rows with ``chosen``; the default, which comes first in its family, has ``WORTH`` of its own taken off."""
+    bits = pd.DataFrame(rows).set_index(["family", "settings"])["equivalent_bits"]
+    bits[bits.groupby("family").head(1).index] -= WORTH
+    best = set(bits.sort_values(kind="stable").groupby("family").head(1).index)
     return [row | {"chosen": (row["family"], row["settings"]) in best} for row in rows]
 
 
@@ -85,15 +88,7 @@ def chosen_settings(table: pd.DataFrame) -> dict[str, dict]:
     return {family: ast.literal_eval(each) for family, each in zip(kept["family"], kept["arguments"], strict=True)}
 
 
-def _best(table: pd.DataFrame) -> set[tuple[str, str]]:
-    """(family, settings) of the least; the default, which comes first, has ``WORTH`` of its own taken off."""
-    bits = table.set_index(["family", "settings"])["equivalent_bits"]
-    bits[bits.groupby("family").head(1).index] -= WORTH
-    return set(bits.sort_values(kind="stable").groupby("family").head(1).index)
-
-
 def trial(family: str, arguments: dict, vqllm: dict[str, list[int]], sink_tokens: int, seed: int) -> Preset:
     """A family at the rate that it is tuned at; of residual VQ the first of ``vqllm``."""
-    given = (vqllm, sink_tokens, seed, {family: arguments})
     label = next(iter(vqllm)) if family == "vqllm" else RATES.get(family, f"{family} 2")
-    return (published(*given) | since(*given))[label]
+    return published(vqllm, sink_tokens, seed, {family: arguments})[label]

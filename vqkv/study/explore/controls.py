@@ -10,7 +10,7 @@ import pandas as pd
 from vqkv.errors import DataError
 from vqkv.evaluation.recommend import recommend
 from vqkv.models.load import BUNDLED, KNOWN_CONFIGS
-from vqkv.study import figures
+from vqkv.study import figures, steering
 from vqkv.study.explore import views
 from vqkv.study.subject import Subject
 
@@ -68,7 +68,7 @@ def _ways(model: str, context: int, sequences: int, memory_gb: float) -> pd.Data
 
 
 def _opened() -> bool:
-    return "JPY_SESSION_NAME" in os.environ and "VQKV_OUT" not in os.environ
+    return "JPY_SESSION_NAME" in os.environ and not steering.current.out
 
 
 class Chat:

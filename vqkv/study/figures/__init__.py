@@ -2,25 +2,36 @@
 
 # ruff: noqa: F401
 from vqkv.study.figures.audit import verdict_bars
-from vqkv.study.figures.calibration_text import other_calibrations
+from vqkv.study.figures.codebooks import (
+    depth_curves,
+    distance_to_bound,
+    group_size_lines,
+    grouping_bars,
+    learning_curves,
+    magnitudes_by_layer,
+    other_calibrations,
+    unused_codes,
+)
 from vqkv.study.figures.compared import compared
-from vqkv.study.figures.depth import depth_curves, distance_to_bound
+from vqkv.study.figures.costs import chat_lines, in_place, memory_dots, time_dumbbells, waiting
 from vqkv.study.figures.explore import coloured_chat, conversation, explained_by_layer, vector_stages
 from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
-from vqkv.study.figures.generation import in_place, memory_dots, time_dumbbells
-from vqkv.study.figures.grouping import group_size_lines, grouping_bars
-from vqkv.study.figures.injected import kl_by_size
-from vqkv.study.figures.learning import learning_curves, unused_codes
-from vqkv.study.figures.phenomena import magnitudes_by_layer
-from vqkv.study.figures.predictability import evr_bars, evr_by_layer, quantised_inputs
-from vqkv.study.figures.predictors import choice_dots, context_costs, predicted_plane
-from vqkv.study.figures.restoring import chat_lines, waiting
-from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
-from vqkv.study.figures.style import PALETTE, STYLE, made, render, show, use_style
-from vqkv.study.figures.tasks import told_bars, tuning_dots
-from vqkv.study.figures.thresholds import (
+from vqkv.study.figures.losses import (
     eviction_curves,
+    kl_by_size,
     ladder_bars,
     ratios_by_threshold,
     threshold_curves,
+    told_bars,
+    tuning_dots,
 )
+from vqkv.study.figures.prediction import (
+    choice_dots,
+    context_costs,
+    evr_bars,
+    evr_by_layer,
+    predicted_plane,
+    quantised_inputs,
+)
+from vqkv.study.figures.speed import attention_lines, bound_dots, search_lines
+from vqkv.study.figures.style import PALETTE, made, render, show, use_style

@@ -38,15 +38,13 @@ def coloured_chat(table) -> str:
 def _turn(rows) -> str:
     user, said = rows.iloc[0], json.loads(rows["text"].iloc[0])
     said = said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} [...] {said[-LONGEST // 2 :]}"
-    answer = "".join(map(_token, rows["text"].iloc[1:], rows["kl"].iloc[1:], rows["uncompressed"].iloc[1:]))
+    answer = ""
+    for text, kl, same in rows[["text", "kl", "uncompressed"]].iloc[1:].itertuples(index=False):
+        shown = _escaped(json.loads(text))
+        answer += _shaded(shown if same else f"<u><b>{shown}</b></u>", kl)
     held, exact = user["resident_bytes"] / 1e6, user["uncompressed_bytes"] / 1e6
     count = f"{user['tokens']:,} tokens: <b>{held:.1f} MB</b> in memory; uncompressed in 16 bits {exact:.1f} MB"
     return f'<p style="color:#767676">{_escaped(said)}</p><p>{answer}</p><p style="font-size:85%">{count}</p>'
-
-
-def _token(text: str, kl: float, same: bool) -> str:
-    shown = _escaped(json.loads(text))
-    return _shaded(shown if same else f"<u><b>{shown}</b></u>", kl)
 
 
 def _escaped(text: str) -> str:

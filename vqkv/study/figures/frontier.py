@@ -91,8 +91,8 @@ def ablation_dots(pairs, contexts: dict[str, str]):
     right of zero the part is better. A panel for each of ``contexts``, as ``experiments.paired_ablation`` was asked
     for, -> title. ``pairs``: what it returned."""
     parts = list(dict.fromkeys(pairs["part"]))
-    size, share = (11, 1.4 + 0.5 * len(parts)), {"sharex": True, "sharey": True, "squeeze": False}
-    fig, axes = plt.subplots(1, len(contexts), figsize=size, **share)
+    size = 11, 1.4 + 0.5 * len(parts)
+    fig, axes = plt.subplots(1, len(contexts), figsize=size, sharex=True, sharey=True, squeeze=False)
     for ax, (context, title) in zip(axes[0], contexts.items(), strict=True):
         for (part, quantizer), rows in pairs.groupby(["part", pairs["design"].str.split(",").str[0]], sort=False):
             colour, marker, label = QUANTIZERS[quantizer]

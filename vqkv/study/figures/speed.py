@@ -4,8 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from vqkv.study.figures.labels import name_ends, plain_numbers
-from vqkv.study.figures.style import PALETTE, whiskers
+from vqkv.study.figures.style import PALETTE, plain_numbers, whiskers
 from vqkv.study.tables import with_numbers
 
 LOOKS = {  # start of an implementation's name -> palette key, marker, label
@@ -15,7 +14,6 @@ LOOKS = {  # start of an implementation's name -> palette key, marker, label
     "faiss": ("faiss", "D", "faiss"),
     "quanto": ("quanto", "P", "quanto"),
     "hqq": ("hqq", "X", "hqq"),
-    "one-hot": ("one-hot", "v", "one-hot products"),
     "matrix products": ("bound", "|", "matrix products alone"),
     "constriction": ("constriction", "<", "constriction"),
     "torch": ("plain", "^", "plain torch"),
@@ -103,7 +101,16 @@ def attention_lines(table):
     for row, (start, title) in zip(axes, ways.items(), strict=True):
         for ax, batch in zip(row, batches, strict=True):
             mine = table[(table["batch"] == batch) & table["implementation"].str.startswith(start)]
-            _attention_panel(ax, mine)
+            contexts = sorted(set(mine["context"]))
+            ax.axhline(1, color=PALETTE["fp16"], linewidth=1.8)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(contexts, [f"{n:,}" for n in contexts])
+            for stored, rows in mine.groupby("format", sort=False):
+                colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
+                ratio = rows["ratio_to_fp16"]
+                ends = whiskers(*(ratio * rows[end] / rows["median"] for end in ("median", "min", "max")))
+                look = {"fmt": marker + "-", "color": PALETTE[colour], "elinewidth": 1, "label": stored}
+                ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
             ax.set_title(f"{title}, {'one sequence' if batch == 1 else f'{batch} sequences'}")
         row[0].set(ylabel="time, fp16 SDPA = 1", yscale="log")
     for ax in axes[1]:
@@ -113,21 +120,9 @@ def attention_lines(table):
     axes[0, 0].set_ylim(bottom=low)
     for ax in axes.flat:
         ax.axhspan(low, 1, color=PALETTE["fp16"], alpha=0.08, lw=0)
-        name_ends(ax)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     axes[0, 0].text(0.02, 0.98, "faster than fp16", transform=axes[0, 0].get_yaxis_transform(), va="top", fontsize=10)
     return fig
-
-
-def _attention_panel(ax, table) -> None:
-    ax.axhline(1, color=PALETTE["fp16"], linewidth=1.8)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(set(table["context"])), [f"{n:,}" for n in sorted(set(table["context"]))])
-    for stored, rows in table.groupby("format", sort=False):
-        colour, marker = next(look for start, look in FORMATS.items() if stored.startswith(start))
-        ratio = rows["ratio_to_fp16"]
-        ends = whiskers(*(ratio * rows[end] / rows["median"] for end in ("median", "min", "max")))
-        look = {"fmt": marker + "-", "color": PALETTE[colour], "elinewidth": 1, "label": stored}
-        ax.errorbar(rows["context"].astype(int), ratio, ends, **look)
 
 
 def search_lines(table):

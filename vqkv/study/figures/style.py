@@ -7,8 +7,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image, Markdown, display
+from matplotlib.ticker import FuncFormatter
 
 from vqkv.models.gguf import TITLES
+from vqkv.study import steering
 from vqkv.study.tables import output_root, provenance, record_figures, repository_root, write_atomically
 
 PALETTE = {
@@ -39,7 +41,6 @@ PALETTE = {
     "plain": "#94a4a2",
     "vector-quantize": "#832db6",
     "faiss": "#e76300",
-    "one-hot": "#a96b59",
     "constriction": "#2e8b57",
     # what is stored, and how its channels are grouped
     "key": "#3f90da",
@@ -81,30 +82,7 @@ LOOKS = {  # part of a system's name -> palette key and marker; the first that f
     "live": ("live", "d"),
 }
 
-STYLE = {
-    "figure.figsize": (8, 4),
-    "figure.dpi": 120,
-    "savefig.dpi": 120,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same glyphs on every machine
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.labelsize": 11,
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "vqkv",
-}
+STYLE = Path(__file__).with_name("study.mplstyle")
 
 # What a file says about its making would make two equal figures differ.
 METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
@@ -112,7 +90,7 @@ METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 def use_style() -> None:
     """Set the study's style for every figure drawn from here on."""
-    plt.style.use(["petroff10", STYLE])
+    plt.style.use(["petroff10", str(STYLE)])
 
 
 def show(fig, name: str, table) -> None:
@@ -124,7 +102,7 @@ def show(fig, name: str, table) -> None:
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
     paths = [root / "figures" / f"{name}.{kind}" for kind in METADATA]
-    asked = bool(os.environ.get("VQKV_OUT")) or origin["fresh"] or root.parent.name == "runs"
+    asked = steering.current.out or origin["fresh"] or root.parent.name == "runs"
     if asked or not all(path.is_file() for path in paths):
         hashes = {path.name: write_atomically(path, render(fig, path.suffix[1:])) for path in paths}
         record_figures(root, origin["name"], hashes)
@@ -155,7 +133,7 @@ def made(name: str) -> Image:
 def render(fig, kind: str) -> bytes:
     """The figure as a file of ``kind`` ``svg`` or ``png``: equal figures give equal bytes."""
     buffer = io.BytesIO()
-    with plt.rc_context({key: STYLE[key] for key in ("svg.fonttype", "svg.hashsalt")}):
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "vqkv"}):
         fig.savefig(buffer, format=kind, metadata=METADATA[kind])
     return buffer.getvalue()
 
@@ -175,6 +153,12 @@ def interval(rows, column: str = "kl_mean") -> np.ndarray | None:
     """Return the error bars of a column with ``_low`` and ``_high`` beside it, or None for a column without."""
     low, high = (column.removesuffix("_mean") + end for end in ("_low", "_high"))
     return whiskers(rows[column], rows[low], rows[high]) if low in rows else None
+
+
+def plain_numbers(axis) -> None:
+    """Write 1, 2, 5, 10, ... along a logarithmic axis."""
+    for axis_format in (axis.set_major_formatter, axis.set_minor_formatter):
+        axis_format(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
 
 
 def mark_floor(ax, rows) -> None:

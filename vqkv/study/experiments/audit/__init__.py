@@ -42,7 +42,12 @@ def claims_audit(tables: dict[str, str]) -> pd.DataFrame:
     expression) and the ``reason``.
     Raises ``DataError`` for a table that has changed since ``audited_tables``.
     """
-    own = {name: _read(name, contents) for name, contents in tables.items() if not name.startswith("published/")}
+    own = {}
+    for name, contents in tables.items():
+        found = stored(name)
+        if found is None or found[1] != contents:
+            raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
+        own[name] = found[0]
     audited = pd.DataFrame([row(claim, *_found(claim, own)) for claim in listed().to_dict("records")])
     audited.attrs["sources"] = {f"table {name}": contents for name, contents in tables.items()}
     return audited
@@ -62,10 +67,3 @@ def _found(claim: dict, own: dict[str, pd.DataFrame]) -> tuple[list[Case], dict]
         return find(claim, own[claim["table"]]) if claim["measured"] else ([], {})
     except (LookupError, ValueError):
         return [], {}
-
-
-def _read(name: str, expected: str) -> pd.DataFrame:
-    found = stored(name)
-    if found is None or found[1] != expected:
-        raise DataError(f"table {name} is not the one that audited_tables() saw: call it again")
-    return found[0]

@@ -36,7 +36,7 @@ def aqua_algorithms() -> list[float]:
     before: dict[tuple[str, int], torch.Tensor] = {}
     for layer, codecs in enumerate(compressor.codecs):
         pair = [exact[role][layer].float() for role in ROLES]
-        read = compressor.reconstruct(layer, *pair, known)
+        read = compressor.reconstruct(layer, pair[0], pair[1], known)
         for role, x, codec, found in zip(ROLES, pair, codecs, read, strict=True):
             sources = [("key", layer - 1)] if role == "key" else [("value", layer - 1), ("key", layer)]
             predicted = 0.0

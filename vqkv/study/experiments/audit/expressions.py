@@ -59,5 +59,5 @@ def _value(node: ast.expr, names: Mapping):
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in OPERATORS:
             return OPERATORS[type(op)](value(left), value(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            return names[name](*map(value, args), **{word.arg: value(word.value) for word in keywords})
+            return names[name](*map(value, args), **{word.arg: value(word.value) for word in keywords if word.arg})
     raise SyntaxError(f"{ast.unparse(node)!r} cannot stand in an expression of claims.csv")

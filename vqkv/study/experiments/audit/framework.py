@@ -1,5 +1,7 @@
 """Sizes of the technical report "Beyond 84x: A Vector Quantization Quality Framework": its streams, its fallback."""
 
+from typing import Any
+
 import pandas as pd
 import torch
 
@@ -16,7 +18,7 @@ def stream(keyframes: str | Preset, deltas: str) -> pd.DataFrame:
     A preset takes the same bytes for all data; what does not is read from page 05's table.
     """
     x = torch.randn(2, LAYERS, 1, HEADS, STEPS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    codecs = keyframes
+    codecs: Any = keyframes
     if isinstance(keyframes, Preset):
         codec = keyframes.key_codec(HEAD_DIM).fit(x[0, 0])
         codecs = [(codec, codec)] * LAYERS
@@ -36,7 +38,7 @@ def states(steps: int) -> tuple[int, int, int]:
     return INTERVAL * keyframes * (keyframes + 1) // 2, steps - keyframes, steps * (steps + 1) // 2
 
 
-def fallback_bits(share: float) -> float:
+def fallback_bits(share):
     """Return the bits of a value with this share of the blocks of 8 in fp16.
 
     The other blocks are a code of 8 bits; each block has a bit that says which.

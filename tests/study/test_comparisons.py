@@ -1,0 +1,204 @@
+"""What pages make of their rows, on rows whose answer is known."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from vqkv import presets
+from vqkv.study import tables
+from vqkv.study.experiments import designs, frontier, predictors, retrieval
+from vqkv.study.experiments.common import bits_with_side
+from vqkv.study.experiments.comparisons import at_equal_bits, family, paired_ratio
+from vqkv.study.experiments.designs import published
+from vqkv.study.experiments.predictors import BESIDE, CHOICES
+from vqkv.study.experiments.rule import by_rule, chosen, share_of_bits
+from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
+from vqkv.study.tables import with_interval
+
+ALL = designs.factorial()
+
+
+def test_every_design_is_a_preset_and_has_a_name_of_its_own():
+    for name, arguments in ALL.items():
+        bits = 2 if designs.exists(name, 2) else 1
+        assert presets.crossed(**arguments, bits=bits).name == "crossed"
+    listed = [tuple(sorted(arguments.items())) for arguments in ALL.values()]
+    assert len(set(listed)) == len(ALL) > 70
+    assert not designs.exists("grid", 2.5) and designs.exists("uniform", 2.5) and not designs.exists("affine", 0.5)
+    assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
+    published = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
+    assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}
+
+
+ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
+
+
+def row(label, bits, kl, side_bytes=0, predicted=False):
+    found = {"model": "m", "label": label, "bits_per_value": bits, "kl_mean": kl, "side_bytes": side_bytes}
+    found |= {"predicted": predicted, "width": 64, "ppl_increase": 1.0, "kl_low": 0.8 * kl, "kl_high": 1.2 * kl}
+    return found | {name: bits_with_side(found, ABOUT, tokens) for name, tokens in predictors.CONTEXTS.items()}
+
+
+PLAIN = [row(label, bits, 10.0 ** (1 - bits)) for label, bits in zip(predictors.WITHOUT, (2.0, 3.0, 4.0))]
+
+
+@pytest.mark.parametrize(
+    ("bits", "kl", "plain_bits", "saved"),
+    [
+        (2.0, math.sqrt(1e-2 * 1e-3), 3.5, 1.5),
+        (2.0, 1e-5, 4.0, 2.0),  # better than HIGGS of 4 bits: cut off there
+        (2.0, 0.5, math.nan, math.nan),  # worse than HIGGS of 2 bits
+        (3.2, 1e-2, 3.0, math.nan),  # nothing saved
+    ],
+)
+def test_predictors_pay_where_their_bytes_equal_the_bits_they_save(bits, kl, plain_bits, saved):
+    aqua = row("aqua", bits, kl, side_bytes=1000, predicted=True)
+    found = predictors._against_plain(aqua, [*PLAIN, aqua], 2)
+    assert found["plain_bits"] == pytest.approx(plain_bits, nan_ok=True)
+    assert 8 * 1000 / (found["pays_from"] * 2 * 2 * 64) == pytest.approx(saved, nan_ok=True)
+
+
+SOURCE = re.compile(r"corpus .+ (?P<split>\w+) \d+x\d+ seed \d+")
+
+
+@pytest.mark.parametrize(
+    ("table", "held_out"),
+    [("11_search", "validation"), ("11_tuning", "validation"), ("11_rule", "validation"), ("11_frontier", "test")],
+)
+def test_what_page_11_chooses_on_is_not_what_it_reports_on(table, held_out):
+    """By what the committed tables say of their text; that no text is in two splits is tested with the splits."""
+    sources = json.loads((tables.repository_root() / f"results/{table}.json").read_text())["sources"]
+    drawn = {match["split"] for name in sources if (match := SOURCE.fullmatch(name))}
+    assert drawn == {"train", held_out}
+
+
+def rates(system, seed, curve):
+    """Rows at bits -> KL of each window."""
+    for bits, windows in curve.items():
+        row = {"model": "m", "system": system, "nominal_bits": bits, "seed": seed, "bits": bits + 0.1}
+        yield row | {"kl_mean": sum(windows) / len(windows), "kl_each": " ".join(map(str, windows))}
+
+
+def compared():
+    ours = {1: [0.1, 0.3], 2: [0.001, 0.003]}
+    theirs = {
+        "worse": {1.5: [0.2, 0.4]},
+        "alike": {1.5: [0.008, 0.04]},
+        "better": {3: [1e-4, 2e-4]},
+        "few": {0.5: [1, 1]},
+    }
+    rows = [row for seed in range(4) for row in rates("mine", seed, ours)]
+    rows += [row for name, curve in theirs.items() for seed in range(4) for row in rates(name, seed, curve)]
+    return pd.DataFrame(rows)
+
+
+def test_at_equal_bits_says_who_is_better_where_the_interval_does():
+    table = compared()
+    found = at_equal_bits(table, ["worse", "alike", "better", "few"], ["mine", "absent"], "bits").set_index("system")
+    assert found["better"].to_dict() == {"worse": "ours", "alike": "neither", "better": "theirs", "few": "no rate"}
+    assert found.loc["worse", "our_kl"] == pytest.approx((0.01 + 0.03) / 2)  # between 0.1 and 0.001, 0.3 and 0.003
+    assert found.loc["better", "our_kl"] == pytest.approx(0.002)  # its most bits
+    assert found.loc["alike", "low"] < 1 < found.loc["alike", "high"]
+
+
+@pytest.mark.parametrize(("name", "function"), [("10_retrieval", retrieval), ("11_frontier", frontier)])
+def test_the_code_still_tries_the_systems_of_the_committed_table(name, function):
+    tried = {case.arguments["system"] for case in function.cases(**tables.provenance(name)["parameters"])}
+    assert tried == set(tables.stored(name)[0]["system"])
+
+
+ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
+    ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
+    ("kvtc 2, rank 480", 0, 2.8, 1.9, 0.1), ("short", 0.9, 1.1, 0.9, 0.1), ("long", 0.9, 1.9, 1.0, 0.02),
+    ("joint", 0.9, 1.5, 0.95, 0.06),
+]  # fmt: skip
+SEARCHED = pd.DataFrame(ROWS, columns=["system", "nominal_bits", "bits_8k_x1", "bits_128k_x1", "kl_mean"])
+
+
+def test_what_lies_above_a_line_between_others_is_not_chosen():
+    found = {name: chosen(SEARCHED, name) for name in ("8k", "128k")}
+    assert found["8k"]["system"].tolist() == ["short", "long", "kvtc 1, rank 480", "kvtc 1", "kvtc 2"]
+    assert found["128k"]["bits"].tolist() == [0.9, 1.0, 0.9, 1.1, 2.2]
+
+
+def table(*given):
+    """(system, nominal bits, bits, KL), with 1 MB of side information in ``mid``."""
+    rows = pd.DataFrame(given, columns=["system", "nominal_bits", "bits_per_value", "kl_mean"]).assign(
+        model="m", seed=0
+    )
+    rows = rows.assign(side_bytes=1e6 * rows["system"].isin(["best-mid"]))
+    for name in ("8k", "128k"):
+        rows[f"bits_{name}_x1"] = rows["bits_per_value"]
+    return rows.assign(kl_each=[f"{kl} {1.5 * kl}" for kl in rows["kl_mean"]])
+
+
+CURVE = [("best-long", b, b, 4.0**-b) for b in (1, 3)] + [("kvtc 4", 0, 4, 4.0**-2), ("kvtc 2", 0, 2, 4.0**-1)]
+
+
+def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
+    seen = by_rule(table(*CURVE), ["128k"], 192)
+    found = share_of_bits(seen, "128k")
+    assert found["lowest"] == pytest.approx(0.5) == found["highest"]
+    assert found["lowest_low"] == pytest.approx(0.5) == found["highest_high"]  # windows are as far apart for both
+    assert np.isnan(share_of_bits(seen, "128k", most=1)["lowest"])
+    single = share_of_bits(seen.assign(kl_each=seen["kl_mean"]), "128k")  # one window: a number, once read from a file
+    assert single["lowest"] == pytest.approx(0.5)
+    assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
+    broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
+    assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == found
+
+
+def test_sequences_are_drawn_in_pairs():
+    theirs = np.random.default_rng(0).uniform(0.01, 1.0, 12)
+    assert paired_ratio(2 * theirs, theirs) == pytest.approx((2.0, 2.0, 2.0))  # apart, their intervals would be wide
+    _, low, high = paired_ratio(theirs + theirs[::-1], theirs)
+    assert low < 1.95 and high > 2.05
+
+
+def test_who_stands_beside_whom_is_in_the_table():
+    assert {*BESIDE, *BESIDE.values()} <= {*CHOICES}
+
+
+def test_intervals_in_words():
+    ends = {"low": [0.01, math.nan, math.nan], "high": [0.02, math.nan, math.nan]}
+    table = pd.DataFrame({"x": [0.01234, 1.0, math.nan]} | ends)
+    assert with_interval(table, "x", "low", "high")["x"].tolist() == ["0.0123 (0.01 to 0.02)", "1", ""]
+
+
+VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}
+EVERY = [(name, arguments) for name, trials in TRIALS.items() for arguments in trials]
+
+
+def systems(tuned=None):
+    return published(VQLLM, 4, 0, tuned)
+
+
+def described(preset) -> str:
+    found = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
+    return re.sub(r" at 0x\w+", "", repr(found))
+
+
+def test_other_families_stay_as_they_are():
+    untouched, tuned = systems(), systems({"kivi": {"group_size": 32}, "kvtc": {"block": 32}})
+    changed = {label for label in tuned if described(tuned[label]) != described(untouched[label])}
+    assert {family(label).split(",")[0] for label in changed} == {"kivi", "kvtc"} and len(changed) == 37
+
+
+def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monkeypatch):
+    def made_up(family, arguments):
+        number = TRIALS[family].index(arguments)
+        bits = {"quanto 2": number, "aatc": -0.9 * WORTH * number}.get(family, -number)
+        label = {"family": family, "settings": repr(arguments), "arguments": repr(arguments)}
+        return label | {"equivalent_bits": float(bits)}
+
+    monkeypatch.setattr(tuning, "row", made_up)
+    table = tuning(families=[])
+    assert len(table) == len(EVERY) and table["chosen"].sum() == len(TRIALS)
+    least = {name: trials[-1] for name, trials in TRIALS.items()}
+    least |= {name: TRIALS[name][0] for name in ("quanto 2", "aatc")}
+    assert chosen_settings(table) == least
+    assert table["equivalent_bits"].max() == 2 and table["equivalent_bits"].min() == -4  # nothing was taken off

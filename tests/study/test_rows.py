@@ -1,0 +1,145 @@
+"""Rows of experiments at a small size, against what is known of them."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from vqkv import load_model
+from vqkv.models.capture import capture
+from vqkv.models.rope import rotations
+from vqkv.study import experiments, figures
+from vqkv.study.bench.caches import Uncompressed
+from vqkv.study.experiments import chat, group_sizes, injected, restored_quality, retrieval
+from vqkv.study.experiments.injected import BY_HEAD, PAIRS, key_bias, largest_magnitude, loud_heads, outlier_channels
+from vqkv.study.injection import normed
+from vqkv.study.subject import Subject
+
+
+def test_what_is_held_exact_costs_bits_and_spares_loss(llama_folder):
+    systems = {"swept": ["transformers quanto 2"], "lengths": [0, 16], "systems": ["transformers hqq 8"]}
+    subject = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [3, 64])
+    table = experiments.residual_lengths(subject=subject, **systems, length=16, prompt_len=32)
+    assert table["length"].tolist() == [0, 16, 16]
+    theirs, eight = (rows.set_index("length") for _, rows in table.groupby("system", sort=False))
+    assert theirs.loc[0, "held"] == 0 and theirs.loc[16, "held"] == pytest.approx(sum([*range(16), *range(15)]) / 31)
+    assert theirs.loc[16, "kl_mean"] < theirs.loc[0, "kl_mean"]
+    assert theirs["bits_per_value"].between(2.5, 2.625).all()  # scales weighed in 16 bits, few groups of 64 padded
+    expected = theirs["bits_per_value"] + (16 - theirs["bits_per_value"]) * theirs["held"] / 1024
+    assert theirs["bits_1k"].tolist() == pytest.approx(expected.tolist())
+    assert eight["kl_mean"].iloc[0] < 0.1 * theirs.loc[16, "kl_mean"]
+
+
+def test_codebooks_of_their_own_cost_side_information_and_no_bits():
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [4, 128], [2, 128])
+    quantizer = {"codebook_size": 16, "num_quantizers": 2, "group_size": 32}
+    table = group_sizes(subject=subject, seeds=[0], sizes=[16, 32], quantizer=quantizer, chunk_size=32)
+    own = table[table["group_size"] == 32].set_index("codebooks")
+    codebooks = own["side_bytes"] / own["side_bytes"]["shared"]  # 2 KV heads of 2 groups each
+    assert codebooks.to_dict() == {"shared": 1, "by group": 2, "by head and group": 4}
+    assert own["bits_per_value"].nunique() == 1 and own["key_mse"]["by head and group"] < own["key_mse"]["shared"]
+    assert (own["bits_8k"] - own["bits_per_value"]).is_monotonic_increasing
+    halves = table[table["group_size"] == 16].set_index("num_quantizers")["bits_per_value"]
+    assert halves[1] == own["bits_per_value"]["shared"] < halves[2]
+    assert len(figures.group_size_lines(table, 2).axes) == 1
+
+
+SETTINGS = dict(
+    subject=Subject("vqkv/llama-mini", "python-stdlib", [2, 128], [2, 96]), episodes=[[1, 150, 2]], passage=32,
+    systems=["higgs 2"], designs=["uniform, pca"], bits=[2.0], least_exact=0,
+    vqllm={"vqllm 2x16": [2, 16]}, learning={"codebook_size": 16, "kmeans_iterations": 1, "sink_tokens": 1},
+)  # fmt: skip
+
+
+def test_an_exact_cache_loses_nothing_and_every_system_has_a_row_for_each_task():
+    table = retrieval(**SETTINGS)
+    assert (table.loc[table["system"] == "fp16", "lost"] == 0).all()
+    assert table["system"].tolist() == ["fp16", "fp16", "higgs 2", "higgs 2", *["uniform, pca"] * 2]
+    assert table["task"].tolist() == ["copy", "facts"] * 3
+    assert table["questions"].tolist() == [32, 2] * 3
+    assert ((table["lost_low"] <= table["lost"]) & (table["lost"] <= table["lost_high"])).all()
+    names = {("fp16", 16.0): "exact", ("higgs 2", 0.0): "HIGGS"}
+    assert len(figures.told_bars(table, names).axes) == 1
+
+
+MINI = Subject("vqkv/llama-mini", "python-stdlib", [4, 128])
+SYSTEMS = ["quanto 4", "lossless"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_file_gives_sixteen_bits_back(tmp_path, llama_folder, dtype):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=dtype)
+    cache = DynamicCache(config=model.config)
+    model(torch.arange(20)[None], past_key_values=cache, use_cache=True)
+    way = Uncompressed()
+    way.save(cache, tmp_path / "cache")
+    for old, new in zip(cache.layers, way.load(tmp_path / "cache", model).layers, strict=True):
+        rounded = old.keys.half() if dtype == torch.float32 else old.keys
+        assert new.keys.equal(rounded.to(dtype)) and new.values.shape == old.values.shape
+
+
+def test_a_restored_cache_goes_on_with_the_same_bits():
+    table = restored_quality(subject=MINI, systems=SYSTEMS, prompt_len=128, num_seqs=2)
+    table = table.set_index("system")
+    assert table["same"].all() and table.loc["lossless", "kl_mean"] < 1e-5 < table.loc["quanto 4", "kl_mean"]
+    assert (table["kl_low"] <= table["kl_mean"]).all()
+    assert table.loc["lossless", "copied"] == table.loc["lossless", "copied_exact"]
+
+
+def test_a_chat_reads_only_what_is_new():
+    table = chat(MINI, ["quanto 4"], turns=3, said=24, answered=8, threads=1)
+    assert table["restored"].tolist() == [0, 32, 64] and table["tokens"].tolist() == [24, 56, 88]
+    assert table["same"].all() and table["folder_bytes"].is_monotonic_increasing
+    assert figures.chat_lines(table).axes
+
+
+SUBJECT = Subject("vqkv/llama-mini", "python-stdlib", [2, 24], [2, 24])
+
+
+def test_where_phenomena_are_put(monkeypatch):
+    """Outliers in pairs of each head's own, one loud head in each layer, a bias where RoPE rotates least."""
+    monkeypatch.setattr(sys.modules[injected.__module__], "inject", lambda model, **asked: asked)
+    keys, other = (outlier_channels(each, 30.0)["keys"] for each in (SUBJECT, SUBJECT.changed(seed=1)))
+    turn = rotations(SUBJECT.model)[0]
+    assert torch.equal(keys[..., turn.first], keys[..., turn.second]) and not torch.equal(keys, other)
+    assert ((keys == 30.0).sum(dim=-1) == 2 * PAIRS).all() and ((keys == 30.0) | (keys == 1.0)).all()
+    factors = loud_heads(SUBJECT, 10.0)
+    loud = factors["keys"][:, :, 0] == 10.0
+    assert torch.equal(factors["keys"], factors["values"]) and (loud.sum(dim=1) == 1).all() and loud.any(dim=0).all()
+    bias = key_bias(SUBJECT, 100.0)["key_bias"]
+    assert (bias.sum(dim=-1) == 100.0).all() and bias[0, 0].argmax() == turn.first[turn.angle.argmin()]
+
+
+@torch.no_grad()
+def test_a_model_in_other_units_is_the_same_model():
+    smaller = largest_magnitude(SUBJECT, 0.45)
+    roles = capture(smaller, SUBJECT.test, pre_rope=False)
+    assert all(x.abs().max().item() == pytest.approx(0.45, rel=1e-4) for role in roles for x in role)
+    expected = SUBJECT.model(SUBJECT.test).logits
+    torch.testing.assert_close(smaller(SUBJECT.test).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_norms_put_into_a_llama_leave_heads_of_equal_size_as_they_were():
+    """One token is as large as the mean over tokens."""
+    model, tokens = load_model("vqkv/llama-mini")[0], torch.tensor([[17]])
+    changed = normed(model, tokens, ["key", "value"])
+    torch.testing.assert_close(changed(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert all(x.square().mean(-1).sub(1).abs().max() < 1e-2 for role in capture(changed, tokens) for x in role)
+    assert not torch.allclose(capture(model, tokens)[0][1], capture(changed, tokens)[0][1], rtol=0.1)
+
+
+def test_rows_of_a_seed_are_those_of_what_it_draws():
+    subject = Subject("vqkv/llama-mini", "python-stdlib", [2, 264], [1, 264], test_seed=0)
+    sizes = {"loud heads": [30.0], "key bias": [300.0]}
+    given = {"subject": subject, "sizes": sizes, "seeds": [0, 1], "codebook_size": 8}
+    assert [case.arguments["system"] for case in injected.cases(**given)].count("vqllm") == 2
+    table = injected(**given | {"sizes": {"loud heads": [30.0]}, "seeds": [0], "chunk_size": 132})
+    assert table["injection_kl"].max() < 1e-7 and (table["kl_mean"] >= 0).all()
+    by_head = table.set_index("system")[[*BY_HEAD]]
+    assert (
+        by_head.loc[["vq", "vq unscaled"]].notna().all(axis=None)
+        and by_head.loc["vqq 0.1", ["quiet_codes"]].isna().all()
+    )
+    assert {name.split()[0] for name in table.attrs["sources"]} == {"model", "corpus"}

@@ -1,0 +1,25 @@
+"""Where tables go and who computes their rows, as ``python -m vqkv.study`` tells the kernel of each page."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Steering:
+    """A process' way of making tables.
+
+    ``out``: the folder that holds ``results/`` and ``figures/``, empty for the repository. ``recompute``: every table
+    again. ``workers``: processes on this machine, ``scheduler``: the address of a Dask scheduler; without either, rows
+    are computed one after another in this process.
+    """
+
+    out: str = ""
+    recompute: bool = False
+    workers: int = 0
+    scheduler: str = ""
+
+    def cell(self) -> str:
+        """Return the code that a kernel runs before a page; it is not saved with it."""
+        return f"from vqkv.study import steering\nsteering.current = steering.{self!r}"
+
+
+current = Steering()  # a page that is opened by itself reads and writes the repository's tables
