@@ -211,6 +211,16 @@ class CompressedLayer(CacheLayerMixin):
         return batch.join(read) if read else None
 
     @property
+    def keys(self) -> Tensor | None:
+        """``decoded`` keys, under the name that transformers' layers have for them."""
+        return (self.decoded() or (None, None))[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """As ``keys``."""
+        return (self.decoded() or (None, None))[1]
+
+    @property
     def stores(self) -> tuple[TokenStore, TokenStore]:
         """This layer's keys and values, of the first group of sequences."""
         return self.batch.groups[0].stores[self.index]
