@@ -188,6 +188,14 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
         evaluate(mini[0], kivi, tokens[:, :60], "in_place", reconstruction=False)
 
 
+def test_layers_that_are_stored_together_are_scored_without_errors_by_layer(mini, tokens):
+    model, tokenizer = mini
+    text = vqkv.load_corpus("python-stdlib", tokenizer, seq_len=256, num_seqs=8)
+    joint = vqkv.calibrate(model, text, presets.kvtc(2.0, recent_window=0), progress=False)
+    row = evaluate(model, joint, text[:1])
+    assert row["kl_mean"] > 0 and "key_mse" not in row
+
+
 def test_packed_tokens_that_nothing_is_scored_behind_are_not_enough(mini, tokens):
     compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, 0), progress=False)
     early = torch.zeros(3, 40, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)

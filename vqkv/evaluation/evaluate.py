@@ -50,9 +50,9 @@ def evaluate(
     each reading packed history; the default), ``snapshot`` (prefill ``prompt_len`` tokens, pack them, then decode and
     score the rest ``step_size`` tokens at a time). Only tokens that read something packed are scored. ``batch_size``:
     sequences at a time, by default 8, or as few as keep logits below ``LOGITS`` values. ``reconstruction``: whether to
-    measure the MSE of K and V; ``per_sequence``: whether to add ``kl_each``, ``top1_each`` and ``top2_each``, lists
-    with one number a sequence, and ``recall_each``, with one an answer. ``exact``: an ``ExactPass`` of ``model``, for
-    comparing many compressors on the same tokens.
+    measure the MSE of K and V, where layers are stored apart; ``per_sequence``: whether to add ``kl_each``,
+    ``top1_each`` and ``top2_each``, lists with one number a sequence, and ``recall_each``, with one an answer.
+    ``exact``: an ``ExactPass`` of ``model``, for comparing many compressors on the same tokens.
 
     Returns perplexities; KL(exact || compressed) in nats: mean with a 95% bootstrap interval over sequences, std, worst
     and ``kl_floor``, the mean that an fp16 cache has, below which nothing is a storage error; top-1 agreement; relative
@@ -75,7 +75,7 @@ def evaluate(
     for batch, marks in zip(tokens.split(batch_size), marked):
         cache = compressor.new_cache(model, in_place=protocol == "in_place")
         sums.append(_compare(exact, cache, batch.to(model.device), pieces, start, marks))
-        if reconstruction:
+        if reconstruction and not getattr(compressor, "joint", False):
             sums[-1] |= _reconstruction(exact, compressor, batch)
     return _row(protocol, sums, per_sequence)
 
@@ -208,7 +208,11 @@ def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
     if len(pieces) == 1:  # in place: packed before it is read
         exact_tokens = [_exact_tokens(model, cache)]
     if exact_tokens[-1] is None:
-        raise DataError("no packed token was read: use longer sequences, or a smaller window or flush block")
+        count = sum(piece.shape[1] for piece in pieces)
+        raise DataError(
+            f"no packed token was read in {count} tokens: use longer sequences, or a preset with a smaller "
+            "recent_window= or flush_block="
+        )
     return torch.cat(logits, dim=1), exact_tokens
 
 

@@ -68,7 +68,11 @@ def has_triton() -> bool:
 
 
 def _module(operation: str, name: str) -> ModuleType:
-    return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.{name}")  # not before: a model needs no numba
+    if name == "triton":
+        return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
+    from vqkv.kernels import cpu, naive  # not before: a model needs no numba. A graph can be traced through it
+
+    return cpu if name == "cpu" else naive
 
 
 def _find(operation: str, x: Tensor, *about):

@@ -81,7 +81,7 @@ class Problem:
     def add_ours(self, kernel: str, like: Tensor, *arguments, expected: Tensor, **more) -> None:
         """Time our kernel of this name, of the twin that serves a tensor like ``like``, and plain torch."""
         self.add(ours(kernel, like), partial(getattr(kernels, kernel), *arguments), expected, **more)
-        self.add("plain torch", partial(PLAIN.get(kernel, getattr(naive, kernel)), *arguments), expected, **more)
+        self.add("plain torch", partial(PLAIN.get(kernel) or getattr(naive, kernel), *arguments), expected, **more)
 
     def add_peer(self, name: str, prepare: Callable, expected: Tensor | None = None) -> None:
         """Time the call that ``prepare()`` returns with its ``read``. Without its package, or where it fails, a warning
