@@ -21,7 +21,7 @@ class Gram:
         self.products: dict[tuple[Name, Name], Tensor] = {}
         self._place: dict[Name, int] = {}
         self._partners: dict[Name, list[Name]] = {}
-        pairs = {}
+        pairs: dict[tuple[Name, Name], None] = {}  # a set that keeps its order
         for sources, target in regressions:
             names = [*sources, target]
             for name in names:

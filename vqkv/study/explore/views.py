@@ -39,7 +39,7 @@ def fitted(system: str, subject: Subject) -> Compressor:
 def _fitted(system: str, subject: Subject) -> Compressor:
     ready = f"vqkv/{subject.name}-{system}"
     if ready in BUNDLED:
-        return Compressor.from_pretrained(ready).to(subject.model.device)
+        return Compressor.from_pretrained(ready)
     return subject.calibrated(presets.make(system))
 
 
