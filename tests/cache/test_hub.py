@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 
 from vqkv import Compressor, FormatError, calibrate, evaluate, presets
 
@@ -44,6 +44,12 @@ def test_push_and_pull(compressor, tmp_path, monkeypatch):
     assert compressor.push_to_hub("me/mine", token="secret") == "https://hub/commit"
     assert sorted(path.name for path in (tmp_path / "me/mine").iterdir()) == ["README.md", "compressor.safetensors"]
     assert Compressor.from_pretrained("me/mine").fingerprint == compressor.fingerprint
+
+
+def test_a_hub_out_of_reach(compressor, monkeypatch):
+    monkeypatch.setattr("vqkv.cache.compressor.HfApi", lambda token: HfApi("http://localhost:9", token="none"))
+    with pytest.raises(FormatError, match="'me/mine' is not on the hub .*save_pretrained writes a folder"):
+        compressor.push_to_hub("me/mine")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a/b/c"])

@@ -46,6 +46,15 @@ class Conversation:
         """Bytes in memory to read them, with side information and the tables made from it."""
         return self.uncompressed_bytes if self.compressor is None else self.cache.report().resident_bytes
 
+    @property
+    def held(self) -> str:
+        """Bytes of the cache, and of what all caches of its compressor share."""
+        if self.compressor is None:
+            return f"{self.uncompressed_bytes:,} bytes"
+        report = self.cache.report()
+        shared = report.resident_bytes - report.cache_bytes
+        return f"{report.cache_bytes:,} bytes, and {shared:,} that all caches share"
+
 
 def chat(
     model, tokenizer, compressor=None, read: Callable[[str], str] = input, max_new_tokens: int = 256, write=print
@@ -59,9 +68,8 @@ def chat(
             talk.answer(said, max_new_tokens, streamer=streamer)
         except DataError as error:
             return write(str(error))
-        held, uncompressed = talk.resident_bytes, talk.uncompressed_bytes
-        length = talk.cache.get_seq_length()
-        write(f"[{length:,} tokens: {held:,} bytes in memory; uncompressed in 16 bits {uncompressed:,}]")
+        length, uncompressed = talk.cache.get_seq_length(), talk.uncompressed_bytes
+        write(f"[{length:,} tokens: {talk.held}; uncompressed in 16 bits {uncompressed:,}]")
 
 
 def _asked(read: Callable[[str], str]) -> str:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -149,12 +149,17 @@ class Compressor:
             file.write(str(model_card(self)).encode())
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address."""
+        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address.
+
+        Raises ``FormatError`` for a hub that cannot be reached or refuses it."""
         api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            with TemporaryDirectory() as folder:
+                self.save_pretrained(folder)
+                return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
+        except (HTTPError, HFValidationError, OSError) as error:
+            raise FormatError(f"{repo_id!r} is not on the hub ({error}): save_pretrained writes a folder") from error
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":

@@ -60,11 +60,12 @@ class Report:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
+        packed = f"{self.bits_per_value:.4g} bits per packed value, {self.ratio:.4g}x against fp16"
+        packed = packed if self.packed_values else "nothing is packed yet"
         return (
             f"{self.batch_size} x {self.seq_len} tokens in {self.cache_bytes:,} bytes ({kinds or 'empty'}); "
             f"side information {self.side_bytes:,} bytes, tables made from it {self.derived_bytes:,}; "
-            f"{self.resident_bytes:,} bytes in memory; {self.bits_per_value:.4g} bits per packed value, "
-            f"{self.ratio:.4g}x against fp16"
+            f"{self.resident_bytes:,} bytes in memory; {packed}"
         )
 
 
