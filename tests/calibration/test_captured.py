@@ -61,6 +61,7 @@ def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
     monkeypatch.setattr("vqkv.calibration.captured.save_file", full)
     with pytest.raises(DataError, match="cannot write to .* No space left on device. Use fewer tokens"):
         calibrate(llama, TOKENS, presets.aqua(), progress=False)
+    calibrate(llama, TOKENS, presets.vqllm(2, 16, 8), progress=False)  # learns in one pass: nothing is written
 
 
 def peaks(folder: str, name: str) -> list[float]:

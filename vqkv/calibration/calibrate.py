@@ -1,18 +1,22 @@
 """model + corpus + preset -> compressor, in constant memory."""
 
 import warnings
-from contextlib import ExitStack
+from itertools import chain
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import DynamicCache
 
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.captured import CapturedTokens
 from vqkv.calibration.damage_warning import warn_if_damaged
 from vqkv.calibration.layer_fit import LayerFit, ModelTrial
+from vqkv.codecs.pipeline import Codec
+from vqkv.codecs.predictive import Place, Prediction
 from vqkv.errors import DataError
-from vqkv.models.capture import check_batch_size, check_tokens
+from vqkv.kernels.precision import full_precision
+from vqkv.models.capture import capture, check_batch_size, check_tokens
 from vqkv.models.identity import identity
 from vqkv.models.load import describe
 from vqkv.models.plain import evaluating
@@ -34,10 +38,10 @@ def calibrate(
     does not grow with the number of tokens.
 
     The first batch initialises the codebooks, each further batch is one learning step; means and principal components
-    come from all batches, before what they transform is learned from. Keys and values go to a temporary folder;
-    ``captured`` may hold them already, in batches of its own. Layers are fitted one after another, with predictors on
-    reconstructions of those before (AQUA-KV, Algorithm 1). ``preset.pre_rope`` None: keys are stored before RoPE where
-    it can be undone.
+    come from all batches, before what they transform is learned from. Presets that learn in one pass keep nothing of
+    the tokens; for others keys and values go to a temporary folder, or ``captured`` holds them already, in batches of
+    its own. Layers are fitted one after another, with predictors on reconstructions of those before (AQUA-KV,
+    Algorithm 1). ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone.
 
     Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors in the first batch
     than codes, or a disk without room. Warns if most of some layer is lost.
@@ -50,16 +54,17 @@ def calibrate(
     preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
-    with ExitStack() as stack:
-        if captured is None:
-            codecs = preset.key_codec(), preset.value_codec()
-            learns = preset.plan is not None or any(codec.learns or codec.weighted for codec in codecs)
-            read, pre_rope = tokens if learns else tokens[:batch_size], preset.settings.pre_rope
-            captured = stack.enter_context(CapturedTokens(model, read, batch_size, pre_rope, progress))
-        else:
-            _check_captured(captured, model, tokens, preset)
+    predictions: dict[Place, Prediction] = {}
+    if captured is not None:
+        _check_captured(captured, model, tokens, preset)
+        batch_size = captured.batch_size
         preset, pairs, predictions = _fit(model, preset, captured, progress)
-    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": captured.batch_size}
+    elif preset.plan is None and _one_pass(preset.key_codec()) and _one_pass(preset.value_codec()):
+        pairs = _fit_streamed(model, tokens, preset, batch_size, progress)
+    else:
+        with CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress) as captured:
+            preset, pairs, predictions = _fit(model, preset, captured, progress)
+    notes = {"arguments": preset.arguments, "tokens": tokens.numel(), "batch_size": batch_size}
     compressor = Compressor(preset.name, pairs, preset.settings, describe(model), notes, predictions)
     if predictions and any(getattr(x, "sliding_window", None) for x in DynamicCache(config=model.config).layers):
         warnings.warn(
@@ -68,6 +73,31 @@ def calibrate(
     if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
         warn_if_damaged(compressor, model, tokens)
     return compressor
+
+
+def _one_pass(codec: Codec) -> bool:
+    """Say whether a codec learns from one pass over the tokens, and needs not be told what errors cost."""
+    return codec.passes == 1 and not codec.weighted
+
+
+def _fit_streamed(model, tokens: Tensor, preset: Preset, batch_size: int, progress: bool) -> list[tuple[Codec, Codec]]:
+    """Fit the codecs of all layers together, as the model makes keys and values: 10M tokens would fill a disk."""
+    pairs = [(preset.key_codec(key), preset.value_codec(value)) for _, key, value in describe(model)["shapes"]]
+    codecs = [*chain(*pairs)]
+    learning = {codec for codec in codecs if not codec.ready}
+    batches = tokens.split(batch_size)[: None if any(codec.learns for codec in codecs) else 1]
+    bar = tqdm(batches, f"calibrate {preset.name}", unit="batch", disable=None if progress else True)
+    with full_precision(model.device):
+        for number, batch in enumerate(bar):
+            captured = capture(model, batch, None, preset.settings.pre_rope)
+            for codec, x in zip(codecs, chain(*zip(*captured, strict=True)), strict=True):
+                if codec in learning and (codec.learns or number == 0):
+                    codec.partial_fit(x.float())
+        for codec in codecs:
+            if codec in learning:
+                codec.end_pass()
+            codec.finalize()
+    return pairs
 
 
 def _fit(model, preset: Preset, captured: CapturedTokens, progress: bool):
