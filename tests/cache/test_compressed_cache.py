@@ -154,11 +154,11 @@ def test_the_same_codes_are_stored_in_any_pieces(llama, name):
     """What waits in the window is rounded to 16 bits; so is what is quantized as it comes."""
     compressor = calibrate(llama, ALL.repeat(2, 1), (EVERY | PREDICTED | WINDOW)[name], progress=False)
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, 1, 2, 40, 32, generator=generator).unbind() for _ in range(3)]
+    states = [torch.randn(2, 1, 2, 60, 32, generator=generator).unbind() for _ in range(3)]
 
     def stored(pieces):
         cache, start = compressor.new_cache(llama), 0
-        while start < 40:
+        while start < 60:
             new, *pieces = pieces
             cache.expect(None, None)
             for layer, pair in enumerate(states):
@@ -166,8 +166,8 @@ def test_the_same_codes_are_stored_in_any_pieces(llama, name):
             start += new
         return [x for x in tensors([group.all_stores for group in cache.batch.groups]) if x.numel()]
 
-    stored([20, 20])  # tables that are made when they are first needed are there from now on
-    at_once = stored([40])
+    stored([30, 30])  # reads packed tokens: tables that are made when they are first needed are there from now on
+    at_once = stored([60])
 
     @settings(deadline=None, max_examples=2)
     @given(pieces=PIECES)

@@ -180,8 +180,7 @@ def _refusal(model, tokens, label: str, preset, expected, exact) -> str | None:
     assert min(packed) > 0 or any(x.is_sliding for x in cache.compressed), f"{label} packs nothing"
     assert kl < 0.05, f"{type(model).__name__}: KL of {label} is {kl:.2g}"
     wrong = missed(cache, exact)
-    assert wrong < 0.75, f"{type(model).__name__}: {label} reads {wrong:.0%} of some keys or values back wrong"
-    return None
+    return None if wrong < 0.75 else f"{label}: reads a layer's keys or values back over 75% wrong"
 
 
 def _keys(model) -> str:
