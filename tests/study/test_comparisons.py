@@ -14,8 +14,10 @@ from vqkv.study.experiments import designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import bits_with_side
 from vqkv.study.experiments.comparisons import at_equal_bits, family, paired_ratio
 from vqkv.study.experiments.designs import published
+from vqkv.study.experiments.frontier import total_bits
 from vqkv.study.experiments.predictors import BESIDE, CHOICES
-from vqkv.study.experiments.rule import by_rule, chosen, share_of_bits
+from vqkv.study.experiments.restoring import FP16, break_even
+from vqkv.study.experiments.rule import by_rule, chosen, pays_from, share_of_bits
 from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
 from vqkv.study.tables import with_interval
 
@@ -32,6 +34,13 @@ def test_every_design_is_a_preset_and_has_a_name_of_its_own():
     assert all(name.startswith(arguments["quantizer"]) for name, arguments in ALL.items())
     published = designs.published({"vqllm 2x16": [2, 16]}, sink_tokens=3, seed=0)
     assert {(preset.sink_tokens, preset.recent_window) for preset in published.values()} == {(3, 0)}
+
+
+def test_bits_including_side_information():
+    about = {"num_layers": 2, "shapes": [[3, 5, 5]] * 2}
+    bits = total_bits({"bits_per_value": 2.0, "side_bytes": 30 * 1024}, about, exact_tokens=4)
+    assert bits["bits_1k_x1"] == pytest.approx(2 + 14 * 4 / 1024 + 8 * 30 / 60)  # of 60 values a token
+    assert bits["bits_8k_x1"] == pytest.approx(2 + 14 * 4 / 8192 + 8 * 30 / 60 / 8) and len(bits) == 5
 
 
 ABOUT = {"num_layers": 2, "shapes": [[1, 64, 64]] * 2}
@@ -105,6 +114,15 @@ def test_at_equal_bits_says_who_is_better_where_the_interval_does():
     assert found.loc["alike", "low"] < 1 < found.loc["alike", "high"]
 
 
+def test_windows_are_paired_by_seed_and_broken_ones_count_as_lost():
+    table = compared()
+    without = table[~((table["system"] == "mine") & (table["seed"] == 0))]
+    alike = at_equal_bits(without.replace({"mine": "ours"}), ["worse"], ["ours"], "bits")
+    assert alike["ratio"].item() == pytest.approx(at_equal_bits(table, ["worse"], ["mine"], "bits")["ratio"].item())
+    table.loc[(table["system"] == "mine") & (table["seed"] == 1), "kl_each"] = "nan 0.1"
+    assert at_equal_bits(table, ["worse"], ["mine"], "bits")["better"].item() == "neither"
+
+
 @pytest.mark.parametrize(("name", "function"), [("10_retrieval", retrieval), ("11_frontier", frontier)])
 def test_the_code_still_tries_the_systems_of_the_committed_table(name, function):
     tried = {case.arguments["system"] for case in function.cases(**tables.provenance(name)["parameters"])}
@@ -150,6 +168,25 @@ def test_shares_of_bits_are_those_of_straight_lines_in_the_logarithm():
     assert np.isnan(list(share_of_bits(seen[seen["family"] == "best"], "128k").values())).all()
     broken = pd.concat([table(*CURVE), table(("kvtc 1", 0, 1, np.nan), ("kvtc 8", 0, 8, np.nan))], ignore_index=True)
     assert share_of_bits(by_rule(broken, ["128k"], 192), "128k") == found
+
+
+def test_side_information_pays_from_where_the_bits_that_it_saves_outweigh_it():
+    rows = table(
+        ("best-short", 1, 2, 0.1), ("best-short", 2, 4, 0.001), ("best-mid", 1, 1, 0.2), ("best-mid", 2, 2, 0.01)
+    )
+    found = pays_from(rows, "best-short", "best-mid", 1000)
+    at = 1 + np.log(0.2 / 0.1) / np.log(0.2 / 0.01)
+    assert found.index.tolist() == [1] and found.item() == pytest.approx(8e6 / 1000 / (2 - at))
+
+
+def test_break_even_is_where_both_files_are_ready_at_once():
+    rows = [(FP16, 8e6, 10.0), ("small", 1e6, 45.0), ("small and fast", 1e6, 9.0)]
+    times = pd.DataFrame(rows, columns=["system", "file_bytes", "ready_ms"]).assign(model="m", tokens=9, again_ms=90.0)
+    found = break_even(times).set_index("system")
+    speed = found.loc["small", "bandwidth"] * 1e6  # bytes a second
+    assert 8e6 / speed + 0.010 == pytest.approx(1e6 / speed + 0.045)
+    assert found.loc["small", ["smaller", "faster"]].tolist() == [8, 2]
+    assert math.isinf(found.loc["small and fast", "bandwidth"])
 
 
 def test_sequences_are_drawn_in_pairs():
