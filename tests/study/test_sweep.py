@@ -1,6 +1,8 @@
 """Sweeps here, in processes and on a cluster: equal rows, also after a kill, and rows that must not be used again."""
 
 import json
+import multiprocessing
+import signal
 
 import pandas as pd
 import pytest
@@ -55,6 +57,16 @@ def finish(out, **more) -> list[int]:
     assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
     assert not list(out.glob("results/.rows"))
     return calls
+
+
+def test_a_killed_run_goes_on_at_its_next_row(out):
+    (out.parent / "kill").touch()
+    process = multiprocessing.get_context("fork").Process(target=table, args=[out.parent])
+    process.start()
+    process.join(60)
+    (out.parent / "kill").unlink()
+    assert process.exitcode == -signal.SIGKILL and finished(out) == [0, 1, 2]
+    assert finish(out) == [1] * 5
 
 
 def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out):
