@@ -61,7 +61,7 @@ class Plan:
     def __str__(self):
         (n, length), (m, scored) = self.train, self.test
         return (
-            f"{', '.join(self.seconds)}: each calibrated on {n} x {length:,} tokens and measured on "
+            f"{'; '.join(self.seconds)}: each calibrated on {n} x {length:,} tokens and measured on "
             f"{m} x {scored:,}, and asked {self.num_texts} x {FACTS} facts in {self.text_lens[0]:,} and in "
             f"{self.text_lens[1]:,} tokens: about {sum(self.seconds.values()) / 60:.1f} minutes"
         )
