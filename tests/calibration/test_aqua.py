@@ -60,9 +60,12 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
         compressor.reconstruct(2, keys[2], values[2])
 
 
-def test_in_place_equals_restoring_every_layer_by_hand(llama):
+@pytest.mark.parametrize(
+    ("preset", "within"),
+    [(presets.vqllm(3, 16, 16), 1e-3), (presets.aqua(presets.vqllm(2, 16, 16), sink_tokens=0, recent_window=0), 2e-3)],
+)
+def test_in_place_equals_restoring_every_layer_by_hand(llama, preset, within):
     """In place, the model sees what is restored of x for x; hooks on the projections do the same without a cache."""
-    preset = presets.aqua(presets.vqllm(2, 16, 16), sink_tokens=0, recent_window=0)
     compressor = calibrate(llama, TOKENS, preset, progress=False)
     known, handles = compressor.new_pass(), []
     for source, coders in zip(kv_sources(llama), compressor.coders, strict=True):
@@ -77,7 +80,7 @@ def test_in_place_equals_restoring_every_layer_by_hand(llama):
     for handle in handles:
         handle.remove()
     ours = run(llama, compressor.new_cache(llama, in_place=True), TOKENS[:2], (80,))
-    torch.testing.assert_close(ours, by_hand, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(ours, by_hand, rtol=within, atol=within)
 
 
 def test_predictors_and_entropy_coding_combine_in_either_order(llama):
