@@ -10,18 +10,16 @@ from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.component_groups import ComponentGroups
-from vqkv.codecs.entropy import Entropy
+from vqkv.codecs.entropy import Entropy, FloatBits
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.exact import Fallback, Fp16
-from vqkv.codecs.float_bits import FloatBits
+from vqkv.codecs.grid import NonUniform
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.product import ProductVQ
-from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 HEADS, HEAD_DIM = 3, 16
 

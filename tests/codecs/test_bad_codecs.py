@@ -7,20 +7,17 @@ from codec_zoo import chain, gaussian
 from preset_zoo import EVERY
 
 from vqkv import DataError, UnknownNameError, presets
-from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.affine import AffineQuantizer, Anchors, HalfQuadratic
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
-from vqkv.codecs.exact import Fallback, Fp16
-from vqkv.codecs.grid import Grid
+from vqkv.codecs.exact import Fallback, Fp16, SparseOutliers
+from vqkv.codecs.grid import GaussianLevels, Grid, NonUniform
 from vqkv.codecs.layout import TokenBlock
-from vqkv.codecs.nonuniform import GaussianLevels, NonUniform, SparseOutliers
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictor_kinds import make_predictor
-from vqkv.codecs.product import ProductVQ
-from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import HalfQuadratic, VectorScale
-from vqkv.codecs.tiles import Anchors
+from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.transform import Grouping
+from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 GROUPS = [  # channels, group_size -> the affine presets' groups, and HIGGS's
     *[(64, 64, 64, 64), (64, 128, 64, 64), (128, 64, 64, 64), (128, 1024, 128, 128), (256, 1024, 256, 256)],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.codecs.learning.kmeans import Ema, KMeans, distinct_rows
-from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.vector import ResidualVQ
 from vqkv.errors import DataError
 from vqkv.kernels.cpu import sums_by_code
 

@@ -9,15 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv import presets
-from vqkv.codecs.affine import AffineQuantizer
+from vqkv.codecs.affine import AffineQuantizer, HalfQuadratic, MinMax
 from vqkv.codecs.exact import Fp16
-from vqkv.codecs.grid import Grid, gaussian_grids
-from vqkv.codecs.nonuniform import NonUniform, WeightedChain
+from vqkv.codecs.grid import Grid, NonUniform, WeightedChain, gaussian_grids
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.product import ProductVQ
-from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import HalfQuadratic, MinMax
 from vqkv.codecs.stage import codec_from_config
+from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.errors import DataError
 from vqkv.study.metrics import explained_variance_ratio
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv import calibrate, presets
-from vqkv.codecs.nonuniform import GaussianLevels
-from vqkv.codecs.scaling import ChannelScale, VectorScale
-from vqkv.codecs.tiles import Anchors, DualScale
+from vqkv.codecs.affine import Anchors
+from vqkv.codecs.grid import GaussianLevels
+from vqkv.codecs.scaling import ChannelScale, DualScale, VectorScale
 from vqkv.codecs.transform import Grouping, Hadamard
 
 SCALED = {

@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv import DataError, presets
-from vqkv.codecs.entropy import Entropy, frequencies
+from vqkv.codecs.entropy import Entropy, FloatBits, frequencies
 from vqkv.codecs.entropy_coded_scalar import LARGEST_CODE, EntropyCodedScalar, TrellisCodedScalar
-from vqkv.codecs.float_bits import FloatBits
+from vqkv.codecs.grid import NonUniform
 from vqkv.codecs.layout import TokenBlock
-from vqkv.codecs.nonuniform import NonUniform
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.transform import Grouping
+from vqkv.codecs.vector import ResidualVQ
 
 CHANNELS = 16
 WIDTHS = {  # standard deviations of the channels

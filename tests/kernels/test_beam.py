@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv.codecs.residual import ResidualVQ
+from vqkv.codecs.vector import ResidualVQ
 from vqkv.kernels import cpu
 from vqkv.kernels.rvq import naive as reference
 

@@ -16,14 +16,13 @@ from transformers.masking_utils import sdpa_mask
 
 from vqkv import DataError, calibrate, capacity, presets
 from vqkv.calibration.error_costs import attention_metrics
+from vqkv.codecs.affine import Clipped
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
-from vqkv.codecs.grid import SignedGrid
-from vqkv.codecs.nonuniform import NonUniform
+from vqkv.codecs.grid import NonUniform, SignedGrid
 from vqkv.codecs.pca import CostBasis
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.product import HeadCodebooks
-from vqkv.codecs.scaling import Clipped
 from vqkv.codecs.stage import codec_from_config
+from vqkv.codecs.vector import HeadCodebooks
 
 HEADS, DIM = 2, 16
 model = small_models.fixture("llama", "gpt2", "qwen2")

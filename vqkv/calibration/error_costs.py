@@ -118,7 +118,8 @@ def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor])
         x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
         residual = x if coder.prediction is None else x - coder.prediction(known, x)
         error = coder.through(x, known) - x
-        curve, vectors = codec.rates(residual), codec.vectors(residual)
+        vectors = codec.vectors(residual)
+        curve = codec.quantizer.rates(vectors)
         squared = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
         weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[place].to(error), error)
         cost = weighted.double().mean().item() / 2

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.codecs.nonuniform import lloyd_max, nearest
+from vqkv.codecs.grid import lloyd_max, nearest
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.scaling import FP16_MIN_NORMAL, rms
 from vqkv.codecs.stage import Quantizer, Side, learned

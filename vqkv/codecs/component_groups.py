@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vqkv.codecs.affine import MinMax
 from vqkv.codecs.payload import Payload
-from vqkv.codecs.scaling import MinMax
 from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import FormatError
 

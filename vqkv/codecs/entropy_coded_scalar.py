@@ -1,5 +1,6 @@
-"""Quantizers of one step with entropy-coded codes, uniform or trellis-coded: what a transform coder stores. The rate is
-met by the size of the step."""
+"""Quantizers of one step with entropy-coded codes, uniform or trellis-coded: what a transform coder stores.
+
+The size of the step meets the rate."""
 
 import dataclasses
 import math
@@ -10,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import LANES, SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
 from vqkv.kernels.trellis.code import REACH as SEARCHED
-from vqkv.kernels.trellis.code import TRANSITIONS
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
-LEAST_BITS, MOST_BITS = 0.01, 10.0
-LEAST_STEP = torch.finfo(torch.float32).tiny
+MIN_BITS, MAX_BITS = 0.01, 10.0
+MIN_STEP = torch.finfo(torch.float32).tiny
 BISECTIONS, SEARCHED_ROWS = 20, 1 << 10
 CURVE = range(6, -25, -1)  # half octaves: steps of 8 times the root mean square down to 1/4096 of it
 
@@ -27,24 +27,23 @@ LARGEST_CODE = (1 << 23) - 1
 REACH = 255  # of the widest table
 LEVELS = 2 * REACH + 1
 WIDEST = 16.0  # codes of a larger root mean square leave low bits out of the tables, which are as good as uniform
-MOST_SHIFT = 16
+MAX_SHIFT = 16
 PER_OCTAVE, OCTAVES = 2, 8  # tables for spreads from 2^-8 to 2^8, two an octave
 RARE = 4 * TOTAL  # what is rarer than once in so many codes is no table's
 
 FINER = 1.6  # the step of a trellis-coded quantizer is shorter by about this, at the same rate
+STATES, BIT_WEIGHT = 8, 0.05  # of the trellis; squared steps that a bit is worth
 TRELLIS_BISECTIONS = 8  # of two octaves around there
-MOST_COST = 2.0 * HALF + 12  # bits of a code that no table holds
+MAX_COST = 2.0 * HALF + 12  # bits of a code that no table holds
 
 
 @dataclass(eq=False)
 class EntropyCodedScalar(StreamQuantizer):
     """Round to multiples of one step for all channels of the last axis and code the result (rANS), a stream for each
-    row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step then cost next
-    to nothing, which is reverse water-filling; the gap to Shannon's bound is the step's shape, 0.25 bit a value at
-    high rates (Gish & Pierce 1968).
-
-    No value is cut off, as far as 2^23 steps out: channels that vary by more than 16 steps keep their low bits apart,
-    and what is beyond a table of frequencies is written out, at 24 bits more.
+    row: fold blocks of tokens into rows first (``TokenBlock``). Channels that vary by less than a step cost next to
+    nothing, which is reverse water-filling. The gap to Shannon's bound is 0.25 bit a value at high rates (Gish & Pierce
+    1968). No value is cut off, as far as 2^23 steps out: channels that vary by more than 16 steps keep their low bits
+    apart, and what is beyond a table of frequencies is written out, at 24 bits more.
 
     ``bits``: what a value is to take; the first batch decides the step. Channels whose codes vary about as much share a
     table of frequencies. Side information: the step, fp32; int8 ``spreads`` and uint8 ``shifts``, the low bits kept
@@ -53,13 +52,12 @@ class EntropyCodedScalar(StreamQuantizer):
     """
 
     bits: float = 2.0
-    lanes: int = 4
     step: Tensor = learned()
     spreads: Tensor = learned()
     shifts: Tensor = learned()
     reaches: Tensor = learned()
     frequencies: Tensor = learned()
-    limits = {"bits": (LEAST_BITS, MOST_BITS), "lanes": (1, MOST_LANES)}
+    limits = {"bits": (MIN_BITS, MAX_BITS)}
     by_head = True
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,24 +66,24 @@ class EntropyCodedScalar(StreamQuantizer):
         return super().build(shape)
 
     def rates(self, y: Tensor) -> Tensor:
-        """A point for each step of ``CURVE`` that takes ``LEAST_BITS`` to ``MOST_BITS``, and one at the least."""
+        """Return a point for each step of ``CURVE`` that takes ``MIN_BITS`` to ``MAX_BITS``, and one at the least."""
         channels = _sampled(y.transpose(0, 1).flatten(1, -2))
         size, points = _rms(channels), list[tuple[float, float]]()
         for half in CURVE:
             step = as_step(size * 2 ** (half / 2), y.device)
             codes = rounded(channels, step)
             bits, error = bits_of(codes), (codes * step - channels).square().mean(dtype=torch.float64).item()
-            if bits > MOST_BITS:
+            if bits > MAX_BITS:
                 break
-            points = points if bits > LEAST_BITS else []
-            points.append((max(LEAST_BITS, bits), error))
+            points = points if bits > MIN_BITS else []
+            points.append((max(MIN_BITS, bits), error))
         return torch.tensor(points, dtype=torch.float64)
 
     def with_bits(self, bits: float) -> "EntropyCodedScalar":
         return dataclasses.replace(self, bits=bits)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch that is not all zeros decides step and shifts; codes are counted from there on."""
+        """Let the first batch that is not all zeros decide step and shifts; count codes from there on."""
         channels = x.transpose(0, 1).flatten(1, -2)  # heads, rows and tokens, channels
         if self.step == 0:
             sample = _sampled(channels)
@@ -133,35 +131,28 @@ class EntropyCodedScalar(StreamQuantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return self._values(codes.unflatten(-1, self.row_shape))
 
-    def from_tables(self, codes: Tensor, side: Side) -> Tensor:
-        return self._values(codes.reshape(*codes.shape[:3], *self.row_shape))
-
     def make_code(self) -> Code:
         reaches = self.reaches.tolist()
         tables = np.split(self.frequencies.cpu().numpy().astype(np.int64), np.cumsum([2 * r + 2 for r in reaches])[:-1])
         number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1].flatten()
-        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), self.lanes)
+        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), LANES)
 
 
 @dataclass(eq=False)
 class TrellisCodedScalar(EntropyCodedScalar):
-    """As ``EntropyCodedScalar``, but a token's codes are those of least error and rate together among the paths of a
-    trellis of ``states`` states along its channels (``kernels.trellis``: universal TCQ; Kasner, Marcellin & Hunt 1999,
-    with entropy coding Fischer & Wang 1992), which wins back part of the 0.25 bit that a uniform quantizer loses to
-    Shannon's bound. Only the encoder searches; what is stored is coded and laid out in the same way.
+    """Choose a token's codes for least error and rate together, among paths of a trellis along its channels.
 
-    ``weight``: squared steps that a bit is worth. On the bundled models squared error at a rate is least with 0.3, KL
+    ``kernels.trellis`` is universal TCQ (Kasner, Marcellin & Hunt 1999; with entropy coding Fischer & Wang 1992). It
+    wins back part of the 0.25 bit that a uniform quantizer loses to Shannon's bound. Only the encoder searches; what is
+    stored is as in ``EntropyCodedScalar``.
+
+    A bit is worth ``BIT_WEIGHT`` squared steps: on the bundled models squared error at a rate is least with 0.3, KL
     with 0.05 (chosen on validation text). The search takes codes for Laplacian, of their channel's spread in the first
     batch; ``rates`` are those of a uniform quantizer, which a trellis moves alike.
     """
 
-    states: int = 8
-    weight: float = 0.05
-    limits = EntropyCodedScalar.limits | {"weight": (0.0, 4.0)}
-    choices = {"states": tuple(TRANSITIONS)}
-
     def _start(self, sample: Tensor) -> None:
-        """By bisection; shifts and spreads are those of a sample in uniform steps as long."""
+        """Find the step by bisection; shifts and spreads are those of a sample in uniform steps as long."""
         bits, low, high = self.bits / self.share, -1.0, 1.0
         start = step_for(sample, bits).item() / FINER
         for _ in range(TRELLIS_BISECTIONS):
@@ -177,28 +168,27 @@ class TrellisCodedScalar(EntropyCodedScalar):
     def _codes(self, channels: Tensor) -> Tensor:
         costs, tables = _costs().to(channels.device), self.spreads.int() + PER_OCTAVE * OCTAVES
         heads = zip(channels / self.step, tables, self.shifts.int(), strict=True)
-        codes = [trellis_encode(x, costs, table, shifts, self.weight, self.states) for x, table, shifts in heads]
-        return torch.stack(codes)
+        return torch.stack([trellis_encode(x, costs, table, low, BIT_WEIGHT, STATES) for x, table, low in heads])
 
     def _values(self, codes: Tensor) -> Tensor:
-        return trellis_decode(codes.flatten(0, -2), self.step, self.states).view(codes.shape)
+        return trellis_decode(codes.flatten(0, -2), self.step, STATES).view(codes.shape)
 
 
 def rounded(x: Tensor, step: Tensor) -> Tensor:
-    """Multiples of the step, int32, a little nearer to zero than the nearest."""
+    """Round to multiples of the step, int32, a little nearer to zero than the nearest."""
     size = (x.abs() / step).add_(0.5 - TOWARDS_ZERO).floor_().clamp_(max=LARGEST_CODE)
     return size.copysign_(x).int()
 
 
 def shifts_of(codes: Tensor) -> Tensor:
-    """Low bits that each channel of codes (heads, rows, channels) keeps apart, uint8 (heads, channels)."""
-    octaves = (codes.float().square_().mean(1).sqrt().double() / WIDEST).clamp(1.0, 2.0**MOST_SHIFT).log2()
+    """Count low bits that each channel of codes (heads, rows, channels) keeps apart, uint8 (heads, channels)."""
+    octaves = (codes.float().square_().mean(1).sqrt().double() / WIDEST).clamp(1.0, 2.0**MAX_SHIFT).log2()
     return octaves.ceil().to(torch.uint8)
 
 
 def counted(codes: Tensor, shifts: Tensor) -> Tensor:
-    """Counts of each channel's high parts, int64 (heads, channels, LEVELS): codes int32 (heads, rows, channels),
-    ``shifts`` uint8 (heads, channels)."""
+    """Count each channel's high parts, int64 (heads, channels, LEVELS): codes int32 (heads, rows, channels), ``shifts``
+    uint8 (heads, channels)."""
     heads, _, width = codes.shape
     first = torch.arange(heads * width, device=codes.device, dtype=torch.int32).view(heads, 1, width) * LEVELS + REACH
     high = (codes >> shifts.int().unsqueeze(1)).clamp_(-REACH, REACH).add_(first)
@@ -206,15 +196,15 @@ def counted(codes: Tensor, shifts: Tensor) -> Tensor:
 
 
 def spreads_of(counts: Tensor) -> Tensor:
-    """int64 (heads, channels): the high parts' root mean square as a power of 2, times ``PER_OCTAVE``."""
+    """Return the high parts' root mean square as a power of 2, times ``PER_OCTAVE``: int64 (heads, channels)."""
     codes = torch.arange(-REACH, REACH + 1, device=counts.device, dtype=torch.float64)
     spread = ((counts * codes.square()).sum(-1) / counts.sum(-1).clamp_min(1)).sqrt()
     return (spread.clamp(2.0**-OCTAVES, 2.0**OCTAVES).log2() * PER_OCTAVE).round().long()
 
 
 def bits_of(codes: Tensor) -> float:
-    """Mean bits that a code takes of (heads, rows, channels), if every channel has a table of its own, in the
-    population that these are a sample of (Miller 1955; what a sample itself takes is too little)."""
+    """Estimate the mean bits of codes (heads, rows, channels), if every channel has its own table, in the population
+    that these are a sample of (Miller 1955; what a sample itself takes is too little)."""
     shifts = shifts_of(codes)
     counts = counted(codes, shifts)
     total = counts.sum(-1, keepdim=True)
@@ -225,7 +215,7 @@ def bits_of(codes: Tensor) -> float:
 
 
 def step_for(channels: Tensor, bits: float) -> Tensor:
-    """The step at which the codes of ``channels`` (heads, rows, channels) take ``bits`` each, fp32 ()."""
+    """Find the step at which the codes of ``channels`` (heads, rows, channels) take ``bits`` each, fp32 ()."""
     size = _rms(channels)
     low, high = math.log(size) - 12, math.log(size) + 8
     for _ in range(BISECTIONS):
@@ -237,7 +227,7 @@ def step_for(channels: Tensor, bits: float) -> Tensor:
 
 def as_step(size: float, device: torch.device | str) -> Tensor:
     """Return ``size``, or the least step that is no subnormal, fp32 ()."""
-    return torch.tensor(max(size, LEAST_STEP), dtype=torch.float32, device=device)
+    return torch.tensor(max(size, MIN_STEP), dtype=torch.float32, device=device)
 
 
 def _rms(channels: Tensor) -> float:
@@ -245,14 +235,15 @@ def _rms(channels: Tensor) -> float:
 
 
 def _sampled(channels: Tensor) -> Tensor:
-    """At most ``SEARCHED_ROWS`` rows of (heads, rows, channels)."""
+    """Take at most ``SEARCHED_ROWS`` rows of (heads, rows, channels)."""
     return channels[:, :: -(-channels.shape[1] // SEARCHED_ROWS)]
 
 
 @cache
 def _costs() -> Tensor:
-    """Bits of each code of every spread, and of those farther out than a table reaches: float32 (spreads,
-    2 * SEARCHED + 2). Code e is as frequent as a power of the size of its value, 2e or 2e + 1."""
+    """Tabulate bits of each code of every spread, and of those beyond a table: float32 (spreads, 2 * SEARCHED + 2).
+
+    Code e is as frequent as a power of the size of its value, 2e or 2e + 1."""
     codes = torch.arange(-SEARCHED, SEARCHED + 1, dtype=torch.float64)
     size = (2 * codes + (codes < 0)).abs()
     spreads = 2.0 ** (torch.arange(-PER_OCTAVE * OCTAVES, PER_OCTAVE * OCTAVES + 1, dtype=torch.float64) / PER_OCTAVE)
@@ -262,5 +253,5 @@ def _costs() -> Tensor:
         shares = torch.softmax(middle[:, None] * size * math.log(2), dim=1)
         wide = (shares * codes.square()).sum(1) > spreads.square()
         low, high = torch.where(wide, low, middle), torch.where(wide, middle, high)
-    bits = -shares.log2().clamp_min(-MOST_COST)
-    return torch.cat([bits, torch.full_like(bits[:, :1], MOST_COST)], dim=1).float()
+    bits = -shares.log2().clamp_min(-MAX_COST)
+    return torch.cat([bits, torch.full_like(bits[:, :1], MAX_COST)], dim=1).float()

@@ -1,4 +1,4 @@
-"""Fixed grids that are optimal for a Gaussian, for values that a rotation has made Gaussian (HIGGS, NSNQuant)."""
+"""Levels of single values and grids of several: fixed for a Gaussian or a format, or learned (KVQuant)."""
 
 import json
 from dataclasses import dataclass
@@ -8,9 +8,195 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vqkv.codecs.learning.kmeans import Ema, KMeans
 from vqkv.codecs.payload import Payload
+from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Side, learned
+from vqkv.errors import DataError
 from vqkv.kernels import Coded, KernelView, rvq_decode, rvq_encode, rvq_encode_packed
+from vqkv.kernels.rvq.tables import sums_by_code
+from vqkv.runtime.checks import FP16_MAX, MAX_SEED
+
+SAMPLES, ITERATIONS = 65536, 30
+E4M3, LARGEST_E4M3 = torch.float8_e4m3fn, 448.0
+HALF_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*(-x for x in reversed(HALF_E2M1)), 0.0, *HALF_E2M1])
+
+
+def nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """Return the position, for each value of x, of the nearest of ascending ``levels``, int64."""
+    return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
+
+
+@dataclass(eq=False)
+class Levels(Quantizer):
+    """Each value -> the nearest of 2^``bits`` ``levels``, ascending, shared by all heads and channels."""
+
+    bits: int = 4
+    levels: Tensor = learned()
+    read: Tensor = learned()  # what codes stand for, where that is not ``levels``
+    limits = {"bits": (1, 8)}
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.code_bits = self.bits
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        """(..., *row_shape) -> int32 (..., values of a row)."""
+        return nearest(x, self.levels.float()).to(torch.int32).flatten(3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return self._read().float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
+
+    def kernel_view(self, payload: Payload) -> KernelView | None:
+        if 8 % self.bits:
+            return None
+        return Coded(payload.fields["codes"], self._read().view(1, 1, -1, 1), self.bits, self.codes_per_row)
+
+    def _read(self) -> Tensor:
+        return self.levels if self.read is None else self.read
+
+
+@dataclass(eq=False)
+class GaussianLevels(Levels):
+    """The 2^bits levels of least squared error for a standard Gaussian (Lloyd 1957, Max 1960), which coordinates of a
+    randomly rotated vector of rms 1 nearly are (TurboQuant, Zandieh et al. 2025). Nothing is learned."""
+
+    bits: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.levels = lloyd_max(self.bits).half()
+
+
+@cache
+def lloyd_max(bits: int) -> Tensor:
+    """Return centroids of the Gaussian's density between the midpoints, in turns until they stay."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    levels, before = normal.icdf(shares), torch.full_like(shares, torch.inf)
+    while (levels - before).abs().max() > 1e-9:
+        inner = (levels[1:] + levels[:-1]) / 2
+        density = torch.nn.functional.pad(normal.log_prob(inner).exp(), (1, 1))
+        mass = torch.cat([inner.new_zeros(1), normal.cdf(inner), inner.new_ones(1)]).diff()
+        before, levels = levels, -density.diff() / mass
+    return levels
+
+
+@dataclass(eq=False)
+class Fp8(Quantizer):
+    """Each value rounded to E4M3, those beyond 448 to 448."""
+
+    code_bits = 8
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).view(torch.uint8).flatten(3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return codes.byte().view(E4M3).float().unflatten(-1, self.row_shape)
+
+
+@dataclass(eq=False)
+class Fp4(Quantizer):
+    """Each value rounded to E2M1, once divided by a sixth of the largest magnitude of its vector along the last axis:
+    NVFP4, if vectors have 16 values. Stores that ``scale`` as the bytes of E4M3."""
+
+    code_bits = 4
+    side_fields = ("scale",)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(LARGEST_E4M3).to(E4M3)
+        size = scale.float().unsqueeze(-1)
+        y = x / torch.where(size > 0, size, torch.inf)
+        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)
+        return values.mul_(side["scale"].view(E4M3).float().unsqueeze(-1))
+
+
+@dataclass(eq=False)
+class NonUniform(Levels):
+    """Levels learned by k-means in one dimension on the first batch, a moving average over later ones, all values alike
+    or as a ``WeightedChain`` says. With ``norm`` what is read back has mean and deviation of the first batch (KVQuant,
+    section 3.6, Q-Norm). Side information: ``levels``, fp16 (2^bits,), ascending, and with ``norm`` ``read``, those
+    that are read."""
+
+    seed: int = 0
+    norm: bool = False
+    limits = Levels.limits | {"seed": (0, MAX_SEED)}
+
+    def partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` at first for fewer distinct values than levels."""
+        self.fit_weighted(x, torch.ones_like(x))
+
+    def fit_weighted(self, x: Tensor, weights: Tensor) -> None:
+        """Learn from one batch with ``weights``, like x, from 0 on."""
+        both = torch.stack([x.flatten(), weights.flatten()], dim=-1)
+        both = both[both[:, 1] > 0]
+        if len(both) > SAMPLES:
+            generator = torch.Generator().manual_seed(self.seed)
+            both = both[torch.randint(len(both), (SAMPLES,), generator=generator).to(both.device)]
+        values, weights = both.split(1, dim=-1)
+        weights = weights / weights.mean()
+        if self.levels is None:
+            self._start(values, weights)
+        else:
+            totals, sums = self._statistics(values, weights)
+            self.levels = self._ema.update(totals[None], sums[None])[0, :, 0].sort().values
+
+    def finalize(self) -> None:
+        """Round to fp16."""
+        self.levels = self.levels.clamp(-FP16_MAX, FP16_MAX).half()
+        if self.norm:
+            levels = self.levels.float()
+            restored = levels[nearest(self._first, levels)]
+            spread = self._first.std() / restored.std().clamp_min(1e-9)
+            self.read = ((levels - restored.mean()) * spread + self._first.mean()).half()
+        del self._first, self._ema
+
+    def _start(self, values: Tensor, weights: Tensor) -> None:
+        self._first = values[:, 0]
+        self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
+        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
+            totals, sums = self._statistics(values, weights)
+            self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
+        self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
+
+    def _statistics(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight of each level's values, float64 (2^bits,), and their weighted sum (2^bits, 1)."""
+        rows = torch.cat([weights, weights * values], dim=-1)
+        _, sums = sums_by_code(rows, nearest(values[:, 0], self.levels.float()), 2**self.bits)
+        return sums[:, 0], sums[:, 1:]
+
+
+class WeightedChain(Chain):
+    """A chain that ends in ``NonUniform``, whose values weigh as much as their errors cost (KVQuant, section 3.3): by
+    ``weigh``'s diagonal and the squared scale; values that a stage keeps apart weigh nothing."""
+
+    quantizer: NonUniform
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.weighted = True
+
+    def weigh(self, metric: Tensor) -> None:
+        self.quantizer.weigh(metric)
+
+    def _partial_fit(self, x: Tensor) -> None:
+        """Raises ``DataError`` if nothing was said about costs."""
+        if self.quantizer.metric is None:
+            raise DataError("a WeightedChain was not told what errors cost: fit it with vqkv.calibrate")
+        costs = self.quantizer.metric.diagonal(dim1=1, dim2=2)
+        costs = torch.where(costs.any(), costs, 1.0).unsqueeze(1)
+        y, sides = x, []
+        for stage in self._stages:
+            stage.partial_fit(y)
+            y, side = stage.encode(y)
+            sides.append(side)
+        zero = self._backward(torch.zeros_like(y), sides)
+        scale = self._backward(torch.ones_like(y), sides) - zero
+        self.quantizer.fit_weighted((x - zero) / scale, costs * scale.square())
 
 
 @cache

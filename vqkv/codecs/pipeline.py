@@ -22,9 +22,9 @@ from vqkv.runtime.checks import FP16_MAX, check_values, whole_blocks
 
 
 class Codec(Part):
-    """A tensor (batch, num_kv_heads, seq_len, head_dim) -> ``Payload`` -> a tensor. Knows no model. Subclasses write
-    ``_encode`` and ``_decode``, and what of ``_build``, ``_partial_fit`` and ``_finalize`` applies; checks are made
-    here, once."""
+    """A tensor (batch, num_kv_heads, seq_len, head_dim) -> ``Payload`` -> a tensor. Knows no model.
+
+    Subclasses write ``_encode`` and ``_decode``, and ``_build``, ``_partial_fit`` and ``_finalize`` if they learn."""
 
     head_dim: int | None = None
     num_kv_heads: int | None = None  # that it was fitted on
@@ -83,7 +83,7 @@ class Codec(Part):
             return self._encode(values)
 
     def decode(self, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(batch, num_kv_heads, seq_len, head_dim) in ``dtype``, of a payload that this codec has made."""
+        """Return (batch, num_kv_heads, seq_len, head_dim) in ``dtype``, of a payload that this codec has made."""
         with full_precision(payload.device):
             values = self._decode(payload).to(dtype)
         if dtype == torch.float16:
@@ -91,7 +91,7 @@ class Codec(Part):
         return values
 
     def reader(self, payload: Payload) -> Callable[[int, int], Tensor]:
-        """``decode`` by parts: a function (first, last) that gives these KV heads."""
+        """Decode by parts: return a function (first, last) that gives these KV heads."""
         values = self.decode(payload)
         return lambda first, last: values[:, first:last]
 
@@ -103,7 +103,7 @@ class Codec(Part):
             return self._quantize_dequantize(values)
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
-        """A payload as kernels read it without decoding it all; None if they cannot."""
+        """Return a payload as kernels read it without decoding it all; None if they cannot."""
         return None
 
     def _checked(self, x: Tensor, fitted: bool = True, most: float = FP16_MAX) -> Tensor:
@@ -136,10 +136,10 @@ class Codec(Part):
 
 @dataclass(eq=False)
 class Chain(Codec):
-    """``stages`` in order, then ``quantizer``, which stores its codes (by default in one bit string per row). The
-    payload has what the quantizer stores and each stage's side fields, whose names must differ. With ``head_dim``
-    given, sizes that do not fit raise ``DataError`` at once; otherwise at the first fit, which also sets
-    ``num_kv_heads``."""
+    """Apply ``stages`` in order, then ``quantizer``, which stores its codes.
+
+    The payload has what the quantizer stores and each stage's side fields, whose names must differ. With ``head_dim``
+    given, sizes that do not fit raise ``DataError`` at once, otherwise at the first fit."""
 
     stages: list[Stage]
     quantizer: Quantizer
@@ -172,15 +172,11 @@ class Chain(Codec):
                 part.weigh(metric)
 
     def vectors(self, x: Tensor) -> Tensor:
-        """The quantizer's input for ``x``: scaled and transformed rows, float32 (for losses and plots)."""
+        """Scale and transform ``x`` to the quantizer's input, float32 (for losses and plots)."""
         return self._forward(x.detach().float())[0]
 
-    def rates(self, x: Tensor) -> Tensor:
-        """``Quantizer.rates`` of ``vectors(x)``."""
-        return self.quantizer.rates(self.vectors(x))
-
     def with_bits(self, bits: float) -> "Chain":
-        """An unfitted chain like this one, still unfitted too, whose quantizer has so many bits a value."""
+        """Return a chain like this one, also unfitted, whose quantizer has so many bits a value."""
         return dataclasses.replace(self, quantizer=self.quantizer.with_bits(bits))
 
     def end_pass(self) -> None:
@@ -189,15 +185,14 @@ class Chain(Codec):
         self._pass += 1
 
     def reader(self, payload: Payload) -> Callable[[int, int], Tensor]:
-        """As ``Codec.reader``. Of merged heads, perhaps those of all layers, only the components are decoded at once, a
-        block of tokens at a time: all heads may be many times as large."""
+        """Decode only components of merged heads at once: all heads may be many times as large."""
         if [type(stage) for stage in self._stages[:3]] != [MeanRemoval, MergeHeads, PCA]:
             return super().reader(payload)
         mean, _, basis = cast(Any, self._stages[:3])
         starts = range(0, payload.seq_len, self.tokens_per_row)
         blocks = (payload.tokens(start, start + self.tokens_per_row) for start in starts)
         with full_precision(payload.device):
-            rows = torch.cat([self._rows(block, 3)[..., : self.quantizer.kept] for block in blocks], dim=2)
+            rows = torch.cat([self._read(block, 3)[..., : self.quantizer.kept] for block in blocks], dim=2)
 
         def read(first: int, last: int) -> Tensor:
             head_dim = mean.mean.shape[-1]
@@ -235,7 +230,7 @@ class Chain(Codec):
             stage.keep(self.quantizer.kept)
 
     def _forward(self, x: Tensor) -> tuple[Tensor, list[Side]]:
-        """Rows after the stages, and what each of these stores."""
+        """Return rows after the stages, and what each of these stores."""
         sides = []
         for stage in self._stages:
             x, side = stage.encode(x)
@@ -243,7 +238,8 @@ class Chain(Codec):
         return x, sides
 
     def _backward(self, y: Tensor, sides: list[Side]) -> Tensor:
-        for stage, side in zip(reversed(self._stages), reversed(sides), strict=True):
+        """Undo the last stages, one for each of ``sides``."""
+        for stage, side in zip(reversed(self._stages), reversed(sides)):
             y = stage.decode(y, side)
         return y
 
@@ -254,16 +250,13 @@ class Chain(Codec):
         return dataclasses.replace(stored, fields=stored.fields | fields, tokens_per_row=self.tokens_per_row)
 
     def _decode(self, payload: Payload) -> Tensor:
-        """All stages in one kernel, if there is one that can undo them."""
         packed = self.kernel_view(payload)
-        return self._rows(payload) if packed is None else decode(packed)
+        return self._read(payload) if packed is None else decode(packed)
 
-    def _rows(self, payload: Payload, undone: int = 0) -> Tensor:
-        """Rows of a payload as they were before the stages from ``undone`` on."""
-        y = self.quantizer.load(payload)
-        for stage in reversed(self._stages[undone:]):
-            y = stage.decode(y, stage.side_of(payload))
-        return y
+    def _read(self, payload: Payload, start: int = 0) -> Tensor:
+        """Decode rows as they were before the stages from ``start`` on."""
+        sides = [stage.side_of(payload) for stage in self._stages[start:]]
+        return self._backward(self.quantizer.load(payload), sides)
 
     def _quantize_dequantize(self, x: Tensor) -> Tensor:
         y, sides = self._forward(x)

@@ -1,4 +1,4 @@
-"""Bring values to the range a quantizer expects: by vector, by head and block, between two ends, or by channel."""
+"""Bring values to the range a quantizer expects: by vector, by head and block, by tile, or by channel."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from vqkv.kernels import Coded, KernelView, Mapped
 from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
-HQQ_ITERATIONS, HQQ_NORM, HQQ_BETA = 20, 0.7, 10.0
 NEARLY_CONSTANT = 1e-3  # of the rms: below, dividing by the std would throw the vector far out of any codebook
 
 
@@ -23,8 +22,8 @@ def rms(x: Tensor, axis: int = -1) -> Tensor:
 
 def deviation(x: Tensor, axis: int = -1) -> Tensor:
     """Return the standard deviation along an axis; the rms of (nearly) constant vectors, whose deviation is about 0."""
-    size, found = rms(x, axis), x.std(dim=axis, correction=0)
-    return torch.where(found < NEARLY_CONSTANT * size, size, found)
+    size, std = rms(x, axis), x.std(dim=axis, correction=0)
+    return torch.where(std < NEARLY_CONSTANT * size, size, std)
 
 
 STATISTICS = {"std": deviation, "rms": rms}
@@ -32,11 +31,11 @@ STATISTICS = {"std": deviation, "rms": rms}
 
 @dataclass(eq=False)
 class VectorScale(Stage):
-    """Divide by a statistic over the last axis, rounded to fp16 first, so that decoding multiplies by the same number.
+    """Divide by a statistic over the last axis, rounded to fp16 first: decoding multiplies by the same number.
+
     ``kind``: ``std`` (population, mean kept: residual VQ paper, section 2.2; see ``deviation``) or ``rms``. A zero
-    vector is divided by 1 (the paper) but stores the scale 0, and so decodes to exact zeros, as do vectors below half
-    of fp16's smallest normal number. Other scales are clamped to fp16's normal range. Stores ``scale``: fp16, the shape
-    of x without its last axis."""
+    vector is divided by 1 (the paper) but stores the scale 0, and so decodes to exact zeros. So do vectors below half
+    of fp16's smallest normal number. Stores ``scale``: fp16, the shape of x without its last axis."""
 
     kind: str = "std"
     side_fields = ("scale",)
@@ -56,6 +55,13 @@ class VectorScale(Stage):
 
 
 @dataclass(eq=False)
+class Rescale(VectorScale):
+    """``VectorScale`` for the second time in a chain. Stores ``rescale``."""
+
+    side_fields = ("rescale",)
+
+
+@dataclass(eq=False)
 class HeadScale(Stage):
     """Divide a complete row (a head's block of tokens) by its largest magnitude, kept in fp32, so that values lie in
     [-1, 1] (VQ quality framework, section 3.1). Stores ``scale``: one number per row; 0 for a row of zeros."""
@@ -64,7 +70,7 @@ class HeadScale(Stage):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         scale = x.abs().amax(dim=tuple(range(3, x.ndim)), keepdim=True)
-        return x / scale.where(scale > 0, torch.ones_like(scale)), {"scale": scale.flatten(3).squeeze(3)}
+        return x / scale.where(scale > 0, 1.0), {"scale": scale.flatten(3).squeeze(3)}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
         return y.mul_(side["scale"][(..., *[None] * (y.ndim - 3))])
@@ -74,7 +80,7 @@ class HeadScale(Stage):
 
 
 def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
-    """``inner`` with one scale for each row, or one for each of some of its groups."""
+    """Give ``inner`` one scale for each row, or one for each of some of its groups."""
     scale = scale if scale.ndim == 4 else scale.unsqueeze(-1)
     if not isinstance(inner, Coded) or inner.scale is not None or scale.ndim != 4 or inner.groups % scale.shape[3]:
         return None
@@ -82,72 +88,42 @@ def _scaled(inner: KernelView, scale: Tensor) -> KernelView | None:
 
 
 @dataclass(eq=False)
-class MinMax(Stage):
-    """Map each vector's smallest and largest value, rounded to fp16, to 0 and 1: asymmetric affine quantization's scale
-    and zero point. Acts on the last axis. Stores ``low`` and ``high``: fp16, the shape of x without it."""
+class TileMean(Stage):
+    """Subtract each channel's mean over a row's tokens (tokens, channels). Stores ``shift``: fp16 (channels,)."""
 
-    side_fields = ("low", "high")
+    side_fields = ("shift",)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        low, high = (end.clamp(-FP16_MAX, FP16_MAX).half() for end in self.ends(x))
-        start, span = low.float().unsqueeze(-1), (high.float() - low.float()).unsqueeze(-1)
-        return (x - start).div_(span.where(span > 0, torch.ones_like(span))), {"low": low, "high": high}
+        shift = x.mean(dim=-2).clamp(-FP16_MAX, FP16_MAX).half()
+        return x - shift.float().unsqueeze(-2), {"shift": shift}
 
     def decode(self, y: Tensor, side: Side) -> Tensor:
-        low = side["low"].float()
-        return y.mul_((side["high"].float() - low).unsqueeze(-1)).add_(low.unsqueeze(-1))
-
-    def codes(self, x: Tensor, levels: int) -> tuple[Tensor, Side]:
-        """Round x to ``levels`` equal steps between its ends: floats from 0 to ``levels``, and the ends."""
-        y, side = self.encode(x)
-        return y.mul_(levels).round_().clamp_(0, levels), side
-
-    def ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two ends of each vector."""
-        low, high = torch.aminmax(x, dim=-1)
-        return low, high
+        return y.add_(side["shift"].float().unsqueeze(-2))
 
 
 @dataclass(eq=False)
-class Clipped(MinMax):
-    """``MinMax`` of vectors clamped to the magnitude that a ``share`` of their values do not exceed (OSCAR)."""
+class DualScale(Stage):
+    """Bring the standard deviations of both axes of a tile, the last two axes of a row, to about 1.
 
-    share: float = 0.96
-    limits = {"share": (0.01, 1.0)}
+    Scales for the vectors along each of the two axes are found in turns (KVarN's variance normalization, a Sinkhorn
+    iteration in the log domain). Those along the last axis fold into the ends of ``AffineQuantizer``, which move with
+    them, and are not applied. Stores the others, of geometric mean 1, as fp16 ``inner``."""
 
-    def ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        last = min(int(self.share * x.shape[-1]), x.shape[-1] - 1)
-        most = x.abs().sort(dim=-1).values[..., last]
-        low, high = super().ends(x)
-        return torch.maximum(low, -most), torch.minimum(high, most)
+    iterations: int = 16
+    side_fields = ("inner",)
+    limits = {"iterations": (1, 1000)}
 
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        logs = {-1: x.new_zeros(x.shape[:-1]), -2: x.new_zeros(*x.shape[:-2], x.shape[-1])}
+        for _ in range(self.iterations):
+            for axis in logs:
+                scaled = deviation(x / (logs[-1].exp().unsqueeze(-1) * logs[-2].exp().unsqueeze(-2)), axis)
+                logs[axis] = logs[axis] + scaled.where(scaled > 0, 1.0).log()
+        inner = (logs[-2] - logs[-2].mean(dim=-1, keepdim=True)).exp().clamp(FP16_MIN_NORMAL, FP16_MAX).half()
+        return x / inner.float().unsqueeze(-2), {"inner": inner}
 
-@dataclass(eq=False)
-class HalfQuadratic(MinMax):
-    """``MinMax`` whose offset is then moved to where rounding to ``bits`` bits costs least in the l_p norm: HQQ's
-    half-quadratic solver, which alternates between rounding and shrinking the error (p = ``HQQ_NORM`` < 1). Each
-    vector keeps its best of ``HQQ_ITERATIONS`` offsets by mean absolute error, where HQQ stops by the complete tensor's
-    error."""
-
-    bits: int = 4
-    limits = {"bits": (1, 8)}
-
-    def ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        least, high = (end.unsqueeze(-1) for end in super().ends(x))
-        levels = 2**self.bits - 1
-        step = ((high - least) / levels).clamp_min(FP16_MIN_NORMAL)
-        low = best = least
-        best_error = torch.full_like(low, torch.inf)
-        for _ in range(HQQ_ITERATIONS):
-            codes = ((x - low) / step).round().clamp(0, levels)
-            error = x - (low + codes * step)
-            size = error.abs()
-            mean = size.mean(dim=-1, keepdim=True)
-            best, best_error = torch.where(mean < best_error, low, best), torch.minimum(mean, best_error)
-            power = size.double().clamp_min(1e-12).pow(HQQ_NORM - 1).float()  # fp32's last bit depends on the place
-            shrunk = error.sign() * (size - power / HQQ_BETA).clamp_min(0)
-            low = (x - shrunk - codes * step).mean(dim=-1, keepdim=True)
-        return best.squeeze(-1), (best + high - least).squeeze(-1)
+    def decode(self, y: Tensor, side: Side) -> Tensor:
+        return y.mul_(side["inner"].float().unsqueeze(-2))
 
 
 @dataclass(eq=False)

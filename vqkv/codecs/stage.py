@@ -16,6 +16,7 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import KernelView, decode, pack_codes, unpack_codes
 
 Side = dict[str, Tensor]  # what a stage or a quantizer stores of every row, by name
+FIXED = {"lanes": 4, "states": 8, "weight": 0.05, "iterations": 25}  # settings of older files that are constants now
 
 
 def learned(saved: bool = True) -> Any:
@@ -50,13 +51,13 @@ class Part(nn.Module):
 
     def __post_init__(self):
         for name, (least, most) in self.limits.items():
-            value, whole = getattr(self, name), type(least) is int
-            if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= most:
-                kind = "an integer" if whole else "a number"
+            value, kinds = getattr(self, name), (int,) if type(least) is int else (int, float)
+            if type(value) not in kinds or not least <= value <= most:
+                kind = "a number" if float in kinds else "an integer"
                 raise DataError(f"{name} {value!r} must be {kind} from {least:g} to {most:g}")
-        for name, known in self.choices.items():
-            if getattr(self, name) not in list(known):
-                raise UnknownNameError(name.replace("_", " "), getattr(self, name), known)
+        for name, choices in self.choices.items():
+            if getattr(self, name) not in list(choices):
+                raise UnknownNameError(name.replace("_", " "), getattr(self, name), choices)
 
     def config(self) -> dict:
         """Return the settings as JSON-able values; ``part_from_config`` reads them."""
@@ -77,7 +78,7 @@ def _plain(value):
 
 
 def part_from_config(config):
-    """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for one that is not registered."""
+    """Rebuild a part (or a list of them) from ``config()``. Raises ``FormatError`` for one that is not known."""
     if isinstance(config, list):
         return [part_from_config(item) for item in config]
     if not isinstance(config, dict):
@@ -86,6 +87,9 @@ def part_from_config(config):
     name = settings.pop("part")
     if name not in Part.registry:
         raise FormatError(f"unknown codec part {name!r}: import the module that defines it, or calibrate again")
+    removed = settings.keys() - {each.name for each in dataclasses.fields(Part.registry[name])}
+    if any(FIXED.get(each) != settings.pop(each) for each in removed):
+        raise FormatError(f"{name} has no settings {sorted(removed)} of these values any more: calibrate again")
     return Part.registry[name](**settings)
 
 
@@ -111,7 +115,7 @@ class Stage(Part):
     costs: str = "loss"  # and of which costs: to the model's ``loss`` or in ``attention`` (``calibration.error_costs``)
     by_head: bool = False  # whether it serves just as many KV heads as it was built for
     learns_first: bool = False  # whether it learns from all batches before what comes after it begins
-    metric: Tensor | None = None  # what errors cost, once it was told
+    metric: Tensor | None = None  # what errors cost, after ``weigh``
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Prepare for rows of shape (num_kv_heads, *row_shape) and return that of rows going out. Raises ``DataError``
@@ -147,13 +151,14 @@ class Stage(Part):
         return {name: payload.fields[name] for name in self.side_fields}
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        """Return what kernels are told of rows before this stage, from that of rows after it; None if they cannot."""
+        """Turn the kernels' view of rows after this stage into that of rows before it; None if they cannot read it."""
         return None
 
 
 class Quantizer(Stage):
-    """The last stage: rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back. ``store``
-    and ``load`` keep the codes of a row as one packed bit string, and in ``side_fields`` what else a row takes."""
+    """Rows of values -> integer codes (batch, num_kv_heads, rows, codes_per_row) and back: the end of a chain.
+
+    ``store`` and ``load`` keep a row's codes as one packed bit string, and what else it takes in ``side_fields``."""
 
     code_bits: int
     codes_per_row: int
@@ -177,7 +182,7 @@ class Quantizer(Stage):
         return None
 
     def store(self, y: Tensor) -> Payload:
-        """Pack rows of values."""
+        """Encode and pack rows of values."""
         codes, side = self.encode(y)
         return Payload({"codes": pack_codes(codes, self.code_bits), **side})
 

@@ -12,10 +12,10 @@ from vqkv.codecs.grid import Grid
 from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain, Codec
-from vqkv.codecs.residual import ResidualVQ
 from vqkv.codecs.scaling import MeanRemoval, VectorScale
 from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.vector import ResidualVQ
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
 from vqkv.presets.preset import Preset, chain, preset

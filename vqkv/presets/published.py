@@ -3,18 +3,16 @@
 import dataclasses
 from typing import Any
 
-from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.exact import Fallback, Fp16
-from vqkv.codecs.float_bits import FloatBits
-from vqkv.codecs.grid import Grid
+from vqkv.codecs.affine import AffineQuantizer, HalfQuadratic, MinMax
+from vqkv.codecs.entropy import FloatBits
+from vqkv.codecs.exact import Fallback, Fp16, SparseOutliers
+from vqkv.codecs.grid import Grid, NonUniform, WeightedChain
 from vqkv.codecs.layout import MergeHeads, TokenBlock
-from vqkv.codecs.nonuniform import NonUniform, SparseOutliers, WeightedChain
 from vqkv.codecs.pipeline import Chain
-from vqkv.codecs.product import ProductVQ
-from vqkv.codecs.residual import ResidualVQ
-from vqkv.codecs.scaling import ChannelScale, HalfQuadratic, HeadScale, MeanRemoval, MinMax, VectorScale
+from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset, chain, make, preset
@@ -27,10 +25,10 @@ def fp16(pre_rope: bool | None = False) -> Preset:
 
 
 @preset
-def lossless(block: int = 32, lanes: int = 4) -> Preset:
+def lossless(block: int = 32) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
     blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
-    codec = chain(TokenBlock(block), FloatBits(lanes))
+    codec = chain(TokenBlock(block), FloatBits())
     return Preset("lossless", codec, codec, flush_block=block, pre_rope=False)
 
 

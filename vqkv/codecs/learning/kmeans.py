@@ -16,8 +16,8 @@ ROUNDS = 16  # in which k-means|| draws, about
 
 @dataclass
 class KMeans:
-    """Lloyd's algorithm from distinct random vectors, all by ``fit``, or step by step. ``spread`` begins as k-means||
-    does (Bahmani et al. 2012), which gives heavy tails codes of their own."""
+    """Lloyd's algorithm from distinct random vectors; with ``spread`` from those of k-means|| (Bahmani et al. 2012),
+    which gives heavy tails codes of their own."""
 
     codebook_size: int
     iterations: int = 10
@@ -25,7 +25,8 @@ class KMeans:
     spread: bool = False
 
     def fit(self, x: Tensor) -> Tensor:
-        """The codebook (codebook_size, dim) of x (rows, dim). Raises ``DataError`` for too few distinct vectors."""
+        """Learn the codebook (codebook_size, dim) of x (rows, dim). Raises ``DataError`` for too few distinct
+        vectors."""
         self.start(x)
         for _ in range(self.iterations):
             self.step(x)
@@ -38,7 +39,7 @@ class KMeans:
         return self.codebook
 
     def assign(self, x: Tensor) -> Tensor:
-        """Index of the nearest code of every vector."""
+        """Return the index of the nearest code of every vector."""
         return rvq_encode(x, self.codebook.unsqueeze(0)).squeeze(-1)
 
     def step(self, x: Tensor) -> None:
@@ -53,7 +54,7 @@ class KMeans:
 
 
 def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:
-    """Positions of ``count`` distinct random rows of x (rows, dim). Raises ``DataError`` if there are fewer."""
+    """Draw positions of ``count`` distinct rows of x (rows, dim). Raises ``DataError`` if there are fewer."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator).to(x.device)
     # Rows are compared by a random projection: equal rows give equal bits, others collide with probability ~ 0.
@@ -71,8 +72,9 @@ def distinct_rows(x: Tensor, count: int, seed: int) -> Tensor:
 
 
 def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
-    """Positions drawn in ``ROUNDS`` with a chance that grows with the squared distance from those before (k-means||,
-    Bahmani et al. 2012); of at most 2^24 rows, which ``torch.multinomial`` takes."""
+    """Draw positions of rows in ``ROUNDS``, with a chance that grows with the squared distance from those before.
+
+    This is the start of k-means||. ``torch.multinomial`` takes at most 2^24 rows."""
     chosen = new = distinct_rows(x, count, seed)[:1]
     away = torch.full((len(x),), torch.inf)
     generator = torch.Generator().manual_seed(seed)
@@ -86,10 +88,11 @@ def spread_rows(x: Tensor, count: int, seed: int) -> Tensor:
 
 
 class Ema:
-    """codebook = moving average of sums / moving average of counts, the counts Laplace-smoothed by ``EPS``; of several
-    stages at once: codebooks (stages, codebook_size, dim), and counts (stages, codebook_size) in vectors a batch, to
-    begin from. ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` vectors a batch is replaced by a
-    random vector of the current batch. Off by default, as upstream (residual VQ paper, section 2; VQ-VAE's update)."""
+    """Codebook = moving average of sums / moving average of counts, which are Laplace-smoothed by ``EPS``.
+
+    Of several stages at once: codebooks (stages, codebook_size, dim), and to begin from, counts (stages, codebook_size)
+    in vectors a batch. ``revive``: a code whose moving count falls below ``REVIVE_BELOW`` is replaced by a random
+    vector of the batch; off by default, as upstream (residual VQ paper, section 2; VQ-VAE's update)."""
 
     def __init__(self, codebooks: Tensor, counts: Tensor, decay: float = 0.99, revive: bool = False, seed: int = 0):
         self.codebooks, self.decay = codebooks, decay
@@ -98,8 +101,8 @@ class Ema:
         self._generators = [torch.Generator().manual_seed(seed + k) for k in range(len(codebooks))] if revive else []
 
     def update(self, counts: Tensor, sums: Tensor, samples=()) -> Tensor:
-        """One step on a batch's float64 counts and sums; ``samples``: for each stage, vectors of it (rows, dim) that
-        dead codes may become."""
+        """Make one step on a batch's float64 counts and sums; ``samples``: for each stage, vectors of it (rows, dim)
+        that dead codes may become."""
         self.counts, self.sums = torch.lerp(counts, self.counts, self.decay), torch.lerp(sums, self.sums, self.decay)
         for counts, sums, generator, vectors in zip(self.counts, self.sums, self._generators, samples):
             dead = (counts < REVIVE_BELOW).nonzero().squeeze(-1)
