@@ -19,7 +19,9 @@ from vqkv.study.metrics import explained_variance_ratio, relative_mse
 
 
 def layout_bytes(predictor, inputs, outputs):
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in predictor.layout(inputs, outputs).values())
+    predictor = copy.deepcopy(predictor)
+    predictor.lay_out(inputs, outputs)
+    return predictor.side_bytes
 
 
 BYTES = {  # by hand, for 9 inputs and 6 outputs

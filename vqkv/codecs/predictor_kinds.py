@@ -17,55 +17,44 @@ from vqkv.kernels.precision import by_rows, full_precision, product
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 from vqkv.runtime.registry import call
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of learned tensors
 MANY = 1 << 20
 MLP_WEIGHTS = ("first", "first_bias", "gain", "shift", "second", "second_bias")
 
 
 @dataclass(eq=False)
 class Predictor(Part):
-    """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored.
-    Subclasses write ``layout``, ``_fit`` and ``_predict``."""
+    """x (..., in_features) -> a prediction of y (..., out_features) in float32, from weights as they are stored."""
 
     learns = True
 
     def fit(self, samples: Samples) -> "Predictor":
-        """Learn from a stream of x (n, in_features), y (n, out_features), and freeze. ``samples()`` starts a fresh
-        pass, each the same; one batch is held at a time. Raises ``DataError`` for weights beyond fp16."""
-        self._fit(lambda: ((x.detach().float(), y.detach().float()) for x, y in samples() if len(x)))
+        """Learn from a stream of x (n, in_features), y (n, out_features), and freeze.
+
+        ``samples()`` starts a new pass, each the same; one batch is held at a time. Raises ``DataError`` for weights
+        beyond fp16. By default there is nothing to learn."""
         return self
+
+    def lay_out(self, inputs: int, outputs: int) -> None:
+        """Make the learned tensors for features of these widths, on the meta device: what they will take."""
 
     def __call__(self, x: Tensor) -> Tensor:
         with full_precision(x.device):
             return self._predict(x.detach().float())
-
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        """Shape and type of every learned tensor, for features of these widths."""
-        return {}
-
-    def keep(self, **tensors: Tensor) -> None:
-        """Make what was learned its buffers."""
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-
-    def _fit(self, samples: Samples) -> None:
-        """Learn; nothing to do by default."""
 
     @abstractmethod
     def _predict(self, x: Tensor) -> Tensor: ...
 
 
 def half(name: str, tensor: Tensor) -> Tensor:
-    """fp16 as it is stored. Raises ``DataError`` for what fp16 cannot hold."""
+    """Round to fp16 as it is stored. Raises ``DataError`` for what fp16 cannot hold."""
     if not tensor.abs().le(FP16_MAX).all():
         largest = float(tensor.abs().max())
         raise DataError(f"the predictor's {name} reaches {largest:g}, beyond fp16: scale x or y, or regularise more")
     return tensor.half().contiguous()
 
 
-def in_fp16(**shapes: tuple[int, ...]) -> Layout:
-    """Lay out tensors that are all fp16."""
-    return {name: (shape, torch.float16) for name, shape in shapes.items()}
+def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(eq=False)
@@ -76,18 +65,20 @@ class Regression(Predictor):
     bias: Tensor = learned()
     limits = {"strength": (0.0, 1e6)}
 
-    def _fit(self, samples: Samples) -> None:
+    def fit(self, samples: Samples) -> Predictor:
         ridge = Ridge(self.strength)
         for x, y in samples():
-            ridge.accumulate(x, y)
+            ridge.accumulate(x.detach(), y.detach())
         self.take(ridge, ridge.solve())
+        return self
 
     def take(self, ridge: Ridge, weights: Tensor) -> None:
-        """Keep float64 ``weights`` (in_features + 1, out_features), the bias fitted to them as they are stored."""
-        moments = ridge.moments()
+        """Keep float64 ``weights`` (in_features + 1, out_features), the bias fitted to them as they are stored.
+
+        An input with a large mean would turn their rounding into a shift."""
+        mean_x, mean_y = ridge.means()
         self._store(ridge, weights[:-1])
-        # fitted to the weights as stored: an input with a large mean would turn their rounding into a shift
-        self.keep(bias=half("bias", moments.mean_y - moments.mean_x @ self._weights(len(moments.mean_x)).double()))
+        self.bias = half("bias", mean_y - mean_x @ self._weights(len(mean_x)).double())
 
     def _predict(self, x: Tensor) -> Tensor:
         return product(x, self._weights(x.shape[-1])) + self.bias.float()
@@ -98,7 +89,7 @@ class Regression(Predictor):
 
     @abstractmethod
     def _weights(self, inputs: int) -> Tensor:
-        """Kept weights in float32 (inputs, out_features)."""
+        """Return kept weights in float32 (inputs, out_features)."""
 
 
 @dataclass(eq=False)
@@ -108,11 +99,11 @@ class Linear(Regression):
 
     weight: Tensor = learned()
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        return in_fp16(weight=(inputs, outputs), bias=(outputs,))
+    def lay_out(self, inputs: int, outputs: int) -> None:
+        self.weight, self.bias = _empty(inputs, outputs), _empty(outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
-        self.keep(weight=half("weight", weights))
+        self.weight = half("weight", weights)
 
     def _weights(self, inputs: int) -> Tensor:
         return self.weight.float()
@@ -128,16 +119,16 @@ class ReducedRank(Linear):
     right: Tensor = learned()
     limits = Linear.limits | {"rank": (1, MANY)}
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        if not self._factored(inputs, outputs):
-            return super().layout(inputs, outputs)
-        return in_fp16(left=(inputs, self.rank), right=(self.rank, outputs), bias=(outputs,))
+    def lay_out(self, inputs: int, outputs: int) -> None:
+        super().lay_out(inputs, outputs)
+        if self._factored(inputs, outputs):
+            self.weight, self.left, self.right = None, _empty(inputs, self.rank), _empty(self.rank, outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error
         directions = torch.linalg.eigh(weights.T @ ridge.penalized() @ weights).eigenvectors[:, -self.rank :]
         if self._factored(*weights.shape):
-            self.keep(left=half("left factor", weights @ directions), right=half("right factor", directions.T))
+            self.left, self.right = half("left factor", weights @ directions), half("right factor", directions.T)
         else:
             super()._store(ridge, weights @ directions @ directions.T)
 
@@ -165,14 +156,15 @@ class LinearGPTQ(Regression):
     zeros: Tensor = learned()
     limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        grid, codes = (-(-inputs // self.group_size), outputs), (outputs, -(-inputs * self.bits // 8))
-        return {"codes": (codes, torch.uint8)} | in_fp16(scales=grid, zeros=grid, bias=(outputs,))
+    def lay_out(self, inputs: int, outputs: int) -> None:
+        groups = -(-inputs // self.group_size)
+        self.codes = _empty(outputs, -(-inputs * self.bits // 8), dtype=torch.uint8)
+        self.scales, self.zeros, self.bias = _empty(groups, outputs), _empty(groups, outputs), _empty(outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # X'X about the mean, since the bias takes up whatever the rounding does to the mean
-        codes, scales, zeros = gptq(weights, ridge.penalized(), self.bits, self.group_size)
-        self.keep(codes=pack_codes(codes.T, self.bits), scales=scales, zeros=zeros)
+        codes, self.scales, self.zeros = gptq(weights, ridge.penalized(), self.bits, self.group_size)
+        self.codes = pack_codes(codes.T, self.bits)
 
     def _weights(self, inputs: int) -> Tensor:
         codes = unpack_codes(self.codes, self.bits, inputs).T
@@ -192,15 +184,17 @@ class MLP(Predictor):
     limits = {"width": (1, 64), "epochs": (1, 10_000), "minibatch": (1, MANY), "seed": (0, MAX_SEED),
               "learning_rate": (0.0, 1.0)}  # fmt: skip
 
-    def layout(self, inputs: int, outputs: int) -> Layout:
-        """The first layer, LayerNorm's gain and shift, the second layer."""
+    def fit(self, samples: Samples) -> Predictor:
+        trained = train_mlp(samples, self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
+        for name, tensor in zip(MLP_WEIGHTS, trained, strict=True):
+            self.register_buffer(name, half(name, tensor))
+        return self
+
+    def lay_out(self, inputs: int, outputs: int) -> None:
         hidden = self.width * outputs
         shapes = ((inputs, hidden), (hidden,), (hidden,), (hidden,), (hidden, outputs), (outputs,))
-        return in_fp16(**dict(zip(MLP_WEIGHTS, shapes, strict=True)))
-
-    def _fit(self, samples: Samples) -> None:
-        trained = train_mlp(samples, self.width, self.epochs, self.learning_rate, self.minibatch, self.seed)
-        self.keep(**{name: half(name, tensor) for name, tensor in zip(MLP_WEIGHTS, trained, strict=True)})
+        for name, shape in zip(MLP_WEIGHTS, shapes, strict=True):
+            self.register_buffer(name, _empty(*shape))
 
     def _predict(self, x: Tensor) -> Tensor:
         weights = [getattr(self, name).float() for name in MLP_WEIGHTS]
@@ -224,7 +218,6 @@ class Slice(Predictor):
     start: int = 0
     size: int = 1
     learns = False
-    limits = {"start": (0, MANY), "size": (1, MANY)}
 
     def _predict(self, x: Tensor) -> Tensor:
         return x[..., self.start : self.start + self.size]
@@ -239,5 +232,5 @@ KINDS: dict[str, Callable[..., Predictor]] = {
 
 
 def make_predictor(kind: str, /, **settings) -> Predictor:
-    """A predictor of ``KINDS`` with its settings. Raises ``UnknownNameError`` for another kind or setting."""
+    """Make a predictor of ``KINDS`` with its settings. Raises ``UnknownNameError`` for another kind or setting."""
     return call("predictor", KINDS, kind, settings)

@@ -249,8 +249,7 @@ def _untrained(preset: Preset, shape: Shape) -> Compressor:
         codecs.append((key, value))
         for role, plan in roles.items():
             if plan.predictor is not None:
-                learned = plan.predictor.layout(shape.width * len(plan.sources), shape.width).items()
-                plan.predictor.keep(**{x: torch.empty(size, dtype=t, device="meta") for x, (size, t) in learned})
+                plan.predictor.lay_out(shape.width * len(plan.sources), shape.width)
                 predictions[role, layer] = Prediction(plan.predictor, plan.sources)
     return Compressor(preset.name, codecs, preset.settings, {}, predictions=predictions)
 

@@ -32,8 +32,8 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
     keys have; targets have one scale, so that the squared error stays that of y."""
     ridge, power, steps = Ridge(START_STRENGTH), torch.zeros((), dtype=torch.float64), 0
     for x, y in samples():
-        ridge.accumulate(x, y)
-        power, steps = power + y.double().square().sum(), steps + math.ceil(len(x) / minibatch)
+        ridge.accumulate(x.detach(), y.detach())
+        power, steps = power + y.detach().double().square().sum(), steps + math.ceil(len(x) / minibatch)
     count, features = int(ridge.xx[-1, -1]), ridge.xx.shape[0] - 1
     if count < SAMPLES_PER_INPUT * features:
         raise DataError(
@@ -52,9 +52,9 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
             rows = torch.randperm(len(x), generator=generator).to(x.device)
             for part in rows.tensor_split(math.ceil(len(x) / minibatch)):
                 with torch.inference_mode(False), torch.enable_grad():
-                    inputs, targets = (x[part].clone() - mean_x) @ whiten, (y[part].clone() - mean_y) / scale
+                    inputs, targets = x[part].clone().float() - mean_x, y[part].clone().float() - mean_y
                     optimizer.zero_grad()
-                    F.mse_loss(mlp(inputs, weights), targets).backward()
+                    F.mse_loss(mlp(inputs @ whiten, weights), targets / scale).backward()
                     optimizer.step()
                 schedule.step()
     first, first_bias, gain, shift, second, second_bias = (tensor.detach() for tensor in weights)
@@ -63,14 +63,14 @@ def train_mlp(samples: Samples, width: int, epochs: int, learning_rate: float, m
 
 
 def _start(ridge: Ridge, power: Tensor) -> Weights:
-    """x's mean, its whitening (in, in), y's mean and scale, and the ridge regression between the two as they are then,
-    (in, out); float32. ``power``: the sum of y squared."""
-    moments, count, weights = ridge.moments(), ridge.xx[-1, -1], ridge.solve()[:-1]
-    variance = (power - count * moments.mean_y.square().sum()) / (count * len(moments.mean_y))
+    """Return x's mean, its whitening (in, in), y's mean and scale, and the ridge regression between the two as they are
+    then, (in, out); float32. ``power``: the sum of y squared."""
+    (mean_x, mean_y), count = ridge.means(), ridge.xx[-1, -1]
+    variance = (power - count * mean_y.square().sum()) / (count * len(mean_y))
     scale = variance.sqrt() if variance > 1e-12 * power / count else torch.ones_like(variance)
     sizes, directions = torch.linalg.eigh(ridge.penalized() / count)
-    linear = sizes.sqrt()[:, None] * (directions.T @ weights) / scale
-    return [x.float() for x in (moments.mean_x, directions / sizes.sqrt(), moments.mean_y, scale, linear)]
+    linear = sizes.sqrt()[:, None] * (directions.T @ ridge.solve()[:-1]) / scale
+    return [x.float() for x in (mean_x, directions / sizes.sqrt(), mean_y, scale, linear)]
 
 
 def _initial(linear: Tensor, width: int, generator: torch.Generator) -> Weights:
