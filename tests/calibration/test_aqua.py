@@ -56,8 +56,6 @@ def test_writing_and_reading_follow_algorithms_2_to_4(model):
             assert torch.equal(got[:, :, :2], exact[:, :, :2].half().float())
             assert torch.equal(got[:, :, 32:], exact[:, :, 32:])
     assert not known  # forgotten once the last reader has run
-    with pytest.raises(DataError, match="of which nothing is known"):
-        compressor.reconstruct(2, keys[2], values[2])
 
 
 @pytest.mark.parametrize(

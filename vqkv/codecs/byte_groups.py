@@ -26,14 +26,13 @@ LEAST = 1e-6  # of the root mean square of all components
 
 @dataclass(eq=False)
 class ByteGroups(Quantizer):
-    """Each head's components (last axis, the strongest first), over their root mean square, in neighbouring groups of
-    ``SIZES``, each of which is one of 256 vectors, one byte; the weakest components get none. Groups are those of least
-    squared error for ``bits`` a value (dynamic programming over components, with a Gaussian's error for each size), as
-    many bytes for each head. Groups of one size share a codebook, learned by k-means on the first batch. No entropy
-    code and no scale a token: every token takes the same bytes.
+    """Store each head's components (last axis, the strongest first), over their root mean square, in groups of one byte.
 
-    Side information: ``sizes``, uint8 (num_kv_heads, bytes), ``scale``, fp16 (num_kv_heads, components), and
-    ``codebooks``, fp16 (256, sum of the sizes in use).
+    A group has one of ``SIZES``; the weakest components get no byte. Groups are those of least squared error for
+    ``bits`` a value (dynamic programming over components, with a Gaussian's error for each size), as many for each
+    head. Groups of one size share a codebook of 256 vectors, learned by k-means on the first batch. Every token takes
+    the same bytes. Side information: ``sizes``, uint8 (num_kv_heads, bytes), ``scale``, fp16 (num_kv_heads,
+    components), and ``codebooks``, fp16 (256, sum of the sizes in use).
     """
 
     bits: float = 2.0
@@ -49,13 +48,13 @@ class ByteGroups(Quantizer):
         """Raises ``DataError`` for fewer bits than a byte a row."""
         shape = super().build(shape)
         self.codes_per_row = int(self.bits * shape[-1] / 8 + 1e-6)
-        self._known: tuple = None, None, None
+        self._layout: tuple = None, None, None  # and the tensors that it was made of
         if not self.codes_per_row:
             raise DataError(f"{self.bits:g} bits of {shape[-1]} components are no byte: use at least {8 / shape[-1]:g}")
         return shape
 
     def rates(self, y: Tensor) -> Tensor:
-        """A point for each number of bytes."""
+        """Return a point for each number of bytes."""
         variance = _variance(y)
         heads, width = variance.shape
         error = torch.from_numpy(sum(_least_errors(each)[0][-1] for each in variance.numpy())[1:])
@@ -66,7 +65,7 @@ class ByteGroups(Quantizer):
         return dataclasses.replace(self, bits=bits)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides."""
+        """Let the first batch decide."""
         if self.sizes is not None:
             return
         variance = _variance(x)
@@ -79,7 +78,7 @@ class ByteGroups(Quantizer):
         for size in self.sizes.unique().tolist():
             heads, groups = (self.sizes == size).nonzero(as_tuple=True)
             components = firsts[heads, groups].unsqueeze(1) + torch.arange(size, device=x.device)
-            codebooks.append(self._learned(scaled[:, :, heads[:, None], components].flatten(0, 2)))
+            codebooks.append(self._codebook(scaled[:, :, heads[:, None], components].flatten(0, 2)))
         self.codebooks = torch.cat(codebooks, dim=1).half()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -97,27 +96,27 @@ class ByteGroups(Quantizer):
         return self.decode(payload.fields["codes"], {})
 
     def _view(self, codes: Tensor) -> Grouped:
-        """Of the components that some head has a byte for."""
-        sizes, codebooks, layout = self._known
+        """View the components that some head has a byte for."""
+        sizes, codebooks, layout = self._layout
         if layout is None or sizes is not self.sizes or codebooks is not self.codebooks:
             counts = tuple(map(tuple, self.sizes.tolist()))
             layout = *_laid_out(self.codebooks, counts), self.scale[:, : max(map(sum, counts))]
-            self._known = self.sizes, self.codebooks, layout
+            self._layout = self.sizes, self.codebooks, layout
         return Grouped(codes, *layout)
 
-    def _learned(self, groups: Tensor) -> Tensor:
+    def _codebook(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
         groups = groups[order.to(groups.device)]
         try:
             return KMeans(CODES, iterations=25, seed=self.seed, spread=True).fit(groups)
         except DataError:  # few tokens, or a head that hardly varies: each vector is a code
-            known = groups.unique(dim=0)
-            return known[torch.arange(CODES, device=known.device) % len(known)]
+            distinct = groups.unique(dim=0)
+            return distinct[torch.arange(CODES, device=distinct.device) % len(distinct)]
 
 
 @remembered
 def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """``Grouped.table`` and its ``places``."""
+    """Make ``Grouped.table`` and ``Grouped.places``."""
     used = sorted({size for head in sizes for size in head})
     begins = dict(zip(used, [0, *itertools.accumulate(CODES * size for size in used)]))
     firsts = [[0, *itertools.accumulate(head[:-1])] for head in sizes]
@@ -127,23 +126,23 @@ def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Te
 
 
 def _least_errors(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of one head: ``error[i, b]``, the least squared error of the first i components in b bytes (the last row: of all
+    """Find for one head ``error[i, b]``, the least squared error of the first i components in b bytes (last row: of all
     components), and ``size[i, b]``, that of the last group, 0 where the last component gets none."""
-    width = len(variance)
+    width, errors = len(variance), gaussian_tables()["byte_errors"]  # of a standard Gaussian, by size of a group
     before = np.concatenate([[0.0], variance.cumsum()])
     error, size = np.full((width + 1, width + 1), np.inf), np.zeros((width + 1, width + 1), int)
     error[0, 0] = 0.0
     for i in range(1, width + 1):
         error[i] = error[i - 1] + variance[i - 1]
         for g in (g for g in SIZES if g <= i):
-            tried = np.concatenate([[np.inf], error[i - g, :-1] + (before[i] - before[i - g]) * gaussian_error(g)])
+            tried = np.concatenate([[np.inf], error[i - g, :-1] + (before[i] - before[i - g]) * errors[str(g)]])
             size[i] = np.where(tried < error[i], g, size[i])
             error[i] = np.minimum(tried, error[i])
     return error, size
 
 
 def _sizes(variance: np.ndarray, count: int) -> list[int]:
-    """The sizes of a head's groups in so many bytes."""
+    """Return the sizes of a head's groups in so many bytes."""
     size, i, sizes = _least_errors(variance)[1], len(variance), []
     while count:
         if g := int(size[i, count]):
@@ -153,11 +152,6 @@ def _sizes(variance: np.ndarray, count: int) -> list[int]:
     return sizes[::-1]
 
 
-def gaussian_error(size: int) -> float:
-    """Mean squared error of a standard Gaussian in groups of so many components, 256 vectors learned by k-means."""
-    return gaussian_tables()["byte_errors"][str(size)]
-
-
 def _variance(y: Tensor) -> Tensor:
-    """Mean square of each head's components, float64 (num_kv_heads, components)."""
+    """Return the mean square of each head's components, float64 (num_kv_heads, components)."""
     return y.transpose(0, 1).flatten(1, 2).double().square().mean(1).cpu()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vqkv.codecs.grid import lloyd_max, nearest
+from vqkv.codecs.grid import gaussian_levels, nearest
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.scaling import FP16_MIN_NORMAL, rms
 from vqkv.codecs.stage import Quantizer, Side, learned
@@ -16,15 +16,15 @@ from vqkv.errors import DataError
 from vqkv.kernels.precision import product
 from vqkv.runtime.checks import FP16_MAX
 
-MOST_BITS = 8
+MAX_BITS = 8
 
 
 @dataclass(eq=False)
 class ChannelBits(Quantizer):
-    """Every head's channels in sets that have the same number of bits. A set is divided by its root mean square, stored
-    in fp16, rotated by a random orthogonal matrix and rounded to the best levels of a Gaussian.
+    """Store every head's channels in sets that have the same number of bits.
 
-    ``bits``, on average: without ``pairs`` the channels of largest mean square on the first batch have one bit more
+    A set is divided by its root mean square, stored in fp16, rotated by a random orthogonal matrix and rounded to the
+    best levels of a Gaussian. ``bits``, on average: without ``pairs`` the channels of largest mean square on the first batch have one bit more
     than the others (TurboQuant, arXiv 2504.19874, section 4.3). With ``pairs`` channels i and i + head_dim / 2, which
     RoPE rotates together, share a width of 1 to 8 bits; the next bit goes where mean square of queries and keys,
     divided by 4 to the power of its bits, is largest, and what is read back has the stored root mean square (Block-GTQ,
@@ -51,7 +51,7 @@ class ChannelBits(Quantizer):
         return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides."""
+        """Let the first batch decide."""
         if self.widths is not None:
             return
         energy = x.square().mean((0, 2))
@@ -74,7 +74,7 @@ class ChannelBits(Quantizer):
             y = x[:, head, :, channels]
             size = rms(y).clamp_max(FP16_MAX).half()
             y = y / size.float().clamp_min(FP16_MIN_NORMAL).unsqueeze(-1)
-            code = nearest(product(y, orthogonal(len(channels)).to(x.device)), lloyd_max(width).to(x))
+            code = nearest(product(y, orthogonal(len(channels)).to(x.device)), gaussian_levels(width).to(x))
             codes.append((code.unsqueeze(-1) >> torch.arange(width, device=x.device) & 1).flatten(-2))
             sizes.append(size)
         return torch.cat(codes, -1).unsqueeze(1), {"size": torch.stack(sizes, -1).unsqueeze(1)}
@@ -85,7 +85,7 @@ class ChannelBits(Quantizer):
         pieces = codes.squeeze(1).split([width * len(channels) for _, width, channels in sets], dim=-1)
         for (head, width, channels), piece, size in zip(sets, pieces, side["size"].squeeze(1).unbind(-1), strict=True):
             code = (piece.unflatten(-1, (-1, width)).long() << torch.arange(width, device=codes.device)).sum(-1)
-            y = lloyd_max(width).to(out)[code]
+            y = gaussian_levels(width).to(out)[code]
             if self.pairs:
                 y = F.normalize(y, dim=-1) * len(channels) ** 0.5
             out[:, head, :, channels] = product(y, orthogonal(len(channels)).mT.to(out)) * size.float().unsqueeze(-1)
@@ -96,16 +96,16 @@ class ChannelBits(Quantizer):
         return super().load(payload)
 
     def _sets(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Head, bits and channels of each set."""
+        """Yield head, bits and channels of each set."""
         for head, widths in enumerate(self.widths):
             for width in widths.unique().tolist():
                 yield head, width, (widths == width).nonzero().squeeze(-1)
 
 
 def _greedy(scores: Tensor, total: int) -> Tensor:
-    """Widths of 1 to 8 bits, ``total`` bits in all, each bit where ``scores`` / 4^bits is largest."""
+    """Return widths of 1 to 8 bits, ``total`` bits in all, each bit where ``scores`` / 4^bits is largest."""
     widths = torch.ones(len(scores), dtype=torch.int64, device=scores.device)
-    for _ in range(min(total, MOST_BITS * len(scores)) - len(scores)):
-        gain = (scores.double() * 0.25**widths).masked_fill(widths == MOST_BITS, -1.0)
+    for _ in range(min(total, MAX_BITS * len(scores)) - len(scores)):
+        gain = (scores.double() * 0.25**widths).masked_fill(widths == MAX_BITS, -1.0)
         widths[gain.argmax()] += 1
     return widths

@@ -23,14 +23,14 @@ EFFORT = 9  # zlib's highest
 
 @dataclass(eq=False)
 class ComponentGroups(Quantizer):
-    """Rows of tokens (tokens, components): neighbouring components form groups with codes of the same width, spread
-    between the least and the largest of the group's values in a token, fp16; groups of width 0 are not stored. The
-    codes of a row, group by group and component by component, are deflated (zlib) to a stream.
+    """Round neighbouring components, of rows (tokens, components), in groups with codes of the same width.
 
-    Groups of 16, 64, 256 or 1,024 components and their widths are those of least squared error on the first batch that
-    take at most ``bits`` a value, ends included and before deflating, by dynamic programming (KVTC, Staniszewski &
-    Lancucki 2025, section 3); the last ones that get none are forgotten, as are their components. Side information:
-    ``groups``, int16 (groups, 2), the number of components and the width.
+    Codes lie between the least and the largest of the group's values in a token, fp16; groups of width 0 are not
+    stored. The codes of a row, group by group and component by component, are deflated (zlib) to a stream. Groups of
+    16, 64, 256 or 1,024 components and their widths are those of least squared error on the first batch that take at
+    most ``bits`` a value, ends included and before deflating, by dynamic programming (KVTC, Staniszewski & Lancucki
+    2025, section 3). The last ones that get none are forgotten, as are their components. Side information: ``groups``,
+    int16 (groups, 2), the number of components and the width.
     """
 
     bits: float = 2.0
@@ -39,14 +39,14 @@ class ComponentGroups(Quantizer):
     side_fields = ("low", "high")
 
     def partial_fit(self, x: Tensor) -> None:
-        """The first batch decides."""
+        """Let the first batch decide."""
         if self.groups is None:
             rows = x.reshape(-1, x.shape[-1])
             rows = rows[:: -(-len(rows) // SAMPLED)]
             self.groups = _cheapest(rows, int(self.bits * x.shape[-1] / self.share)).to(x.device)
 
     def finalize(self) -> None:
-        """Leave out the last groups, if they are not stored: no reader needs their components."""
+        """Leave out the last groups if they are not stored: no reader needs their components."""
         stored = self.groups[:, 1].nonzero()
         self.groups = self.groups[: int(stored.max()) + 1 if len(stored) else 1].clone()
 
@@ -70,19 +70,20 @@ class ComponentGroups(Quantizer):
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         tokens, components = self.row_shape
         out = torch.zeros(*codes.shape[:3], tokens, components, dtype=torch.float32, device=codes.device)
-        first = place = stored = 0
+        first = code = stored = 0
         for size, width in self.groups.tolist():
             if width:
-                part = codes[..., place : place + size * tokens].unflatten(-1, (size, tokens)).mT
+                part = codes[..., code : code + size * tokens].unflatten(-1, (size, tokens)).mT
                 low, high = (side[name][..., stored, :].float().unsqueeze(-1) for name in self.side_fields)
                 out[..., first : first + size] = low + part.float() * ((high - low) / (2**width - 1))
-                place, stored = place + size * tokens, stored + 1
+                code, stored = code + size * tokens, stored + 1
             first += size
         return out
 
     def store(self, y: Tensor) -> Payload:
-        """Each group's codes are a block of the stream: one table of Huffman codes for several widths would serve none.
-        Runs, which are rare, are not looked for: what they save is less than what telling of them costs the tables."""
+        """Deflate each group's codes as a block: one table of Huffman codes for several widths would serve none.
+
+        Runs, which are rare, are not looked for: they save less than telling of them costs the tables."""
         codes, side = self.encode(y)
         stops = np.cumsum([size * self.row_shape[0] for size, width in self.groups.tolist() if width])[:-1]
         streams = []
@@ -117,7 +118,7 @@ def _inflated(stream: bytes, size: int) -> np.ndarray:
 
 
 def _cheapest(rows: Tensor, budget: int) -> Tensor:
-    """int16 (groups, 2): sizes and widths of least squared error over rows with at most ``budget`` bits a token."""
+    """Find sizes and widths, int16 (groups, 2), of least squared error over rows in at most ``budget`` bits a token."""
     components, starts = rows.shape[1], range(0, rows.shape[1], UNIT)
     grain = math.gcd(UNIT, components)  # bits of which every cost is a multiple: counted in it, tables stay small
     units, budget = len(starts), budget // grain
@@ -144,12 +145,12 @@ def _cheapest(rows: Tensor, budget: int) -> Tensor:
 
 
 def _bits(size: int, width: int) -> int:
-    """Bits of a group's codes and ends in a token."""
+    """Count bits of a group's codes and ends in a token."""
     return width * size + ENDS * (width > 0)
 
 
 def _error(x: Tensor, width: int) -> float:
-    """Mean over tokens of the squared error of (tokens, components) in one group."""
+    """Return the squared error of (tokens, components) in one group, mean over tokens."""
     error = x
     if width:
         codes, side = MinMax().codes(x, 2**width - 1)

@@ -23,6 +23,25 @@ HALF_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor([*(-x for x in reversed(HALF_E2M1)), 0.0, *HALF_E2M1])
 
 
+@cache
+def gaussian_tables() -> dict:
+    """Read what was learned of a standard Gaussian; see ``reference.gaussian``."""
+    return json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
+
+
+@cache
+def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
+    """Number of points -> (grid (points, 2), its MSE per value on a standard Gaussian)."""
+    grids = [(torch.tensor(grid["points"]).float(), grid["mse"]) for grid in gaussian_tables()["grids"].values()]
+    return {len(points): (points, mse) for points, mse in grids}
+
+
+@cache
+def gaussian_levels(bits: int) -> Tensor:
+    """Return the 2^bits levels of least squared error for a standard Gaussian (Lloyd 1957, Max 1960), float64."""
+    return torch.tensor(gaussian_tables()["levels"][str(bits)], dtype=torch.float64)
+
+
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
     """Return the position, for each value of x, of the nearest of ascending ``levels``, int64."""
     return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2)
@@ -46,73 +65,28 @@ class Levels(Quantizer):
         return nearest(x, self.levels.float()).to(torch.int32).flatten(3), {}
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return self._read().float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
+        return self._values.float().index_select(0, codes.flatten()).view(*codes.shape[:3], *self.row_shape)
 
     def kernel_view(self, payload: Payload) -> KernelView | None:
         if 8 % self.bits:
             return None
-        return Coded(payload.fields["codes"], self._read().view(1, 1, -1, 1), self.bits, self.codes_per_row)
+        return Coded(payload.fields["codes"], self._values.view(1, 1, -1, 1), self.bits, self.codes_per_row)
 
-    def _read(self) -> Tensor:
+    @property
+    def _values(self) -> Tensor:
         return self.levels if self.read is None else self.read
 
 
 @dataclass(eq=False)
 class GaussianLevels(Levels):
-    """The 2^bits levels of least squared error for a standard Gaussian (Lloyd 1957, Max 1960), which coordinates of a
-    randomly rotated vector of rms 1 nearly are (TurboQuant, Zandieh et al. 2025). Nothing is learned."""
+    """A Gaussian's best levels, for coordinates of a randomly rotated vector of rms 1 (TurboQuant, Zandieh et al.
+    2025). Nothing is learned."""
 
     bits: int = 2
 
     def __post_init__(self):
         super().__post_init__()
-        self.levels = lloyd_max(self.bits).half()
-
-
-@cache
-def lloyd_max(bits: int) -> Tensor:
-    """Return centroids of the Gaussian's density between the midpoints, in turns until they stay."""
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
-    shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    levels, before = normal.icdf(shares), torch.full_like(shares, torch.inf)
-    while (levels - before).abs().max() > 1e-9:
-        inner = (levels[1:] + levels[:-1]) / 2
-        density = torch.nn.functional.pad(normal.log_prob(inner).exp(), (1, 1))
-        mass = torch.cat([inner.new_zeros(1), normal.cdf(inner), inner.new_ones(1)]).diff()
-        before, levels = levels, -density.diff() / mass
-    return levels
-
-
-@dataclass(eq=False)
-class Fp8(Quantizer):
-    """Each value rounded to E4M3, those beyond 448 to 448."""
-
-    code_bits = 8
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        return x.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).view(torch.uint8).flatten(3), {}
-
-    def decode(self, codes: Tensor, side: Side) -> Tensor:
-        return codes.byte().view(E4M3).float().unflatten(-1, self.row_shape)
-
-
-@dataclass(eq=False)
-class Fp4(Quantizer):
-    """Each value rounded to E2M1, once divided by a sixth of the largest magnitude of its vector along the last axis:
-    NVFP4, if vectors have 16 values. Stores that ``scale`` as the bytes of E4M3."""
-
-    code_bits = 4
-    side_fields = ("scale",)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
-        scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(LARGEST_E4M3).to(E4M3)
-        size = scale.float().unsqueeze(-1)
-        y = x / torch.where(size > 0, size, torch.inf)
-        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
-
-    def decode(self, codes: Tensor, side: Side) -> Tensor:
-        values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)
-        return values.mul_(side["scale"].view(E4M3).float().unsqueeze(-1))
+        self.levels = gaussian_levels(self.bits).half()
 
 
 @dataclass(eq=False)
@@ -139,11 +113,16 @@ class NonUniform(Levels):
             both = both[torch.randint(len(both), (SAMPLES,), generator=generator).to(both.device)]
         values, weights = both.split(1, dim=-1)
         weights = weights / weights.mean()
-        if self.levels is None:
-            self._start(values, weights)
-        else:
+        if self.levels is not None:
             totals, sums = self._statistics(values, weights)
             self.levels = self._ema.update(totals[None], sums[None])[0, :, 0].sort().values
+            return
+        self._first = values[:, 0]
+        self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
+        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
+            totals, sums = self._statistics(values, weights)
+            self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
+        self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
 
     def finalize(self) -> None:
         """Round to fp16."""
@@ -155,16 +134,8 @@ class NonUniform(Levels):
             self.read = ((levels - restored.mean()) * spread + self._first.mean()).half()
         del self._first, self._ema
 
-    def _start(self, values: Tensor, weights: Tensor) -> None:
-        self._first = values[:, 0]
-        self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
-        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
-            totals, sums = self._statistics(values, weights)
-            self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
-        self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
-
     def _statistics(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight of each level's values, float64 (2^bits,), and their weighted sum (2^bits, 1)."""
+        """Sum up each level's weights, float64 (2^bits,), and its weighted values (2^bits, 1)."""
         rows = torch.cat([weights, weights * values], dim=-1)
         _, sums = sums_by_code(rows, nearest(values[:, 0], self.levels.float()), 2**self.bits)
         return sums[:, 0], sums[:, 1:]
@@ -199,17 +170,36 @@ class WeightedChain(Chain):
         self.quantizer.fit_weighted((x - zero) / scale, costs * scale.square())
 
 
-@cache
-def gaussian_tables() -> dict:
-    """Read what was learned of a standard Gaussian; see ``reference.gaussian``."""
-    return json.loads((Path(__file__).parent / "gaussian_grids.json").read_text())
+@dataclass(eq=False)
+class Fp8(Quantizer):
+    """Round each value to E4M3, those beyond 448 to 448."""
+
+    code_bits = 8
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).view(torch.uint8).flatten(3), {}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        return codes.byte().view(E4M3).float().unflatten(-1, self.row_shape)
 
 
-@cache
-def gaussian_grids() -> dict[int, tuple[Tensor, float]]:
-    """Number of points -> (grid (points, 2), its MSE per value on a standard Gaussian)."""
-    grids = [(torch.tensor(grid["points"]).float(), grid["mse"]) for grid in gaussian_tables()["grids"].values()]
-    return {len(points): (points, mse) for points, mse in grids}
+@dataclass(eq=False)
+class Fp4(Quantizer):
+    """Round each value to E2M1, once divided by a sixth of the largest magnitude of its vector along the last axis:
+    NVFP4, if vectors have 16 values. Stores that ``scale`` as the bytes of E4M3."""
+
+    code_bits = 4
+    side_fields = ("scale",)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = (x.abs().amax(dim=-1) / E2M1[-1]).clamp_max(LARGEST_E4M3).to(E4M3)
+        size = scale.float().unsqueeze(-1)
+        y = x / size.where(size > 0, torch.inf)
+        return nearest(y, E2M1.to(x.device)).flatten(3), {"scale": scale.view(torch.uint8)}
+
+    def decode(self, codes: Tensor, side: Side) -> Tensor:
+        values = E2M1.to(codes.device)[codes.long()].unflatten(-1, self.row_shape)
+        return values.mul_(side["scale"].view(E4M3).float().unsqueeze(-1))
 
 
 @dataclass(eq=False)
@@ -229,19 +219,17 @@ class Grid(Quantizer):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Side]:
         """(..., *row_shape) -> int64 (..., pairs of a row)."""
-        return rvq_encode(self._pairs(x), self.grid.unsqueeze(0)).squeeze(-1), {}
+        return rvq_encode(x.flatten(3).unflatten(-1, (-1, 2)), self.grid.unsqueeze(0)).squeeze(-1), {}
 
     def store(self, y: Tensor) -> Payload:
-        return Payload({"codes": rvq_encode_packed(self._pairs(y), self.grid.unsqueeze(0), self.code_bits)})
+        pairs = y.flatten(3).unflatten(-1, (-1, 2))
+        return Payload({"codes": rvq_encode_packed(pairs, self.grid.unsqueeze(0), self.code_bits)})
 
     def decode(self, codes: Tensor, side: Side) -> Tensor:
         return rvq_decode(codes.unsqueeze(-1), self.grid.unsqueeze(0)).flatten(-2).unflatten(-1, self.row_shape)
 
     def kernel_view(self, payload: Payload) -> KernelView:
         return Coded(payload.fields["codes"], self.grid.view(1, 1, -1, 2), self.code_bits, self.codes_per_row)
-
-    def _pairs(self, x: Tensor) -> Tensor:
-        return x.flatten(3).unflatten(-1, (-1, 2))
 
 
 @dataclass(eq=False)

@@ -15,8 +15,7 @@ class Payload:
 
     ``fields``: named tensors, each (batch, num_kv_heads, rows, ...). ``ragged``: tensors whose size depends on the
     data, each (pieces, ...), the pieces of all rows in the order (row, batch, head), so that concatenation along tokens
-    is a plain ``cat``. Every tensor is contiguous and owns its storage, so ``nbytes`` is what the payload really
-    occupies.
+    is a plain ``cat``. Every tensor is contiguous and owns its storage: ``nbytes`` is what the payload really occupies.
 
     Two fields say how many pieces of ragged tensors a row owns. ``lengths``: so many. ``mask``: a bit for each of its
     ``units`` blocks, 1, the block owns a piece of every ragged tensor but ``exact``; 0, it owns a piece of ``exact``.
@@ -32,14 +31,14 @@ class Payload:
         self.ragged = {name: _own(tensor) for name, tensor in self.ragged.items()}
 
     def counts(self, name: str) -> Tensor:
-        """Pieces of ``ragged[name]`` that each row owns: int64 (batch, num_kv_heads, rows)."""
+        """Count pieces of ``ragged[name]`` that each row owns: int64 (batch, num_kv_heads, rows)."""
         if "lengths" in self.fields:
             return self.fields["lengths"].long()
         ones = self.mask().sum(dim=-1)
         return self.units - ones if name == "exact" else ones
 
     def mask(self) -> Tensor:
-        """Bool (batch, num_kv_heads, rows, units)."""
+        """Unpack ``mask``: bool (batch, num_kv_heads, rows, units)."""
         return unpack_codes(self.fields["mask"], 1, self.units).bool()
 
     @property
@@ -69,7 +68,7 @@ class Payload:
         return self.fields | self.ragged
 
     def holding(self, tensors: dict[str, Tensor]) -> "Payload":
-        """Other tokens of the same codec: ``tensors`` have the same names."""
+        """Return a payload of other tokens of the same codec: ``tensors`` have the same names."""
         fields, ragged = ({name: tensors[name] for name in group} for group in (self.fields, self.ragged))
         return dataclasses.replace(self, fields=fields, ragged=ragged)
 
@@ -78,39 +77,34 @@ class Payload:
         """Join payloads of one codec along tokens."""
         first = payloads[0]
         fields = {name: torch.cat([p.fields[name] for p in payloads], dim=2) for name in first.fields}
-        ragged = {name: torch.cat([p.ragged[name] for p in payloads]) for name in first.ragged}
-        return dataclasses.replace(first, fields=fields, ragged=ragged)
+        return first.holding(fields | {name: torch.cat([p.ragged[name] for p in payloads]) for name in first.ragged})
 
     def tokens(self, start: int = 0, stop: int | None = None) -> "Payload":
-        """A copy of tokens ``start:stop`` (Python slice rules), which are complete blocks."""
+        """Copy tokens ``start:stop`` (Python slice rules), which are complete blocks."""
         start, stop, _ = slice(start, stop).indices(self.seq_len)
         first, last = start // self.tokens_per_row, max(start, stop) // self.tokens_per_row
-        ragged = {}
+        tensors = {name: tensor[:, :, first:last] for name, tensor in self.fields.items()}
         for name, tensor in self.ragged.items():  # pieces of neighbouring rows are neighbours
             counts = self.counts(name).sum((0, 1))
-            ragged[name] = tensor[int(counts[:first].sum()) : int(counts[:last].sum())]
-        fields = {name: tensor[:, :, first:last] for name, tensor in self.fields.items()}
-        return dataclasses.replace(self, fields=fields, ragged=ragged)
+            tensors[name] = tensor[int(counts[:first].sum()) : int(counts[:last].sum())]
+        return self.holding(tensors)
 
     def batch_select(self, index) -> "Payload":
-        """The sequences of the batch that ``index`` (1-D integers) names, in its order."""
+        """Copy the sequences of the batch that ``index`` (1-D integers) names, in its order."""
         index = torch.as_tensor(index, device=self.device).long()
-        fields = {name: tensor[index] for name, tensor in self.fields.items()}
-        ragged = {name: tensor[_pieces(self.counts(name), index)] for name, tensor in self.ragged.items()}
-        return dataclasses.replace(self, fields=fields, ragged=ragged)
-
-
-def _pieces(counts: Tensor, index: Tensor) -> Tensor:
-    """Positions of the pieces of chosen sequences, for counts (batch, num_kv_heads, rows) of all of them."""
-    by_row = counts.permute(2, 0, 1)
-    starts = (by_row.flatten().cumsum(0) - by_row.flatten()).view_as(by_row).permute(1, 2, 0)
-    starts, counts = (x[index].permute(2, 0, 1).flatten() for x in (starts, counts))
-    shift = starts - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum()), device=counts.device) + shift.repeat_interleave(counts)
+        tensors = {name: tensor[index] for name, tensor in self.fields.items()}
+        for name, tensor in self.ragged.items():
+            by_row = self.counts(name).permute(2, 0, 1)
+            starts = (by_row.flatten().cumsum(0) - by_row.flatten()).view_as(by_row)
+            starts, counts = (x[:, index].flatten() for x in (starts, by_row))
+            shift = starts - (counts.cumsum(0) - counts)
+            pieces = torch.arange(int(counts.sum()), device=index.device) + shift.repeat_interleave(counts)
+            tensors[name] = tensor[pieces]
+        return self.holding(tensors)
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Contiguous, and without the rest of a larger tensor kept alive behind a view."""
+    """Make contiguous, and without the rest of a larger tensor kept alive behind a view."""
     tensor = tensor.detach().contiguous()
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()

@@ -17,13 +17,13 @@ LEAST_WEIGHT = 1e-3  # of the mean: what no query has ever looked at may still b
 
 @dataclass(eq=False)
 class PCA(Stage):
-    """Rotate the last axis to the principal components of all batches (Karhunen-Loeve transform), which makes channels
-    uncorrelated: the orthonormal transform that saves a uniform quantizer with entropy-coded codes most bits
-    (Goyal 2001, "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025).
+    """Rotate the last axis to the principal components of all batches (Karhunen-Loeve transform).
 
-    ``weighted``: channels are scaled first so that errors of equal size cost equally, by ``weigh``; ``costs``: to the
-    model's ``loss`` or in ``attention``. ``rank``: how many components are kept, the strongest; 0: all. One matrix per
-    head, or one for all after ``MergeHeads``; fp16, side information.
+    Of all orthonormal transforms this saves a uniform quantizer with entropy-coded codes most bits (Goyal 2001,
+    "Theoretical foundations of transform coding"; for KV caches e.g. KVTC, Staniszewski & Lancucki 2025). ``weighted``:
+    channels are scaled first so that errors of equal size cost equally, by ``weigh``, to the model's ``loss`` or in
+    ``attention`` (``costs``). ``rank``: how many components are kept, the strongest; 0: all. One matrix per head, or
+    one for all after ``MergeHeads``; fp16, side information.
     """
 
     weighted: bool = False
@@ -34,7 +34,6 @@ class PCA(Stage):
     inverse: Tensor | None = learned(saved=False)  # of the matrix as stored, when it is first needed
     by_head = True
     learns_first = True
-    limits = {"rank": (0, 1 << 24)}
     choices = {"costs": ("loss", "attention")}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,8 +51,7 @@ class PCA(Stage):
             self._moment = (some.mT @ some).double() + self._moment.to(x.device)
 
     def settle(self) -> None:
-        """Find the components. Raises ``DataError`` for fewer tokens than channels, or if nothing was said about costs
-        that it is to weigh."""
+        """Find the components. Raises ``DataError`` for fewer tokens than channels, and for unknown costs."""
         channels = self._channels
         if self._count < channels:
             raise DataError(
@@ -73,7 +71,7 @@ class PCA(Stage):
         self._moment = self._moment.new_zeros(())
 
     def keep(self, count: int) -> None:
-        """The strongest components, unless they are weighted: these are not orthogonal, and each tells the others'."""
+        """Keep the strongest components, unless they are weighted: each of these tells of the others."""
         if not self.weighted:
             self.matrix, self.inverse = self.matrix[..., :count].contiguous(), None
 
@@ -81,7 +79,7 @@ class PCA(Stage):
         return self._times(x, self.matrix.float()), {}
 
     def decode(self, y: Tensor, side: Side, channels: slice = slice(None)) -> Tensor:
-        """y @ the inverse of the matrix as stored, or some channels of it."""
+        """Multiply y by the inverse of the matrix as stored, or by some channels of it."""
         inverse = self._inverse()
         return self._times(y[..., : inverse.shape[-2]], inverse[..., channels])
 
@@ -89,7 +87,7 @@ class PCA(Stage):
         return Mapped(inner, self._inverse()[:, : inner.shape[3]]) if isinstance(inner, Grouped) else None
 
     def _inverse(self) -> Tensor:
-        """Of all that components may come from, the values that cost least, where some components are left out."""
+        """Invert the matrix; where components are left out, to the values that cost least of all that they may be."""
         if self.inverse is None:
             single = not self.weighted and self.matrix.shape[-1] > MANY  # orthonormal: fp32 is enough
             matrix = self.matrix.float() if single else self.matrix.double()
@@ -98,8 +96,7 @@ class PCA(Stage):
         return self.inverse
 
     def _scales(self, device: torch.device) -> Tensor:
-        """The symmetric roots of the heads' metrics, float64, of mean eigenvalue about 1; the identity without costs.
-        Raises ``DataError`` if nothing was said about costs."""
+        """Return symmetric roots of the heads' metrics, float64, of mean eigenvalue about 1; without costs, identity."""
         if self.metric is None:
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
         values, vectors = torch.linalg.eigh(self.metric.to(device).double())
@@ -107,7 +104,7 @@ class PCA(Stage):
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
     def _of_rows(self, blocks: Tensor) -> Tensor:
-        """Matrices of rows from those of each head (num_kv_heads, head_dim, head_dim): one, if heads were merged."""
+        """Turn matrices of each head (num_kv_heads, head_dim, head_dim) into those of rows: one, if heads are merged."""
         return blocks if len(blocks) == self._matrices else torch.block_diag(*blocks)[None]
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:
@@ -116,8 +113,8 @@ class PCA(Stage):
 
 @dataclass(eq=False)
 class CostBasis(Stage):
-    """Rotate the last axis to the eigenvectors of what ``weigh`` is told of, each head to its own (OSCAR, arXiv
-    2605.17757). Side information: ``matrix``, fp16 (num_kv_heads, head_dim, head_dim)."""
+    """Rotate each head's last axis to the eigenvectors of its metric (OSCAR, arXiv 2605.17757). Side information:
+    ``matrix``, fp16 (num_kv_heads, head_dim, head_dim)."""
 
     matrix: Tensor = learned()
     by_head = True

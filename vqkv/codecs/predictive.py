@@ -13,7 +13,6 @@ from torch import Tensor
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictor_kinds import Predictor, Slice
-from vqkv.errors import DataError
 
 ROLES = ("key", "value")
 Place = tuple[str, int]  # ("key" or "value", layer)
@@ -25,24 +24,20 @@ def side_by_side(x: Tensor) -> Tensor:
 
 
 def inputs(known: Mapping[Place, Tensor], sources: Iterable[Place], like: Tensor) -> Tensor:
-    """A predictor's input: the sources' heads side by side, (batch, seq_len, in_features) in float32."""
+    """Put the sources' heads side by side, a predictor's input: (batch, seq_len, in_features) in float32."""
     none = like.new_empty(like.shape[0], like.shape[2], 0, dtype=torch.float32)
-    return torch.cat([none, *(side_by_side(known[place]).to(like.device).float() for place in sources)], dim=-1)
+    return torch.cat([none, *(side_by_side(known[source]).to(like.device).float() for source in sources)], dim=-1)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A fitted predictor and the places whose reconstructions it reads; none of them for a constant."""
+    """A fitted predictor, and by layer and role the ``sources`` that it reads; none of them for a constant."""
 
     predictor: Predictor
     sources: tuple[Place, ...]
 
     def __call__(self, known: Mapping[Place, Any], like: Tensor) -> Tensor:
-        """Values of ``like``'s shape, float32, from sources in ``known``. Raises ``DataError`` if one is missing."""
-        if missing := [place for place in self.sources if place not in known]:
-            raise DataError(
-                f"the prediction reads {missing}, of which nothing is known: go through the layers in order"
-            )
+        """Predict values of ``like``'s shape, float32, from the reconstructions of the sources in ``known``."""
         if isinstance(self.predictor, Slice) and callable(read := known[self.sources[0]]):
             first = self.predictor.start // like.shape[3]
             return read(first, first + like.shape[1]).to(like.device)
@@ -51,13 +46,13 @@ class Prediction:
 
 
 def last_readers(predictions: Mapping[Place, Prediction]) -> dict[Place, Place]:
-    """For each place that some prediction reads, the last place to read it (layers in order, keys before values)."""
-    order = sorted(predictions, key=lambda place: (place[1], ROLES.index(place[0])))
-    return {source: place for place in order for source in predictions[place].sources}
+    """Map each source of a prediction to the last one that reads it (layers in order, keys before values)."""
+    order = sorted(predictions, key=lambda reader: (reader[1], ROLES.index(reader[0])))
+    return {source: reader for reader in order for source in predictions[reader].sources}
 
 
 class Known(dict):
-    """Reconstructions by place while one pass goes through the layers: kept only until their last reader has run."""
+    """Reconstructions by role and layer while one pass goes through the layers, until their last reader has run."""
 
     def __init__(self, last_reader: dict[Place, Place] | None = None):
         super().__init__()
@@ -84,32 +79,32 @@ class PredictiveCodec:
         return self.codec.tokens_per_row
 
     def encode(self, x: Tensor, known: Known) -> Payload:
-        """Algorithm 2: only the residual of the prediction is stored. Raises what ``Codec.encode`` does."""
-        if self.prediction is None:
-            payload = self.codec.encode(x)
-            known.learn(self.place, lambda: self.codec.decode(payload))
-        else:
-            predicted = self.prediction(known, x)
-            payload = self.codec.encode(x.float() - predicted)
-            known.learn(self.place, lambda: self.codec.decode(payload) + predicted)
+        """Store only the residual of the prediction (algorithm 2). Raises what ``Codec.encode`` does."""
+        predicted = self._predicted(x, known)
+        payload = self.codec.encode(x if predicted is None else x.float() - predicted)
+        known.learn(self.place, lambda: _sum(self.codec.decode(payload), predicted))
         return payload
 
     def through(self, x: Tensor, known: Known) -> Tensor:
         """Read back ``x`` as if it had been stored, float32."""
-        if self.prediction is None:
-            restored = self.codec.quantize_dequantize(x)
-        else:
-            predicted = self.prediction(known, x)
-            restored = self.codec.quantize_dequantize(x.float() - predicted) + predicted
+        predicted = self._predicted(x, known)
+        restored = _sum(self.codec.quantize_dequantize(x if predicted is None else x.float() - predicted), predicted)
         known.learn(self.place, lambda: restored)
         return restored
 
     def decode(self, payload: Payload, known: Known) -> Tensor:
-        """Algorithm 3: what is stored and, on top, what the reconstructions in ``known`` predict; float32."""
+        """Add what the reconstructions in ``known`` predict to what is stored (algorithm 3); float32."""
         x = self.codec.decode(payload)
-        restored = x if self.prediction is None else x + self.prediction(known, x)
+        restored = _sum(x, self._predicted(x, known))
         known.learn(self.place, lambda: restored)
         return restored
+
+    def _predicted(self, like: Tensor, known: Known) -> Tensor | None:
+        return None if self.prediction is None else self.prediction(known, like)
+
+
+def _sum(x: Tensor, predicted: Tensor | None) -> Tensor:
+    return x if predicted is None else x + predicted
 
 
 @dataclass(eq=False)

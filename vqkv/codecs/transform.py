@@ -23,9 +23,8 @@ class Grouping(Stage):
 
     ``contiguous``: 0..g-1, g..2g-1, ... ``strided``: group j has channels j, j + head_dim/g, j + 2 head_dim/g, ...
     (residual VQ paper, section 3.1). ``random``: a permutation drawn from ``seed`` and stored as side information.
-    ``shrink``: where group_size does not divide the channels, take the largest ``divisor`` of them below it that is
-    not under 8 (or all channels, if they are fewer), or the largest ``power of two`` (for ``Hadamard``).
-    """
+    ``shrink``: where group_size does not divide the channels, take the largest ``divisor`` of them from 8 on (or all
+    channels, if they are fewer), or the largest ``power of two`` (for ``Hadamard``)."""
 
     kind: str = "contiguous"
     group_size: int = 32
@@ -75,11 +74,11 @@ class Grouping(Stage):
 
 @dataclass(eq=False)
 class Hadamard(Stage):
-    """Rotate the last axis by the orthonormal Hadamard matrix, its own inverse, which spreads outlier channels over all
-    others, in blocks of the largest power of two that divides it. Where these are smaller than 8 values, or with
-    ``whole``, an axis that is no power of two is rotated by one random orthogonal matrix, the same for all.
+    """Rotate the last axis by the orthonormal Hadamard matrix, which spreads outlier channels over all others.
 
-    The rotation is the Kronecker product of ``outer`` and ``matrix``: a large matrix takes longest for one token."""
+    Blocks are the largest power of two that divides the axis. Where these are smaller than 8 values, or with ``whole``,
+    an axis that is no power of two is rotated by one random orthogonal matrix, the same for all. The rotation is the
+    Kronecker product of ``outer`` and ``matrix``: a large matrix takes longest for one token."""
 
     whole: bool = False
     matrix: Tensor = learned(saved=False)

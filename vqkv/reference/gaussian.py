@@ -53,6 +53,19 @@ def best_grid(size: int) -> dict:
     return {"mse": error, "points": [[round(value, 6) for value in point] for point in order]}
 
 
+def levels(bits: int) -> Tensor:
+    """Find the 2^bits levels of least error: means of the Gaussian between the midpoints, in turns until they stay."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    shares = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    levels, before = normal.icdf(shares), torch.full_like(shares, torch.inf)
+    while (levels - before).abs().max() > 1e-9:
+        inner = (levels[1:] + levels[:-1]) / 2
+        density = torch.nn.functional.pad(normal.log_prob(inner).exp(), (1, 1))
+        mass = torch.cat([inner.new_zeros(1), normal.cdf(inner), inner.new_ones(1)]).diff()
+        before, levels = levels, -density.diff() / mass
+    return levels
+
+
 def magnitudes() -> Tensor:
     """Learn the magnitudes of 8 values (256, 8), of ``SignedGrid``, fp16."""
     drawn = torch.randn(SAMPLES, SignedGrid.block_values, generator=torch.Generator().manual_seed(0)).abs()
@@ -69,5 +82,6 @@ def byte_error(size: int) -> float:
 if __name__ == "__main__":
     grids = {f"{size}x{DIM}": best_grid(size) for size in RESTARTS}
     errors = {size: byte_error(size) for size in SIZES}
-    tables = json.dumps({"grids": grids, "byte_errors": errors, "magnitudes": magnitudes().tolist()})
-    GRIDS.write_text(tables.replace("], [", "],\n[") + "\n")
+    tables = {"grids": grids, "byte_errors": errors, "magnitudes": magnitudes().tolist()}
+    tables["levels"] = {bits: levels(bits).tolist() for bits in range(1, 9)}
+    GRIDS.write_text(json.dumps(tables).replace("], [", "],\n[") + "\n")
