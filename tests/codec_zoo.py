@@ -7,18 +7,16 @@ from strategies import gaussian
 
 from vqkv import presets
 from vqkv.codecs.affine import AffineQuantizer
-from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.channel_bits import ChannelBits
-from vqkv.codecs.component_groups import ComponentGroups
 from vqkv.codecs.entropy import Entropy, FloatBits
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.grid import NonUniform
-from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv.codecs.groups import ByteGroups, ComponentGroups
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
-from vqkv.codecs.transform import Grouping, Hadamard
+from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 HEADS, HEAD_DIM = 3, 16
@@ -60,7 +58,7 @@ EXTRA = {
     "transform coder per head": Chain([PCA(), TokenBlock(3)], EntropyCodedScalar(1.0)),
     "steps token by token": Chain([], EntropyCodedScalar(3.0)),
     "trellis": Chain([MeanRemoval(), MergeHeads(), PCA(), TokenBlock(4)], TrellisCodedScalar(2.0)),
-    "trellis per head": Chain([TokenBlock(3)], TrellisCodedScalar(1.0, states=4)),
+    "trellis per head": Chain([TokenBlock(3)], TrellisCodedScalar(1.0)),
     "affine per channel in groups": Chain([TokenBlock(6, True), Grouping(group_size=3)], AffineQuantizer(2)),
     "fallback of affine": Chain([HeadScale()], Fallback(Chain([], AffineQuantizer(2)), 0.1, 4)),
     "fallback of residual VQ": Chain([TokenBlock(2), HeadScale()], Fallback(Chain([], ResidualVQ(2, 20, 8)), 0.1, 8)),

@@ -129,7 +129,7 @@ def test_a_place_costs_about_what_replacing_it_alone_does(model):
             return torch.cat([x[:, :, :SINKS], restored, x[:, :, last:]], dim=2)
 
         measured = cost(model, (role, layer), change)
-        rates, error = codec.rates(rows), (restored - rows).double().square().mean()
+        rates, error = codec.quantizer.rates(codec.vectors(rows)), (restored - rows).double().square().mean()
         assert torch.equal(curve[:, 0], rates[:, 0]) and measured > 1e-5
         by_head = zip((restored - rows).unbind(1), metrics[role, layer], strict=True)
         expected = sum(((e @ metric) * e).sum(-1).double().mean() for e, metric in by_head) / 2

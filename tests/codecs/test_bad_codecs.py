@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from codec_zoo import chain, gaussian
 from preset_zoo import EVERY
 
@@ -10,13 +11,13 @@ from vqkv import DataError, UnknownNameError, presets
 from vqkv.codecs.affine import AffineQuantizer, Anchors, HalfQuadratic
 from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
-from vqkv.codecs.exact import Fallback, Fp16, SparseOutliers
-from vqkv.codecs.grid import GaussianLevels, Grid, NonUniform
-from vqkv.codecs.layout import TokenBlock
+from vqkv.codecs.exact import Fallback, Fp16
+from vqkv.codecs.grid import GaussianLevels, Grid
+from vqkv.codecs.groups import ByteGroups
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictor_kinds import make_predictor
 from vqkv.codecs.scaling import VectorScale
-from vqkv.codecs.transform import Grouping
+from vqkv.codecs.transform import Grouping, TokenBlock
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 GROUPS = [  # channels, group_size -> the affine presets' groups, and HIGGS's
@@ -59,20 +60,14 @@ def test_too_little_to_learn_from_is_named(name, tokens):
         assert "distinct" in str(error) or "shorter than the codec's block" in str(error)
 
 
+NAN, LINEAR = float("nan"), partial(make_predictor, "linear")
 FALLBACK = partial(Fallback, Chain([], AffineQuantizer(4)))
-LINEAR, GPTQ, MLP = (partial(make_predictor, kind) for kind in ("linear", "gptq", "mlp"))
-SEEDS = (-1, 2**63, "a", 1.0, None, True)
 BAD_SETTINGS = [
-    *[(make, "seed", SEEDS) for make in (ResidualVQ, NonUniform, ProductVQ, Grouping)],
-    (ResidualVQ, "decay", (1, -0.1, float("nan"), "x", None)), (ResidualVQ, "num_quantizers", (0, 65, True)),
-    (ResidualVQ, "kmeans_iterations", (-1, 10**9, "x", 2.0)), (ResidualVQ, "beam", (0, 257)),
-    (ResidualVQ, "codebook_size", (0,)), (TokenBlock, "tokens", (0,)), (SparseOutliers, "share", (1.5,)),
-    (EntropyCodedScalar, "bits", (0, 0.001, 10.5, -1.0, float("nan"), float("inf"), "2", None, True)),
-    (HalfQuadratic, "bits", (0, 9, 1000, 2.0, "4", True)), (AffineQuantizer, "bits", (9,)),
-    (LINEAR, "strength", (float("nan"), "high", -1.0)), (partial(make_predictor, "reduced_rank"), "rank", (0,)),
-    (GPTQ, "bits", (99,)), (GPTQ, "group_size", (0,)), (MLP, "width", (65,)), (MLP, "seed", (-1,)),
-    (MLP, "epochs", (0,)), (MLP, "learning_rate", (True,)),
-    (FALLBACK, "block_size", (0, -8, 8.0, True, "8", 1 << 30)), (FALLBACK, "threshold", (-1, float("nan"), "x", None)),
+    *[(make, "seed", (-1, 2**63, "a", 1.0, None, True)) for make in (ResidualVQ, ProductVQ, Grouping)],
+    (ResidualVQ, "decay", (1, -0.1, NAN, "x", None)), (ResidualVQ, "num_quantizers", (0, 65, True)),
+    (EntropyCodedScalar, "bits", (0, 10.5, NAN, float("inf"), "2", True)), (HalfQuadratic, "bits", (0, 9, 2.0, "4")),
+    (LINEAR, "strength", (NAN, "high", -1.0)), (partial(make_predictor, "mlp"), "learning_rate", (True,)),
+    (FALLBACK, "block_size", (0, 8.0, True, 1 << 30)), (FALLBACK, "threshold", (-1, NAN, "x")),
 ]  # fmt: skip
 
 
@@ -96,6 +91,9 @@ UNFIT = [
     (lambda: Chain([], Grid(16), 7), "7 channels are not divisible by the 2 values of a code"),
     (lambda: Chain([], ProductVQ(2, 16, 4), 16), "add a Grouping"),
     (lambda: Chain([], ResidualVQ(), 128), "group_size 32: add a Grouping"),
+    (lambda: ByteGroups(0.5).build((2, 12)), "0.5 bits of 12 components are no byte: use at least 0.666"),
+    (lambda: LINEAR(strength=0.0).fit(lambda: [(gaussian(20, 2) * torch.tensor([0, 1]), gaussian(20, 2))]), "singular"),
+    (lambda: LINEAR().fit(lambda: [(gaussian(40, 4) * 1e-9, gaussian(40, 3) * 1e4)]), "beyond fp16"),
     (lambda: Chain([TokenBlock(16), Anchors(10)], GaussianLevels(2), 16), "put a TokenBlock first"),
     (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 31, 8)), "stage 1 of 3.*32 codes need 32.*leaves only 31"),
     (lambda: Chain([], rvq(), 8).fit(gaussian(1, 1, 32, 8)), "stage 2 of 3"),  # every vector its own code

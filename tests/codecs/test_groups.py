@@ -9,13 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
-from vqkv import DataError, FormatError
-from vqkv.codecs.byte_groups import SIZES, ByteGroups, _least_errors, _sizes, gaussian_error
-from vqkv.codecs.component_groups import ENDS, WIDTHS, ComponentGroups, _cheapest, _error
-from vqkv.codecs.layout import MergeHeads, TokenBlock
+from vqkv import FormatError
+from vqkv.codecs.grid import gaussian_tables
+from vqkv.codecs.groups import (
+    ENDS,
+    SIZES,
+    WIDTHS,
+    ByteGroups,
+    ComponentGroups,
+    _cheapest,
+    _error,
+    _least_errors,
+    _sizes,
+)
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import codec_from_config
+from vqkv.codecs.transform import MergeHeads, TokenBlock
 from vqkv.kernels import using
 
 WIDTH, HEADS = 12, 2
@@ -114,25 +124,17 @@ def test_bytes_are_as_many_as_asked_and_compiled_search_finds_the_nearest_vector
 
 
 def test_groups_of_a_byte_are_those_of_least_error():
-    variance = np.array([9.0, 2.0, 1.0, 0.5, 0.1, 0.1])
+    variance, errors = np.array([9.0, 2.0, 1.0, 0.5, 0.1, 0.1]), gaussian_tables()["byte_errors"]
 
     def error(sizes) -> float:
         ends = np.cumsum(sizes)
-        parts = [variance[end - size : end].sum() * gaussian_error(size) for size, end in zip(sizes, ends, strict=True)]
+        parts = (variance[end - size : end].sum() * errors[str(size)] for size, end in zip(sizes, ends, strict=True))
         return sum(parts) + variance[ends[-1] :].sum()
 
     for count in (1, 2, 3):
         tried = [sizes for sizes in itertools.product(SIZES[:5], repeat=count) if sum(sizes) <= len(variance)]
         best = pytest.approx(min(map(error, tried)))
         assert _least_errors(variance)[0][-1, count] == best and error(_sizes(variance, count)) == best
-
-
-def test_more_bytes_are_more_exact_and_less_than_one_is_refused():
-    quantizer, y = fitted(2.0)
-    curve = quantizer.rates(y)
-    assert (curve[:, 1].diff() < 0).all() and curve[-1, 0] == 8
-    with pytest.raises(DataError, match="0.5 bits of 12 components are no byte: use at least 0.666"):
-        ByteGroups(0.5).build((HEADS, WIDTH))
 
 
 @pytest.mark.parametrize("kind", ["few tokens", "few vectors", "a dead head", "all zeros"])

@@ -1,7 +1,6 @@
 """Inter-layer predictors: known maps come back, noise does not, GPTQ loses less than rounding, bytes are foretold."""
 
 import copy
-import math
 import weakref
 
 import pytest
@@ -12,9 +11,8 @@ from predictor_zoo import SMALL, correlated, gaussian, known_map, small, stream
 
 from vqkv.codecs.learning.gptq import gptq
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.predictor_kinds import KINDS, MLP, Copy, Linear, ReducedRank, make_predictor
+from vqkv.codecs.predictor_kinds import KINDS, MLP, Linear, ReducedRank, make_predictor
 from vqkv.codecs.stage import codec_from_config
-from vqkv.errors import DataError
 from vqkv.study.metrics import explained_variance_ratio, relative_mse
 
 
@@ -56,26 +54,6 @@ def test_sizes_are_those_published_for_a_3b_model(kind, mebibytes):
     assert abs(27 * size / 2**20 - mebibytes) < 1
 
 
-def test_copy_is_the_layer_itself():
-    x = gaussian(20, 5)
-    predictor = codec_from_config(Copy().fit(stream(x, x)).config(), {})
-    assert torch.equal(predictor(x.half()), x.half().float()) and predictor.side_bytes == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_beyond_fp16_are_refused(kind):
-    x, y = gaussian(40, 4), gaussian(40, 3)
-    with pytest.raises(DataError, match="fp16"):
-        fresh = make_predictor(kind, **SMALL[kind], **({"strength": 1e-9} if kind != "mlp" else {}))
-        fresh.fit(stream(x * 1e-9, y * 1e4))
-
-
-def test_inputs_that_depend_on_each_other_need_a_penalty():
-    x = torch.cat([torch.zeros(20, 1), gaussian(20, 2)], dim=1)
-    with pytest.raises(DataError, match="singular at strength 0: give a larger one"):
-        Linear(strength=0.0).fit(stream(x, gaussian(20, 2)))
-
-
 @pytest.mark.parametrize("mean", [0.0, 3.0, 1000.0])
 def test_a_known_linear_map_comes_back(mean):
     """The penalty decides how well: it is a share of the mean square, so a mean of 1000 spreads needs a smaller share,
@@ -86,19 +64,6 @@ def test_a_known_linear_map_comes_back(mean):
     ridge.accumulate(x, y)
     assert (ridge.solve()[:-1] - weights).norm() <= 1e-4 * weights.norm()
     assert relative_mse(y, Linear(strength=strength).fit(stream(x, y.float()))(x)) <= 2 * 2**-22
-
-
-def test_shuffled_targets_cannot_be_predicted():
-    """Of noise, in_features / n of the variance is explained in sample, and held out as much is lost. The bound on the
-    spread is for outputs that all move together: four deviations of the correlation with the held-out targets."""
-    x, y, _, _ = known_map(4000, 16, 8)
-    y = y[torch.randperm(4000, generator=torch.Generator().manual_seed(5))].float()
-    train, test = slice(0, 2000), slice(2000, 4000)
-    predictor = Linear().fit(stream(x[train], y[train]))
-    expected = 16 / 2000
-    noise = 4 * 2 * math.sqrt(expected / 2000)
-    assert abs(explained_variance_ratio(y[test], predictor(x[test])) + expected) < noise
-    assert 0 < explained_variance_ratio(y[train], predictor(x[train])) < expected + noise
 
 
 @settings(deadline=None, max_examples=25)
@@ -135,16 +100,9 @@ def test_reduced_rank_is_svd_truncation_on_white_inputs(inputs, outputs, rank, s
     full = torch.linalg.lstsq(x.double(), (y - y.mean(0)).double()).solution
     left, sizes, right = torch.linalg.svd(full, full_matrices=False)
     expected = left[:, :rank] * sizes[:rank] @ right[:rank]
-    found = ReducedRank(rank=rank, strength=0.0).fit(stream(x, y))._weights(inputs).double()
-    assert (found - expected).norm() <= 2e-3 * full.norm()
-
-
-def test_full_rank_is_no_restriction_and_takes_no_more_bytes():
-    x, y, _, _ = known_map()
-    linear = Linear().fit(stream(x, y.float()))
-    for rank in (12, 256):
-        reduced = ReducedRank(rank=rank).fit(stream(x, y.float()))
-        assert relative_mse(linear(x), reduced(x)) < 1e-6 and reduced.side_bytes == linear.side_bytes
+    reduced = ReducedRank(rank=rank, strength=0.0).fit(stream(x, y))
+    assert (reduced._weights(inputs).double() - expected).norm() <= 2e-3 * full.norm()
+    assert reduced.side_bytes <= Linear().fit(stream(x, y)).side_bytes
 
 
 def slow_gptq(weights, hessian, bits, group_size, damping=0.01):
@@ -181,14 +139,6 @@ def test_mlp_learns_what_no_line_can():
     fits = [p.fit(stream(x[:1200], y[:1200])) for p in (Linear(), MLP(width=8, epochs=30, minibatch=50))]
     linear, mlp = (explained_variance_ratio(y[held_out], fit(x[held_out])) for fit in fits)
     assert mlp > 0.9 and mlp > linear + 0.05
-
-
-def test_mlp_draws_from_its_seed_alone():
-    x, y, _, _ = known_map(300, 5, 4)
-    before = torch.get_rng_state()
-    same = [MLP(seed=3, minibatch=20).fit(stream(x, y.float()))(x) for _ in range(2)]
-    assert torch.equal(before, torch.get_rng_state()) and torch.equal(*same)
-    assert not torch.equal(same[0], MLP(seed=4, minibatch=20).fit(stream(x, y.float()))(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

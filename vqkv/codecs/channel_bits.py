@@ -24,11 +24,12 @@ class ChannelBits(Quantizer):
     """Store every head's channels in sets that have the same number of bits.
 
     A set is divided by its root mean square, stored in fp16, rotated by a random orthogonal matrix and rounded to the
-    best levels of a Gaussian. ``bits``, on average: without ``pairs`` the channels of largest mean square on the first batch have one bit more
-    than the others (TurboQuant, arXiv 2504.19874, section 4.3). With ``pairs`` channels i and i + head_dim / 2, which
-    RoPE rotates together, share a width of 1 to 8 bits; the next bit goes where mean square of queries and keys,
-    divided by 4 to the power of its bits, is largest, and what is read back has the stored root mean square (Block-GTQ,
-    arXiv 2606.24033, section 3). Rows: (head_dim,). Side information: ``widths``, uint8 (num_kv_heads, head_dim).
+    best levels of a Gaussian. ``bits`` are an average. Without ``pairs`` the channels of largest mean square on the
+    first batch have one bit more than the others (TurboQuant, arXiv 2504.19874, section 4.3). With ``pairs`` channels
+    i and i + head_dim / 2, which RoPE rotates together, share a width of 1 to 8 bits. The next bit goes where mean
+    square of queries and keys, divided by 4 to the power of its bits, is largest; what is read back has the stored
+    root mean square (Block-GTQ, arXiv 2606.24033, section 3). Rows: (head_dim,). Side information: ``widths``, uint8
+    (num_kv_heads, head_dim).
     """
 
     bits: float = 2.5

@@ -35,6 +35,10 @@ class StreamQuantizer(Quantizer):
     _counts: Tensor  # of codes, while it learns
     _made: tuple[Tensor, Code] | None = None
 
+    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self.heads, self.num_tables, self._counts = shape[0], shape[-1], torch.tensor(0)
+        return super().build(shape)
+
     @abstractmethod
     def make_code(self) -> Code:
         """Make the code of ``frequencies``: a channel for each table, those of one head after the other."""
@@ -169,10 +173,6 @@ class FloatBits(StreamQuantizer):
     kinds: Tensor = learned()
     frequencies: Tensor = learned()
     by_head = True
-
-    def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        self.heads, self.num_tables, self._counts = shape[0], shape[-1], torch.tensor(0)
-        return super().build(shape)
 
     def partial_fit(self, x: Tensor) -> None:
         """The first batch decides the type, exponents and signs; symbols of all batches are counted."""

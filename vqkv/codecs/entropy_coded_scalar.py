@@ -61,7 +61,6 @@ class EntropyCodedScalar(StreamQuantizer):
     by_head = True
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        self.heads, self.num_tables, self._counts = shape[0], shape[-1], torch.tensor(0)
         self.step = torch.zeros((), dtype=torch.float32)
         return super().build(shape)
 

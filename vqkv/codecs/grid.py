@@ -113,16 +113,16 @@ class NonUniform(Levels):
             both = both[torch.randint(len(both), (SAMPLES,), generator=generator).to(both.device)]
         values, weights = both.split(1, dim=-1)
         weights = weights / weights.mean()
-        if self.levels is not None:
+        if self.levels is None:
+            self._first = values[:, 0]
+            self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
+            for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
+                totals, sums = self._statistics(values, weights)
+                self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
+            self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
+        else:
             totals, sums = self._statistics(values, weights)
             self.levels = self._ema.update(totals[None], sums[None])[0, :, 0].sort().values
-            return
-        self._first = values[:, 0]
-        self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
-        for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
-            totals, sums = self._statistics(values, weights)
-            self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
-        self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
 
     def finalize(self) -> None:
         """Round to fp16."""
@@ -148,11 +148,8 @@ class WeightedChain(Chain):
     quantizer: NonUniform
 
     def __post_init__(self):
+        self.quantizer.weighted = True
         super().__post_init__()
-        self.weighted = True
-
-    def weigh(self, metric: Tensor) -> None:
-        self.quantizer.weigh(metric)
 
     def _partial_fit(self, x: Tensor) -> None:
         """Raises ``DataError`` if nothing was said about costs."""

@@ -96,7 +96,7 @@ class PCA(Stage):
         return self.inverse
 
     def _scales(self, device: torch.device) -> Tensor:
-        """Return symmetric roots of the heads' metrics, float64, of mean eigenvalue about 1; without costs, identity."""
+        """Return roots of the heads' metrics, float64, of mean eigenvalue about 1; the identity without costs."""
         if self.metric is None:
             raise DataError("PCA(weighted=True) was not told what errors cost: fit it with vqkv.calibrate")
         values, vectors = torch.linalg.eigh(self.metric.to(device).double())
@@ -104,7 +104,7 @@ class PCA(Stage):
         return vectors @ values.clamp_min(LEAST_WEIGHT).sqrt().diag_embed() @ vectors.mT
 
     def _of_rows(self, blocks: Tensor) -> Tensor:
-        """Turn matrices of each head (num_kv_heads, head_dim, head_dim) into those of rows: one, if heads are merged."""
+        """Turn matrices of heads (num_kv_heads, head_dim, head_dim) into those of rows: one, if heads are merged."""
         return blocks if len(blocks) == self._matrices else torch.block_diag(*blocks)[None]
 
     def _times(self, x: Tensor, matrix: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqkv.codecs.byte_groups import CODES, SAMPLES, SIZES
 from vqkv.codecs.grid import SignedGrid
+from vqkv.codecs.groups import CODES, SAMPLES, SIZES
 from vqkv.codecs.learning.kmeans import KMeans
 from vqkv.kernels import rvq_decode, rvq_encode
 

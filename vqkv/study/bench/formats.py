@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.cache.meter import tensor_bytes
-from vqkv.codecs.byte_groups import ByteGroups
 from vqkv.codecs.grid import gaussian_grids
+from vqkv.codecs.groups import ByteGroups
 from vqkv.codecs.payload import Payload
 from vqkv.kernels.view import Affine, Coded, KernelView, Mapped, Rope
 from vqkv.study.bench.case import gaussian
