@@ -2,7 +2,6 @@
 
 The size of the step meets the rate."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -77,9 +76,6 @@ class EntropyCodedScalar(StreamQuantizer):
             points = points if bits > MIN_BITS else []
             points.append((max(MIN_BITS, bits), error))
         return torch.tensor(points, dtype=torch.float64)
-
-    def with_bits(self, bits: float) -> "EntropyCodedScalar":
-        return dataclasses.replace(self, bits=bits)
 
     def partial_fit(self, x: Tensor) -> None:
         """Let the first batch that is not all zeros decide step and shifts; count codes from there on."""

@@ -114,12 +114,12 @@ class NonUniform(Levels):
         values, weights = both.split(1, dim=-1)
         weights = weights / weights.mean()
         if self.levels is None:
-            self._first = values[:, 0]
+            self._first: Tensor = values[:, 0]
             self.levels = KMeans(2**self.bits, seed=self.seed).start(values)[:, 0].sort().values
             for _ in range(ITERATIONS):  # cells of one dimension are intervals: no distances needed
                 totals, sums = self._statistics(values, weights)
                 self.levels = torch.where(totals > 0, sums[:, 0] / totals, self.levels).to(values.dtype)
-            self._ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
+            self._ema: Ema = Ema(self.levels[None, :, None], self._statistics(values, weights)[0].unsqueeze(0))
         else:
             totals, sums = self._statistics(values, weights)
             self.levels = self._ema.update(totals[None], sums[None])[0, :, 0].sort().values

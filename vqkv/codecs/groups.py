@@ -1,7 +1,5 @@
 """Components in groups of their own bits: of a byte, which attention reads in place, or of codes that are deflated."""
 
-import dataclasses
-import itertools
 import math
 import zlib
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from vqkv.codecs.payload import Payload
 from vqkv.codecs.stage import Quantizer, Side, learned
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels import Grouped, KernelView, decode, grouped_encode
-from vqkv.kernels.derived import remembered
 from vqkv.runtime.checks import FP16_MAX, MAX_SEED
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  # components of a group of one byte: 8 bits a value down to half a bit
@@ -71,9 +68,6 @@ class ByteGroups(Quantizer):
         bits = torch.arange(1, width + 1, dtype=torch.float64) * 8 / width
         return torch.stack([bits, error / (heads * width)], dim=1)
 
-    def with_bits(self, bits: float) -> "ByteGroups":
-        return dataclasses.replace(self, bits=bits)
-
     def partial_fit(self, x: Tensor) -> None:
         """Let the first batch decide."""
         if self.sizes is not None:
@@ -106,13 +100,18 @@ class ByteGroups(Quantizer):
         return self.decode(payload.fields["codes"], {})
 
     def _view(self, codes: Tensor) -> Grouped:
-        """View the components that some head has a byte for."""
         sizes, codebooks, layout = self._layout
         if layout is None or sizes is not self.sizes or codebooks is not self.codebooks:
-            counts = tuple(map(tuple, self.sizes.tolist()))
-            layout = *_laid_out(self.codebooks, counts), self.scale[:, : max(map(sum, counts))]
-            self._layout = self.sizes, self.codebooks, layout
+            self._layout = self.sizes, self.codebooks, (layout := self._laid_out())
         return Grouped(codes, *layout)
+
+    def _laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Make table, places and scale of ``Grouped``, of the components that some head has a byte for."""
+        sizes = self.sizes.long()
+        used, index = sizes.unique(return_inverse=True)
+        begins, firsts = CODES * (used.cumsum(0) - used), sizes.cumsum(1) - sizes
+        table = torch.cat([book.T.float().flatten() for book in self.codebooks.split(used.tolist(), 1)])
+        return table, torch.stack([sizes, begins[index], firsts]), self.scale[:, : int(sizes.sum(1).max())]
 
     def _codebook(self, groups: Tensor) -> Tensor:
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))[:SAMPLES]
@@ -122,17 +121,6 @@ class ByteGroups(Quantizer):
         except DataError:  # few tokens, or a head that hardly varies: each vector is a code
             distinct = groups.unique(dim=0)
             return distinct[torch.arange(CODES, device=distinct.device) % len(distinct)]
-
-
-@remembered
-def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """Make ``Grouped.table`` and ``Grouped.places``."""
-    used = sorted({size for head in sizes for size in head})
-    begins = dict(zip(used, [0, *itertools.accumulate(CODES * size for size in used)]))
-    firsts = [[0, *itertools.accumulate(head[:-1])] for head in sizes]
-    starts = [[begins[size] for size in head] for head in sizes]
-    table = torch.cat([book.T.float().flatten() for book in codebooks.split(used, 1)])
-    return table, torch.tensor([sizes, starts, firsts], device=codebooks.device)
 
 
 def _least_errors(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -120,9 +120,10 @@ class ReducedRank(Linear):
     limits = Linear.limits | {"rank": (1, MANY)}
 
     def lay_out(self, inputs: int, outputs: int) -> None:
-        super().lay_out(inputs, outputs)
         if self._factored(inputs, outputs):
-            self.weight, self.left, self.right = None, _empty(inputs, self.rank), _empty(self.rank, outputs)
+            self.left, self.right, self.bias = _empty(inputs, self.rank), _empty(self.rank, outputs), _empty(outputs)
+        else:
+            super().lay_out(inputs, outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
         # eigh's order is ascending; the penalised X'X makes this exact for the penalised error

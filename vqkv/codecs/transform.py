@@ -91,12 +91,12 @@ class Grouping(Stage):
         """Raises ``DataError`` if the last axis is not divisible by group_size."""
         *outer, channels = shape
         divisors = [size for size in range(1, channels + 1) if channels % size == 0]
-        wanted = min(self.group_size, channels) if self.shrink else self.group_size
-        admitted = [size for size in divisors if size == wanted]
-        if self.shrink == "divisor":
-            admitted = [size for size in divisors if LEAST <= size < wanted] + admitted
-        elif self.shrink:
-            admitted = [size for size in divisors if size <= wanted and not size & (size - 1)]
+        admitted = [size for size in divisors if size <= self.group_size]
+        if self.shrink == "power of two":
+            admitted = [size for size in admitted if not size & (size - 1)]
+        else:
+            exact = min(self.group_size, channels) if self.shrink else self.group_size
+            admitted = [size for size in admitted if size == exact or (self.shrink and size >= LEAST)]
         if not admitted:
             raise DataError(
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {divisors}"
