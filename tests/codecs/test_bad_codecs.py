@@ -14,6 +14,7 @@ from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.grid import GaussianLevels, Grid
 from vqkv.codecs.groups import ByteGroups
+from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictor_kinds import make_predictor
 from vqkv.codecs.scaling import VectorScale
@@ -92,6 +93,9 @@ UNFIT = [
     (lambda: Chain([], ProductVQ(2, 16, 4), 16), "add a Grouping"),
     (lambda: Chain([], ResidualVQ(), 128), "group_size 32: add a Grouping"),
     (lambda: ByteGroups(0.5).build((2, 12)), "0.5 bits of 12 components are no byte: use at least 0.666"),
+    (lambda: Chain([PCA()], GaussianLevels()).fit(gaussian(1, 1, 7, 8)), "components of 8 channels from 7 tokens"),
+    (lambda: Chain([PCA(weighted=True)], GaussianLevels()).fit(gaussian(1, 1, 9, 8)), "not told what errors cost"),
+    (lambda: presets.kvquant(2, fisher=True).key_codec().fit(gaussian(1, 1, 99, 8)), "not told what errors cost"),
     (lambda: LINEAR(strength=0.0).fit(lambda: [(gaussian(20, 2) * torch.tensor([0, 1]), gaussian(20, 2))]), "singular"),
     (lambda: LINEAR().fit(lambda: [(gaussian(40, 4) * 1e-9, gaussian(40, 3) * 1e4)]), "beyond fp16"),
     (lambda: Chain([TokenBlock(16), Anchors(10)], GaussianLevels(2), 16), "put a TokenBlock first"),

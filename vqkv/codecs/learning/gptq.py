@@ -9,7 +9,7 @@ DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
 
 
 def gptq(weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zeros of ``weights`` (in_features, out_features) for inputs with X'X = ``hessian``.
+    """Round ``weights`` (in_features, out_features) to codes, scales and zeros, for inputs with X'X = ``hessian``.
 
     Algorithm 1 of GPTQ (Frantar et al. 2022): inputs are taken in order, and every group of ``group_size`` inputs of an
     output has its own min-max grid (zero + scale * code). Codes are uint8 (in_features, out_features), scales and zeros
@@ -21,12 +21,13 @@ def gptq(weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128)
     damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     # upper triangular: row i says how inputs after i make up for an error in i
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
-    none = weights.new_empty(0, weights.shape[1], dtype=torch.float16)
-    scales, zeros = [none], [none]
-    for start in range(0, len(weights), group_size):
+    scales, zeros = weights.new_empty(2, -(-len(weights) // group_size), weights.shape[1], dtype=torch.float16)
+    for number, start in enumerate(range(0, len(weights), group_size)):
         group, rest = slice(start, start + group_size), slice(start + group_size, None)
-        scale, zero = min_max_grid(weights[group], bits)
-        steps, offset, within = scale.double(), zero.double(), factor[group, group]
+        low, high = torch.aminmax(weights[group], dim=0)
+        zeros[number] = low
+        scales[number] = ((high - zeros[number].double()) / (2**bits - 1)).clamp_min(0)
+        steps, offset, within = scales[number].double(), zeros[number].double(), factor[group, group]
         errors = torch.empty_like(weights[group])
         for i, row in enumerate(weights[group]):
             code = ((row - offset) / torch.where(steps > 0, steps, 1)).round().clamp(0, 2**bits - 1)
@@ -34,20 +35,9 @@ def gptq(weights: Tensor, hessian: Tensor, bits: int = 4, group_size: int = 128)
             weights[group][i + 1 :] -= torch.outer(within[i, i + 1 :], errors[i])
             codes[start + i] = code
         weights[rest] -= factor[group, rest].T @ errors
-        scales.append(scale[None])
-        zeros.append(zero[None])
-    return codes, torch.cat(scales), torch.cat(zeros)
-
-
-def min_max_grid(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """fp16 scale and zero (out_features,) of 2^bits levels. Raises ``DataError`` for weights beyond fp16."""
-    low, high = torch.aminmax(weights, dim=0)
-    zero = low.half()
-    scale = ((high - zero.double()) / (2**bits - 1)).clamp_min(0).half()
-    if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
-        largest = float(weights.abs().max())
-        raise DataError(f"a weight of {largest:g} overflows fp16: scale the inputs, or give a larger strength")
-    return scale, zero
+    if not (scales.isfinite().all() and zeros.isfinite().all()):
+        raise DataError("a weight overflows fp16: scale the inputs, or give a larger strength")
+    return codes, scales.contiguous(), zeros.contiguous()
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
