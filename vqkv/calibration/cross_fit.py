@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vqkv.codecs.learning.ridge import Ridge
-from vqkv.codecs.predictor_kinds import Regression
+from vqkv.codecs.predictor_kinds import Linear
 
 FOLDS = 4
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # of the ridge's penalty
@@ -20,8 +20,8 @@ WORTH = 0.9  # share of the mean's error on held-out tokens: above it a predicti
 class CrossFit:
     """A predictor fitted to all samples (``complete``), and for each fold one fitted to the other folds."""
 
-    complete: Regression
-    folds: list[Regression]
+    complete: Linear
+    folds: list[Linear]
 
     def held_out(self, x: Tensor, fold: Tensor, width: int) -> Tensor:
         """Predict (..., width) from x (..., in_features), each row by the predictor that was not fitted to its fold."""
@@ -31,7 +31,7 @@ class CrossFit:
         return predicted
 
 
-def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Regression) -> CrossFit | None:
+def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Linear) -> CrossFit | None:
     """Fit predictors ``like`` one to samples x (n, in_features), y (n, out_features) and their folds (n,).
 
     The strength is that of the least error on held-out folds. Returns None if the error is more than ``WORTH`` of the

@@ -15,7 +15,7 @@ from vqkv.calibration.cross_fit import CrossFit, cross_fit, folds_of
 from vqkv.calibration.error_costs import cost_curves
 from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_readers, side_by_side
-from vqkv.codecs.predictor_kinds import Regression
+from vqkv.codecs.predictor_kinds import Linear
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import describe
 from vqkv.presets.plans import RolePlan
@@ -104,7 +104,7 @@ class LayerFit:
         if plan.predictor is not None and not plan.predictor.learns:  # nothing is stored
             self.predictions[place] = Prediction(plan.predictor, plan.sources)
             return
-        if plan.cross_fitted and isinstance(plan.predictor, Regression):
+        if plan.cross_fitted and isinstance(plan.predictor, Linear):
             if crossed := cross_fit(self._samples(place), plan.predictor):
                 self.predictions[place] = Prediction(crossed.complete, plan.sources)
         elif plan.predictor is not None:

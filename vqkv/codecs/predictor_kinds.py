@@ -58,11 +58,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 @dataclass(eq=False)
-class Regression(Predictor):
-    """Predictors that are solved from streamed sums, with a bias for the rounded weights."""
+class Linear(Predictor):
+    """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
+    times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
 
     strength: float = 1e-3
     bias: Tensor = learned()
+    weight: Tensor = learned()
     limits = {"strength": (0.0, 1e6)}
 
     def fit(self, samples: Samples) -> Predictor:
@@ -80,33 +82,19 @@ class Regression(Predictor):
         self._store(ridge, weights[:-1])
         self.bias = half("bias", mean_y - mean_x @ self._weights(len(mean_x)).double())
 
-    def _predict(self, x: Tensor) -> Tensor:
-        return product(x, self._weights(x.shape[-1])) + self.bias.float()
-
-    @abstractmethod
-    def _store(self, ridge: Ridge, weights: Tensor) -> None:
-        """Keep float64 ``weights`` (in_features, out_features)."""
-
-    @abstractmethod
-    def _weights(self, inputs: int) -> Tensor:
-        """Return kept weights in float32 (inputs, out_features)."""
-
-
-@dataclass(eq=False)
-class Linear(Regression):
-    """Ridge regression with a bias in closed form, AQUA-KV's own predictor; fp16 weights. The penalty is ``strength``
-    times the mean of the diagonal of X'X. With no inputs it is the mean of y."""
-
-    weight: Tensor = learned()
-
     def lay_out(self, inputs: int, outputs: int) -> None:
         self.weight, self.bias = _empty(inputs, outputs), _empty(outputs)
 
     def _store(self, ridge: Ridge, weights: Tensor) -> None:
+        """Keep float64 ``weights`` (in_features, out_features)."""
         self.weight = half("weight", weights)
 
     def _weights(self, inputs: int) -> Tensor:
+        """Return kept weights in float32 (inputs, out_features)."""
         return self.weight.float()
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return product(x, self._weights(x.shape[-1])) + self.bias.float()
 
 
 @dataclass(eq=False)
@@ -146,7 +134,7 @@ class ReducedRank(Linear):
 
 
 @dataclass(eq=False)
-class LinearGPTQ(Regression):
+class LinearGPTQ(Linear):
     """Ridge regression whose weights GPTQ rounds to ``bits`` bits (Frantar et al. 2022), packed along the inputs of
     each output; every ``group_size`` of them share an fp16 scale and zero."""
 
@@ -155,7 +143,7 @@ class LinearGPTQ(Regression):
     codes: Tensor = learned()
     scales: Tensor = learned()
     zeros: Tensor = learned()
-    limits = Regression.limits | {"bits": (1, 8), "group_size": (1, MANY)}
+    limits = Linear.limits | {"bits": (1, 8), "group_size": (1, MANY)}
 
     def lay_out(self, inputs: int, outputs: int) -> None:
         groups = -(-inputs // self.group_size)
