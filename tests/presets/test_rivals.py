@@ -134,7 +134,7 @@ def test_outlier_channels_have_one_bit_more():
 
 def test_nova_has_codes_of_its_own_for_each_group_of_each_head():
     x = gaussian(1, HEADS, 700, DIM)
-    codec = HeadCodebooks(iterations=2)
+    codec = HeadCodebooks()
     chain = presets.nova().key_codec(DIM)
     chain.weigh(metric())
     assert chain.fit(x).quantizer.codebooks.shape == (HEADS, DIM // 4, 256, 4)

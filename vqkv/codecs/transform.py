@@ -95,8 +95,8 @@ class Grouping(Stage):
         if self.shrink == "power of two":
             admitted = [size for size in admitted if not size & (size - 1)]
         else:
-            exact = min(self.group_size, channels) if self.shrink else self.group_size
-            admitted = [size for size in admitted if size == exact or (self.shrink and size >= LEAST)]
+            least = min(LEAST, channels, self.group_size) if self.shrink else self.group_size
+            admitted = [size for size in admitted if size >= least]
         if not admitted:
             raise DataError(
                 f"head_dim {channels} is not divisible by group_size {self.group_size}: use one of {divisors}"
