@@ -1,11 +1,9 @@
 """How long a calibration takes, before it begins."""
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from vqkv.models.layers import max_positions
-from vqkv.presets import Preset
 
 PROBE = 256  # tokens of the pass that is timed
 # Passes of the model over its text that take as long as calibrating: processor time, a random Llama of 8 layers and
@@ -15,11 +13,6 @@ PASSES |= {"rvq2": 2.0, "vqq_product": 1.8, "kvquant": 1.8, "vq": 1.6, "cachegen
 PASSES |= {"kvsharer": 1.4, "lossless": 1.3, "higgs": 1.2, "oscar": 0.3}
 PASSES |= dict.fromkeys(("fp", "hqq", "quanto", "kivi", "turboquant", "kvarn", "nvfp4", "nsnquant"), 0.2)
 OTHERS = 6.0
-
-
-def about_seconds(model, tokens: Tensor, preset: Preset) -> float:
-    """Estimate how long ``calibrate`` takes, from the time of a pass over a few tokens."""
-    return passes(preset.name) * seconds_per_token(model) * tokens.numel()
 
 
 def passes(name: str) -> float:

@@ -113,8 +113,7 @@ def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor])
     stored = zip(*capture(model, tokens, pre_rope=compressor.settings.pre_rope), strict=True)
     for coder, x in zip(itertools.chain(*compressor.coders), itertools.chain(*stored), strict=True):
         codec, place = coder.codec, coder.place
-        if not isinstance(codec, Chain):
-            raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
+        assert isinstance(codec, Chain)
         x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
         residual = x if coder.prediction is None else x - coder.prediction(known, x)
         error = coder.through(x, known) - x

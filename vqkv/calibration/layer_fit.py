@@ -18,7 +18,7 @@ from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_reader
 from vqkv.codecs.predictor_kinds import Regression
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import describe
-from vqkv.presets.plans import RolePlan
+from vqkv.presets.preset import RolePlan
 from vqkv.runtime.checks import whole_blocks
 
 Plan = list[dict[str, RolePlan]]

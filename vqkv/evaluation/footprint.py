@@ -34,7 +34,7 @@ from vqkv.models.layers import kv_layers
 from vqkv.models.load import REFUSALS, config_of
 from vqkv.models.plain import plain
 from vqkv.presets import Preset
-from vqkv.presets.plans import Unpredicted
+from vqkv.presets.preset import LayerPlan
 
 GB = 10**9
 EXACT = 2  # bytes of an exact value
@@ -243,7 +243,7 @@ def _untrained(preset: Preset, shape: Shape) -> Compressor:
     """``preset`` as it would be fitted to a model of this shape, but for what is learned."""
     codecs: list[tuple[Codec, Codec]] = []
     predictions = {}
-    for layer, roles in enumerate((preset.plan or Unpredicted()).arrange(preset, _AnyModel(shape.num_layers))):
+    for layer, roles in enumerate((preset.plan or LayerPlan()).arrange(preset, _AnyModel(shape.num_layers))):
         configs = (json.dumps(roles[role].make_codec(shape.head_dim).config()) for role in ROLES)
         key, value = (_fitted(config, shape.num_kv_heads, shape.head_dim) for config in configs)
         codecs.append((key, value))
