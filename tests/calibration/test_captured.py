@@ -1,6 +1,5 @@
 """Captured keys and values on disk: whose they are, what fails, and that memory does not grow with the tokens."""
 
-import copy
 import resource
 
 import few_presets
@@ -22,25 +21,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_captured_tokens_serve_several_presets_and_keep_what_they_were_made_from(llama, folder):
-    tokens, other = TOKENS.clone(), copy.deepcopy(llama)
-    with torch.no_grad():
-        other.model.layers[1].mlp.up_proj.weight.mul_(2)  # keys of layers above depend on it
-    with CapturedTokens(llama, tokens, batch_size=4, progress=False) as captured:
+def test_captured_tokens_serve_several_presets(llama, folder):
+    with CapturedTokens(llama, TOKENS, batch_size=4, progress=False) as captured:
         for preset in (presets.aqua(), presets.kvquant(2, block=16, fisher=True), presets.vqllm(2, 16, 8)):
-            given = calibrate(llama, tokens, preset, progress=False, captured=captured)
-            own = calibrate(llama, tokens, preset, batch_size=4, progress=False)
+            given = calibrate(llama, TOKENS, preset, progress=False, captured=captured)
+            own = calibrate(llama, TOKENS, preset, batch_size=4, progress=False)
             assert given.fingerprint == own.fingerprint and given.notes["batch_size"] == 4
         assert [*folder.iterdir()]
-        for model, given, preset, message in (
-            (llama, tokens[:4], presets.aqua(), "captured holds other tokens"),
-            (llama, tokens, presets.aqua(pre_rope=False), "other side of RoPE"),
-            (other, tokens, presets.aqua(), "other weights"),
-            (copy.deepcopy(llama).bfloat16(), tokens, presets.aqua(), "other weights"),
-            (llama, tokens.fill_(3), presets.aqua(), "captured holds other tokens"),
-        ):
-            with pytest.raises(DataError, match=message):
-                calibrate(model, given, preset, progress=False, captured=captured)
     assert not [*folder.iterdir()]
 
 

@@ -197,7 +197,7 @@ def test_layers_that_are_stored_together_are_scored_without_errors_by_layer(mini
 
 
 def test_packed_tokens_that_nothing_is_scored_behind_are_not_enough(mini, tokens):
-    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, 0), progress=False)
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, recent_window=0), progress=False)
     early = torch.zeros(3, 40, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)
     how = {"chunk_size": 16, "batch_size": 1, "reconstruction": False}
     for rows, answers in ((tokens[:, :17], None), (tokens[:, :40], early)):

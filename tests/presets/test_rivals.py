@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv import DataError, calibrate, capacity, presets
-from vqkv.calibration.error_costs import attention_metrics
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.nonuniform import NonUniform
@@ -24,6 +23,7 @@ from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import HeadCodebooks
 from vqkv.codecs.scaling import Clipped
 from vqkv.codecs.stage import codec_from_config
+from vqkv.models.metrics import attention_metrics
 
 HEADS, DIM = 2, 16
 model = small_models.fixture("llama", "gpt2", "qwen2")

@@ -56,10 +56,12 @@ def calibrate(
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     predictions: dict[Place, Prediction] = {}
+    codecs = preset.key_codec(None), preset.value_codec(None)
+    one_pass = preset.plan is None and all(codec.passes == 1 and not codec.weighted for codec in codecs)
     if captured is not None:
         batch_size = captured.batch_size
         preset, pairs, predictions = _fit(model, preset, captured, progress)
-    elif preset.plan is None and _one_pass(preset.key_codec(None)) and _one_pass(preset.value_codec(None)):
+    elif one_pass:
         pairs = _fit_streamed(model, tokens, preset, batch_size, progress)
     else:
         with CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress) as captured:
@@ -73,11 +75,6 @@ def calibrate(
     if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
         warn_if_damaged(compressor, model, tokens)
     return compressor
-
-
-def _one_pass(codec: Codec) -> bool:
-    """Say whether a codec learns from one pass over the tokens, and needs not be told what errors cost."""
-    return codec.passes == 1 and not codec.weighted
 
 
 def _fit_streamed(model, tokens: Tensor, preset: Preset, batch_size: int, progress: bool) -> list[tuple[Codec, Codec]]:

@@ -72,7 +72,7 @@ def finetune(
     (first, *batches), about = tokens.split(batch_size), describe(model)
     micro_batch, losses, pairs = micro_batch or batch_size, list[float](), []
     if preset is not None:
-        pairs = [(preset.key_codec(keys), preset.value_codec(values)) for _, keys, values in about["shapes"]]
+        pairs = [(preset.key_codec(key_dim), preset.value_codec(dim)) for _, key_dim, dim in about["shapes"]]
     reading = StraightThrough(model, pairs, preset.settings if preset else CacheSettings(pre_rope=False))
     half = next((weight.dtype for weight in attention_weights(model) if weight.dtype.itemsize == 2), None)
     autocast = partial(torch.autocast, model.device.type, dtype=half) if half else nullcontext
@@ -101,11 +101,8 @@ def finetune(
 
 
 def attention_weights(model) -> list[Parameter]:
-    """List all weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
-    weights = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
-    if not all(weight.is_floating_point() for weight in weights):
-        raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")
-    return [*weights]
+    """List all weights of the attention blocks, norms included."""
+    return [*dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())]
 
 
 @contextmanager
