@@ -31,16 +31,6 @@ def test_captured_tokens_serve_several_presets(llama, folder):
     assert not [*folder.iterdir()]
 
 
-def test_an_interrupted_capture_leaves_nothing(llama, folder, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vqkv.calibration.captured.capture", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        CapturedTokens(llama, TOKENS, progress=False)
-    assert not [*folder.iterdir()]
-
-
 def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
     def full(*args):
         raise SafetensorError("No space left on device")

@@ -65,23 +65,6 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
         handle.remove()
 
 
-def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "vqkv.evaluation.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw)
-    )
-    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], most_bytes=0)
-    for _ in range(2):
-        keys, values = exact.keys_and_values(tokens, True)
-    assert len(calls) == 1
-    for found, expected in zip((keys, values), vqkv.capture(mini[0], tokens), strict=True):
-        assert all(map(torch.equal, found, expected))
-    assert not torch.equal(exact.keys_and_values(tokens, False)[0][0], keys[0]) and len(calls) == 2
-    for _ in range(2):
-        forgetful.keys_and_values(tokens, True)
-    assert len(calls) == 4
-
-
 def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
     """Blocks of 16 in pieces of 8: the first two pieces read nothing packed. Each later one sees what waits for its
     block, and its own piece up to itself."""
@@ -136,11 +119,6 @@ def test_evaluate_refuses_what_it_cannot_measure(mini, one_bit, tokens, argument
         evaluate(mini[0], **{"compressor": one_bit, "tokens": tokens} | arguments)
     with pytest.raises(DataError, match="of another model"):
         evaluate(vqkv.load_model("vqkv/gpt2-mini")[0], one_bit, tokens, exact=ExactPass(mini[0]))
-
-
-def test_attention_error_does_not_depend_on_the_batch_size(mini, one_bit, tokens):
-    rows = [evaluate(mini[0], one_bit, tokens, batch_size=size)["attention_mse"] for size in (1, 2, 3)]
-    assert rows == pytest.approx([rows[0]] * 3, rel=1e-3)
 
 
 def test_metrics_against_numbers_worked_out_by_hand():

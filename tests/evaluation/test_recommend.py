@@ -8,7 +8,7 @@ import pytest
 from vqkv import calibrate, load_corpus, load_model, presets, recommend
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint
-from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
+from vqkv.evaluation.recommend import BASELINE, break_even, measurements
 from vqkv.study import measured, tables
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.tuning import chosen_settings
@@ -74,12 +74,6 @@ def test_what_is_scaled_is_what_was_measured():
     for label, row in (("best-mid 1.8", ("best-mid", 1.8)), ("kvtc 1", ("kvtc 1", 0))):
         assert found[label] == pytest.approx(means[row], rel=1e-3)
     assert found["best-long 1.8"] == pytest.approx(means["best-long", 1.8], rel=1e-3)
-
-
-def test_a_step_needs_more_the_more_layers_are_read_for_one():
-    model, _ = load_model("vqkv/llama-mini")
-    known = {name: needed.working for tokens in (1, 1 << 20) for name, _, needed, _ in candidates(model, tokens)}
-    assert known["kvtc 2"] > known["best-long 1.8"] == known["aqua higgs 2"] > known["best-short 1.8"]
 
 
 def test_presets_that_cannot_store_a_shape_have_no_row():

@@ -1,30 +1,20 @@
-"""Presets with predictors and shared layers, and their arguments on the command line: what is wrong is named."""
+"""Arguments of presets with predictors and shared layers, as the command line gives them: what is wrong is named."""
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from vqkv import Compressor, DataError, UnknownNameError, presets
-from vqkv.cli import app
+from vqkv import DataError, UnknownNameError, presets
 from vqkv.presets.plans import FromPrevious
 from vqkv.runtime.registry import parse_assignments
 
 
-def test_the_command_passes_settings_on_to_predictor_and_backbone(tmp_path):
-    given = ["predictor=reduced_rank", "rank=8", "backbone={name: higgs, bits: 3}"]
-    arguments = ["calibrate", "vqkv/llama-mini", str(tmp_path), "--preset", "aqua", "--num-seqs", "2"]
-    arguments += ["--seq-len", "64", *(word for each in given for word in ("-p", each))]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    made = Compressor.from_pretrained(tmp_path)
-    assert made.predictions["key", 1].predictor.rank == 8 and made.codecs[1][0].quantizer.size == 64
-    assert made.notes["arguments"]["backbone"]["bits"] == 3 and made.name == "aqua-higgs"
-
-
-def test_presets_by_name_take_what_the_functions_take():
-    made = presets.make("aqua", backbone=presets.higgs(3), predictor="reduced_rank", rank=8)
-    assert made.arguments == presets.aqua(presets.higgs(3), "reduced_rank", rank=8).arguments
-    assert made.arguments["backbone"] == {"name": "higgs", **presets.higgs(3).arguments}
+def test_settings_by_name_go_to_predictor_and_backbone():
+    given = ["predictor=reduced_rank", "rank=8", "backbone={name: higgs, bits: 3, sink_tokens: 2}", "recent_window=7"]
+    made = presets.make("aqua", **parse_assignments(given))
+    backbone = presets.higgs(3, sink_tokens=2)
+    assert made.arguments == presets.aqua(backbone, "reduced_rank", rank=8, recent_window=7).arguments
+    assert made.arguments["backbone"] == {"name": "higgs", **backbone.arguments} and made.name == "aqua-higgs"
+    assert made.plan.arguments == {"rank": 8} and (made.sink_tokens, made.recent_window) == (4, 7)
     assert presets.aqua(made.arguments["backbone"]).arguments["backbone"] == made.arguments["backbone"]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.evaluation.footprint import Shape
 from vqkv.evaluation.recommend import capacity
 from vqkv.presets.crosses import PAYS, best_for
@@ -121,30 +120,19 @@ def test_bits_that_cannot_be_split_are_named(llama):
         made(llama, quantizer="grid", mixed=True)
 
 
-def test_eviction_comes_before_blocks_unless_layers_predict_each_other(llama):
-    cache = H2O(made(llama, rotation="fisher_pca"), retain=0.5).new_cache(llama)
-    assert generated(llama, cache).shape[1] == 32
-    with pytest.raises(DataError, match="without predictors"):
-        H2O(made(llama, predicted=True))
-
-
-@pytest.mark.parametrize("arguments", [{}, {"rotation": "fisher_pca"}, {"mixed": True},
-                                       {"quantizer": "rvq", "mixed": True, "bits": 2.0}], ids=str)  # fmt: skip
-def test_capacity_is_refused_where_sizes_depend_on_the_text(llama, arguments):
-    known = [made(llama, **arguments)]
+def test_capacity_of_residual_vq_depends_on_the_text_only_until_bits_are_split(llama):
+    split = {"quantizer": "rvq", "mixed": True, "bits": 2.0}
     preset = presets.crossed("rvq", 2.0, rotation="fisher_pca", **LEARNED)
     assert capacity(llama, preset, 1).bits_per_value == 2.0 + 16 / 32  # which needs no model
-    if "quantizer" in arguments:  # residual VQ takes as many for any text, once bits are split
-        assert capacity(llama, known.pop(), 1).bits_per_value < 16
-    for preset in (presets.crossed(**LEARNED | arguments), *known):
+    assert capacity(llama, made(llama, **split), 1).bits_per_value < 16
+    for preset in (presets.crossed(**LEARNED | split), presets.crossed(**LEARNED)):
         with pytest.raises(DataError, match="expects as many as SmolLM2-135M needs"):
             capacity(llama, preset, 1)
 
 
 def test_sequences_shorter_than_a_block_are_named(llama):
-    for plan in PLANS:
-        with pytest.raises(DataError, match="shorter than the codec's block of 64"):
-            made(llama, **plan | {"block": 64})
+    with pytest.raises(DataError, match="shorter than the codec's block of 64"):
+        made(llama, block=64, mixed=True)
     with pytest.raises(DataError, match="none is packed"):
         calibrate(llama, TOKENS[:, :4], presets.crossed(mixed=True), progress=False)
 
@@ -166,11 +154,6 @@ def test_the_best_predicts_from_where_validation_text_says_that_it_pays(light, h
     shape = Shape(num_layers=30, num_kv_heads=3, head_dim=64)  # SmolLM2-135M's
     found = pays_from(searched, *names, shape.values) / shape.width
     assert len(found) == 2 and found.between(PAYS[heavy] / 1.15, PAYS[heavy] * 1.15).all()
-
-
-def test_the_best_with_a_trellis_generates(llama):
-    compressor = calibrate(llama, TOKENS, presets.best(1.0, 1, block=4, trellis=True), progress=False)
-    assert generated(llama, compressor.new_cache(llama)).shape[1] == 32
 
 
 def test_best_falls_back_where_predictions_do_not_pay(llama):

@@ -174,16 +174,6 @@ def test_q_norm_keeps_mean_and_deviation():
     assert plain.std() < 0.97 * x.std()
 
 
-def test_nova_runs_on_a_model_and_comes_back_from_a_folder(llama, tmp_path):
-    tokens = torch.randint(1, 200, (6, 150), generator=torch.Generator().manual_seed(0))
-    compressor = calibrate(llama, tokens, presets.nova(), progress=False)
-    compressor.save_pretrained(tmp_path)
-    again = type(compressor).from_pretrained(tmp_path)
-    with torch.no_grad():
-        logits = [llama(tokens[:1], past_key_values=c.new_cache(llama)).logits for c in (compressor, again)]
-    assert torch.equal(*logits)
-
-
 def test_attention_is_watched_apart_from_other_threads(llama):
     tokens = torch.randint(1, 200, (4, 48), generator=torch.Generator().manual_seed(0))
     own = llama.config._attn_implementation

@@ -13,7 +13,7 @@ from vqkv.runtime.checks import whole_blocks
 TOKENS = 256
 LITTLE, MUCH = 0.1, 0.5  # shares of the variance: losing less is no damage, losing more is, at any number of bits
 WORSE = 16  # times 4^-bits: the share of variance that may be lost; sound caches lose less than a quarter of it
-FEWEST_BITS = 0.5  # below which no preset is known to work
+FEWEST_BITS = 0.5  # no preset works below
 CONSTANT = 2.0**-18  # of the mean square: a variance below is rounding
 
 

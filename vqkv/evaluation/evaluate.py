@@ -22,7 +22,7 @@ TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Any]  # what one batch adds to a row: tensors and the byte meter's report
 NOTHING_LEFT = (
-    "nothing is left to score behind the tokens that read nothing packed: use longer sequences, or a smaller window or "
+    "nothing is left to score after the tokens that read nothing packed: use longer sequences, or a smaller window or "
     "flush block"
 )
 
@@ -105,8 +105,9 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
     floor = exact.floor(tokens, [start, tokens.shape[1] - start])[:, start:-1].mean().item()
     row = _spread(token_kl(expected, logits).mean(1)) | {"kl_floor": floor}
-    nll = [token_nll(found, tokens[:, start + 1 :]).mean().exp().item() for found in (expected, logits)]
-    return row | dict(zip(("ppl_exact", "ppl", "top1"), (*nll, top1_agreement(expected, logits).mean().item())))
+    for name, each in (("ppl_exact", expected), ("ppl", logits)):
+        row[name] = token_nll(each, tokens[:, start + 1 :]).mean().exp().item()
+    return row | {"top1": top1_agreement(expected, logits).mean().item()}
 
 
 def _spread(kl: Tensor) -> dict:
@@ -116,7 +117,8 @@ def _spread(kl: Tensor) -> dict:
 
 
 def bootstrap_interval(x: Tensor) -> tuple[float, float]:
-    """95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
+    """Draw a 95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below
+    two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
     values = x.double().cpu().numpy()
@@ -126,16 +128,17 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
-    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; the model reads exact ones."""
+    """Measure the relative MSE of the stored keys and values of ``tokens``, mean over layers; the model reads exact
+    ones."""
     return _mean_ratios([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)], *ROLES_MSE)
 
 
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
     """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
     keys, values = exact.keys_and_values(batch, pre_rope=compressor.settings.pre_rope)
-    known, layers = compressor.new_pass(), []
+    reconstructions, layers = compressor.new_pass(), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
-        restored = compressor.reconstruct(layer, *pair, known)
+        restored = compressor.reconstruct(layer, *pair, reconstructions)
         layers.append([_squares(x[:, :, : y.shape[2]], y) for x, y in zip(pair, restored, strict=True)])
     return {name: torch.stack(squares) for name, squares in zip(ROLES_MSE, zip(*layers), strict=True)}
 
@@ -184,8 +187,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
         "attention_mse": torch.stack(
             [  # of the attention blocks' outputs, earlier errors included
-                _squares(*(torch.cat(found[layer], 1)[:, start:] for found in (exact_attention, packed_attention)))
-                for layer in exact_attention
+                _squares(*(torch.cat(outputs, 1)[:, start:] for outputs in (exact_outputs, packed_attention[layer])))
+                for layer, exact_outputs in exact_attention.items()
             ]
         ),
         "scored_tokens": torch.full((len(tokens),), targets.shape[1]),

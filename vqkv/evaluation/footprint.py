@@ -2,12 +2,12 @@
 payloads are weighed.
 
 Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
-not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
+not packed yet; and as ``working`` a stated reserve for what a pass makes and drops again: the keys and
 values of the layer that is being read, decoded in the model's dtype, and where layers are predicted from others seven
 fp32 tensors of that size. Of ``DynamicCache`` it is the keys of a layer, which ``torch.cat`` copies. Sequences have no
 padding and grow token by token.
 
-Not counted: activations and logits, above all of a prompt in one piece; decoded tokens that a cache is told to keep;
+Not counted: activations and logits, above all of a prompt in one piece; decoded tokens that a cache may keep;
 the framework itself, and memory that its allocator cannot use.
 """
 
@@ -86,7 +86,7 @@ class Footprint:
         return 8 * self.block_bytes / (self.block * self.values)
 
     def parts(self, seq_len: int) -> tuple[int, int, int]:
-        """Of ``seq_len`` tokens, those in the sinks, packed, and in the window: tokens are packed in whole blocks."""
+        """Divide ``seq_len`` tokens into those in the sinks, packed in complete blocks, and in the window."""
         sinks = min(seq_len, self.sink_tokens)
         packed = max(0, seq_len - sinks - self.recent_window)
         packed -= packed % self.block
@@ -135,8 +135,8 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
 
 
 def expected(model, preset: Preset, bits_per_value: float, side_information: int, predicted: int) -> Footprint:
-    """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
-    and tables so many bytes. ``predicted``: layers that are put together from others while one is read."""
+    """Weigh a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices and tables so
+    many bytes. ``predicted``: layers that are put together from others while one is read."""
     stored = bits_per_value * preset.settings.flush_block * model_shape(model).values / 8
     return _footprint(model, preset.settings, preset.settings.flush_block, stored, side_information, predicted)
 
@@ -164,7 +164,7 @@ def _footprint(model, settings: CacheSettings, block: int, stored: float, side: 
 
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-    """Return a loaded model as it is; lay out one known by its name, its config or the contents of that, a dict, on the
+    """Return a loaded model as it is; lay out one by its name, its config or the contents of that, a dict, on the
     ``meta`` device. ``dtype``: of the weights to lay out, by default the config's own, else float16.
 
     Raises ``DataError`` for sliding windows, encoders, and layers without KV heads or with unequal ones."""
@@ -199,8 +199,8 @@ def model_shape(model) -> Shape:
     shapes = {layer.shape for layer in layers}
     heads, key_dim, value_dim = next(iter(shapes))
     if len(shapes) > 1 or key_dim != value_dim:
-        found = ", ".join(f"{heads} heads of {key_dim} and {value_dim}" for heads, key_dim, value_dim in sorted(shapes))
-        raise DataError(f"{type(model).__name__} has layers with {found}: capacities are known for equal layers only")
+        unequal = ", ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
+        raise DataError(f"{type(model).__name__} has layers with {unequal}: capacity takes equal layers only")
     return Shape(len(layers), heads, key_dim)
 
 

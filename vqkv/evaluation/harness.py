@@ -78,11 +78,11 @@ class CompressedLM(HFLM):
             self._new_cache()  # refuses a compressor of another model
 
     def measured(self) -> dict:
-        """Columns of a table, if the cache is compressed."""
+        """Return columns of a table, if the cache is compressed."""
         if self.compressor is None:
             return {}
-        whole = total(self.reports)
-        columns = {name: getattr(whole, name) for name in ("bits_per_value", "ratio", "side_bytes")}
+        report = total(self.reports)
+        columns = {name: getattr(report, name) for name in ("bits_per_value", "ratio", "side_bytes")}
         return columns | {"packed_share": self.read_packed / self.read}
 
     @torch.no_grad()
@@ -147,8 +147,8 @@ def run_tasks(
     for name in [tasks] if isinstance(tasks, str) else tasks:
         shots |= SUITES.get(name, {name: None})
     for name in shots.keys() - LOCAL.keys():
-        if name not in (known := _lm_eval_tasks(about).all_tasks):
-            raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, known, n=5)])
+        if name not in (names := _lm_eval_tasks(about).all_tasks):
+            raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, names, n=5)])
     rows = []
     for name, count in shots.items():
         task = _local(name, tokenizer) if name in LOCAL else name

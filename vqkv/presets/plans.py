@@ -62,7 +62,7 @@ class FromPrevious(LayerPlan):
 
 def parse_sources(role: str, names: str) -> list[tuple[str, int]]:
     """Parse ``"V-1+K"`` to ``[("value", 1), ("key", 0)]``, roles and how many layers back, of which ``role`` is
-    predicted. Raises ``DataError`` for other names, and for what is not known before the role itself."""
+    predicted. Raises ``DataError`` for other names, and for roles that come later."""
     if names in (NOT_PREDICTED, CONSTANT):
         return []
     matches = [SOURCE.fullmatch(name) for name in names.split("+")]
@@ -167,15 +167,15 @@ def allocate(curves: dict[Place, Tensor], budget: float) -> dict[Place, float]:
     """Split bits among layers and roles: of each one's points (n, 2) of bits and cost, choose those that keep the sum
     of costs lowest with a mean of at most ``budget`` bits (Lagrange multipliers on the curves' convex hulls; Shoham &
     Gersho 1988). Raises ``DataError`` if even the fewest bits are too many, and for costs that are no numbers."""
-    for place, curve in curves.items():
+    for (role, layer), curve in curves.items():
         if not curve.isfinite().all():
-            raise DataError(f"what {place} costs is infinite or NaN: check the model's weights and dtype")
+            raise DataError(f"the {role}s of layer {layer} cost infinity or NaN: check the model's weights and dtype")
     least = sum(curve[:, 0].min().item() for curve in curves.values()) / len(curves)
     if least > budget:
         raise DataError(f"{budget:g} bits a value, but {least:g} is the least that these codecs take: allow more")
 
     def choose(price: float) -> dict[Place, float]:
-        return {place: curve[(curve[:, 1] + price * curve[:, 0]).argmin(), 0].item() for place, curve in curves.items()}
+        return {at: curve[(curve[:, 1] + price * curve[:, 0]).argmin(), 0].item() for at, curve in curves.items()}
 
     low, high = -60.0, 60.0  # of the price's logarithm; the highest buys the fewest bits
     for _ in range(60):  # halvings, until the ends are one number

@@ -54,7 +54,7 @@ def turboquant(bits: float = 3, seed: int = 0) -> Preset:
 @preset
 def kvarn(key_bits: int = 2, value_bits: int = 2, tile: int = 128, iterations: int = 16) -> Preset:
     """KVarN (arXiv 2606.03458): tiles of ``tile`` tokens, Hadamard over channels, the standard deviations of channels
-    and tokens brought to 1 in ``iterations`` turns, then asymmetric rounding: keys per channel, values per token.
+    and tokens brought to 1 in ``iterations`` steps, then asymmetric rounding: keys per channel, values per token.
     Tokens wait in 16 bits until a tile is full. fp16 for all scales is ours. 2.56 bits a value at head_dim 64."""
     scales = DualScale(iterations)
     keys = chain(Hadamard(), TokenBlock(tile, channels_first=True), scales, AffineQuantizer(key_bits))
