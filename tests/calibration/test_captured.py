@@ -42,11 +42,11 @@ def test_a_write_that_fails_names_the_folder(llama, monkeypatch):
 
 
 def peaks(folder: str, name: str) -> list[float]:
-    """MiB that this process has held at most, after a calibration on 16 sequences and after one on 160."""
+    """MiB that this process has held at most, after a calibration on 8 sequences and after one on 80."""
     torch.set_num_threads(1)
     model, found = load_model(folder)[0], []
     preset = presets.aqua() if name == "aqua" else few_presets.PRESETS[name]
-    for num_seqs in (16, 160):
+    for num_seqs in (8, 80):
         tokens = few_presets.text(num_seqs, 0, seq_len=256)
         calibrate(model, tokens, preset, batch_size=4, progress=False)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
@@ -55,6 +55,6 @@ def peaks(folder: str, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["aqua", "vqllm"])
 def test_memory_does_not_grow_with_the_tokens(llama, name):
-    """Keys and values of 144 x 256 more tokens take 54 MiB in fp32, which would show."""
+    """Keys and values of 72 x 256 more tokens take 27 MiB in fp32, which would show."""
     short, long = forked.call(peaks, llama.config._name_or_path, name)
     assert long - short < 10  # MiB: allocators keep some of what batches leave

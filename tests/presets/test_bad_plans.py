@@ -1,7 +1,8 @@
 """Arguments of presets with predictors and shared layers, as the command line gives them: what is wrong is named."""
 
+from types import SimpleNamespace
+
 import pytest
-import torch
 
 from vqkv import DataError, UnknownNameError, presets
 from vqkv.presets.plans import FromPrevious
@@ -51,29 +52,12 @@ def test_wrong_arguments_are_named(name, assignment, message):
     assert message in str(error.value)
 
 
-class Trial:
-    """Stands where a model would: every pair of layers is as good as any other."""
-
-    def __init__(self, num_layers):
-        self.num_layers = num_layers
-
-    def distances(self):
-        return torch.ones(self.num_layers, self.num_layers)
-
-    def similarity(self, plan):
-        return 0.9
-
-
 def test_sources_before_the_first_layer_are_left_out():
-    plan = FromPrevious(presets.fp16(), key_from="K-2+K-9", value_from="K").arrange(presets.higgs(), Trial(3))
+    three, one = (SimpleNamespace(num_layers=count) for count in (3, 1))
+    plan = FromPrevious(presets.fp16(), key_from="K-2+K-9", value_from="K").arrange(presets.higgs(), three)
     assert [roles["key"].sources for roles in plan] == [(), (), (("key", 0),)]
     for sources in ("mean", "none"):
-        plan = FromPrevious(presets.fp16(), key_from=sources, value_from=sources).arrange(presets.higgs(), Trial(3))
+        plan = FromPrevious(presets.fp16(), key_from=sources, value_from=sources).arrange(presets.higgs(), three)
         assert [roles["key"].predictor is None for roles in plan] == [True, *[sources == "none"] * 2]
-    (only,) = presets.aqua().plan.arrange(presets.higgs(), Trial(1))
+    (only,) = presets.aqua().plan.arrange(presets.higgs(), one)
     assert only["key"].predictor is None and only["value"].predictor is None
-
-
-def test_as_many_pairs_as_can_exist():
-    plan = presets.kvsharer(pairs=3, threshold=0).plan.arrange(presets.fp16(), Trial(4))
-    assert [bool(roles["key"].sources) for roles in plan] == [False, True, True, True]

@@ -18,7 +18,6 @@ from vqkv import DataError, calibrate, capacity, presets
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import SignedGrid
 from vqkv.codecs.nonuniform import NonUniform
-from vqkv.codecs.pca import CostBasis
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.product import HeadCodebooks
 from vqkv.codecs.scaling import Clipped
@@ -83,11 +82,6 @@ def test_oscar_is_rotation_clip_and_two_bits():
         assert wrong.float().mean() < 0.01
 
 
-def test_a_cost_basis_needs_a_model():
-    with pytest.raises(DataError, match="vqkv.calibrate"):
-        Chain([CostBasis()], NonUniform(2)).fit(gaussian(1, HEADS, 40, DIM))
-
-
 def test_clipping_ends_at_a_share_of_the_magnitudes():
     x = torch.tensor([-9.0, -1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]).view(1, 1, 1, 10)
     ends = Clipped(0.8).encode(x)[1]  # magnitudes 0.5, 1 ... 9: the ninth is 8
@@ -148,15 +142,6 @@ def test_nova_has_codes_of_its_own_for_each_group_of_each_head():
         distances = torch.cdist(rows[0, head, :, group], books[head, group])
         assert torch.equal(codes[0, head, :, group], distances.argmin(-1))
     assert 8 * chain.encode(x).nbytes / x.numel() == 2 + 16 / DIM
-
-
-def test_nova_weighs_errors_by_what_queries_see():
-    x, cost = gaussian(1, HEADS, 3000, DIM), metric() + 1e-3 * torch.eye(DIM)
-    plain, told = (presets.nova().key_codec(DIM) for _ in range(2))
-    plain.weigh(torch.eye(DIM).expand(HEADS, -1, -1))
-    told.weigh(cost)
-    lost = [torch.einsum("bhtc,hcd,bhtd->", e, cost, e) for e in (restored(c.fit(x), x) - x for c in (plain, told))]
-    assert lost[1] < 0.7 * lost[0]
 
 
 def test_signs_and_magnitudes_of_eight_values():

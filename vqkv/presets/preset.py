@@ -100,18 +100,17 @@ def preset(function: Callable[..., Preset]) -> Callable[..., Preset]:
     and the preset notes them (as the function does itself, where it names one). Every preset takes the settings
     ``OF_EVERY_PRESET``, too, in place of those that the function chose."""
     own = inspect.signature(function)
-    settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
-                for name, kind in OF_EVERY_PRESET.items()]  # fmt: skip
+    describe = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=...)
+    settings = [describe(name, annotation=kind) for name, kind in OF_EVERY_PRESET.items()]
     signature = own.replace(parameters=sorted([*own.parameters.values(), *settings], key=lambda each: each.kind))
 
     @wraps(function)
     def checked(*positional, **named) -> Preset:
-        bound = signature.bind(*positional, **named)
-        for name, value in bound.arguments.items():
-            check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
-        given = {name: bound.arguments.pop(name) for name in OF_EVERY_PRESET if name in bound.arguments}
-        bound = own.bind(*bound.args, **bound.kwargs)
+        given = {name: named.pop(name) for name in OF_EVERY_PRESET if name in named}
+        bound = own.bind(*positional, **named)
         bound.apply_defaults()
+        for name, value in (bound.arguments | given).items():
+            check_type(f"argument {name} of preset {function.__name__!r}", value, signature.parameters[name])
         made = function(*bound.args, **bound.kwargs)
         noted = {name: made.arguments.get(name, value) for name, value in bound.arguments.items()}
         return dataclasses.replace(made, arguments=noted | given, **given)
