@@ -102,9 +102,9 @@ def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
 
 def test_calls_make_the_presets_that_they_name(table):
     made = eval(table.loc["best-mid 1.8", "preset"], {"presets": presets})
-    assert made.name == "best" and made.fallback is not None
+    assert made.name == "best" and made.if_too_few_tokens is not None
     short = recommend(LLAMA, context=4096).set_index("system")["preset"]
-    assert "best-mid 1.8" not in short and eval(short["best-short 1.8"], {"presets": presets}).fallback is None
+    assert "best-mid 1.8" not in short and eval(short["best-short 1.8"], {"presets": presets}).if_too_few_tokens is None
 
 
 @pytest.mark.parametrize(("block", "side", "tokens"), [(1, 0, 1), (32, 0, 32), (1, 1200, 101), (32, 1200, 128)])

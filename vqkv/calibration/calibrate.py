@@ -98,18 +98,18 @@ def _fit_streamed(model, tokens: Tensor, preset: Preset, batch_size: int, progre
 
 
 def _fit(model, preset: Preset, captured: CapturedTokens, progress: bool):
-    """Fit ``preset``, or its fallback where predictions do not pay. Returns it with codecs and predictions."""
+    """Fit ``preset``, or ``if_too_few_tokens`` where predictions do not pay; return it, codecs and predictions."""
     plan = (preset.plan or LayerPlan()).arrange(preset, ModelTrial(model, captured))
     fit = LayerFit(model, captured, plan, preset.sink_tokens if preset.plan else 0)
     codecs, predictions = fit.run(f"calibrate {preset.name}" if progress else None)
-    if preset.fallback is not None and (why := _hardly_pays(model, captured.tokens, plan, predictions)):
+    if preset.if_too_few_tokens is not None and (why := _hardly_pays(model, captured.tokens, plan, predictions)):
         warnings.warn(
             f"{preset.name} predicts layers from each other, which does not pay after calibration on "
             f"{captured.tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
             stacklevel=3,
         )
         kept = {name: getattr(preset, name) for name in OF_EVERY_PRESET}
-        return _fit(model, dataclasses.replace(preset.fallback, **kept), captured, progress)
+        return _fit(model, dataclasses.replace(preset.if_too_few_tokens, **kept), captured, progress)
     return preset, codecs, predictions
 
 

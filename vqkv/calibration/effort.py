@@ -16,7 +16,7 @@ OTHERS = 6.0
 
 
 def passes(name: str) -> float:
-    """Passes of the model over its text, of a preset by its name."""
+    """Estimate how many passes of the model over its text calibrating a preset takes, by its name."""
     return next((count for start, count in PASSES.items() if name.startswith(start)), OTHERS)
 
 

@@ -128,7 +128,7 @@ class LayerFit:
                 self.restored.drop(*source)
 
     def _residuals(self, role: str, layer: int, folds: CrossFit | None) -> Iterator[tuple[int, Tensor, Tensor | float]]:
-        """Number, residual and prediction of each batch; of each fold by the predictor that was not fitted to it."""
+        """Yield number, residual and prediction of each batch; of a fold by the predictor that was not fitted to it."""
         prediction = self.predictions.get((role, layer))
         for number, x, restored in self._batches(role, layer, prediction.sources if prediction else ()):
             predicted: Tensor | float = 0.0
@@ -141,7 +141,7 @@ class LayerFit:
             yield number, x - predicted, predicted
 
     def _samples(self, role: str, layer: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A predictor's inputs (n, in_features), targets (n, out_features) and folds (n,), batch by batch."""
+        """Yield a predictor's inputs (n, in_features), targets (n, out_features) and folds (n,), batch by batch."""
         sources = self.plans[role, layer].sources
         for number, x, restored in self._batches(role, layer, sources):
             rows = inputs(restored, sources, x)
@@ -151,7 +151,7 @@ class LayerFit:
         return folds_of(number, len(x), x.shape[2], len(self.captured.tokens)).to(x.device)
 
     def _batches(self, role: str, layer: int, sources: tuple[Place, ...]):
-        """Number, fp32 keys or values (of all layers that are stored together) and restored sources of each batch."""
+        """Yield number, fp32 keys or values (of all layers stored together) and restored sources of each batch."""
         layers = range(layer, layer + self.plans[role, layer].layers)
         for number, parts in enumerate(zip(*(self.captured.batches(role, each, self.device) for each in layers))):
             x = torch.cat(parts, dim=1)[:, :, self.sink_tokens :].float()

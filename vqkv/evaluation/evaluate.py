@@ -134,7 +134,7 @@ def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_siz
 
 
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
-    """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
+    """Sum squared errors and sizes, float64 (num_layers, 2) for keys and for values."""
     keys, values = exact.keys_and_values(batch, pre_rope=compressor.settings.pre_rope)
     reconstructions, layers = compressor.new_pass(), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
@@ -144,13 +144,13 @@ def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
 
 
 def _mean_ratios(batches: list[Sums], *names: str) -> dict:
-    """Relative MSE per layer over all batches, averaged over layers."""
+    """Average over layers the relative MSE of each over all batches."""
     sums = {name: sum(batch[name] for batch in batches) for name in names}
     return {name: sum((error / size).item() for error, size in layers) / len(layers) for name, layers in sums.items()}
 
 
 def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None, step_size: int):
-    """Lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
+    """Return lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
     if protocol == "in_place":
         return [seq_len], 0
     if protocol == "chunked":
@@ -167,7 +167,7 @@ def _steps(tokens: int, size: int) -> list[int]:
 
 
 def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Sums:
-    """Per-sequence means over the scored tokens of one batch, and sums."""
+    """Average over the scored tokens of each sequence of one batch, and sum squared errors."""
     model = exact_pass.model
     exact, exact_attention = exact_pass(tokens)
     with attention_outputs(model) as packed_attention:
@@ -202,8 +202,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
 
 
 def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
-    """Logits, and how many exact tokens the cache held when each piece was read; None while nothing was packed. Raises
-    ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+    """Return logits, and how many exact tokens the cache held when each piece was read; None while none was packed.
+    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
     logits, exact_tokens = [], []
     for piece in pieces:
         exact_tokens.append(_exact_tokens(model, cache))
@@ -220,14 +220,14 @@ def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
 
 
 def _exact_tokens(model, cache) -> float | None:
-    """Tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
+    """Count tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
     report = cache.report()
     values = max(1, values_per_token(outline(model)) * report.batch_size)
     return (report.values - report.packed_values) / values if report.packed_values else None
 
 
 def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Tensor:
-    """Exact tokens that each token reads: those before its piece, and the piece's up to itself unless it is alone."""
+    """Count exact tokens that each token reads: those before its piece, and its piece's up to itself unless alone."""
     own = [torch.arange(1.0, length + 1) * (len(pieces) > 1) for length in pieces]
     return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 
@@ -263,6 +263,6 @@ def _row(protocol: str, batches: list[Sums], per_sequence: bool) -> dict:
 
 
 def _squares(x: Tensor, x_hat: Tensor) -> Tensor:
-    """Squared error and squared size."""
+    """Sum the squared error and the squared size."""
     x, x_hat = x.double(), x_hat.double()
     return torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu()

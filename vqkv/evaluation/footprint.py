@@ -93,7 +93,7 @@ class Footprint:
         return sinks, packed, seq_len - sinks - packed
 
     def kinds(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
-        """Bytes by kind with ``batch_size`` sequences of ``seq_len`` tokens."""
+        """Count bytes by kind with ``batch_size`` sequences of ``seq_len`` tokens."""
         sinks, packed, window = self.parts(seq_len)
         return {
             "weights": self.weights,
@@ -105,13 +105,13 @@ class Footprint:
         }
 
     def cache_bytes(self, seq_len: int, batch_size: int = 1) -> int:
-        """Packed tokens, sinks and window: ``cache.report().cache_bytes`` without padding."""
+        """Count bytes of packed tokens, sinks and window: ``cache.report().cache_bytes`` without padding."""
         kinds = self.kinds(seq_len, batch_size)
         return kinds["packed"] + kinds["sinks"] + kinds["window"]
 
     def peak(self, seq_len: int, batch_size: int = 1) -> int:
-        """The most bytes while the sequences grow to ``seq_len`` tokens: where packing a block frees more than the next
-        tokens take, the longest is not the largest."""
+        """Find the most bytes while the sequences grow to ``seq_len`` tokens: where packing a block frees more than the
+        next tokens take, the longest is not the largest."""
         beyond = seq_len - self.sink_tokens - self.recent_window
         before_packing = seq_len - beyond % self.block - 1 if beyond >= self.block else seq_len
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
@@ -240,7 +240,7 @@ class _AnyModel:
 
 
 def _untrained(preset: Preset, shape: Shape) -> Compressor:
-    """``preset`` as it would be fitted to a model of this shape, but for what is learned."""
+    """Make ``preset`` a compressor as if fitted to a model of this shape, but for what is learned."""
     codecs: list[tuple[Codec, Codec]] = []
     predictions = {}
     for layer, roles in enumerate((preset.plan or LayerPlan()).arrange(preset, _AnyModel(shape.num_layers))):
@@ -257,7 +257,7 @@ def _untrained(preset: Preset, shape: Shape) -> Compressor:
 
 @cache
 def _fitted(config: str, num_kv_heads: int, head_dim: int) -> Codec:
-    """The codec that ``config`` (JSON) describes, fitted to as few random values as it takes."""
+    """Make the codec that ``config`` (JSON) describes, fitted to as few random values as it takes."""
     config, tokens = config.replace('"init": "kmeans"', '"init": "random"'), 1  # codebooks as large, in less time
     while True:
         codec = part_from_config(json.loads(config))

@@ -87,7 +87,7 @@ class CompressedLM(HFLM):
 
     @torch.no_grad()
     def _model_call(self, inps: Tensor, *args, **kwargs) -> Tensor:
-        """Logits (1, tokens, vocabulary) of a text (1, tokens)."""
+        """Compute logits (1, tokens, vocabulary) of a text (1, tokens)."""
         if self.compressor is None:
             return super()._model_call(inps, *args, **kwargs)
         cache, logits = self._new_cache(), []
@@ -173,12 +173,12 @@ def run_tasks(
 
 @cache
 def _lm_eval_tasks(metadata: str) -> TaskManager:
-    """lm_eval's 14,000 tasks, whose names take ten seconds to read; ``metadata``: JSON."""
+    """List lm_eval's 14,000 tasks, whose names take ten seconds to read; ``metadata``: JSON."""
     return TaskManager(metadata=json.loads(metadata))
 
 
 def _local(name: str, tokenizer) -> dict:
-    """A list of keys and values, then a key again: which of four values of the list is its own?"""
+    """Make a task: a list of keys and values, then a key again: which of four values of the list is its own?"""
     return {
         "task": name,
         "custom_dataset": lambda **_: {"test": Dataset.from_list(recall_questions(tokenizer, *LOCAL[name]))},

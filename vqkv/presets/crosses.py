@@ -121,7 +121,7 @@ def best(
         return short
     long = design == "best-long"
     made = crossed(coder, bits, predicted=True, predictor_bits=8 if long else 4, merged=long, **shared)
-    return dataclasses.replace(made, name="best", fallback=short)
+    return dataclasses.replace(made, name="best", if_too_few_tokens=short)
 
 
 @preset

@@ -45,8 +45,8 @@ class Preset:
     """A way to store a cache. ``key_codec`` and ``value_codec`` make an unfitted codec for one layer; they check
     head_dim if it is given. The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are
     packed ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE and rotated when read; None: where RoPE
-    can be undone. ``plan``: which layers are predicted from which; ``fallback``: what is calibrated instead where that
-    does not pay."""
+    can be undone. ``plan``: which layers are predicted from which; ``if_too_few_tokens``: what is calibrated instead
+    where that does not pay."""
 
     name: str
     key_codec: Callable[..., Codec]
@@ -57,7 +57,7 @@ class Preset:
     pre_rope: int | None = None
     arguments: dict = field(default_factory=dict)
     plan: LayerPlan | None = None
-    fallback: "Preset | None" = None
+    if_too_few_tokens: "Preset | None" = None
 
     def __post_init__(self):
         _ = self.settings  # checks them
