@@ -105,8 +105,8 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
     floor = exact.floor(tokens, [start, tokens.shape[1] - start])[:, start:-1].mean().item()
     row = _spread(token_kl(expected, logits).mean(1)) | {"kl_floor": floor}
-    for name, each in (("ppl_exact", expected), ("ppl", logits)):
-        row[name] = token_nll(each, tokens[:, start + 1 :]).mean().exp().item()
+    nll_exact, nll = (token_nll(each, tokens[:, start + 1 :]).mean() for each in (expected, logits))
+    row |= {"ppl_exact": nll_exact.exp().item(), "ppl": nll.exp().item()}
     return row | {"top1": top1_agreement(expected, logits).mean().item()}
 
 
@@ -117,8 +117,7 @@ def _spread(kl: Tensor) -> dict:
 
 
 def bootstrap_interval(x: Tensor) -> tuple[float, float]:
-    """Draw a 95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below
-    two."""
+    """Draw a 95% interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
     values = x.double().cpu().numpy()
@@ -128,8 +127,7 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
-    """Measure the relative MSE of the stored keys and values of ``tokens``, mean over layers; the model reads exact
-    ones."""
+    """Measure the relative MSE, mean over layers, of stored keys and values that the model makes of ``tokens``."""
     return _mean_ratios([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)], *ROLES_MSE)
 
 
