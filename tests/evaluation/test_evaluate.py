@@ -50,8 +50,7 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
     assert row["kl_mean"] > 1e-3 and abs(math.log(row["ppl"] / row["ppl_exact"])) > 1e-4
     assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3 and row["kl_floor"] < 1e-2 * row["top1"]
     assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
-    for _ in range(2):
-        assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == row
+    assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == row
     passes = []
     handle = mini[0].register_forward_hook(lambda _, __, out: passes.extend([1] * (out.logits.shape[1] == 64)))
     try:
@@ -156,10 +155,10 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
     compressor = vqkv.calibrate(mini[0], tokens, dataclasses.replace(preset, recent_window=64), progress=False)
     for system in (compressor, H2O(compressor, 0.5, 0.1)):
         with pytest.raises(DataError, match="no packed token was read"):
-            evaluate(mini[0], system, tokens, protocol, reconstruction=False)
+            evaluate(mini[0], system, tokens, protocol, step_size=16, reconstruction=False)
     settings = dataclasses.replace(compressor.settings, recent_window=8, flush_block=1)
     fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
-    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16)["kl_mean"] > 0
+    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16, step_size=16)["kl_mean"] > 0
     assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there
     kivi = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)
     with pytest.raises(DataError, match="no packed token was read"):  # less than a block
@@ -168,8 +167,8 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
 
 def test_layers_that_are_stored_together_are_scored_without_errors_by_layer(mini, tokens):
     model, tokenizer = mini
-    text = vqkv.load_corpus("python-stdlib", tokenizer, seq_len=256, num_seqs=8)
-    joint = vqkv.calibrate(model, text, presets.kvtc(2.0, recent_window=0), progress=False)
+    text = vqkv.load_corpus("python-stdlib", tokenizer, seq_len=128, num_seqs=8)
+    joint = vqkv.calibrate(model, text, presets.kvtc(2.0, block=64, recent_window=0), progress=False)
     row = evaluate(model, joint, text[:1])
     assert row["kl_mean"] > 0 and "key_mse" not in row
 

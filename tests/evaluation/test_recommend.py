@@ -14,7 +14,7 @@ from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.tuning import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
-PASSED_OVER = ("seed", "kmeans_iterations", "sink_tokens", "recent_window")
+PASSED_OVER = ("seed", "kmeans_iterations", "sink_tokens", "recent_window", "pre_rope")
 VQLLM = {f"vqllm {depth}x1024": [depth, 1024] for depth in (3, 6, 8)}
 
 
@@ -37,7 +37,8 @@ def test_a_recommended_preset_is_the_one_that_was_measured(label):
     for role in ("key_codec", "value_codec"):
         one, other = (getattr(made, role)(64).config() for made in (preset, tried))
         assert _without(one) == _without(other)
-    assert _without(preset.arguments) == _without(tried.arguments) and preset.recent_window == tried.recent_window
+    assert _without(preset.arguments) == _without(tried.arguments)
+    assert (preset.recent_window, preset.pre_rope) == (tried.recent_window, tried.pre_rope)
 
 
 def _without(config):
