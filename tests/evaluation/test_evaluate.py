@@ -167,8 +167,8 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
 
 def test_layers_that_are_stored_together_are_scored_without_errors_by_layer(mini, tokens):
     model, tokenizer = mini
-    text = vqkv.load_corpus("python-stdlib", tokenizer, seq_len=128, num_seqs=8)
-    joint = vqkv.calibrate(model, text, presets.kvtc(2.0, block=64, recent_window=0), progress=False)
+    text = vqkv.load_corpus("python-stdlib", tokenizer, seq_len=256, num_seqs=8)
+    joint = vqkv.calibrate(model, text, presets.kvtc(2.0, recent_window=0), progress=False)
     row = evaluate(model, joint, text[:1])
     assert row["kl_mean"] > 0 and "key_mse" not in row
 
