@@ -93,18 +93,6 @@ def test_predictors_are_fitted_on_reconstructed_inputs(llama):
     assert (weights - solved[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sink_tokens": 80}, "80 tokens a sequence, of which 80 are sinks"),
-        ({"predictor": "mlp", "sink_tokens": 2}, "468 samples for an MLP of 64 input features"),
-    ],
-)
-def test_bad_arguments_are_named(llama, arguments, message):
-    with pytest.raises(DataError, match=message):
-        calibrate(llama, TOKENS, presets.aqua(**arguments), progress=False)
-
-
 def test_in_the_chunked_protocol_prediction_lowers_the_error(llama, fitted):
     """On a random checkpoint, whose later layers are nearly the first one's: a residual stream hardly changes."""
     plain = calibrate(llama, TOKENS, presets.higgs(2, recent_window=4), progress=False)

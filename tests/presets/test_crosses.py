@@ -130,7 +130,9 @@ def test_capacity_of_residual_vq_depends_on_the_text_only_until_bits_are_split(l
             capacity(llama, preset, 1)
 
 
-def test_sequences_shorter_than_a_block_are_named(llama):
+def test_too_few_tokens_are_named(llama):
+    with pytest.raises(DataError, match="264 samples for an MLP of 64 input features"):
+        calibrate(llama, TOKENS, presets.aqua(predictor="mlp"), progress=False)
     with pytest.raises(DataError, match="shorter than the codec's block of 64"):
         made(llama, block=64, mixed=True)
     with pytest.raises(DataError, match="none is packed"):
