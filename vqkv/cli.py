@@ -174,10 +174,10 @@ def recommend(
 
 def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str, batch_size: int = 8):
     """A compressor, after a line that says how long it will take."""
-    from vqkv.calibration.effort import about_seconds
+    from vqkv.calibration.effort import passes, seconds_per_token
 
     wanted = vqkv.presets.make(preset, **parse_assignments(parameter))
-    minutes = about_seconds(model, tokens, wanted) / 60
+    minutes = passes(wanted.name) * seconds_per_token(model) * tokens.numel() / 60
     typer.echo(f"calibrating {preset} on {tokens.numel():,} tokens of {corpus}: about {minutes:.1g} minutes", err=True)
     compressor = vqkv.calibrate(model, tokens, wanted, batch_size)
     compressor.notes["corpus"] = corpus

@@ -177,7 +177,9 @@ def test_the_same_codes_are_stored_in_any_pieces(llama, name):
     check()
 
 
-@pytest.mark.parametrize("preset", [presets.kivi(4, 8, 16), presets.vqllm(**SMALL)], ids=lambda preset: preset.name)
+@pytest.mark.parametrize(
+    "preset", [presets.kivi(4, 8, recent_window=16), presets.vqllm(**SMALL)], ids=lambda preset: preset.name
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_no_codec_stores_is_refused_as_it_comes(preset, dtype, tmp_path):
     """Not once it leaves the window; by layer and role, and a value that every codec takes is taken."""
@@ -204,7 +206,9 @@ def test_a_compressor_for_another_model_is_refused(compressor, tmp_path):
         compressor.new_cache(small_models.load("gpt2", tmp_path))
 
 
-@pytest.mark.parametrize("preset", [presets.quanto(4, 32), presets.kivi(4, 8, 4)], ids=lambda preset: preset.name)
+@pytest.mark.parametrize(
+    "preset", [presets.quanto(4, 32), presets.kivi(4, 8, recent_window=4)], ids=lambda preset: preset.name
+)
 @pytest.mark.parametrize("name", sorted(small_models.SLIDING))
 def test_sliding_windows_drop_what_no_query_sees(name, preset, tmp_path):
     """The text is read as if all had been kept, and what is counted is what transformers' own cache holds."""

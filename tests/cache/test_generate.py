@@ -16,8 +16,8 @@ from vqkv.codecs.pipeline import Codec
 TOKENS = torch.randint(1, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
 PLAIN = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PRESETS = {
-    "kivi": presets.kivi(4, 8, 4),
-    "higgs": presets.higgs(4, 32, 2, 5),
+    "kivi": presets.kivi(4, 8, recent_window=4),
+    "higgs": presets.higgs(4, 32, sink_tokens=2, recent_window=5),
     "aqua": presets.aqua(presets.higgs(4, 32), sink_tokens=2, recent_window=5),
 }
 

@@ -25,7 +25,7 @@ SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS
 CODECS = {
     "quanto": lambda: presets.quanto(4, 8),
     "vqllm": lambda: presets.vqllm(2, 8, 4),
-    "kivi": lambda: presets.kivi(2, 4, 0),
+    "kivi": lambda: presets.kivi(2, 4, recent_window=0),
     "vqq": lambda: presets.vqq(0.2, 4, 8),
     "aqua": lambda: presets.aqua(presets.quanto(4, 8), first_layer_bits=16),
 }

@@ -26,7 +26,7 @@ READ = {
     "rvq2": presets.rvq2(codebook_size=16, keyframe=8),
     "live": presets.live(3.0),
 }
-DECODED = {"kivi": presets.kivi(4, 8, 4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
+DECODED = {"kivi": presets.kivi(4, 8, recent_window=4), "aqua": presets.aqua(presets.higgs(4, 32), recent_window=5)}
 
 
 model = small_models.fixture("gemma", "gpt2", "llama-yarn", "qwen2")

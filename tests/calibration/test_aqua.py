@@ -1,14 +1,12 @@
 """AQUA-KV: predictors in calibration (Algorithm 1), in writing and reading caches (2 to 4); and KVSharer."""
 
-import dataclasses
-
 import pytest
 import small_models
 import torch
 from projections import kv_sources
 from strategies import TOKENS, feed, run
 
-from vqkv import DataError, UnknownNameError, calibrate, evaluate, presets
+from vqkv import DataError, calibrate, evaluate, presets
 from vqkv.codecs.learning.ridge import Ridge
 from vqkv.codecs.predictive import side_by_side
 from vqkv.models.capture import capture
@@ -81,16 +79,6 @@ def test_in_place_equals_restoring_every_layer_by_hand(llama, preset, within):
     torch.testing.assert_close(ours, by_hand, rtol=within, atol=within)
 
 
-def test_predictors_and_entropy_coding_combine_in_either_order(llama):
-    plain, coded = presets.vqllm(2, 16, 16), presets.entropy_coded
-    for preset in (presets.aqua(coded(plain, block=16)), coded(presets.aqua(plain), block=16)):
-        preset = dataclasses.replace(preset, recent_window=0, sink_tokens=0)
-        compressor = calibrate(llama, TOKENS, preset, progress=False)
-        for protocol in ("in_place", "chunked", "snapshot"):
-            row = evaluate(llama, compressor, TOKENS[:2], protocol, chunk_size=16)
-            assert 0 < row["kl_mean"] < 5 and row["bits_per_value"] < 4
-
-
 def test_predictors_are_fitted_on_reconstructed_inputs(llama):
     compressor = calibrate(llama, TOKENS, presets.aqua(sink_tokens=0), batch_size=4, progress=False)
     keys, values = capture(llama, TOKENS)
@@ -101,35 +89,6 @@ def test_predictors_are_fitted_on_reconstructed_inputs(llama):
         solved.append(ridge.solve()[:-1])
     torch.testing.assert_close(weights, solved[0], rtol=2e-3, atol=2e-3)
     assert (weights - solved[1]).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"key_from": "V"}, "of the same layer only a value can read the key"),
-        ({"value_from": "V"}, "of the same layer only a value can read the key"),
-        ({"value_from": "V-1+Q"}, "'V-1[+]Q' of a value"),
-        ({"value_from": "V-1+V-1"}, "'V-1[+]V-1' of a value"),
-        ({"value_from": ""}, "'' of a value"),
-        ({"backbone": "zip"}, "unknown preset 'zip'"),
-        ({"sink_tokens": 80}, "80 tokens a sequence, of which 80 are sinks"),
-        ({"predictor": "mlp", "sink_tokens": 2}, "468 samples for an MLP of 64 input features"),
-    ],
-)
-def test_bad_arguments_are_named(llama, arguments, message):
-    with pytest.raises((DataError, UnknownNameError), match=message):
-        calibrate(llama, TOKENS, presets.aqua(**arguments), progress=False)
-
-
-def test_autocast_does_not_change_what_is_read_back(llama, fitted):
-    keys, values = capture(llama, TOKENS[:1])
-    expected, known = fitted.new_pass(), fitted.new_pass()
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            inside = fitted.reconstruct(layer, *pair, known)
-        assert all(map(torch.equal, inside, fitted.reconstruct(layer, *pair, expected)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run(llama, fitted.new_cache(llama), TOKENS[:1], (40, 1, 39)).isfinite().all()
 
 
 def test_in_the_chunked_protocol_prediction_lowers_the_error(llama, fitted):

@@ -73,19 +73,6 @@ def test_fisher_predicts_what_small_errors_cost(model):
         assert sum(cost(model, place, noisy) for _ in range(3)) / 3 == pytest.approx(2e-3, rel=0.35), place
 
 
-def test_fisher_tells_costly_directions_from_cheap_ones(llama):
-    place = "value", 0
-    values, vectors = torch.linalg.eigh(fisher_metrics(llama, TOKENS)[place][0])  # of the first head
-    signs, change = (
-        torch.randint(0, 2, (8, 1, 40, 1), generator=torch.Generator().manual_seed(2)) * 2 - 1,
-        torch.zeros(2, 2, 1, 32),
-    )
-    change[:, 0, 0] = vectors.mT[[0, -1]] * (2 * 2e-3 / values[-1].item()) ** 0.5
-    cheap, costly = (cost(llama, place, lambda x, each=each: x + each * signs) for each in change)
-    assert costly > 10 * cheap
-    assert 5e-4 < costly < 3e-3  # of 2e-3: the largest eigenvalue of an estimate from few tokens is too large
-
-
 def test_fisher_is_the_same_whatever_was_switched_off_and_leaves_nothing_behind(llama):
     expected = fisher_metrics(llama, TOKENS[:2])
     llama.requires_grad_(False)
@@ -135,10 +122,3 @@ def test_a_place_costs_about_what_replacing_it_alone_does(model):
         expected = sum(((e @ metric) * e).sum(-1).double().mean() for e, metric in by_head) / 2
         torch.testing.assert_close(curve[:, 1], rates[:, 1] * expected / error, rtol=2e-2, atol=0)
         assert 1 / 3 < (curve[:, 1] / (rates[:, 1] * measured / error)).mean() < 3, (role, layer)
-
-
-def test_codecs_that_cannot_trade_bits_are_named(llama):
-    for preset, message in ((presets.fp16(), "Fp16 of .*cannot trade"), (presets.higgs(2), "Grid cannot trade")):
-        compressor = calibrate(llama, TOKENS, preset, progress=False)
-        with pytest.raises(DataError, match=message):
-            cost_curves(llama, compressor, TOKENS[:2], fisher_metrics(llama, TOKENS[:2]))

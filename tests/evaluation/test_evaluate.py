@@ -50,8 +50,7 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
     assert row["kl_mean"] > 1e-3 and abs(math.log(row["ppl"] / row["ppl_exact"])) > 1e-4
     assert row["kl_worst"] >= row["kl_mean"] and row["attention_mse"] > 1e-3 and row["kl_floor"] < 1e-2 * row["top1"]
     assert row["bits_per_value"] == 4 * 8 / 32 + 16 / 64
-    for _ in range(2):
-        assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == row
+    assert evaluate(mini[0], one_bit, tokens, protocol, exact=exact) == row
     passes = []
     handle = mini[0].register_forward_hook(lambda _, __, out: passes.extend([1] * (out.logits.shape[1] == 64)))
     try:
@@ -63,23 +62,6 @@ def test_canary_a_coarse_cache_is_seen_by_every_protocol(mini, tokens, one_bit, 
         assert len(passes) == 3
     finally:
         handle.remove()
-
-
-def test_keys_and_values_are_captured_once(mini, tokens, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "vqkv.evaluation.exact.capture", lambda *args, **kw: calls.append(args) or vqkv.capture(*args, **kw)
-    )
-    exact, forgetful = ExactPass(mini[0]), ExactPass(mini[0], most_bytes=0)
-    for _ in range(2):
-        keys, values = exact.keys_and_values(tokens, True)
-    assert len(calls) == 1
-    for found, expected in zip((keys, values), vqkv.capture(mini[0], tokens), strict=True):
-        assert all(map(torch.equal, found, expected))
-    assert not torch.equal(exact.keys_and_values(tokens, False)[0][0], keys[0]) and len(calls) == 2
-    for _ in range(2):
-        forgetful.keys_and_values(tokens, True)
-    assert len(calls) == 4
 
 
 def test_only_tokens_that_read_something_packed_are_scored(mini, tokens):
@@ -124,23 +106,18 @@ def test_bootstrap_interval_is_scipys(count):
         ({"answers": torch.zeros(3, 64, dtype=torch.bool)}, "nothing is left to score"),
         ({"tokens": torch.ones(1, 64, dtype=torch.int32)}, "int64"),
         ({"tokens": torch.full((1, 64), 10**6)}, "the model knows 0 to"),
-        (
-            {"tokens": torch.ones(1, 1025, dtype=torch.int64)},
-            "windows of 1025 tokens, but the model has 1024 positions",
-        ),
+        ({"tokens": torch.ones(1, 1025, dtype=torch.int64)}, "1025 tokens, but the model has 1024 positions"),
         ({"compressor": presets.vqllm()}, "calibrate"),
     ],
 )
 def test_evaluate_refuses_what_it_cannot_measure(mini, one_bit, tokens, arguments, message):
     with pytest.raises((DataError, UnknownNameError), match=message):
         evaluate(mini[0], **{"compressor": one_bit, "tokens": tokens} | arguments)
+
+
+def test_another_models_exact_pass_is_refused(mini, one_bit, tokens):
     with pytest.raises(DataError, match="of another model"):
-        evaluate(vqkv.load_model("vqkv/gpt2-mini")[0], one_bit, tokens, exact=ExactPass(mini[0]))
-
-
-def test_attention_error_does_not_depend_on_the_batch_size(mini, one_bit, tokens):
-    rows = [evaluate(mini[0], one_bit, tokens, batch_size=size)["attention_mse"] for size in (1, 2, 3)]
-    assert rows == pytest.approx([rows[0]] * 3, rel=1e-3)
+        evaluate(mini[0], one_bit, tokens, exact=ExactPass(copy.deepcopy(mini[0])))
 
 
 def test_metrics_against_numbers_worked_out_by_hand():
@@ -178,10 +155,10 @@ def test_quality_that_no_packed_token_had_a_part_in_is_not_reported(mini, tokens
     compressor = vqkv.calibrate(mini[0], tokens, dataclasses.replace(preset, recent_window=64), progress=False)
     for system in (compressor, H2O(compressor, 0.5, 0.1)):
         with pytest.raises(DataError, match="no packed token was read"):
-            evaluate(mini[0], system, tokens, protocol, reconstruction=False)
+            evaluate(mini[0], system, tokens, protocol, step_size=16, reconstruction=False)
     settings = dataclasses.replace(compressor.settings, recent_window=8, flush_block=1)
     fewer = vqkv.Compressor(compressor.name, compressor.codecs, settings, compressor.model)
-    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16)["kl_mean"] > 0
+    assert evaluate(mini[0], fewer, tokens, protocol, chunk_size=16, step_size=16)["kl_mean"] > 0
     assert evaluate(mini[0], compressor, tokens, "in_place")["kl_mean"] > 0  # no window there
     kivi = vqkv.calibrate(mini[0], tokens, presets.kivi(2, 64), progress=False)
     with pytest.raises(DataError, match="no packed token was read"):  # less than a block
@@ -197,7 +174,7 @@ def test_layers_that_are_stored_together_are_scored_without_errors_by_layer(mini
 
 
 def test_packed_tokens_that_nothing_is_scored_behind_are_not_enough(mini, tokens):
-    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, 0), progress=False)
+    compressor = vqkv.calibrate(mini[0], tokens, presets.kivi(4, 16, recent_window=0), progress=False)
     early = torch.zeros(3, 40, dtype=torch.bool).index_fill(1, torch.tensor([4]), True)
     how = {"chunk_size": 16, "batch_size": 1, "reconstruction": False}
     for rows, answers in ((tokens[:, :17], None), (tokens[:, :40], early)):

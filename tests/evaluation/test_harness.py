@@ -1,8 +1,6 @@
 """The model of lm_eval answers what the model answers when it reads that cache; suites, on data of the real layout."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 
 import datasets
@@ -19,7 +17,7 @@ from vqkv import DataError, FormatError, UnknownNameError, calibrate, load_model
 from vqkv.cache.meter import total
 from vqkv.cli import app
 from vqkv.data.recall import recall_questions
-from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, run_tasks
+from vqkv.evaluation.harness import LOCAL, PROTOCOLS, SUITES, CompressedLM, cli_evaluate, run_tasks
 from vqkv.models.load import values_per_token
 from vqkv.study.peers import TransformersQuantized
 
@@ -177,6 +175,31 @@ def test_bad_arguments_are_named(small, mini):
     assert len(SUITES["longbench"]) == 14 and len(SUITES["old-leaderboard"]) == 6
 
 
+def test_tasks_command_gives_the_same_rows_each_time(small, tmp_path):
+    model, _, fitted = small
+    fitted.save_pretrained(tmp_path)
+    found = CliRunner().invoke(app, ["tasks", model.vqkv_name, "--compressor", str(tmp_path), "--limit", "1"])
+    rows = json.loads(found.stdout)
+    assert rows == run_tasks(*load_model(model.vqkv_name), fitted, limit=1)
+    assert {row["task"] for row in rows} == LOCAL.keys()
+    for row in rows:
+        assert row["n"] == 1 and 0 <= row["acc,none"] <= 1 and row["num_fewshot"] == 0 and row["bits_per_value"] == 1
+
+
+def test_lm_evals_own_command_line(small, tmp_path, monkeypatch):
+    model, tokenizer, fitted = small
+    fitted.save_pretrained(tmp_path / "compressor")
+    questions = recall_questions(tokenizer, 16, 5)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "recall.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    made = f"pretrained={model.vqkv_name},compressor={tmp_path / 'compressor'}"
+    command = ["lm_eval", "--model", "vqkv", "--model_args", made, "--tasks", "recall", "--include_path", tmp_path]
+    monkeypatch.setattr("sys.argv", [*map(str, command), "--output_path", str(tmp_path / "out")])
+    cli_evaluate()
+    (out,) = (tmp_path / "out").rglob("*.json")
+    assert 0 <= json.loads(out.read_text())["results"]["recall"]["acc,none"] <= 1
+
+
 @pytest.mark.parametrize("distance", [16, 64, 256])
 def test_values_stand_at_their_distance(tokenizer, distance):
     back = 3 * round(distance / 3)  # lines of a key, its value and a newline
@@ -185,29 +208,3 @@ def test_values_stand_at_their_distance(tokenizer, distance):
         assert ids[-2:] == ids[-2 - back : -back] and ids[:-1].count(ids[-1]) - ids[:-1:3].count(ids[-1]) == 1
         assert len(ids) <= 1024
         assert len(set(row["choices"])) == 4 and all(row["context"].count(f"{x}\n") == 1 for x in row["choices"])
-
-
-def test_tasks_command_gives_the_same_rows_each_time(small, tmp_path):
-    model, _, fitted = small
-    fitted.save_pretrained(tmp_path)
-    found = CliRunner().invoke(app, ["tasks", model.vqkv_name, "--compressor", str(tmp_path), "--limit", "2"])
-    rows = json.loads(found.stdout)
-    assert rows == run_tasks(*load_model(model.vqkv_name), fitted, limit=2)
-    assert {row["task"] for row in rows} == LOCAL.keys()
-    for row in rows:
-        assert row["n"] == 2 and 0 <= row["acc,none"] <= 1 and row["num_fewshot"] == 0 and row["bits_per_value"] == 1
-
-
-def test_lm_evals_own_command_line(small, tmp_path):
-    """In a process of its own: its registry is filled by the module that is run."""
-    model, tokenizer, fitted = small
-    fitted.save_pretrained(tmp_path / "compressor")
-    questions = recall_questions(tokenizer, 16, 5)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    (tmp_path / "recall.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
-    made = f"pretrained={model.vqkv_name},compressor={tmp_path / 'compressor'}"
-    command = [sys.executable, "-m", "vqkv.evaluation.harness", "--model", "vqkv", "--model_args", made]
-    command += ["--tasks", "recall", "--include_path", tmp_path, "--output_path", tmp_path / "out"]
-    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=300)
-    (out,) = (tmp_path / "out").rglob("*.json")
-    assert 0 <= json.loads(out.read_text())["results"]["recall"]["acc,none"] <= 1

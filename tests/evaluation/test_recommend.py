@@ -8,13 +8,13 @@ import pytest
 from vqkv import calibrate, load_corpus, load_model, presets, recommend
 from vqkv.errors import DataError
 from vqkv.evaluation.footprint import Footprint
-from vqkv.evaluation.recommend import BASELINE, break_even, candidates, measurements
+from vqkv.evaluation.recommend import BASELINE, break_even, measurements
 from vqkv.study import measured, tables
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.tuning import chosen_settings
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
-PASSED_OVER = ("seed", "kmeans_iterations", "sink_tokens", "recent_window")
+PASSED_OVER = ("seed", "kmeans_iterations", "sink_tokens", "recent_window", "pre_rope")
 VQLLM = {f"vqllm {depth}x1024": [depth, 1024] for depth in (3, 6, 8)}
 
 
@@ -37,7 +37,8 @@ def test_a_recommended_preset_is_the_one_that_was_measured(label):
     for role in ("key_codec", "value_codec"):
         one, other = (getattr(made, role)(64).config() for made in (preset, tried))
         assert _without(one) == _without(other)
-    assert _without(preset.arguments) == _without(tried.arguments) and preset.recent_window == tried.recent_window
+    assert _without(preset.arguments) == _without(tried.arguments)
+    assert (preset.recent_window, preset.pre_rope) == (tried.recent_window, tried.pre_rope)
 
 
 def _without(config):
@@ -76,12 +77,6 @@ def test_what_is_scaled_is_what_was_measured():
     assert found["best-long 1.8"] == pytest.approx(means["best-long", 1.8], rel=1e-3)
 
 
-def test_a_step_needs_more_the_more_layers_are_read_for_one():
-    model, _ = load_model("vqkv/llama-mini")
-    known = {name: needed.working for tokens in (1, 1 << 20) for name, _, needed, _ in candidates(model, tokens)}
-    assert known["kvtc 2"] > known["best-long 1.8"] == known["aqua higgs 2"] > known["best-short 1.8"]
-
-
 def test_presets_that_cannot_store_a_shape_have_no_row():
     config = {"model_type": "llama", "hidden_size": 144, "num_attention_heads": 3, "num_key_value_heads": 3}  # of 48
     found = set(recommend(config | {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64})["system"])
@@ -108,9 +103,9 @@ def test_rows_go_by_bits_and_recommended_ones_lose_ever_less(table):
 
 def test_calls_make_the_presets_that_they_name(table):
     made = eval(table.loc["best-mid 1.8", "preset"], {"presets": presets})
-    assert made.name == "best" and made.fallback is not None
+    assert made.name == "best" and made.if_too_few_tokens is not None
     short = recommend(LLAMA, context=4096).set_index("system")["preset"]
-    assert "best-mid 1.8" not in short and eval(short["best-short 1.8"], {"presets": presets}).fallback is None
+    assert "best-mid 1.8" not in short and eval(short["best-short 1.8"], {"presets": presets}).if_too_few_tokens is None
 
 
 @pytest.mark.parametrize(("block", "side", "tokens"), [(1, 0, 1), (32, 0, 32), (1, 1200, 101), (32, 1200, 128)])

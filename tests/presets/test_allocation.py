@@ -51,13 +51,6 @@ def test_no_split_of_as_many_bits_costs_less(convex, data, more):
     assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
 
 
-@settings(deadline=None, max_examples=30)
-@given(found=curves(), less=st.floats(0, 3), more=st.floats(0, 3))
-def test_a_larger_budget_never_costs_more(found, less, more):
-    small, large = least(found) + less, least(found) + less + more
-    assert total(found, allocate(found, large))[1] <= total(found, allocate(found, small))[1] + 1e-9
-
-
 def test_bits_go_where_errors_cost():
     bits = torch.arange(1, 7).double()
     found = {
@@ -69,13 +62,8 @@ def test_bits_go_where_errors_cost():
     assert set(allocate(found, 1.0).values()) == {1.0}
 
 
-def test_where_nothing_costs_anything_the_fewest_bits_do():
-    found = {("key", layer): torch.tensor([[1.0, 0.0], [2.0, 0.0]]).double() for layer in range(2)}
-    assert set(allocate(found, 2.0).values()) == {1.0}
-
-
 @pytest.mark.parametrize(("cost", "message"), [(0.5, "0.7 bits a value, but 0.75 is the least .* allow more"),
-                                               (float("nan"), r"\('key', 0\) .*NaN")])  # fmt: skip
+                                               (float("nan"), r"keys of layer 0 .*NaN")])  # fmt: skip
 def test_a_budget_that_is_too_small_and_costs_that_are_no_numbers(cost, message):
     curves = {("key", 0): torch.tensor([[0.5, 1.0], [1.0, cost]]), ("value", 0): torch.tensor([[1.0, 1.0]])}
     with pytest.raises(DataError, match=message):

@@ -1,30 +1,21 @@
-"""Presets with predictors and shared layers, and their arguments on the command line: what is wrong is named."""
+"""Arguments of presets with predictors and shared layers, as the command line gives them: what is wrong is named."""
+
+from types import SimpleNamespace
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from vqkv import Compressor, DataError, UnknownNameError, presets
-from vqkv.cli import app
-from vqkv.presets.plans import FromPrevious, Shared
+from vqkv import DataError, UnknownNameError, presets
+from vqkv.presets.plans import FromPrevious
 from vqkv.runtime.registry import parse_assignments
 
 
-def test_the_command_passes_settings_on_to_predictor_and_backbone(tmp_path):
-    given = ["predictor=reduced_rank", "rank=8", "backbone={name: higgs, bits: 3}"]
-    arguments = ["calibrate", "vqkv/llama-mini", str(tmp_path), "--preset", "aqua", "--num-seqs", "2"]
-    arguments += ["--seq-len", "64", *(word for each in given for word in ("-p", each))]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    made = Compressor.from_pretrained(tmp_path)
-    assert made.predictions["key", 1].predictor.rank == 8 and made.codecs[1][0].quantizer.size == 64
-    assert made.notes["arguments"]["backbone"]["bits"] == 3 and made.name == "aqua-higgs"
-
-
-def test_presets_by_name_take_what_the_functions_take():
-    made = presets.make("aqua", backbone=presets.higgs(3), predictor="reduced_rank", rank=8)
-    assert made.arguments == presets.aqua(presets.higgs(3), "reduced_rank", rank=8).arguments
-    assert made.arguments["backbone"] == {"name": "higgs", **presets.higgs(3).arguments}
+def test_settings_by_name_go_to_predictor_and_backbone():
+    given = ["predictor=reduced_rank", "rank=8", "backbone={name: higgs, bits: 3, sink_tokens: 2}", "recent_window=7"]
+    made = presets.make("aqua", **parse_assignments(given))
+    backbone = presets.higgs(3, sink_tokens=2)
+    assert made.arguments == presets.aqua(backbone, "reduced_rank", rank=8, recent_window=7).arguments
+    assert made.arguments["backbone"] == {"name": "higgs", **backbone.arguments} and made.name == "aqua-higgs"
+    assert made.plan.arguments == {"rank": 8} and (made.sink_tokens, made.recent_window) == (4, 7)
     assert presets.aqua(made.arguments["backbone"]).arguments["backbone"] == made.arguments["backbone"]
 
 
@@ -38,72 +29,35 @@ def test_presets_by_name_take_what_the_functions_take():
         ("aqua", "in_features=5", "in_features"),
         ("aqua", "predictor=liner", "unknown predictor 'liner'. Did you mean 'linear'? Known: gptq, linear, mlp"),
         ("aqua", "predictor=[linear]", "must be str"),
-        ("aqua", "backbone={bits: 3}", "unknown preset None"),
+        ("aqua", "backbone={bits: 3}", "unknown preset ''"),
         ("aqua", "backbone={name: higgs, bit: 3}", "unknown argument of preset 'higgs' 'bit'. Did you mean 'bits'?"),
         ("aqua", "backbone={name: higgs, 3: 3}", "unknown argument of preset 'higgs' '3'"),
         ("aqua", "backbone=3", "must be Preset or str or dict, not 3"),
         ("aqua", "backbone=kvsharer", "'kvsharer' must be a preset without predictors of its own"),
         ("aqua", "backbone=aqua", "'aqua-higgs' must be a preset without predictors of its own"),
         ("aqua", "first_layer_bits=4.0", "must be int, not 4.0"),
-        ("aqua", "first_layer_bits=8", "first layer in higgs of 8 bits: give it 16, 4, 3 or 2"),
+        ("aqua", "first_layer_bits=8", "higgs of 8 bits: 2, 3 and 4 have a grid"),
         ("aqua", "key_from=V", "of the same layer only a value can read the key"),
-        ("aqua", "value_from=V-0", "write e.g. 'K-1', 'V-1+K', 'mean' or 'none'"),
+        *[("aqua", f"value_from={names}", f"sources '{names}' of a value: write e.g. 'K-1', 'V-1+K', 'mean' or 'none'")
+          for names in ("V-0", "V-1+Q", "V-1+V-1")],
         ("higgs", "name=x", "unknown argument of preset 'higgs' 'name'"),
         ("higgs", "bits=5", "higgs of 5 bits: 2, 3 and 4 have a grid"),
         ("vqllm", "settings=3", "kmeans_iterations"),
-        ("kvsharer", "threshold=-1.1", "threshold -1.1 is no cosine similarity from -1 to below 1"),
-        ("kvsharer", "threshold=1", "threshold 1 is no cosine similarity from -1 to below 1"),
-        ("kvsharer", "pairs=0", "pairs 0 must be an integer from 1"),
+        ("kvsharer", "sink_tokens=-1", "sink_tokens -1 must be an integer from 0"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(name, assignment, message):
     with pytest.raises((DataError, UnknownNameError)) as error:
         presets.make(name, **parse_assignments([assignment]))
     assert message in str(error.value)
 
 
-class Trial:
-    """Stands where a model would: every pair of layers is as good as any other."""
-
-    def __init__(self, num_layers):
-        self.num_layers = num_layers
-
-    def distances(self):
-        return torch.ones(self.num_layers, self.num_layers)
-
-    def similarity(self, plan):
-        return 0.9
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"key_from": "K-99"}, "'K-99' of a key: a model of 3 layers has none .* 2 layers back"),
-        ({"key_from": "K-3+V-4"}, "'K-3[+]V-4' of a key"),
-        ({"value_from": "V-3"}, "'V-3' of a value"),
-    ],
-)
-def test_sources_that_no_layer_has(settings, message):
-    with pytest.raises(DataError, match=message):
-        FromPrevious(presets.fp16(), **settings).arrange(presets.higgs(), Trial(3))
-
-
 def test_sources_before_the_first_layer_are_left_out():
-    plan = FromPrevious(presets.fp16(), key_from="K-2+K-9", value_from="K").arrange(presets.higgs(), Trial(3))
+    three, one = (SimpleNamespace(num_layers=count) for count in (3, 1))
+    plan = FromPrevious(presets.fp16(), key_from="K-2+K-9", value_from="K").arrange(presets.higgs(), three)
     assert [roles["key"].sources for roles in plan] == [(), (), (("key", 0),)]
     for sources in ("mean", "none"):
-        plan = FromPrevious(presets.fp16(), key_from=sources, value_from=sources).arrange(presets.higgs(), Trial(3))
+        plan = FromPrevious(presets.fp16(), key_from=sources, value_from=sources).arrange(presets.higgs(), three)
         assert [roles["key"].predictor is None for roles in plan] == [True, *[sources == "none"] * 2]
-    (only,) = presets.aqua().plan.arrange(presets.higgs(), Trial(1))
+    (only,) = presets.aqua().plan.arrange(presets.higgs(), one)
     assert only["key"].predictor is None and only["value"].predictor is None
-
-
-@pytest.mark.parametrize(("num_layers", "pairs"), [(1, 1), (3, 3), (4, 100)])
-def test_more_pairs_than_layers_to_share(num_layers, pairs):
-    with pytest.raises(DataError, match=f"{pairs} pairs .* of {num_layers} layers has at most {num_layers - 1}"):
-        Shared(pairs).arrange(presets.fp16(), Trial(num_layers))
-
-
-def test_as_many_pairs_as_can_exist():
-    plan = presets.kvsharer(pairs=3, threshold=0).plan.arrange(presets.fp16(), Trial(4))
-    assert [bool(roles["key"].sources) for roles in plan] == [False, True, True, True]

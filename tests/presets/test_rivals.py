@@ -15,14 +15,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv import DataError, calibrate, capacity, presets
-from vqkv.calibration.error_costs import attention_metrics
 from vqkv.codecs.affine import Clipped
 from vqkv.codecs.channel_bits import ChannelBits, _greedy
 from vqkv.codecs.grid import NonUniform, SignedGrid
-from vqkv.codecs.pca import CostBasis
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import codec_from_config
 from vqkv.codecs.vector import HeadCodebooks
+from vqkv.models.metrics import attention_metrics
 
 HEADS, DIM = 2, 16
 model = small_models.fixture("llama", "gpt2", "qwen2")
@@ -80,11 +79,6 @@ def test_oscar_is_rotation_clip_and_two_bits():
         expected = (((y - low) / step).round() * step + low) @ basis.T
         wrong = (read[0, head] @ basis - expected @ basis).abs() > 0.1 * step  # a code at the edge may fall either way
         assert wrong.float().mean() < 0.01
-
-
-def test_a_cost_basis_needs_a_model():
-    with pytest.raises(DataError, match="vqkv.calibrate"):
-        Chain([CostBasis()], NonUniform(2)).fit(gaussian(1, HEADS, 40, DIM))
 
 
 def test_clipping_ends_at_a_share_of_the_magnitudes():
@@ -149,15 +143,6 @@ def test_nova_has_codes_of_its_own_for_each_group_of_each_head():
     assert 8 * chain.encode(x).nbytes / x.numel() == 2 + 16 / DIM
 
 
-def test_nova_weighs_errors_by_what_queries_see():
-    x, cost = gaussian(1, HEADS, 3000, DIM), metric() + 1e-3 * torch.eye(DIM)
-    plain, told = (presets.nova().key_codec(DIM) for _ in range(2))
-    plain.weigh(torch.eye(DIM).expand(HEADS, -1, -1))
-    told.weigh(cost)
-    lost = [torch.einsum("bhtc,hcd,bhtd->", e, cost, e) for e in (restored(c.fit(x), x) - x for c in (plain, told))]
-    assert lost[1] < 0.7 * lost[0]
-
-
 def test_signs_and_magnitudes_of_eight_values():
     grid, x = Chain([], SignedGrid()), gaussian(1, HEADS, 500, DIM)
     read = restored(grid.fit(x), x)
@@ -171,16 +156,6 @@ def test_q_norm_keeps_mean_and_deviation():
     plain, normed = (restored(Chain([], NonUniform(2, norm=norm)).fit(x), x) for norm in (False, True))
     assert math.isclose(normed.std(), x.std(), rel_tol=0.02) and math.isclose(normed.mean(), x.mean(), rel_tol=0.02)
     assert plain.std() < 0.97 * x.std()
-
-
-def test_nova_runs_on_a_model_and_comes_back_from_a_folder(llama, tmp_path):
-    tokens = torch.randint(1, 200, (6, 150), generator=torch.Generator().manual_seed(0))
-    compressor = calibrate(llama, tokens, presets.nova(), progress=False)
-    compressor.save_pretrained(tmp_path)
-    again = type(compressor).from_pretrained(tmp_path)
-    with torch.no_grad():
-        logits = [llama(tokens[:1], past_key_values=c.new_cache(llama)).logits for c in (compressor, again)]
-    assert torch.equal(*logits)
 
 
 def test_attention_is_watched_apart_from_other_threads(llama):

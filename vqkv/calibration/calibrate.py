@@ -1,5 +1,6 @@
 """model + corpus + preset -> compressor, in constant memory."""
 
+import dataclasses
 import warnings
 from itertools import chain
 
@@ -17,11 +18,11 @@ from vqkv.codecs.predictive import Place, Prediction
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
 from vqkv.models.capture import capture, check_batch_size, check_tokens
-from vqkv.models.identity import identity
 from vqkv.models.load import describe
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
-from vqkv.presets.plans import Budgeted, Unpredicted
+from vqkv.presets.plans import Budgeted
+from vqkv.presets.preset import OF_EVERY_PRESET, LayerPlan
 
 FEWEST = 8  # tokens for each channel of all KV heads: with half as many, other text takes a third more bits than said
 
@@ -39,9 +40,9 @@ def calibrate(
 
     The first batch initialises the codebooks, each further batch is one learning step; means and principal components
     come from all batches, before what they transform is learned from. Presets that learn in one pass keep nothing of
-    the tokens; for others keys and values go to a temporary folder, or ``captured`` holds them already, in batches of
-    its own. Layers are fitted one after another, with predictors on reconstructions of those before (AQUA-KV,
-    Algorithm 1). ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone.
+    the tokens; for others keys and values go to a temporary folder. ``captured`` may hold them already, on the preset's
+    side of RoPE and in batches of its own. Layers are fitted one after another, with predictors on reconstructions of
+    those before (AQUA-KV, Algorithm 1). ``preset.pre_rope`` None: keys are stored before RoPE where it can be undone.
 
     Raises ``DataError`` for an empty input, a head_dim that the preset cannot divide, fewer vectors in the first batch
     than codes, or a disk without room. Warns if most of some layer is lost.
@@ -55,11 +56,12 @@ def calibrate(
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")
     predictions: dict[Place, Prediction] = {}
+    codecs = preset.key_codec(None), preset.value_codec(None)
+    one_pass = preset.plan is None and all(codec.passes == 1 and not codec.weighted for codec in codecs)
     if captured is not None:
-        _check_captured(captured, model, tokens, preset)
         batch_size = captured.batch_size
         preset, pairs, predictions = _fit(model, preset, captured, progress)
-    elif preset.plan is None and _one_pass(preset.key_codec()) and _one_pass(preset.value_codec()):
+    elif one_pass:
         pairs = _fit_streamed(model, tokens, preset, batch_size, progress)
     else:
         with CapturedTokens(model, tokens, batch_size, preset.settings.pre_rope, progress) as captured:
@@ -73,11 +75,6 @@ def calibrate(
     if not isinstance(preset.plan, Budgeted):  # which loses on purpose what costs the model little
         warn_if_damaged(compressor, model, tokens)
     return compressor
-
-
-def _one_pass(codec: Codec) -> bool:
-    """Say whether a codec learns from one pass over the tokens, and needs not be told what errors cost."""
-    return codec.passes == 1 and not codec.weighted
 
 
 def _fit_streamed(model, tokens: Tensor, preset: Preset, batch_size: int, progress: bool) -> list[tuple[Codec, Codec]]:
@@ -101,17 +98,18 @@ def _fit_streamed(model, tokens: Tensor, preset: Preset, batch_size: int, progre
 
 
 def _fit(model, preset: Preset, captured: CapturedTokens, progress: bool):
-    """Fit ``preset``, or its fallback where predictions do not pay. Returns it with codecs and predictions."""
-    plan = (preset.plan or Unpredicted()).arrange(preset, ModelTrial(model, captured))
+    """Fit ``preset``, or ``if_too_few_tokens`` where predictions do not pay; return it, codecs and predictions."""
+    plan = (preset.plan or LayerPlan()).arrange(preset, ModelTrial(model, captured))
     fit = LayerFit(model, captured, plan, preset.sink_tokens if preset.plan else 0)
     codecs, predictions = fit.run(f"calibrate {preset.name}" if progress else None)
-    if preset.fallback is not None and (why := _hardly_pays(model, captured.tokens, plan, predictions)):
+    if preset.if_too_few_tokens is not None and (why := _hardly_pays(model, captured.tokens, plan, predictions)):
         warnings.warn(
             f"{preset.name} predicts layers from each other, which does not pay after calibration on "
             f"{captured.tokens.numel():,} tokens: {why}. It rotates each head by itself instead",
             stacklevel=3,
         )
-        return _fit(model, preset.fallback.fitting(model), captured, progress)
+        kept = {name: getattr(preset, name) for name in OF_EVERY_PRESET}
+        return _fit(model, dataclasses.replace(preset.if_too_few_tokens, **kept), captured, progress)
     return preset, codecs, predictions
 
 
@@ -123,12 +121,3 @@ def _hardly_pays(model, tokens: Tensor, plan, predictions) -> str:
         return f"calibrate on {fewest:,} or more, or name a shorter context"
     gain = f"predictions gain something in {len(predictions)} of {wanted} layers and roles only: name a shorter context"
     return gain if 2 * len(predictions) < wanted else ""
-
-
-def _check_captured(captured: CapturedTokens, model, tokens: Tensor, preset: Preset) -> None:
-    alike = torch.equal(captured.tokens, tokens) and captured.pre_rope == preset.pre_rope
-    if not alike or captured.weights != identity(model):
-        raise DataError(
-            "captured holds other tokens, keys on the other side of RoPE, or those of a model with other weights: "
-            "capture the tokens with this model, for this preset"
-        )

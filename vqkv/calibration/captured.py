@@ -9,14 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vqkv.calibration.error_costs import attention_metrics, fisher_metrics
+from vqkv.calibration.error_costs import FISHER_SEQS, FISHER_TOKENS, fisher_metrics
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
-from vqkv.models.identity import identity
 from vqkv.models.load import describe
-
-REMEDY = "Use fewer tokens, or another folder (TMPDIR=...)"
+from vqkv.models.metrics import attention_metrics
 
 
 class TensorFolder:
@@ -24,6 +22,7 @@ class TensorFolder:
 
     def __init__(self):
         self._temporary = tempfile.TemporaryDirectory(prefix="vqkv-")
+        self.folder = Path(self._temporary.name)
 
     def __enter__(self):
         return self
@@ -31,24 +30,22 @@ class TensorFolder:
     def __exit__(self, *error) -> None:
         self._temporary.cleanup()
 
-    def put(self, place: Place, batch: int, x: Tensor) -> None:
+    def put(self, role: str, layer: int, batch: int, x: Tensor) -> None:
         """Write a tensor. Raises ``DataError`` where that fails."""
         try:
-            save_file({"x": x.contiguous()}, self._path(place, batch))
+            save_file({"x": x.contiguous()}, self.folder / f"{role}-{layer}-{batch}")
         except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot write to {self._temporary.name}: {error}. {REMEDY}") from error
+            remedy = "Use fewer tokens, or another folder (TMPDIR=...)"
+            raise DataError(f"cannot write to {self.folder}: {error}. {remedy}") from error
 
-    def get(self, place: Place, batch: int, device="cpu") -> Tensor:
+    def get(self, role: str, layer: int, batch: int, device="cpu") -> Tensor:
         """Read a tensor."""
-        return load_file(self._path(place, batch), device=str(device))["x"]
+        return load_file(self.folder / f"{role}-{layer}-{batch}", device=str(device))["x"]
 
-    def drop(self, place: Place) -> None:
+    def drop(self, role: str, layer: int) -> None:
         """Remove every batch of a layer and role."""
-        for path in Path(self._temporary.name).glob(f"{place[0]}-{place[1]}-*.safetensors"):
+        for path in self.folder.glob(f"{role}-{layer}-*"):
             path.unlink()
-
-    def _path(self, place: Place, batch: int) -> Path:
-        return Path(self._temporary.name) / f"{place[0]}-{place[1]}-{batch}.safetensors"
 
 
 class CapturedTokens(TensorFolder):
@@ -59,29 +56,28 @@ class CapturedTokens(TensorFolder):
     def __init__(self, model, tokens: Tensor, batch_size=8, pre_rope: int = True, progress: bool = True):
         super().__init__()
         self.tokens, self.batch_size, self.pre_rope = tokens.clone(), batch_size, pre_rope
-        self.about, self.weights = describe(model), identity(model)
-        self._metrics: dict[str, dict[Place, Tensor]] = {}
-        batches = tokens.split(batch_size)
+        self.about, batches = describe(model), tokens.split(batch_size)
         self.num_batches = len(batches)
+        self._metrics: dict[str, dict[Place, Tensor]] = {}
         try:
             for number, batch in enumerate(tqdm(batches, "capture", unit="batch", disable=None if progress else True)):
                 for role, layers in zip(ROLES, capture(model, batch, None, pre_rope), strict=True):
                     for layer, x in enumerate(layers):
-                        self.put((role, layer), number, x)
+                        self.put(role, layer, number, x)
         except BaseException:  # also when interrupted: a traceback would keep the folder
             self._temporary.cleanup()
             raise
 
-    def batches(self, place: Place, device="cpu") -> Iterator[Tensor]:
+    def batches(self, role: str, layer: int, device="cpu") -> Iterator[Tensor]:
         """Read one layer and role, always in the same order: (batch_size, num_kv_heads, seq_len, head_dim)."""
-        return (self.get(place, number, device) for number in range(self.num_batches))
+        return (self.get(role, layer, number, device) for number in range(self.num_batches))
 
     def metrics(self, model, costs: str = "loss") -> dict[Place, Tensor]:
         """Compute once what errors cost to the ``loss`` (``fisher_metrics``) or in ``attention``
         (``attention_metrics``); ``model``: the one that these tokens were captured from."""
         if costs not in self._metrics:
             if costs == "attention":
-                self._metrics[costs] = attention_metrics(model, self.tokens)
+                self._metrics[costs] = attention_metrics(model, self.tokens[:FISHER_SEQS, :FISHER_TOKENS])
             else:
                 self._metrics[costs] = fisher_metrics(model, self.tokens, self.pre_rope)
         return self._metrics[costs]

@@ -38,27 +38,27 @@ def cross_fit(samples: Iterable[tuple[Tensor, Tensor, Tensor]], like: Linear) ->
     mean's, or if there is one fold only."""
     ridges: dict[int, Ridge] = {}
     squares: dict[int, float] = {}
-    for x, y, fold in samples:
-        for number in fold.unique().tolist():
-            rows = fold == number
+    for x, y, numbers in samples:
+        for number in numbers.unique().tolist():
+            rows = numbers == number
             ridges.setdefault(number, Ridge()).accumulate(x[rows], y[rows])
             squares[number] = squares.get(number, 0.0) + float(y[rows].double().square().sum())
     if len(ridges) < 2:
         return None
-    sums = {number: _sums(ridges[number]) for number in sorted(ridges)}
-    xx, xy = (sum(each, torch.zeros(())) for each in zip(*sums.values(), strict=True))
-    others = {number: _ridge(xx - fold_xx, xy - fold_xy) for number, (fold_xx, fold_xy) in sums.items()}
+    ridges, zero = dict(sorted(ridges.items())), torch.zeros(())
+    total = _ridge(sum((fold.xx for fold in ridges.values()), zero), sum((fold.xy for fold in ridges.values()), zero))
+    others = {number: _ridge(total.xx - fold.xx, total.xy - fold.xy) for number, fold in ridges.items()}
     errors, solved = dict.fromkeys((MEAN, *STRENGTHS), 0.0), {}
-    for number, (fold_xx, fold_xy) in sums.items():
+    for number, fold in ridges.items():
         for strength in errors:
             weights = solved[number, strength] = _weights(others[number], strength)
-            errors[strength] += squares[number] - 2 * float((weights * fold_xy).sum())
-            errors[strength] += float((weights * (fold_xx @ weights)).sum())
+            errors[strength] += squares[number] - 2 * float((weights * fold.xy).sum())
+            errors[strength] += float((weights * (fold.xx @ weights)).sum())
     best = min(STRENGTHS, key=lambda strength: errors[strength])
     if errors[best] > WORTH * errors[MEAN]:
         return None
-    complete, ridge = replace(like, strength=best), _ridge(xx, xy)
-    complete.take(ridge, _weights(ridge, best))
+    complete = replace(like, strength=best)
+    complete.take(total, _weights(total, best))
     folds = {number: replace(like, strength=best) for number in others}
     for number, predictor in folds.items():
         # GPTQ rounds these with the penalty of the last strength that was tried: the study's tables are made so
@@ -74,11 +74,6 @@ def folds_of(number: int, batch: int, tokens: int, total: int) -> Tensor:
     return by_row.unsqueeze(1).expand(-1, tokens) if total >= FOLDS else by_token.expand(batch, -1)
 
 
-def _sums(ridge: Ridge) -> tuple[Tensor, Tensor]:
-    assert ridge.xx is not None and ridge.xy is not None
-    return ridge.xx, ridge.xy
-
-
 def _ridge(xx: Tensor, xy: Tensor) -> Ridge:
     ridge = Ridge()
     ridge.xx, ridge.xy = xx, xy
@@ -89,6 +84,6 @@ def _weights(ridge: Ridge, strength: float) -> Tensor:
     ridge.strength = strength
     if strength < MEAN:
         return ridge.solve()
-    weights = torch.zeros_like(_sums(ridge)[1])
+    weights = torch.zeros_like(ridge.xy)
     weights[-1] = ridge.means()[1]
     return weights

@@ -13,7 +13,7 @@ from vqkv.runtime.checks import whole_blocks
 TOKENS = 256
 LITTLE, MUCH = 0.1, 0.5  # shares of the variance: losing less is no damage, losing more is, at any number of bits
 WORSE = 16  # times 4^-bits: the share of variance that may be lost; sound caches lose less than a quarter of it
-FEWEST_BITS = 0.5  # below which no preset is known to work
+FEWEST_BITS = 0.5  # no preset works below
 CONSTANT = 2.0**-18  # of the mean square: a variance below is rounding
 
 
@@ -23,9 +23,9 @@ def warn_if_damaged(compressor: Compressor, model, tokens: torch.Tensor) -> None
     their bits should give. (transformers issue 35185: Qwen2.5's key biases, of which a 4-bit cache leaves nothing.)"""
     if compressor.joint:
         return
-    known, tokens, pre_rope = compressor.new_pass(), tokens[:1, :TOKENS], compressor.settings.pre_rope
+    restored, tokens, pre_rope = compressor.new_pass(), tokens[:1, :TOKENS], compressor.settings.pre_rope
     stored = capture(model, tokens, pre_rope=pre_rope)
-    try:  # the variance is that before RoPE: a rotated bias varies with the position and tells nothing
+    try:  # the variance is that before RoPE: a rotated bias varies with the position
         before_rope = stored if pre_rope == 1 else capture(model, tokens)
     except DataError:
         before_rope = stored
@@ -36,7 +36,7 @@ def warn_if_damaged(compressor: Compressor, model, tokens: torch.Tensor) -> None
                 continue
             x, y = whole_blocks(x.float(), block), y.float()
             bits = 8 * coder.codec.encode(x).nbytes / x.numel()
-            error = coder.through(x, known) - x
+            error = coder.through(x, restored) - x
             least = CONSTANT * x.square().mean(dim=(0, 2)).sum()
             lost = (error.var(dim=(0, 2)).sum() / y.var(dim=(0, 2)).sum().clamp_min(least)).nan_to_num(0).item()
             if lost <= min(MUCH, max(LITTLE, WORSE * 4**-bits)):

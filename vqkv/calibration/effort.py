@@ -1,11 +1,9 @@
 """How long a calibration takes, before it begins."""
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from vqkv.models.layers import max_positions
-from vqkv.presets import Preset
 
 PROBE = 256  # tokens of the pass that is timed
 # Passes of the model over its text that take as long as calibrating: processor time, a random Llama of 8 layers and
@@ -17,13 +15,8 @@ PASSES |= dict.fromkeys(("fp", "hqq", "quanto", "kivi", "turboquant", "kvarn", "
 OTHERS = 6.0
 
 
-def about_seconds(model, tokens: Tensor, preset: Preset) -> float:
-    """Estimate how long ``calibrate`` takes, from the time of a pass over a few tokens."""
-    return passes(preset.name) * seconds_per_token(model) * tokens.numel()
-
-
 def passes(name: str) -> float:
-    """Passes of the model over its text, of a preset by its name."""
+    """Estimate how many passes of the model over its text calibrating a preset takes, by its name."""
     return next((count for start, count in PASSES.items() if name.startswith(start)), OTHERS)
 
 

@@ -1,26 +1,20 @@
-"""Costs that errors in each layer's keys and values have, for a model's predictions or within its attention."""
+"""Costs that errors in each layer's keys and values have for a model's predictions."""
 
 import itertools
-import threading
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
 from vqkv.models.capture import capture
 from vqkv.models.layers import InterceptingCache, kv_layers
-from vqkv.models.plain import copied
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import whole_blocks
 
 FISHER_SEQS, FISHER_TOKENS = 8, 512  # of a sequence: a backward pass keeps all activations, and takes two forward ones
 COST_TOKENS = 1024  # of a sequence that errors are measured on
-WATCHED = "vqkv_watched"
 
 
 def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, Tensor]:
@@ -54,50 +48,15 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             score = logits.log_softmax(-1).gather(-1, drawn).sum()
             gradients = torch.autograd.grad(score, [*added.values()], allow_unused=True)
-            for place, gradient in zip(added, gradients, strict=True):
+            for (role, layer), gradient in zip(added, gradients, strict=True):
                 if gradient is None:
                     raise DataError(
-                        f"no gradient of {type(model).__name__} reaches layer {place[1]}, so what its errors cost is "
-                        "not known: use a preset without error weights, such as higgs or vqllm"
+                        f"no gradient of {type(model).__name__} reaches layer {layer}, so what its errors cost is not "
+                        "known: use a preset without error weights, such as higgs or vqllm"
                     )
                 rows = gradient[0].float()
-                sums[place] = sums.get(place, 0) + rows.mT @ rows
-    return {place: total / tokens.numel() for place, total in sums.items()}
-
-
-@torch.no_grad()
-def attention_metrics(model, tokens: Tensor) -> dict[Place, Tensor]:
-    """Compute what attention makes of errors, by role and layer: fp32 (num_kv_heads, head_dim, head_dim).
-
-    Of a head's keys, after RoPE, the second moments M of the queries that read them; of its values theirs, each
-    weighted by k' M k of its own key k, over the mean of that (OSCAR, arXiv 2605.17757). On the tokens that
-    ``fisher_metrics`` reads. Raises ``DataError`` for a model whose attention does not show them."""
-    moments: dict[Place, Tensor] = {}
-
-    def watched(module, query, key, value, *arguments, **more):
-        grouped = query.float().unflatten(1, (key.shape[1], -1))
-        moment = torch.einsum("bhgtc,bhgtd->hcd", grouped, grouped) / grouped[:, 0, ..., 0].numel()
-        scores = torch.einsum("bhtc,hcd,bhtd->bht", key.float(), moment, key.float())
-        weights = (scores / scores.mean((0, 2)).view(1, -1, 1).clamp_min(1e-12)).sqrt().unsqueeze(-1) * value.float()
-        moments["key", module.layer_idx] = moment
-        moments["value", module.layer_idx] = torch.einsum("bhtc,bhtd->hcd", weights, weights) / scores[:, 0].numel()
-        return sdpa_attention_forward(module, query, key, value, *arguments, **more)
-
-    name, separate = f"{WATCHED}_{threading.get_ident()}", copied(model)  # other threads may run the model
-    AttentionInterface.register(name, watched)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    separate.set_attn_implementation(name)
-    separate(tokens[:FISHER_SEQS, :FISHER_TOKENS].to(model.device), use_cache=False)
-    found: dict[Place, Tensor] = {}
-    for (i, layer), role in itertools.product(enumerate(kv_layers(model)), ROLES):
-        moment = moments.get((role, layer.layer_idx))
-        if moment is None or moment.shape[:2] != (layer.shape[0], layer.shape[1 + (role == "value")]):
-            raise DataError(
-                f"{type(model).__name__} does not show what reads the {role}s of layer {i} as they are cached: use a "
-                "preset that attention need not tell of, such as turboquant or live"
-            )
-        found[role, i] = moment
-    return found
+                sums[role, layer] = sums.get((role, layer), 0) + rows.mT @ rows
+    return {role_layer: total / tokens.numel() for role_layer, total in sums.items()}
 
 
 @torch.no_grad()
@@ -107,21 +66,20 @@ def cost_curves(model, compressor, tokens: Tensor, metrics: dict[Place, Tensor])
 
     An error e of a head costs e' F e / 2, with F from ``metrics`` (``fisher_metrics``), for what ``compressor``
     restores; other bits cost in proportion to their squared error, without a pass of the model. Raises ``DataError``
-    for codecs that are no chain, or whose bits cannot be chosen."""
-    known, sinks, curves = compressor.new_pass(), compressor.settings.sink_tokens, {}
+    for codecs whose bits cannot be chosen."""
+    restored, sinks, curves = compressor.new_pass(), compressor.settings.sink_tokens, {}
     tokens = tokens[:, :COST_TOKENS].to(model.device)
     stored = zip(*capture(model, tokens, pre_rope=compressor.settings.pre_rope), strict=True)
     for coder, x in zip(itertools.chain(*compressor.coders), itertools.chain(*stored), strict=True):
-        codec, place = coder.codec, coder.place
-        if not isinstance(codec, Chain):
-            raise DataError(f"{type(codec).__name__} of {place} cannot trade bits for error: use a chain")
+        codec = coder.codec
+        assert isinstance(codec, Chain)
         x = whole_blocks(x[:, :, sinks:].float(), compressor.tokens_per_row)
-        residual = x if coder.prediction is None else x - coder.prediction(known, x)
-        error = coder.through(x, known) - x
+        residual = x if coder.prediction is None else x - coder.prediction(restored, x)
+        error = coder.through(x, restored) - x
         vectors = codec.vectors(residual)
         curve = codec.quantizer.rates(vectors)
         squared = (vectors - codec.quantizer.quantize_dequantize(vectors)).double().square().mean().item()
-        weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[place].to(error), error)
+        weighted = torch.einsum("bhtc,hcd,bhtd->bt", error, metrics[coder.place].to(error), error)
         cost = weighted.double().mean().item() / 2
-        curves[place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
+        curves[coder.place] = torch.stack([curve[:, 0], curve[:, 1] * (cost / squared if squared else 0.0)], dim=1)
     return curves

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from vqkv.cache.compressor import Compressor
@@ -30,9 +29,7 @@ from vqkv.models.load import describe
 from vqkv.models.plain import plain
 from vqkv.models.rope import Rotation, rotations
 from vqkv.presets import Preset
-from vqkv.runtime.checks import check_whole
 
-MOST = 1 << 30
 REMEDY = "If the model's weights and dtype are sound, use a smaller lr, or in fp16 a smaller micro_batch"
 
 
@@ -52,7 +49,6 @@ def finetune(
     lr: float = 1e-5,
     batch_size: int = 8,
     micro_batch: int | None = None,
-    gradient_checkpointing: bool = False,
     progress: bool = True,
 ) -> FineTuned:
     """Train all weights of ``model``'s attention blocks, **in place**, to read keys and values through ``preset``'s
@@ -64,9 +60,8 @@ def finetune(
     ``in_place``, with no recent window. Without a preset the same steps are made without quantization: the control, to
     be calibrated afterwards.
 
-    ``micro_batch``: sequences that go through the model at a time; their gradients add up to the batch's.
-    ``gradient_checkpointing``: layers are computed again in the backward pass. A model in 16 bits keeps the trained
-    weights in fp32 meanwhile and computes under autocast.
+    ``micro_batch``: sequences that go through the model at a time; their gradients add up to the batch's. A model in 16
+    bits keeps the trained weights in fp32 meanwhile and computes under autocast.
 
     Raises ``DataError`` for arguments out of range, a preset with blocks of tokens or predictors, or a loss or gradient
     that is not finite, naming the step. After an error or an interruption the model is as it was before.
@@ -77,29 +72,24 @@ def finetune(
     (first, *batches), about = tokens.split(batch_size), describe(model)
     micro_batch, losses, pairs = micro_batch or batch_size, list[float](), []
     if preset is not None:
-        pairs = [(preset.key_codec(keys), preset.value_codec(values)) for _, keys, values in about["shapes"]]
+        pairs = [(preset.key_codec(key_dim), preset.value_codec(dim)) for _, key_dim, dim in about["shapes"]]
     reading = StraightThrough(model, pairs, preset.settings if preset else CacheSettings(pre_rope=False))
     half = next((weight.dtype for weight in attention_weights(model) if weight.dtype.itemsize == 2), None)
     autocast = partial(torch.autocast, model.device.type, dtype=half) if half else nullcontext
     with torch.inference_mode(False), torch.enable_grad(), training(model) as weights:
-        if preset is not None:
-            with autocast():
-                layers = zip(*capture(model, first, micro_batch, preset.settings.pre_rope), strict=True)
-            for codec, x in zip(chain(*pairs), chain(*layers), strict=True):
-                if not codec.ready:
-                    codec.partial_fit(x)
+        with autocast():
+            reading.start(first, micro_batch)
         optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
         bar = tqdm(batches, desc="fine-tune", unit="step", disable=None if progress else True)
-        with bar, recomputing(model) if gradient_checkpointing else nullcontext():
-            for number, batch in enumerate(bar, 1):
-                try:
-                    losses.append(_gradients(reading, weights, batch.split(micro_batch), autocast))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    reading.learn()
-                except DataError as error:
-                    raise DataError(f"step {number} of fine-tuning: {error}. {REMEDY}") from error
-                bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        for number, batch in enumerate(bar, 1):
+            try:
+                losses.append(_gradients(reading, weights, batch.split(micro_batch), autocast))
+                optimizer.step()
+                optimizer.zero_grad()
+                reading.learn()
+            except DataError as error:
+                raise DataError(f"step {number} of fine-tuning: {error}. {REMEDY}") from error
+            bar.set_postfix(loss=f"{losses[-1]:.3f}")
         for codec in chain(*pairs):
             codec.finalize()
     model.vqkv_name = f"{about['name']} fine-tuned"
@@ -111,11 +101,8 @@ def finetune(
 
 
 def attention_weights(model) -> list[Parameter]:
-    """List all weights of the attention blocks, norms included. Raises ``DataError`` for integer ones."""
-    weights = dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())
-    if not all(weight.is_floating_point() for weight in weights):
-        raise DataError("the attention blocks' weights are quantized: load the model in bf16 or fp32 to fine-tune it")
-    return [*weights]
+    """List all weights of the attention blocks, norms included."""
+    return [*dict.fromkeys(weight for layer in kv_layers(model) for weight in layer.attention.parameters())]
 
 
 @contextmanager
@@ -143,23 +130,6 @@ def training(model) -> Iterator[list[Parameter]]:
             module.training = True
 
 
-@contextmanager
-def recomputing(model) -> Iterator[None]:
-    """Let decoder layers keep only their inputs. (transformers' own way wants training mode, with dropout.)"""
-    parents = {child: module for module in model.modules() for child in module.children()}
-    layers = [parents[layer.attention] for layer in kv_layers(model)]
-    before = [vars(layer).get("forward") for layer in layers]  # accelerate's, where it moves a layer's inputs
-    for layer in layers:
-        layer.forward = partial(recomputed, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
-
-
 class StraightThrough:
     """A model that reads its keys and values through codecs, in the state these are in, but for the sinks.
 
@@ -174,6 +144,13 @@ class StraightThrough:
         self.rotations = rotations(model, settings.pre_rope) if settings.pre_rope else None
         self.passes: list[dict[Place, Tensor]] = []  # exact keys and values since the last learning step
 
+    def start(self, tokens: Tensor, batch_size: int) -> None:
+        """Initialize codecs that learn by tokens (num_seqs, seq_len), ``batch_size`` sequences at a time."""
+        if learning := [role_layer for role_layer, codec in self.codecs.items() if not codec.ready]:
+            captured = dict(zip(ROLES, capture(self.model, tokens, batch_size, self.settings.pre_rope), strict=True))
+            for role, layer in learning:
+                self.codecs[role, layer].partial_fit(captured[role][layer])
+
     def logits(self, tokens: Tensor) -> Tensor:
         """Compute the logits of tokens (batch, seq_len), and keep exact keys and values for ``learn``."""
         exact: dict[Place, Tensor] = {}
@@ -183,22 +160,22 @@ class StraightThrough:
 
     def learn(self) -> None:
         """Make one learning step of every codec that learns, on all that was read since the last one."""
-        for place, codec in self.codecs.items():
+        for role_layer, codec in self.codecs.items():
             if codec.learns and not codec.ready:
-                codec.partial_fit(torch.cat([exact[place] for exact in self.passes]))
+                codec.partial_fit(torch.cat([exact[role_layer] for exact in self.passes]))
         self.passes.clear()
 
     def _read(self, exact: dict[Place, Tensor], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         keys = self._through(exact, ("key", layer), keys, self.rotations[layer] if self.rotations else None)
         return keys, self._through(exact, ("value", layer), values, None)
 
-    def _through(self, exact: dict[Place, Tensor], place: Place, x: Tensor, rotation: Rotation | None) -> Tensor:
-        if place not in self.codecs:
+    def _through(self, exact: dict[Place, Tensor], role_layer: Place, x: Tensor, rotation: Rotation | None) -> Tensor:
+        if role_layer not in self.codecs:
             return x
         with torch.no_grad():
             stored = x.detach() if rotation is None else rotation.turned(x.detach().float(), back=True).to(x)
-            exact[place] = stored  # once, also where the backward pass computes a layer again
-            read = self.codecs[place].quantize_dequantize(stored)
+            exact[role_layer] = stored
+            read = self.codecs[role_layer].quantize_dequantize(stored)
             read[:, :, : self.settings.sink_tokens] = stored[:, :, : self.settings.sink_tokens]
             read = read if rotation is None else rotation.turned(read.float())
         return (x.float() + (read - x.float()).detach()).to(x.dtype)
@@ -227,10 +204,9 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
     check_tokens(model, tokens)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: fine-tune on one device, or a device map without offloading")
-    check_batch_size(batch_size)
-    if micro_batch is not None:
-        check_whole("micro_batch", micro_batch, 1, MOST)
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= 1:
+    for count in (batch_size, micro_batch or 1):
+        check_batch_size(count)
+    if not 0 < lr <= 1:
         raise DataError(f"lr {lr!r} must be a number above 0, and at most 1")
     if tokens.shape[1] < 2 or len(tokens) <= batch_size:
         raise DataError(
@@ -239,12 +215,8 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
         )
     if preset is None:
         return
-    if not isinstance(preset, Preset):
-        raise DataError(f"preset must be a Preset such as presets.vqllm(), or None, not {type(preset).__name__}")
-    reason = None  # why it cannot be read back token by token where keys and values are made
-    if preset.plan is not None:
-        reason = "its layers are predicted from others"
-    elif any(codec.tokens_per_row > 1 for codec in (preset.key_codec(), preset.value_codec())):
-        reason = "it packs blocks of tokens, so that a token would be read before the rest of its block is known"
-    if reason:
-        raise DataError(f"cannot fine-tune with preset {preset.name!r}: {reason}. vqllm and higgs can be trained with")
+    blocks = any(make(None).tokens_per_row > 1 for make in (preset.key_codec, preset.value_codec))
+    if blocks or preset.plan is not None:
+        why = "it packs blocks of tokens, whose first is read before the last one is known"
+        why = why if blocks else "its layers are predicted from others"
+        raise DataError(f"cannot fine-tune with preset {preset.name!r}: {why}. vqllm and higgs can be trained with")

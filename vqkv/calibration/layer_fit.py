@@ -18,7 +18,7 @@ from vqkv.codecs.predictive import ROLES, Place, Prediction, inputs, last_reader
 from vqkv.codecs.predictor_kinds import Linear
 from vqkv.kernels.precision import full_precision
 from vqkv.models.load import describe
-from vqkv.presets.plans import RolePlan
+from vqkv.presets.preset import RolePlan
 from vqkv.runtime.checks import whole_blocks
 
 Plan = list[dict[str, RolePlan]]
@@ -36,12 +36,14 @@ class ModelTrial:
 
     def distances(self) -> Tensor:
         """Compute Euclidean distances (num_layers, num_layers) between keys and values averaged over sequences."""
-        means = []
-        for layer in range(self.num_layers):
-            places, zero = [(role, layer) for role in ROLES], torch.zeros(())
-            totals = [sum((x.double().sum(0) for x in self.captured.batches(place)), zero) for place in places]
-            means.append(torch.cat([total.flatten() for total in totals]) / len(self.captured.tokens))
-        return torch.cdist(torch.stack(means)[None], torch.stack(means)[None])[0]
+        means = torch.stack(
+            [torch.cat([self._mean(role, layer) for role in ROLES]) for layer in range(self.num_layers)]
+        )
+        return torch.cdist(means[None], means[None])[0]
+
+    def _mean(self, role: str, layer: int) -> Tensor:
+        total = sum((x.double().sum(0) for x in self.captured.batches(role, layer)), torch.zeros(()))
+        return total.flatten() / len(self.captured.tokens)
 
     def cost_curves(self, preset, plan: Plan) -> dict[Place, Tensor]:
         """Compute ``error_costs.cost_curves`` for ``preset`` arranged as ``plan`` says."""
@@ -82,8 +84,8 @@ class LayerFit:
                 codec.weigh(torch.cat([metrics[role, layer + more] for more in range(each.layers)]))
             self.codecs[role, layer] = codec
         learning = {
-            place: Prediction(each.predictor, each.sources)
-            for place, each in self.plans.items()
+            role_layer: Prediction(each.predictor, each.sources)
+            for role_layer, each in self.plans.items()
             if each.predictor is not None and each.predictor.learns
         }
         self.last_reader = last_readers(learning)
@@ -93,65 +95,65 @@ class LayerFit:
         """Fit layer by layer, keys before values. Returns (key codec, value codec) of every layer, and the predictions.
         ``title``: of the progress bar, if there is to be one."""
         with TensorFolder() as self.restored, full_precision(self.device):
-            for place in tqdm(self.plans, title, unit="role", disable=None if title else True):
-                self._fit(place, self.plans[place], self.codecs[place])
+            for role, layer in tqdm(self.plans, title, unit="role", disable=None if title else True):
+                self._fit(role, layer)
         layers = range(len(self.plans) // len(ROLES))
         return [(self.codecs["key", layer], self.codecs["value", layer]) for layer in layers], self.predictions
 
-    def _fit(self, place: Place, plan: RolePlan, codec: Codec) -> None:
+    def _fit(self, role: str, layer: int) -> None:
         """Fit the predictor, if there is one, then the codec to its residual."""
-        crossed = None
-        if plan.predictor is not None and not plan.predictor.learns:  # nothing is stored
-            self.predictions[place] = Prediction(plan.predictor, plan.sources)
-            return
-        if plan.cross_fitted and isinstance(plan.predictor, Linear):
-            if crossed := cross_fit(self._samples(place), plan.predictor):
-                self.predictions[place] = Prediction(crossed.complete, plan.sources)
-        elif plan.predictor is not None:
-            plan.predictor.fit(lambda: ((x, y) for x, y, _ in self._samples(place)))
-            self.predictions[place] = Prediction(plan.predictor, plan.sources)
+        plan, codec, folds = self.plans[role, layer], self.codecs[role, layer], None
+        predictor = plan.predictor
+        if plan.cross_fitted and isinstance(predictor, Linear):
+            folds = cross_fit(self._samples(role, layer), predictor)
+            predictor = folds.complete if folds else None
+        elif predictor is not None and predictor.learns:
+            predictor.fit(lambda: ((x, y) for x, y, _ in self._samples(role, layer)))
+        if predictor is not None:
+            self.predictions[role, layer] = Prediction(predictor, plan.sources)
+            if not predictor.learns:  # nothing is stored
+                return
         for _ in range(0 if codec.ready else codec.passes):
-            for _, residual, _ in self._residuals(place, crossed):
+            for _, residual, _ in self._residuals(role, layer, folds):
                 codec.partial_fit(residual)
                 if not codec.learns:
                     break
             codec.end_pass()
         codec.finalize()
-        if place in self.last_reader:
-            for number, residual, predicted in self._residuals(place, crossed):
-                self.restored.put(place, number, codec.quantize_dequantize(residual) + predicted)
+        if (role, layer) in self.last_reader:
+            for number, residual, predicted in self._residuals(role, layer, folds):
+                self.restored.put(role, layer, number, codec.quantize_dequantize(residual) + predicted)
         for source in plan.sources:
-            if self.last_reader[source] == place:
-                self.restored.drop(source)
+            if self.last_reader[source] == (role, layer):
+                self.restored.drop(*source)
 
-    def _residuals(self, place: Place, crossed: CrossFit | None) -> Iterator[tuple[int, Tensor, Tensor | float]]:
-        """Number, residual and prediction of each batch; of each fold by the predictor that was not fitted to it."""
-        prediction = self.predictions.get(place)
-        for number, x, known in self._batches(place, prediction.sources if prediction else ()):
+    def _residuals(self, role: str, layer: int, folds: CrossFit | None) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+        """Yield number, residual and prediction of each batch; of a fold by the predictor that was not fitted to it."""
+        prediction = self.predictions.get((role, layer))
+        for number, x, restored in self._batches(role, layer, prediction.sources if prediction else ()):
             predicted: Tensor | float = 0.0
-            if prediction and crossed:
-                rows, width = inputs(known, prediction.sources, x), x.shape[1] * x.shape[3]
-                flat = crossed.held_out(rows, self._folds(number, x), width)
+            if prediction and folds:
+                rows, width = inputs(restored, prediction.sources, x), x.shape[1] * x.shape[3]
+                flat = folds.held_out(rows, self._folds(number, x), width)
                 predicted = flat.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
             elif prediction:
-                predicted = prediction(known, x)
+                predicted = prediction(restored, x)
             yield number, x - predicted, predicted
 
-    def _samples(self, place: Place) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A predictor's inputs (n, in_features), targets (n, out_features) and folds (n,), batch by batch."""
-        sources = self.plans[place].sources
-        for number, x, known in self._batches(place, sources):
-            rows = inputs(known, sources, x)
+    def _samples(self, role: str, layer: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield a predictor's inputs (n, in_features), targets (n, out_features) and folds (n,), batch by batch."""
+        sources = self.plans[role, layer].sources
+        for number, x, restored in self._batches(role, layer, sources):
+            rows = inputs(restored, sources, x)
             yield rows.flatten(0, 1), side_by_side(x).flatten(0, 1), self._folds(number, x).flatten()
 
     def _folds(self, number: int, x: Tensor) -> Tensor:
         return folds_of(number, len(x), x.shape[2], len(self.captured.tokens)).to(x.device)
 
-    def _batches(self, place: Place, sources: tuple[Place, ...]) -> Iterator[tuple[int, Tensor, dict[Place, Tensor]]]:
-        """Number, fp32 keys or values (of all layers that are stored together) and restored sources of each batch."""
-        role, first = place
-        together = [(role, first + more) for more in range(self.plans[place].layers)]
-        for number, parts in enumerate(zip(*(self.captured.batches(each, self.device) for each in together))):
+    def _batches(self, role: str, layer: int, sources: tuple[Place, ...]):
+        """Yield number, fp32 keys or values (of all layers stored together) and restored sources of each batch."""
+        layers = range(layer, layer + self.plans[role, layer].layers)
+        for number, parts in enumerate(zip(*(self.captured.batches(role, each, self.device) for each in layers))):
             x = torch.cat(parts, dim=1)[:, :, self.sink_tokens :].float()
-            known = {source: self.restored.get(source, number, self.device) for source in sources}
-            yield number, whole_blocks(x, self.block), known
+            restored = {source: self.restored.get(*source, number, self.device) for source in sources}
+            yield number, whole_blocks(x, self.block), restored

@@ -22,7 +22,7 @@ TAIL = (1 - 0.95) / 2  # on each side of an interval
 LOGITS = 1 << 27  # of all tokens of a batch; a comparison needs several times their bytes
 Sums = dict[str, Any]  # what one batch adds to a row: tensors and the byte meter's report
 NOTHING_LEFT = (
-    "nothing is left to score behind the tokens that read nothing packed: use longer sequences, or a smaller window or "
+    "nothing is left to score after the tokens that read nothing packed: use longer sequences, or a smaller window or "
     "flush block"
 )
 
@@ -105,8 +105,9 @@ def evaluate_restored(exact: ExactPass, tokens: Tensor, keys: list[Tensor], valu
     logits = model(tokens[:, start:], past_key_values=cache, use_cache=True).logits[:, :-1]
     floor = exact.floor(tokens, [start, tokens.shape[1] - start])[:, start:-1].mean().item()
     row = _spread(token_kl(expected, logits).mean(1)) | {"kl_floor": floor}
-    nll = [token_nll(found, tokens[:, start + 1 :]).mean().exp().item() for found in (expected, logits)]
-    return row | dict(zip(("ppl_exact", "ppl", "top1"), (*nll, top1_agreement(expected, logits).mean().item())))
+    nll_exact, nll = (token_nll(each, tokens[:, start + 1 :]).mean() for each in (expected, logits))
+    row |= {"ppl_exact": nll_exact.exp().item(), "ppl": nll.exp().item()}
+    return row | {"top1": top1_agreement(expected, logits).mean().item()}
 
 
 def _spread(kl: Tensor) -> dict:
@@ -116,7 +117,7 @@ def _spread(kl: Tensor) -> dict:
 
 
 def bootstrap_interval(x: Tensor) -> tuple[float, float]:
-    """95% percentile interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
+    """Draw a 95% interval of the mean of ``x`` (num_seqs) (Efron & Tibshirani 1993, chapter 13); NaN below two."""
     if len(x) < 2 or not x.isfinite().all():
         return float("nan"), float("nan")
     values = x.double().cpu().numpy()
@@ -126,28 +127,28 @@ def bootstrap_interval(x: Tensor) -> tuple[float, float]:
 
 
 def reconstruction_error(exact: ExactPass, compressor, tokens: Tensor, batch_size: int = 8) -> dict:
-    """Relative MSE of the stored keys and values of ``tokens``, averaged over layers; the model reads exact ones."""
+    """Measure the relative MSE, mean over layers, of stored keys and values that the model makes of ``tokens``."""
     return _mean_ratios([_reconstruction(exact, compressor, batch) for batch in tokens.split(batch_size)], *ROLES_MSE)
 
 
 def _reconstruction(exact: ExactPass, compressor, batch: Tensor) -> Sums:
-    """(num_layers, 2) for keys and for values: squared error and squared size, float64."""
+    """Sum squared errors and sizes, float64 (num_layers, 2) for keys and for values."""
     keys, values = exact.keys_and_values(batch, pre_rope=compressor.settings.pre_rope)
-    known, layers = compressor.new_pass(), []
+    reconstructions, layers = compressor.new_pass(), []
     for layer, pair in enumerate(zip(keys, values, strict=True)):
-        restored = compressor.reconstruct(layer, *pair, known)
+        restored = compressor.reconstruct(layer, *pair, reconstructions)
         layers.append([_squares(x[:, :, : y.shape[2]], y) for x, y in zip(pair, restored, strict=True)])
     return {name: torch.stack(squares) for name, squares in zip(ROLES_MSE, zip(*layers), strict=True)}
 
 
 def _mean_ratios(batches: list[Sums], *names: str) -> dict:
-    """Relative MSE per layer over all batches, averaged over layers."""
+    """Average over layers the relative MSE of each over all batches."""
     sums = {name: sum(batch[name] for batch in batches) for name in names}
     return {name: sum((error / size).item() for error, size in layers) / len(layers) for name, layers in sums.items()}
 
 
 def _pieces(protocol: str, seq_len: int, chunk_size: int, prompt_len: int | None, step_size: int):
-    """Lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
+    """Return lengths of the pieces that the tokens are fed in, and the first position whose prediction is scored."""
     if protocol == "in_place":
         return [seq_len], 0
     if protocol == "chunked":
@@ -164,7 +165,7 @@ def _steps(tokens: int, size: int) -> list[int]:
 
 
 def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Sums:
-    """Per-sequence means over the scored tokens of one batch, and sums."""
+    """Average over the scored tokens of each sequence of one batch, and sum squared errors."""
     model = exact_pass.model
     exact, exact_attention = exact_pass(tokens)
     with attention_outputs(model) as packed_attention:
@@ -184,8 +185,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
         "exact_neighbours": _exact_neighbours(pieces, exact_tokens)[start:-1].mean().expand(len(tokens)),
         "attention_mse": torch.stack(
             [  # of the attention blocks' outputs, earlier errors included
-                _squares(*(torch.cat(found[layer], 1)[:, start:] for found in (exact_attention, packed_attention)))
-                for layer in exact_attention
+                _squares(*(torch.cat(outputs, 1)[:, start:] for outputs in (exact_outputs, packed_attention[layer])))
+                for layer, exact_outputs in exact_attention.items()
             ]
         ),
         "scored_tokens": torch.full((len(tokens),), targets.shape[1]),
@@ -199,8 +200,8 @@ def _compare(exact_pass: ExactPass, cache, tokens, pieces, start, answers) -> Su
 
 
 def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
-    """Logits, and how many exact tokens the cache held when each piece was read; None while nothing was packed. Raises
-    ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
+    """Return logits, and how many exact tokens the cache held when each piece was read; None while none was packed.
+    Raises ``DataError`` if the last piece, which may be the only one, reads nothing packed."""
     logits, exact_tokens = [], []
     for piece in pieces:
         exact_tokens.append(_exact_tokens(model, cache))
@@ -217,14 +218,14 @@ def _read_packed(model, cache, pieces) -> tuple[Tensor, list[float | None]]:
 
 
 def _exact_tokens(model, cache) -> float | None:
-    """Tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
+    """Count tokens of a sequence that are stored exact, on average over layers and heads; None while none is packed."""
     report = cache.report()
     values = max(1, values_per_token(outline(model)) * report.batch_size)
     return (report.values - report.packed_values) / values if report.packed_values else None
 
 
 def _exact_neighbours(pieces: list[int], exact_tokens: list[float | None]) -> Tensor:
-    """Exact tokens that each token reads: those before its piece, and the piece's up to itself unless it is alone."""
+    """Count exact tokens that each token reads: those before its piece, and its piece's up to itself unless alone."""
     own = [torch.arange(1.0, length + 1) * (len(pieces) > 1) for length in pieces]
     return torch.cat([mine + (count or 0) for mine, count in zip(own, exact_tokens, strict=True)])
 
@@ -260,6 +261,6 @@ def _row(protocol: str, batches: list[Sums], per_sequence: bool) -> dict:
 
 
 def _squares(x: Tensor, x_hat: Tensor) -> Tensor:
-    """Squared error and squared size."""
+    """Sum the squared error and the squared size."""
     x, x_hat = x.double(), x_hat.double()
     return torch.stack([(x - x_hat).square().sum(), x.square().sum()]).cpu()

@@ -31,7 +31,7 @@ class ExactPass:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """Of tokens (batch, seq_len): logits, and ``attention_outputs``. Raises ``DataError`` for NaN or infinity."""
+        """Compute logits and ``attention_outputs`` of tokens (batch, seq_len). Raises ``DataError`` for NaN."""
 
         def compute() -> tuple:
             with attention_outputs(self.model) as attention:
@@ -43,39 +43,39 @@ class ExactPass:
         return self.remembered("logits", tokens, compute)
 
     def keys_and_values(self, tokens: Tensor, pre_rope: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
+        """Capture keys and values of tokens (batch, seq_len), by layer; see ``capture``, whose errors it raises."""
         kind = f"pre_rope {int(pre_rope)}"
         return self.remembered(kind, tokens, lambda: capture(self.model, tokens, pre_rope=pre_rope))
 
     def floor(self, tokens: Tensor, pieces: list[int]) -> Tensor:
-        """KL (batch, seq_len) between the model and itself with an fp16 cache that is read in these pieces."""
+        """Measure the KL (batch, seq_len) between the model and itself with an fp16 cache, read in these pieces."""
         compute = partial(floor_kl, self.model, self(tokens)[0], tokens, pieces, torch.float16)
         return self.remembered(f"floor of {pieces}", tokens, lambda: (compute(),))[0]
 
     def remembered(self, kind: str, tokens: Tensor, compute: Callable[[], tuple]) -> tuple:
-        """``compute()``, or what it was for the same tokens."""
-        for known_kind, known, found in self._held:
-            if kind == known_kind and torch.equal(known, tokens):
-                return found
-        found = compute()
-        self._held.append((kind, tokens.clone(), found))
-        while sum(tensor_bytes(made) for _, _, made in self._held) > self.most_bytes:
+        """Call ``compute``, or return what it was for the same tokens."""
+        for held_kind, held_tokens, result in self._held:
+            if kind == held_kind and torch.equal(held_tokens, tokens):
+                return result
+        result = compute()
+        self._held.append((kind, tokens.clone(), result))
+        while sum(tensor_bytes(each) for _, _, each in self._held) > self.most_bytes:
             self._held.pop(0)
-        return found
+        return result
 
 
 @contextmanager
 def attention_outputs(model):
-    """{layer: the attention block's outputs (batch, tokens, hidden_size) of this thread's passes in the context}."""
+    """Collect attention blocks' outputs (batch, tokens, hidden_size) of this thread's passes: by layer, a list."""
     outputs, handles, thread = {}, [], threading.get_ident()
 
-    def keep(found: list, module, args, output) -> None:
+    def keep(layer: int, module, args, output) -> None:
         if threading.get_ident() == thread:
-            found.append(output[0])
+            outputs[layer].append(output[0])
 
     for layer in kv_layers(model):
-        found = outputs.setdefault(layer.layer_idx, [])
-        handles.append(layer.attention.register_forward_hook(partial(keep, found)))
+        outputs[layer.layer_idx] = []
+        handles.append(layer.attention.register_forward_hook(partial(keep, layer.layer_idx)))
     try:
         yield outputs
     finally:
@@ -91,15 +91,15 @@ class RoundedCache(DynamicCache):
         self.dtype = dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """All keys and values of a layer so far, rounded, in the type that came."""
+        """Store keys and values rounded; return all of a layer so far, in the type that came."""
         rounded = (x.to(self.dtype).to(x.dtype) for x in (key_states, value_states))
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
 @torch.no_grad()
 def floor_kl(model, exact: Tensor, tokens: Tensor, pieces: list[int], dtype: torch.dtype) -> Tensor:
-    """KL (batch, seq_len) in nats between ``exact`` logits and those of the model that reads tokens (batch, seq_len) in
-    ``pieces`` of these lengths from a ``RoundedCache``. What lies below it is no storage error."""
+    """Measure the KL (batch, seq_len) in nats between ``exact`` logits and those of the model that reads tokens (batch,
+    seq_len) in ``pieces`` of these lengths from a ``RoundedCache``. What lies below it is no storage error."""
     cache = RoundedCache(model, dtype)
     read = [model(piece, past_key_values=cache, use_cache=True).logits for piece in tokens.split(pieces, dim=1)]
     return token_kl(exact, torch.cat(read, dim=1))

@@ -2,12 +2,12 @@
 payloads are weighed.
 
 Counted: weights and buffers, tied ones once; side information; packed tokens, sinks, the window and the block that is
-not packed yet; and as ``working`` a stated reserve for what a pass makes and drops beside the cache: the keys and
+not packed yet; and as ``working`` a stated reserve for what a pass makes and drops again: the keys and
 values of the layer that is being read, decoded in the model's dtype, and where layers are predicted from others seven
 fp32 tensors of that size. Of ``DynamicCache`` it is the keys of a layer, which ``torch.cat`` copies. Sequences have no
 padding and grow token by token.
 
-Not counted: activations and logits, above all of a prompt in one piece; decoded tokens that a cache is told to keep;
+Not counted: activations and logits, above all of a prompt in one piece; decoded tokens that a cache may keep;
 the framework itself, and memory that its allocator cannot use.
 """
 
@@ -34,7 +34,7 @@ from vqkv.models.layers import kv_layers
 from vqkv.models.load import REFUSALS, config_of
 from vqkv.models.plain import plain
 from vqkv.presets import Preset
-from vqkv.presets.plans import Unpredicted
+from vqkv.presets.preset import LayerPlan
 
 GB = 10**9
 EXACT = 2  # bytes of an exact value
@@ -86,14 +86,14 @@ class Footprint:
         return 8 * self.block_bytes / (self.block * self.values)
 
     def parts(self, seq_len: int) -> tuple[int, int, int]:
-        """Of ``seq_len`` tokens, those in the sinks, packed, and in the window: tokens are packed in whole blocks."""
+        """Divide ``seq_len`` tokens into those in the sinks, packed in complete blocks, and in the window."""
         sinks = min(seq_len, self.sink_tokens)
         packed = max(0, seq_len - sinks - self.recent_window)
         packed -= packed % self.block
         return sinks, packed, seq_len - sinks - packed
 
     def kinds(self, seq_len: int, batch_size: int = 1) -> dict[str, int]:
-        """Bytes by kind with ``batch_size`` sequences of ``seq_len`` tokens."""
+        """Count bytes by kind with ``batch_size`` sequences of ``seq_len`` tokens."""
         sinks, packed, window = self.parts(seq_len)
         return {
             "weights": self.weights,
@@ -105,13 +105,13 @@ class Footprint:
         }
 
     def cache_bytes(self, seq_len: int, batch_size: int = 1) -> int:
-        """Packed tokens, sinks and window: ``cache.report().cache_bytes`` without padding."""
+        """Count bytes of packed tokens, sinks and window: ``cache.report().cache_bytes`` without padding."""
         kinds = self.kinds(seq_len, batch_size)
         return kinds["packed"] + kinds["sinks"] + kinds["window"]
 
     def peak(self, seq_len: int, batch_size: int = 1) -> int:
-        """The most bytes while the sequences grow to ``seq_len`` tokens: where packing a block frees more than the next
-        tokens take, the longest is not the largest."""
+        """Find the most bytes while the sequences grow to ``seq_len`` tokens: where packing a block frees more than the
+        next tokens take, the longest is not the largest."""
         beyond = seq_len - self.sink_tokens - self.recent_window
         before_packing = seq_len - beyond % self.block - 1 if beyond >= self.block else seq_len
         return max(sum(self.kinds(length, batch_size).values()) for length in (seq_len, before_packing))
@@ -135,8 +135,8 @@ def footprint(model, preset: Preset | Compressor) -> Footprint:
 
 
 def expected(model, preset: Preset, bits_per_value: float, side_information: int, predicted: int) -> Footprint:
-    """As ``footprint`` of a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices
-    and tables so many bytes. ``predicted``: layers that are put together from others while one is read."""
+    """Weigh a preset whose bytes depend on the text, if a packed value takes so many bits, and matrices and tables so
+    many bytes. ``predicted``: layers that are put together from others while one is read."""
     stored = bits_per_value * preset.settings.flush_block * model_shape(model).values / 8
     return _footprint(model, preset.settings, preset.settings.flush_block, stored, side_information, predicted)
 
@@ -164,7 +164,7 @@ def _footprint(model, settings: CacheSettings, block: int, stored: float, side: 
 
 
 def architecture(model_or_config, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-    """Return a loaded model as it is; lay out one known by its name, its config or the contents of that, a dict, on the
+    """Return a loaded model as it is; lay out one by its name, its config or the contents of that, a dict, on the
     ``meta`` device. ``dtype``: of the weights to lay out, by default the config's own, else float16.
 
     Raises ``DataError`` for sliding windows, encoders, and layers without KV heads or with unequal ones."""
@@ -199,8 +199,8 @@ def model_shape(model) -> Shape:
     shapes = {layer.shape for layer in layers}
     heads, key_dim, value_dim = next(iter(shapes))
     if len(shapes) > 1 or key_dim != value_dim:
-        found = ", ".join(f"{heads} heads of {key_dim} and {value_dim}" for heads, key_dim, value_dim in sorted(shapes))
-        raise DataError(f"{type(model).__name__} has layers with {found}: capacities are known for equal layers only")
+        unequal = ", ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
+        raise DataError(f"{type(model).__name__} has layers with {unequal}: capacity takes equal layers only")
     return Shape(len(layers), heads, key_dim)
 
 
@@ -240,10 +240,10 @@ class _AnyModel:
 
 
 def _untrained(preset: Preset, shape: Shape) -> Compressor:
-    """``preset`` as it would be fitted to a model of this shape, but for what is learned."""
+    """Make ``preset`` a compressor as if fitted to a model of this shape, but for what is learned."""
     codecs: list[tuple[Codec, Codec]] = []
     predictions = {}
-    for layer, roles in enumerate((preset.plan or Unpredicted()).arrange(preset, _AnyModel(shape.num_layers))):
+    for layer, roles in enumerate((preset.plan or LayerPlan()).arrange(preset, _AnyModel(shape.num_layers))):
         configs = (json.dumps(roles[role].make_codec(shape.head_dim).config()) for role in ROLES)
         key, value = (_fitted(config, shape.num_kv_heads, shape.head_dim) for config in configs)
         codecs.append((key, value))
@@ -256,7 +256,7 @@ def _untrained(preset: Preset, shape: Shape) -> Compressor:
 
 @cache
 def _fitted(config: str, num_kv_heads: int, head_dim: int) -> Codec:
-    """The codec that ``config`` (JSON) describes, fitted to as few random values as it takes."""
+    """Make the codec that ``config`` (JSON) describes, fitted to as few random values as it takes."""
     config, tokens = config.replace('"init": "kmeans"', '"init": "random"'), 1  # codebooks as large, in less time
     while True:
         codec = part_from_config(json.loads(config))

@@ -78,16 +78,16 @@ class CompressedLM(HFLM):
             self._new_cache()  # refuses a compressor of another model
 
     def measured(self) -> dict:
-        """Columns of a table, if the cache is compressed."""
+        """Return columns of a table, if the cache is compressed."""
         if self.compressor is None:
             return {}
-        whole = total(self.reports)
-        columns = {name: getattr(whole, name) for name in ("bits_per_value", "ratio", "side_bytes")}
+        report = total(self.reports)
+        columns = {name: getattr(report, name) for name in ("bits_per_value", "ratio", "side_bytes")}
         return columns | {"packed_share": self.read_packed / self.read}
 
     @torch.no_grad()
     def _model_call(self, inps: Tensor, *args, **kwargs) -> Tensor:
-        """Logits (1, tokens, vocabulary) of a text (1, tokens)."""
+        """Compute logits (1, tokens, vocabulary) of a text (1, tokens)."""
         if self.compressor is None:
             return super()._model_call(inps, *args, **kwargs)
         cache, logits = self._new_cache(), []
@@ -147,8 +147,8 @@ def run_tasks(
     for name in [tasks] if isinstance(tasks, str) else tasks:
         shots |= SUITES.get(name, {name: None})
     for name in shots.keys() - LOCAL.keys():
-        if name not in (known := _lm_eval_tasks(about).all_tasks):
-            raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, known, n=5)])
+        if name not in (names := _lm_eval_tasks(about).all_tasks):
+            raise UnknownNameError("task", name, [*SUITES, *difflib.get_close_matches(name, names, n=5)])
     rows = []
     for name, count in shots.items():
         task = _local(name, tokenizer) if name in LOCAL else name
@@ -173,12 +173,12 @@ def run_tasks(
 
 @cache
 def _lm_eval_tasks(metadata: str) -> TaskManager:
-    """lm_eval's 14,000 tasks, whose names take ten seconds to read; ``metadata``: JSON."""
+    """List lm_eval's 14,000 tasks, whose names take ten seconds to read; ``metadata``: JSON."""
     return TaskManager(metadata=json.loads(metadata))
 
 
 def _local(name: str, tokenizer) -> dict:
-    """A list of keys and values, then a key again: which of four values of the list is its own?"""
+    """Make a task: a list of keys and values, then a key again: which of four values of the list is its own?"""
     return {
         "task": name,
         "custom_dataset": lambda **_: {"test": Dataset.from_list(recall_questions(tokenizer, *LOCAL[name]))},

@@ -33,7 +33,7 @@ from vqkv.presets.crosses import best_for
 from vqkv.runtime.checks import check_whole
 from vqkv.runtime.files import cache_folder
 
-MOST = 1 << 40  # tokens or sequences, where a search ends
+SEARCH_END = 1 << 40  # tokens or sequences, where a search ends
 MEASURED_ON = "SmolLM2-135M"
 MEASURED = Path(__file__).parent / "measured.csv"
 BASELINE = "fp16 (DynamicCache)"
@@ -86,8 +86,8 @@ def capacity(
     Raises ``DataError`` if the model alone does not fit, for sizes that depend on the text, and for sliding windows,
     encoders or no KV heads; ``FormatError`` for a compressor of another model.
     """
-    check_whole("batch_size", batch_size, 1, MOST)
-    check_whole("context", context, 1, MOST)
+    check_whole("batch_size", batch_size, 1, SEARCH_END)
+    check_whole("context", context, 1, SEARCH_END)
     if not isinstance(preset, (Preset, Compressor)):
         raise DataError(f"pass a Preset such as presets.vqllm(), or a Compressor, not {preset!r}")
     model = architecture(model_or_config, dtype)
@@ -120,16 +120,14 @@ def capacity(
 
 
 def _largest(needed: Footprint, memory: int, batch_size: int, context: int) -> tuple[int, int]:
-    """The longest context at ``batch_size`` and the largest batch at ``context``."""
-    return (
-        largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory),
-        largest(lambda sequences: needed.peak(context, sequences) <= memory),
-    )
+    """Find the longest context at ``batch_size`` and the largest batch at ``context``."""
+    longest = largest(lambda seq_len: needed.peak(seq_len, batch_size) <= memory)
+    return longest, largest(lambda sequences: needed.peak(context, sequences) <= memory)
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """Find the largest number below ``MOST`` that fits, if all smaller ones do; 0 if none."""
-    return bisect_right(range(1, MOST), False, key=lambda count: not fits(count))
+    """Find the largest number below ``SEARCH_END`` that fits, if all smaller ones do; 0 if none."""
+    return bisect_right(range(1, SEARCH_END), False, key=lambda count: not fits(count))
 
 
 def recommend(
@@ -146,7 +144,7 @@ def recommend(
     ``bits_all_told``: bits of a value with side information and exact tokens; ``bits_per_value``: of the packed tokens.
     ``cache_gb``: GB of 10^9 bytes, of which ``side_mb`` MB are side information. ``break_even``: tokens from which on
     the cache of one sequence is smaller than in fp16. ``longest``: tokens of each sequence that fit ``memory_gb``
-    beside the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
+    with the weights. ``ms_per_token``: what a step takes longer than with ``DynamicCache`` on one CPU thread, at page
     08's times in fp32, read in place where it can be; NaN where it has none. ``kl`` (nats) and ``facts_lost`` (points
     of questions about a text): page 11's on SmolLM2-135M, four tokens exact and no window; ``evaluate`` measures yours.
     ``measured_on``: the model itself where ``vqkv compare`` has measured it.
@@ -156,8 +154,8 @@ def recommend(
 
     Raises ``DataError`` for a model that ``capacity`` refuses, and a name that cannot be reached.
     """
-    check_whole("context", context, 1, MOST)
-    check_whole("batch_size", batch_size, 1, MOST)
+    check_whole("context", context, 1, SEARCH_END)
+    check_whole("batch_size", batch_size, 1, SEARCH_END)
     tokens, rows = context * batch_size, []
     for system, call, needed, measured in candidates(architecture(model_or_config), tokens):
         stored = needed.cache_bytes(context, batch_size) + needed.side_information
@@ -196,16 +194,16 @@ def _with_own(table: pd.DataFrame, model: str) -> pd.DataFrame:
 
 
 def candidates(model, tokens: int) -> list[tuple[str, str, Footprint, dict[str, float]]]:
-    """Ways to store a cache of ``model`` whose side information ``tokens`` tokens share: page 11's system, the call
+    """List ways to store a cache of ``model`` if ``tokens`` tokens share side information: page 11's system, the call
     that makes it, what it occupies, and what was measured."""
     shape = model_shape(model)
-    found = [(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(LOSSES, 0.0))]
+    ways = [(BASELINE, "None", dynamic_footprint(model), dict.fromkeys(LOSSES, 0.0))]
     for row in measurements().to_dict("records"):
         name, arguments = json.loads(row["preset"])
         if name == "best":
             if row["system"].split()[0] != best_for(tokens, shape.width):
                 continue
-            arguments |= {"context": min(tokens, MOST), "kv_width": shape.width}
+            arguments |= {"context": min(tokens, SEARCH_END), "kv_width": shape.width}
         try:
             preset = presets.make(name, **arguments)
             if grows := row["grows"]:
@@ -217,20 +215,20 @@ def candidates(model, tokens: int) -> list[tuple[str, str, Footprint, dict[str, 
         except DataError:  # group sizes that do not divide head_dim
             continue
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        found.append((row["system"], f"presets.{name}({shown})", needed, {loss: row[loss] for loss in LOSSES}))
-    return found
+        ways.append((row["system"], f"presets.{name}({shown})", needed, {loss: row[loss] for loss in LOSSES}))
+    return ways
 
 
 @cache
 def measurements() -> pd.DataFrame:
-    """``measured.csv``: ``system``, ``preset`` (name and arguments as JSON), what its side information ``grows`` with
+    """Read ``measured.csv``: ``system``, ``preset`` (name, arguments as JSON), what its side information ``grows`` with
     (a name in ``GROWS``; empty where its size depends on shapes alone), ``bits_per_value`` and ``side_bytes_each`` of
     those that grow, and numbers as in ``recommend``."""
     return pd.read_csv(MEASURED).fillna({"grows": ""})
 
 
 def break_even(needed: Footprint) -> int:
-    """Tokens from which on a cache, side information included, is smaller than in 16 bits; 0 if it is those."""
+    """Find from how many tokens on a cache with side information is smaller than in 16 bits; 0 if it is those."""
     if needed.bits_per_value >= 16:
         return 0
     return largest(lambda tokens: needed.cache_bytes(tokens) + needed.side_information >= tokens * needed.exact) + 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from vqkv.codecs.affine import AffineQuantizer
 from vqkv.codecs.entropy import Entropy
@@ -16,12 +15,12 @@ from vqkv.codecs.stage import Stage
 from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
 from vqkv.codecs.vector import ResidualVQ
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.presets.plans import Budgeted, FromPrevious, Joint, Unpredicted
-from vqkv.presets.preset import Preset, chain, preset
-from vqkv.runtime.checks import check_whole
+from vqkv.presets.plans import Budgeted, FromPrevious, Joint
+from vqkv.presets.preset import LayerPlan, Preset, chain, preset
 
 TRANSFORM_CODERS = {"uniform": EntropyCodedScalar, "trellis": TrellisCodedScalar}
 QUANTIZERS = (*TRANSFORM_CODERS, "rvq", "grid", "affine")
+BITS = {"grid": (2, 3, 4), "affine": (1, 2, 3, 4, 5, 6, 7, 8)}  # others have any number up to 16
 ROTATIONS = ("none", "hadamard", "pca", "fisher_pca")
 # Tokens for each channel of all KV heads from which on a design pays (results/11_rule.csv).
 PAYS = {"best-short": 0, "best-mid": 6, "best-long": 45}
@@ -47,9 +46,7 @@ def crossed(
     group_size: int = 32,
     block: int = 32,
     kmeans_iterations: int = 10,
-    sink_tokens: int = 4,
     seed: int = 0,
-    pre_rope: bool | None = None,
 ) -> Preset:
     """Combine any quantizer with any of the stages before and after it.
 
@@ -65,22 +62,12 @@ def crossed(
 
     Raises ``UnknownNameError`` or ``DataError`` for what does not exist together.
     """
-    for what, name, known in (("quantizer", quantizer, QUANTIZERS), ("rotation", rotation, ROTATIONS)):
-        if name not in known:
-            raise UnknownNameError(what, name, known)
+    for what, name, names in (("quantizer", quantizer, QUANTIZERS), ("rotation", rotation, ROTATIONS)):
+        if name not in names:
+            raise UnknownNameError(what, name, names)
+    if not 0 < bits <= 16 or bits not in BITS.get(quantizer, (bits,)):
+        raise DataError(f"{quantizer} of {bits!r} bits a value: use {BITS.get(quantizer, 'a number up to 16')}")
     coder = TRANSFORM_CODERS.get(quantizer)
-    if not 0 < bits <= 16:
-        raise DataError(f"{bits!r} bits a value: use a number up to 16")
-    if quantizer == "grid" and bits not in (2, 3, 4):
-        raise DataError(f"a grid of {bits!r} bits: 2, 3 and 4 have one")
-    if quantizer == "affine" and bits != int(bits):
-        raise DataError(f"affine codes of {bits!r} bits: use a whole number")
-    if mixed and ((quantizer != "rvq" and coder is None) or entropy):
-        raise DataError(f"mixed bits of {quantizer} {'with' if entropy else 'without'} entropy: use uniform or rvq")
-    if entropy and coder:
-        raise DataError(f"codes of {quantizer} are entropy-coded by themselves: leave entropy out")
-    if rank and not joint:
-        raise DataError("rank: only of a joint rotation can components be left out")
     if joint and (coder is None or predicted or mixed or not merged):
         raise DataError("joint: all layers take one rotation, with uniform or trellis, merged, not predicted or mixed")
 
@@ -99,23 +86,19 @@ def crossed(
     else:
         books = ResidualVQ(1, codebook_size, group_size, kmeans_iterations, beam=beam, seed=seed).with_bits(bits)
         codec = chain(*stages, VectorScale("std"), Grouping(grouping, group_size), books)
-    plain = Preset("crossed", codec, codec, sink_tokens, flush_block=block if coder else 1, pre_rope=pre_rope)
-    plain = dataclasses.replace(entropy_coded(plain, block=block), flush_block=block) if entropy else plain
-    kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
-    arranged = FromPrevious(plain, kind, arguments=weights, cross_fitted=True) if predicted else Unpredicted()
-    plan = Joint() if joint else Budgeted(arranged, bits) if mixed else arranged if predicted else None
-    return dataclasses.replace(plain, name="crossed", plan=plan)
+    made = Preset("crossed", codec, codec, sink_tokens=4, flush_block=block if coder or entropy else 1)
+    made = entropy_coded(made, block=block) if entropy else made
+    plan: LayerPlan = LayerPlan()
+    if predicted:
+        kind, weights = ("gptq", {"bits": predictor_bits}) if predictor_bits < 16 else ("linear", {})
+        plan = FromPrevious(made, kind, arguments=weights, cross_fitted=True)
+    plan = Joint() if joint else Budgeted(plan, bits) if mixed else plan
+    return dataclasses.replace(made, name="crossed", plan=None if type(plan) is LayerPlan else plan)
 
 
 @preset
 def best(
-    bits: float = 2.0,
-    context: int = 8192,
-    kv_width: int = 1024,
-    sink_tokens: int = 4,
-    block: int = 32,
-    pre_rope: bool | None = None,
-    trellis: bool = False,
+    bits: float = 2.0, context: int = 8192, kv_width: int = 1024, block: int = 32, trellis: bool = False
 ) -> Preset:
     """Choose page 11's design for ``context`` tokens that share the side information.
 
@@ -130,34 +113,26 @@ def best(
     ``bits`` are those of the calibration text; 1.8 are 1.89 on other text with 32 tokens for each channel, 2.25 with
     two. ``trellis``: lower KL at equal bits, seven to eight times as long to encode, twice as long to decode.
     """
-    check_whole("context", context, 1, 1 << 40)
-    check_whole("kv_width", kv_width, 1, 1 << 24)
-    shared = dict[str, Any](rotation="fisher_pca", mixed=True, block=block, sink_tokens=sink_tokens, pre_rope=pre_rope)
     coder = "trellis" if trellis else "uniform"
+    shared: dict = {"rotation": "fisher_pca", "mixed": True, "block": block}
     short = dataclasses.replace(crossed(coder, bits, merged=False, **shared), name="best")
     if (design := best_for(context, kv_width)) == "best-short":
         return short
     long = design == "best-long"
     made = crossed(coder, bits, predicted=True, predictor_bits=8 if long else 4, merged=long, **shared)
-    return dataclasses.replace(made, name="best", fallback=short)
+    return dataclasses.replace(made, name="best", if_too_few_tokens=short)
 
 
 @preset
-def live(
-    bits: float = 2.25,
-    block: int = 16,
-    sink_tokens: int = 4,
-    recent_window: int = 0,
-    pre_rope: int | None = 16,
-    seed: int = 0,
-) -> Preset:
+def live(bits: float = 2.25, block: int = 16, seed: int = 0) -> Preset:
     """Code at a fixed rate, for a cache in use that attention reads in place.
 
     Each head's channels, less their mean, are rotated by Fisher-weighted PCA. Components share bytes, the fewer the
-    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost."""
+    more they vary (``ByteGroups``). ``bits`` are split among layers, keys and values by marginal cost. Keys are rotated
+    back in blocks of 16 tokens."""
     codec = chain(MeanRemoval(), PCA(weighted=True), ByteGroups(bits, seed))
-    plan = Budgeted(Unpredicted(), bits)
-    return Preset("live", codec, codec, sink_tokens, recent_window, block, pre_rope, plan=plan)
+    plan = Budgeted(LayerPlan(), bits)
+    return Preset("live", codec, codec, sink_tokens=4, flush_block=block, pre_rope=16, plan=plan)
 
 
 def best_for(tokens: int, kv_width: int) -> str:
@@ -169,7 +144,7 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
     """Code the codes of ``preset`` with rANS (see ``Entropy``), one stream for each head and ``block`` tokens where it
     has no blocks of its own. Raises ``DataError`` for codecs that are no chain, such as fp16."""
 
-    def coded(codec: Codec) -> Callable[[int | None], Codec]:
+    def coded(codec: Codec) -> Callable[..., Codec]:
         if not isinstance(codec, Chain):
             raise DataError(f"{preset.name} has no codes to entropy-code")
         stages = [*codec.stages]
@@ -181,7 +156,7 @@ def entropy_coded(preset: Preset, context: str = "position", block: int = 128) -
     return dataclasses.replace(
         preset,
         name=f"{preset.name}+ans",
-        make_key_codec=coded(preset.key_codec()),
-        make_value_codec=coded(preset.value_codec()),
+        key_codec=coded(preset.key_codec(None)),
+        value_codec=coded(preset.value_codec(None)),
         arguments=preset.arguments | {"context": context, "block": block},
     )

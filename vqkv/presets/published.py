@@ -12,15 +12,15 @@ from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScal
 from vqkv.codecs.stage import Quantizer, Stage
 from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
-from vqkv.errors import DataError, UnknownNameError
+from vqkv.errors import DataError
 from vqkv.presets.plans import FromPrevious, Shared
 from vqkv.presets.preset import Preset, chain, make, preset
 
 
 @preset
-def fp16(pre_rope: bool | None = False) -> Preset:
+def fp16() -> Preset:
     """The uncompressed cache in 16 bits a value: what every ratio is against."""
-    return Preset("fp16", Fp16, Fp16, pre_rope=pre_rope)
+    return Preset("fp16", Fp16, Fp16, pre_rope=False)
 
 
 @preset
@@ -38,66 +38,54 @@ def vqllm(
     group_size: int = 32,
     key_grouping: str = "strided",
     value_grouping: str = "contiguous",
-    quantize: str = "key+value",
     init: str = "kmeans",
     decay: float = 0.99,
     revive: bool = False,
     seed: int = 0,
     beam: int = 1,
     kmeans_iterations: int = 10,
-    pre_rope: bool | None = None,
 ) -> Preset:
     """Residual VQ (Kumar, "Residual vector quantization for KV cache compression in large language model", 2.2).
 
     Scale by the vector's standard deviation, split into groups of ``group_size`` channels, quantize every group with
     the same ``num_quantizers`` codebooks of ``codebook_size`` codes; no sinks and no recent window. The default stores
-    2.875 bits a value at head_dim 128. ``quantize``: ``key+value``, ``key`` or ``value``; the other role stays fp16.
-    ``beam`` > 1 searches for better codes of the same size (not in the paper).
+    2.875 bits a value at head_dim 128. ``beam`` > 1 searches for better codes of the same size (not in the paper).
     """
-    if quantize not in ("key+value", "key", "value"):
-        raise UnknownNameError("role to quantize", quantize, ("key+value", "key", "value"))
     learned: dict[str, Any] = {"init": init, "decay": decay, "revive": revive, "seed": seed, "beam": beam}
     quantizer = ResidualVQ(num_quantizers, codebook_size, group_size, kmeans_iterations, **learned)
     keys = chain(VectorScale("std"), Grouping(key_grouping, group_size, seed=seed), quantizer)
     values = chain(VectorScale("std"), Grouping(value_grouping, group_size, seed=seed), quantizer)
-    stored = (Fp16 if quantize == "value" else keys, Fp16 if quantize == "key" else values)
-    return Preset("vqllm", *stored, pre_rope=pre_rope)
+    return Preset("vqllm", keys, values)
 
 
 @preset
-def quanto(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
+def quanto(bits: int = 4, group_size: int = 64) -> Preset:
     """Transformers' quantized cache, quanto backend: asymmetric, per token in groups of ``group_size`` channels, keys
     after RoPE. Tokens stay in 16 bits until 128 of them are packed together. 4.5 bits a value with 4-bit codes."""
     codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
-    return Preset("quanto", codec, codec, flush_block=128, pre_rope=pre_rope)
+    return Preset("quanto", codec, codec, flush_block=128, pre_rope=False)
 
 
 @preset
-def hqq(bits: int = 4, group_size: int = 64, pre_rope: bool | None = False) -> Preset:
+def hqq(bits: int = 4, group_size: int = 64) -> Preset:
     """Like ``quanto``, but every group's offset is found by HQQ's half-quadratic solver. The backend itself groups
     values of different tokens together, which a growing cache cannot do without packing everything again."""
     codec = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits, HalfQuadratic(bits)))
-    return Preset("hqq", codec, codec, flush_block=128, pre_rope=pre_rope)
+    return Preset("hqq", codec, codec, flush_block=128, pre_rope=False)
 
 
 @preset
-def kivi(bits: int = 2, group_size: int = 128, recent_window: int = 128, pre_rope: bool | None = False) -> Preset:
+def kivi(bits: int = 2, group_size: int = 128) -> Preset:
     """KIVI (Liu et al. 2024): asymmetric; keys per channel over blocks of ``group_size`` tokens, values per token in
     groups of up to ``group_size`` channels, keys after RoPE. 2.375 bits a value at 2 bits and head_dim 64."""
     keys = chain(TokenBlock(group_size, channels_first=True), AffineQuantizer(bits))
     values = chain(Grouping(group_size=group_size, shrink="divisor"), AffineQuantizer(bits))
-    return Preset("kivi", keys, values, recent_window=recent_window, pre_rope=pre_rope)
+    return Preset("kivi", keys, values, recent_window=128, pre_rope=False)
 
 
 @preset
 def kvquant(
-    bits: int = 4,
-    outliers: float = 0.01,
-    block: int = 32,
-    seed: int = 0,
-    pre_rope: bool | None = None,
-    fisher: bool = False,
-    norm: bool = False,
+    bits: int = 4, outliers: float = 0.01, block: int = 32, seed: int = 0, fisher: bool = False, norm: bool = False
 ) -> Preset:
     """KVQuant (Hooper et al. 2024): learned levels for keys before RoPE, scaled per channel offline, and for values,
     scaled per token over all heads; the largest 1% of each block of tokens kept apart; the first token exact.
@@ -106,13 +94,11 @@ def kvquant(
     levels, kind = NonUniform(bits, seed=seed, norm=norm), WeightedChain if fisher else Chain
     keys = chain(ChannelScale(), TokenBlock(block), SparseOutliers(outliers), levels, kind=kind)
     values = chain(MergeHeads(), TokenBlock(block), SparseOutliers(outliers), MinMax(), levels, kind=kind)
-    return Preset("kvquant", keys, values, sink_tokens=1, pre_rope=pre_rope)
+    return Preset("kvquant", keys, values, sink_tokens=1)
 
 
 @preset
-def higgs(
-    bits: int = 2, group_size: int = 1024, sink_tokens: int = 4, recent_window: int = 128, pre_rope: bool | None = None
-) -> Preset:
+def higgs(bits: int = 2, group_size: int = 1024) -> Preset:
     """HIGGS (Malinovskii et al. 2024) as AQUA-KV applies it: a Hadamard rotation over all heads' channels (groups of at
     most ``group_size``), one norm per group, pairs on a Gaussian grid of 16, 64 or 256 points for 2, 3 or 4 bits. Each
     channel's mean is removed first, which the papers do not do: key biases leave nothing of a 4-bit cache without
@@ -121,56 +107,45 @@ def higgs(
         raise DataError(f"higgs of {bits!r} bits: 2, 3 and 4 have a grid")
     grouping = Grouping(group_size=group_size, shrink="power of two")
     codec = chain(MeanRemoval(), MergeHeads(), grouping, Hadamard(), VectorScale("rms"), Grid(4**bits))
-    return Preset("higgs", codec, codec, sink_tokens, recent_window, pre_rope=pre_rope)
+    return Preset("higgs", codec, codec, sink_tokens=4, recent_window=128)
 
 
 @preset
-def vqq(
-    threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
-) -> Preset:
+def vqq(threshold: float = 0.1, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
     """VQ quality framework, stages 1 and 2: each head's block of ``keyframe`` tokens divided by its max|v|, blocks of 8
     values to one of 256 codes, or kept in fp16 where the error exceeds ``threshold``. Keys after RoPE."""
     codec = Chain([], ResidualVQ(1, codebook_size, 8, seed=seed), 8)
-    return _framework("vqq", keyframe, pre_rope, Fallback(codec, threshold, 8))
+    return _framework("vqq", keyframe, Fallback(codec, threshold, 8))
 
 
 @preset
-def vqq_product(
-    threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
-) -> Preset:
+def vqq_product(threshold: float = 0.08, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
     """VQ quality framework, stage 3: as ``vqq``, with two codes of 4 values each in place of one of 8."""
     codec = Chain([], ProductVQ(2, codebook_size, 4, seed=seed), 8)
-    return _framework("vqq_product", keyframe, pre_rope, Fallback(codec, threshold, 8))
+    return _framework("vqq_product", keyframe, Fallback(codec, threshold, 8))
 
 
 @preset
 def vq(
-    block: int = 8,
-    keyframe: int = 64,
-    codebook_size: int = 256,
-    seed: int = 0,
-    per_head_scale: bool = True,
-    pre_rope: bool | None = False,
+    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, per_head_scale: bool = True
 ) -> Preset:
     """VQ quality framework without fallback: blocks of ``block`` values (2 or 8 there) to one of 256 codes. Without
     ``per_head_scale`` one codebook covers the values of all heads as they are: its "naive VQ"."""
     parts = Grouping(group_size=block), ResidualVQ(1, codebook_size, block, seed=seed)
-    return _framework("vq", keyframe, pre_rope, *parts, scaled=per_head_scale)
+    return _framework("vq", keyframe, *parts, scaled=per_head_scale)
 
 
 @preset
-def rvq2(
-    block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0, pre_rope: bool | None = False
-) -> Preset:
+def rvq2(block: int = 8, keyframe: int = 64, codebook_size: int = 256, seed: int = 0) -> Preset:
     """The framework's "likely next step": two residual stages of 256 codes on blocks of 8 values."""
     parts = Grouping(group_size=block), ResidualVQ(2, codebook_size, block, seed=seed)
-    return _framework("rvq2", keyframe, pre_rope, *parts)
+    return _framework("rvq2", keyframe, *parts)
 
 
-def _framework(name: str, keyframe: int, pre_rope: bool | None, *parts: Stage | Quantizer, scaled=True) -> Preset:
+def _framework(name: str, keyframe: int, *parts: Stage | Quantizer, scaled: bool = True) -> Preset:
     """Make a system of the VQ quality framework: blocks of tokens, scaled per head, keys as attention sees them."""
     codec = chain(TokenBlock(keyframe), *[HeadScale()] * scaled, *parts)
-    return Preset(name, codec, codec, pre_rope=pre_rope)
+    return Preset(name, codec, codec, pre_rope=False)
 
 
 @preset
@@ -178,11 +153,8 @@ def aqua(
     backbone: Preset | str | dict = "higgs",
     predictor: str = "linear",
     first_layer_bits: int = 4,
-    sink_tokens: int = 4,
-    recent_window: int = 128,
     key_from: str = "K-1",
     value_from: str = "V-1+K",
-    pre_rope: bool | None = None,
     **settings,
 ) -> Preset:
     """AQUA-KV (Shutova et al. 2025): keys predicted from the layer before, values from the layer before and their own
@@ -190,31 +162,27 @@ def aqua(
     ``{"name": "higgs", "bits": 3}`` (``-p "backbone={name: higgs, bits: 3}"`` on the command line).
 
     ``predictor``: ``linear``, ``reduced_rank``, ``mlp`` or ``gptq``, with its ``settings`` (``rank=64``). The first
-    layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. The
-    backbone's own sinks, window and side of RoPE give way to these arguments; its flush block stays.
+    layer is HIGGS of 4, 3 or 2 bits, or fp16 for 16. ``key_from`` and ``value_from``: see ``plans.FromPrevious``. Of
+    the backbone's own settings its flush block stays: 4 sinks and a window of 128 tokens are kept, keys before RoPE.
     """
     if not isinstance(backbone, Preset):
-        given: dict = (
-            {"name": backbone} if isinstance(backbone, str) else {str(name): x for name, x in backbone.items()}
-        )
-        backbone = make(given.pop("name", None), **given)
+        named = {"name": backbone} if isinstance(backbone, str) else backbone
+        backbone = make(named.get("name", ""), **{str(key): value for key, value in named.items() if key != "name"})
     if backbone.plan is not None:
         raise DataError(f"backbone {backbone.name!r} must be a preset without predictors of its own, such as higgs(2)")
-    if first_layer_bits not in (16, 4, 3, 2):
-        raise DataError(f"first layer in higgs of {first_layer_bits!r} bits: give it 16, 4, 3 or 2 (16 is fp16)")
     first = fp16() if first_layer_bits == 16 else higgs(first_layer_bits)
     return dataclasses.replace(
         backbone,
         name=f"aqua-{backbone.name}",
-        sink_tokens=sink_tokens,
-        recent_window=recent_window,
-        pre_rope=pre_rope,
+        sink_tokens=4,
+        recent_window=128,
+        pre_rope=None,
         arguments={"backbone": {"name": backbone.name, **backbone.arguments}},
         plan=FromPrevious(first, predictor, key_from, value_from, settings),
     )
 
 
 @preset
-def kvsharer(pairs: int = 1, threshold: float = 0.5, pre_rope: bool | None = False) -> Preset:
+def kvsharer(pairs: int = 1, threshold: float = 0.5) -> Preset:
     """KVSharer (Yang et al. 2024): ``pairs`` layers store nothing and read an earlier layer's cache, which is fp16."""
-    return dataclasses.replace(fp16(pre_rope), name="kvsharer", plan=Shared(pairs, threshold))
+    return dataclasses.replace(fp16(), name="kvsharer", plan=Shared(pairs, threshold))

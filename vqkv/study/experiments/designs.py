@@ -7,7 +7,7 @@ from typing import Any
 
 from vqkv import presets
 from vqkv.presets import Preset
-from vqkv.presets.crosses import ROTATIONS, TRANSFORM_CODERS
+from vqkv.presets.crosses import BITS, ROTATIONS, TRANSFORM_CODERS
 from vqkv.study.experiments.common import bare
 
 AQUA = [f"aqua higgs {bits}" for bits in (2, 3, 4)]  # each tuned at its own rate
@@ -102,8 +102,7 @@ def every() -> dict[str, dict]:
 
 def exists(design: str, bits: float) -> bool:
     """True if a design of ``every`` has so many bits: grids have 2, 3 and 4, affine codes whole numbers."""
-    known = {"grid": (2, 3, 4), "affine": range(1, 9)}.get(every()[design]["quantizer"])
-    return known is None or bits in known
+    return bits in BITS.get(every()[design]["quantizer"], [bits])
 
 
 def _add(found: dict[str, dict], **arguments) -> None:

@@ -64,15 +64,14 @@ def _control(subject: Subject, tuning: dict):
 
 def _trained(subject: Subject, preset: presets.Preset | None, steps: int, size: list[int], rate: float):
     """A fine-tuned copy of the model, and the compressor that it has read through, if it has. The first batch only
-    initialises codebooks. Few tokens at a time, and on a GPU layers computed twice: a model of 8B parameters is to fit
-    beside its copy."""
+    initialises codebooks. Few tokens at a time: a large model is to fit beside its copy."""
     count, seq_len = size
     tokens = subject.text("train", [count * (steps + 1), seq_len], subject.seed)
     with torch.inference_mode(False):
         model = copy.deepcopy(subject.model)
-    at_once = {"micro_batch": max(1, 8192 // seq_len), "gradient_checkpointing": model.device.type != "cpu"}
-    found = finetune(model, tokens, preset, lr=rate, batch_size=count, progress=False, **at_once)
-    return model, found.compressor
+    at_once = max(1, 8192 // seq_len)
+    tuned = finetune(model, tokens, preset, lr=rate, batch_size=count, micro_batch=at_once, progress=False)
+    return model, tuned.compressor
 
 
 def given_back(table: pd.DataFrame) -> pd.DataFrame:

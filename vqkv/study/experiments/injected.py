@@ -101,7 +101,7 @@ def _keys_only(codebook_size: int, seed: int) -> dict[str, presets.Preset]:
     found |= {"kivi 2": presets.kivi(2), "kvquant 2": presets.kvquant(2), "quanto 4": presets.quanto(4)}
     found |= {"higgs 2": presets.higgs(2), "grid 2, not rotated": presets.crossed("grid", 2, rotation="none")}
     found |= {"Fisher-weighted PCA 2": presets.crossed("uniform", 2, rotation="fisher_pca", merged=False)}
-    return {label: dataclasses.replace(preset, make_value_codec=Fp16) for label, preset in found.items()}
+    return {label: dataclasses.replace(preset, value_codec=Fp16) for label, preset in found.items()}
 
 
 def _framework(codebook_size: int, seed: int) -> dict[str, presets.Preset]:

@@ -104,7 +104,7 @@ def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Pres
         return Chain([VectorScale("std"), *(stage() for stage in stages)], product_vq)
 
     preset = presets.vqllm(**quantizer, seed=subject.seed)
-    return dataclasses.replace(preset, make_key_codec=codec, make_value_codec=codec)
+    return dataclasses.replace(preset, key_codec=codec, value_codec=codec)
 
 
 @experiment(lambda seeds, codebook_sizes: product(seed=seeds, codebook_size=codebook_sizes))
