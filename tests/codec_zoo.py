@@ -13,10 +13,11 @@ from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedSca
 from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.grid import NonUniform
 from vqkv.codecs.groups import ByteGroups, ComponentGroups
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
-from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
+from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 HEADS, HEAD_DIM = 3, 16

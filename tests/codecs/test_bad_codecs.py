@@ -14,11 +14,12 @@ from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.exact import Fallback, Fp16
 from vqkv.codecs.grid import GaussianLevels, Grid
 from vqkv.codecs.groups import ByteGroups
+from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictor_kinds import make_predictor
 from vqkv.codecs.scaling import VectorScale
-from vqkv.codecs.transform import Grouping, TokenBlock
+from vqkv.codecs.transform import Grouping
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 
 GROUPS = [  # channels, group_size -> the affine presets' groups, and HIGGS's

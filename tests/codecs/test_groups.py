@@ -22,10 +22,10 @@ from vqkv.codecs.groups import (
     _least_errors,
     _sizes,
 )
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import codec_from_config
-from vqkv.codecs.transform import MergeHeads, TokenBlock
 from vqkv.kernels import using
 
 WIDTH, HEADS = 12, 2

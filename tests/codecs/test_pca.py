@@ -9,11 +9,11 @@ from codec_zoo import gaussian, same
 
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.groups import ComponentGroups
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import MeanRemoval
 from vqkv.codecs.stage import codec_from_config
-from vqkv.codecs.transform import MergeHeads, TokenBlock
 
 HEADS, WIDTH = 3, 8
 MERGED = pytest.mark.parametrize("before", [(), (MergeHeads(),)], ids=["per head", "merged"])

@@ -12,9 +12,10 @@ from vqkv import DataError, presets
 from vqkv.codecs.entropy import Entropy, FloatBits, frequencies
 from vqkv.codecs.entropy_coded_scalar import LARGEST_CODE, EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.grid import NonUniform
+from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import VectorScale
-from vqkv.codecs.transform import Grouping, TokenBlock
+from vqkv.codecs.transform import Grouping
 from vqkv.codecs.vector import ResidualVQ
 
 CHANNELS = 16

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from vqkv import kernels, presets
+from vqkv.codecs.layout import TokenBlock
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import HeadScale, VectorScale
-from vqkv.codecs.transform import Grouping, TokenBlock
+from vqkv.codecs.transform import Grouping
 from vqkv.codecs.vector import ProductVQ
 from vqkv.kernels import naive as reference
 from vqkv.presets import Preset

@@ -29,6 +29,7 @@ class StreamQuantizer(Quantizer):
     tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any number
     of heads is served."""
 
+    fixed = {"lanes": LANES}
     num_tables: int
     heads: int  # that it was built for
     frequencies: Tensor

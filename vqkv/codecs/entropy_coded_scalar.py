@@ -146,6 +146,8 @@ class TrellisCodedScalar(EntropyCodedScalar):
     batch; ``rates`` are those of a uniform quantizer, which a trellis moves alike.
     """
 
+    fixed = EntropyCodedScalar.fixed | {"states": STATES, "weight": BIT_WEIGHT}
+
     def _start(self, sample: Tensor) -> None:
         """Find the step by bisection; shifts and spreads are those of a sample in uniform steps as long."""
         bits, low, high = self.bits / self.share, -1.0, 1.0

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.scaling import MeanRemoval
 from vqkv.codecs.stage import Part, Quantizer, Side, Stage
-from vqkv.codecs.transform import MergeHeads
 from vqkv.errors import DataError
 from vqkv.kernels import KernelView, decode
 from vqkv.kernels.precision import full_precision

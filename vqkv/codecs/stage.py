@@ -16,7 +16,6 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.kernels import KernelView, decode, pack_codes, unpack_codes
 
 Side = dict[str, Tensor]  # what a stage or a quantizer stores of every row, by name
-FIXED = {"lanes": 4, "states": 8, "weight": 0.05, "iterations": 25}  # settings of older files that are constants now
 
 
 def learned(saved: bool = True) -> Any:
@@ -30,12 +29,13 @@ class Part(nn.Module):
     """Anything a codec is built from, registered under its class name: ``config()`` and ``state_dict()`` rebuild it.
 
     ``limits`` of a setting are the least and the most that it can be, two integers for a whole number, two floats for a
-    real one; ``choices`` are what it can be called.
+    real one; ``choices`` are what it can be called. ``fixed`` were settings once: files and fingerprints name them.
     """
 
     registry: ClassVar[dict[str, type["Part"]]] = {}
     limits: ClassVar[dict[str, tuple[float, float]]] = {}
     choices: ClassVar[dict[str, Collection]] = {}
+    fixed: ClassVar[dict[str, float]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -61,7 +61,7 @@ class Part(nn.Module):
 
     def config(self) -> dict:
         """Return the settings as JSON-able values; ``part_from_config`` reads them."""
-        return {"part": type(self).__name__} | {
+        return {"part": type(self).__name__, **self.fixed} | {
             each.name: _plain(getattr(self, each.name)) for each in dataclasses.fields(self) if each.init
         }
 
@@ -87,9 +87,9 @@ def part_from_config(config):
     name = settings.pop("part")
     if name not in Part.registry:
         raise FormatError(f"unknown codec part {name!r}: import the module that defines it, or calibrate again")
-    removed = settings.keys() - {each.name for each in dataclasses.fields(Part.registry[name])}
-    if any(FIXED.get(each) != settings.pop(each) for each in removed):
-        raise FormatError(f"{name} has no settings {sorted(removed)} of these values any more: calibrate again")
+    fixed = Part.registry[name].fixed
+    if any(settings.pop(each, value) != value for each, value in fixed.items()):
+        raise FormatError(f"{name} is always of {fixed} by now: calibrate again")
     return Part.registry[name](**settings)
 
 

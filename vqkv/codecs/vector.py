@@ -235,6 +235,7 @@ class HeadCodebooks(Quantizer):
     by_head = True
     code_bits = 8
     limits = {"seed": (0, MAX_SEED)}
+    fixed = {"iterations": HEAD_ITERATIONS}
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self.block_values = shape[-1]

@@ -8,11 +8,12 @@ from vqkv.codecs.entropy import Entropy
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar, TrellisCodedScalar
 from vqkv.codecs.grid import Grid
 from vqkv.codecs.groups import ByteGroups
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.scaling import MeanRemoval, VectorScale
 from vqkv.codecs.stage import Stage
-from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
+from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.vector import ResidualVQ
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.presets.plans import Budgeted, FromPrevious, Joint

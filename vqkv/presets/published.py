@@ -7,10 +7,11 @@ from vqkv.codecs.affine import AffineQuantizer, HalfQuadratic, MinMax
 from vqkv.codecs.entropy import FloatBits
 from vqkv.codecs.exact import Fallback, Fp16, SparseOutliers
 from vqkv.codecs.grid import Grid, NonUniform, WeightedChain
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.scaling import ChannelScale, HeadScale, MeanRemoval, VectorScale
 from vqkv.codecs.stage import Quantizer, Stage
-from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, TokenBlock
+from vqkv.codecs.transform import Grouping, Hadamard
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.errors import DataError
 from vqkv.presets.plans import FromPrevious, Shared

@@ -7,9 +7,10 @@ from vqkv.codecs.channel_bits import ChannelBits
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
 from vqkv.codecs.grid import Fp4, Fp8, GaussianLevels, SignedGrid
 from vqkv.codecs.groups import ComponentGroups
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.pca import PCA, CostBasis
 from vqkv.codecs.scaling import DualScale, MeanRemoval, Rescale, TileMean, VectorScale
-from vqkv.codecs.transform import Grouping, Hadamard, MergeHeads, RandomSigns, TokenBlock
+from vqkv.codecs.transform import Grouping, Hadamard, RandomSigns
 from vqkv.codecs.vector import HeadCodebooks
 from vqkv.presets.crosses import LARGEST_GROUP, crossed
 from vqkv.presets.plans import Graded, Joint

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from vqkv import kernels
 from vqkv.codecs.entropy_coded_scalar import EntropyCodedScalar
+from vqkv.codecs.layout import MergeHeads, TokenBlock
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.pca import PCA
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.predictive import Prediction, inputs
 from vqkv.codecs.predictor_kinds import Linear
 from vqkv.codecs.scaling import MeanRemoval
-from vqkv.codecs.transform import MergeHeads, TokenBlock
 from vqkv.kernels import naive as reference
 from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.trellis.code import REACH

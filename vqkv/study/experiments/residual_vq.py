@@ -9,10 +9,10 @@ import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
+from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.scaling import VectorScale
 from vqkv.codecs.stage import codec_from_config
-from vqkv.codecs.transform import MergeHeads
 from vqkv.codecs.vector import ProductVQ, ResidualVQ
 from vqkv.evaluation.evaluate import reconstruction_error
 from vqkv.study.experiments.common import bits_with_side, by_window, exact_compressor, facts_answered, paired
