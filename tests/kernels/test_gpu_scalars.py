@@ -5,7 +5,7 @@ import torch
 from views import DEVICE, amid, apart, gaussian
 
 from vqkv.kernels import cpu, naive
-from vqkv.kernels.affine.triton import affine_encode, serves
+from vqkv.kernels.formats.triton import affine_encode, can_affine_encode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 
 
@@ -48,7 +48,7 @@ def test_spare_bits_of_a_row_are_zeros_and_are_not_read(bits):
 
 def same_affine(x: torch.Tensor, group_size: int) -> None:
     for bits in (2, 4, 8):
-        assert serves(x, bits, group_size)
+        assert can_affine_encode(x, bits, group_size)
         found, wanted = affine_encode(x, bits, group_size), naive.affine_encode(x, bits, group_size)
         for name in ("codes", "low", "high"):
             assert torch.equal(getattr(found, name), getattr(wanted, name))
@@ -70,7 +70,7 @@ def test_affine_values_with_any_strides_and_none(guarded):
         same_affine(view, 16)
     same_affine(x[:, :1].expand(-1, 3, -1, -1), 16)
     same_affine(x[:, :, :0], 16)
-    assert not serves(x, 4, 1) and not serves(x, 3, 16)
+    assert not can_affine_encode(x, 4, 1) and not can_affine_encode(x, 3, 16)
 
 
 def test_affine_extremes():

@@ -117,7 +117,7 @@ class ByteGroups(Quantizer):
 
 @remembered
 def _laid_out(codebooks: Tensor, sizes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """``Grouped.table`` and its ``places``."""
+    """``Grouped.table`` and its ``layout``."""
     used = sorted({size for head in sizes for size in head})
     begins = dict(zip(used, [0, *itertools.accumulate(CODES * size for size in used)]))
     firsts = [[0, *itertools.accumulate(head[:-1])] for head in sizes]
