@@ -39,7 +39,7 @@ def attend(keys, values, rope: Rope | None = None, rows: int = 4) -> None:
 
 def streams(decoded: bool) -> None:
     channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.int64)
-    code = make_code([np.array([TOTAL // 2, TOTAL // 4, TOTAL // 4])], [0], channels, channels, 32)
+    code = make_code([np.array([TOTAL // 2, TOTAL // 4, TOTAL // 4])], [0], channels, channels)
     if decoded:
         rans_decode(zeros(2**20, dtype=torch.int16), zeros(TOKENS // 32, dtype=torch.int64), code, 32)
     else:

@@ -14,17 +14,15 @@ from vqkv.kernels import rans_decode, rans_encode
 from vqkv.kernels.entropy.code import TOTAL, Code, make_code, most_words
 
 SMOOTHING = 0.5  # added to every code's count: one that calibration never saw is rare, not impossible
-MOST_LANES = 32
 MOST_BITS = 10  # of a code that a table distinguishes
 
 
 class StreamQuantizer(Quantizer):
     """A quantizer whose codes are stored as streams. Of each row, codes take turns between ``num_tables`` tables. Where
     tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any number
-    of heads is served. ``lanes``: states that take turns in a stream, 4 for a CPU, 32 for the warps of a GPU."""
+    of heads is served."""
 
     num_tables: int
-    lanes: int
     heads: int  # that it was built for
     frequencies: Tensor
     _made: tuple[Tensor, Code] | None = None
@@ -47,7 +45,7 @@ class StreamQuantizer(Quantizer):
         values = rows.flatten(3, 4)  # rows, batch, streams, channels, tokens
         words, lengths = rans_encode(values.flatten(0, 2), self.code())
         channels, tokens = values.shape[3:]
-        small = most_words(channels, tokens, self.lanes) < 1 << 15
+        small = most_words(channels, tokens) < 1 << 15
         lengths = lengths.to(torch.int16 if small else torch.int32).view(values.shape[:3]).permute(1, 2, 0)
         return Payload({"lengths": lengths, **side}, ragged={"stream": words})
 
@@ -98,10 +96,8 @@ class Entropy(StreamQuantizer):
 
     quantizer: Quantizer
     context: str = "position"
-    lanes: int = 4
     frequencies: Tensor = learned()
     choices = {"context": ("position", "stage")}
-    limits = {"lanes": (1, MOST_LANES)}
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,4 +143,4 @@ class Entropy(StreamQuantizer):
         tables = self.frequencies.flatten(0, 1).cpu().numpy().astype(np.int64)
         escaped = [np.append(table, 0) for table in tables]  # no code ever is
         channels = torch.arange(len(tables))
-        return make_code(escaped, [0] * len(tables), channels, torch.full_like(channels, self.shift), self.lanes)
+        return make_code(escaped, [0] * len(tables), channels, torch.full_like(channels, self.shift))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
@@ -53,13 +53,12 @@ class EntropyCodedScalar(StreamQuantizer):
     """
 
     bits: float = 2.0
-    lanes: int = 4
     step: Tensor = learned()
     spreads: Tensor = learned()
     shifts: Tensor = learned()
     reaches: Tensor = learned()
     frequencies: Tensor = learned()
-    limits = {"bits": (LEAST_BITS, MOST_BITS), "lanes": (1, MOST_LANES)}
+    limits = {"bits": (LEAST_BITS, MOST_BITS)}
     by_head = True
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,7 +139,7 @@ class EntropyCodedScalar(StreamQuantizer):
         reaches = self.reaches.tolist()
         tables = np.split(self.frequencies.cpu().numpy().astype(np.int64), np.cumsum([2 * r + 2 for r in reaches])[:-1])
         number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1].flatten()
-        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), self.lanes)
+        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long())
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import MOST_LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels.entropy.code import Code, make_code
 
@@ -27,12 +27,10 @@ class FloatBits(StreamQuantizer):
     channels whose sign varies more or less: uint16 ``frequencies`` (3, symbols), that of the escape last.
     """
 
-    lanes: int = 4
     mantissa: Tensor = learned()
     exponents: Tensor = learned()
     kinds: Tensor = learned()
     frequencies: Tensor = learned()
-    limits = {"lanes": (1, MOST_LANES)}
     by_head = True
 
     def build(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,7 +75,7 @@ class FloatBits(StreamQuantizer):
     def make_code(self) -> Code:
         shifts = torch.full((self.kinds.numel(),), int(self.mantissa))
         tables = [*self.frequencies.cpu().numpy().astype(np.int64)]
-        return make_code(tables, [-2 * REACH] * len(tables), self.kinds.flatten().cpu().long() >> 1, shifts, self.lanes)
+        return make_code(tables, [-2 * REACH] * len(tables), self.kinds.flatten().cpu().long() >> 1, shifts)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mantissa, exponent and sign, int32 like x."""

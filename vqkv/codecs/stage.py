@@ -84,6 +84,7 @@ def part_from_config(config):
         return config
     settings = {key: part_from_config(value) for key, value in config.items()}
     name = settings.pop("part")
+    settings.pop("lanes", None)  # of entropy coders until 0.1, always 4
     if name not in Part.registry:
         raise FormatError(f"unknown codec part {name!r}: import the module that defines it, or calibrate again")
     return Part.registry[name](**settings)

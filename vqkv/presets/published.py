@@ -27,10 +27,10 @@ def fp16(pre_rope: bool | None = False) -> Preset:
 
 
 @preset
-def lossless(block: int = 32, lanes: int = 4) -> Preset:
+def lossless(block: int = 32) -> Preset:
     """Every bit of a cache in 16 bits: exponents and signs entropy-coded, mantissas as they are (see ``FloatBits``), in
     blocks of ``block`` tokens, keys after RoPE. A model in float32 has its cache rounded to fp16."""
-    codec = chain(TokenBlock(block), FloatBits(lanes))
+    codec = chain(TokenBlock(block), FloatBits())
     return Preset("lossless", codec, codec, flush_block=block, pre_rope=False)
 
 
