@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqkv.kernels import cpu, naive
-from vqkv.kernels.trellis.code import LARGEST, REACH, TRANSITIONS
+from vqkv.kernels.trellis.naive import LARGEST, REACH, TRANSITIONS
 
 STATES = st.sampled_from(sorted(TRANSITIONS))
 

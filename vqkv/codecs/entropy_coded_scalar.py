@@ -14,8 +14,8 @@ from vqkv.codecs.entropy import SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
-from vqkv.kernels.trellis.code import REACH as SEARCHED
-from vqkv.kernels.trellis.code import TRANSITIONS
+from vqkv.kernels.trellis.naive import REACH as SEARCHED
+from vqkv.kernels.trellis.naive import TRANSITIONS
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 LEAST_BITS, MOST_BITS = 0.01, 10.0

@@ -144,7 +144,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
     """x (rows, channels), in steps -> int32 codes of least squared error plus ``weight`` times their bits, which
-    ``costs`` says. See ``trellis.code`` and ``trellis.naive``."""
+    ``costs`` says. See ``trellis.naive``."""
     return _find("trellis_encode", x)(x, costs, table_of, shifts, weight, states)
 
 

@@ -79,7 +79,7 @@ def _encode(start, stop, values, starts, channels, tables, intervals, buffers, l
         states[:] = LEAST
         states[0] = starts[stream]
         for channel in range(channels.shape[0] - 1, -1, -1):
-            row, (table, unit, width, shift) = values[stream, channel], channels[channel]
+            row, (table, unit, _, shift) = values[stream, channel], channels[channel]
             begin, least, size = tables[table]
             if unit < 0 and shift == 0 and _are_within(row, least, least + size):  # most of them
                 for token in range(tokens - 1, -1, -1):

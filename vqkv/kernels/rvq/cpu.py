@@ -12,7 +12,7 @@ from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import serves, spread
 from vqkv.kernels.precision import full_precision
 from vqkv.kernels.rvq import beam as beams
-from vqkv.kernels.rvq import loops, short
+from vqkv.kernels.rvq import loops
 from vqkv.kernels.rvq.tables import SearchTables, prepare, sums_by_code
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
@@ -38,7 +38,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def _short(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     """Short vectors, without matrix products."""
     fixed = [table.numpy() for table in (tables.products, tables.norms, tables.codebooks, tables.exact, x, codes)]
-    spread(lambda i, j: short.search(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
+    spread(lambda i, j: loops.search_short(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
 
 
 def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
