@@ -27,15 +27,6 @@ def test_packing(bits, request):
         assert found.dtype == cpu.unpack_codes(wanted, bits, shape[-1]).dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-@pytest.mark.parametrize("bits", [2, 5])
-def test_codes_of_any_integer_type_and_stride(dtype, bits, guarded):
-    codes = codes_of((2, 3, 9), bits, dtype)
-    wanted = naive.pack_codes(codes, bits)
-    assert torch.equal(pack_codes(apart(codes), bits), wanted)
-    assert torch.equal(unpack_codes(apart(wanted), bits, 9).long(), codes.long())
-
-
 @pytest.mark.parametrize("bits", [3, 4, 11])
 def test_spare_bits_of_a_row_are_zeros_and_are_not_read(bits):
     codes = codes_of((4, 3), bits)
