@@ -1,6 +1,8 @@
-"""A CPU's loops against naive ones: residual VQ's search and places, affine codes, packing."""
+"""A CPU's loops against naive ones: affine codes, packing, threads."""
 
 import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.kernels import Coded, cpu, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels.precision import full_precision
 
 GROUP_SIZES = st.sampled_from([1, 5, 8, 16, 64])
 
@@ -51,6 +54,29 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.start()
     assert queue.get(timeout=60) == 7
     child.join()
+
+
+def test_full_precision_lasts_until_the_last_thread_leaves():
+    def within(entered, leave) -> str:
+        with full_precision(torch.device("cpu")):
+            entered.set()
+            leave.wait(30)
+            return torch.get_float32_matmul_precision()
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        events = [(threading.Event(), threading.Event()) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            works = []
+            for entered, leave in events:
+                works.append(pool.submit(within, entered, leave))
+                entered.wait(30)
+            for work, (_, leave) in zip(works, events, strict=True):
+                leave.set()
+                assert work.result(30) == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @settings(deadline=None, max_examples=60)
