@@ -16,16 +16,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from views import affine, coded, mapped
 
-from vqkv.kernels.affine.triton import affine_encode
 from vqkv.kernels.attention import triton as attention
-from vqkv.kernels.attention import triton_shares
-from vqkv.kernels.decoding.triton import decode
 from vqkv.kernels.entropy.code import TOTAL, make_code
 from vqkv.kernels.entropy.triton import rans_decode, rans_encode
+from vqkv.kernels.formats.triton import affine_encode, decode
 from vqkv.kernels.packing.triton import pack_codes, unpack_codes
 from vqkv.kernels.rvq.triton import rvq_encode
-from vqkv.kernels.trellis.code import REACH
-from vqkv.kernels.trellis.triton import trellis_decode, trellis_encode
 from vqkv.kernels.view import Rope
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
@@ -43,19 +39,14 @@ def attend(keys, values, rope: Rope | None = None, rows: int = 4) -> None:
 
 def streams(decoded: bool) -> None:
     channels = torch.zeros(HEADS * HEAD_DIM, dtype=torch.int64)
-    code = make_code([np.array([TOTAL // 2, TOTAL // 4, TOTAL // 4])], [0], channels, channels, 32)
+    code = make_code([np.array([TOTAL // 2, TOTAL // 4, TOTAL // 4])], [0], channels, channels)
     if decoded:
         rans_decode(zeros(2**20, dtype=torch.int16), zeros(TOKENS // 32, dtype=torch.int64), code, 32)
     else:
         rans_encode(zeros(TOKENS // 32, len(channels), 32, dtype=torch.int32), code)
 
 
-def trellis(states: int) -> None:
-    costs, about = zeros(33, 2 * REACH + 2, dtype=torch.float32), zeros(HEADS * HEAD_DIM, dtype=torch.int32)
-    trellis_encode(zeros(64, HEADS * HEAD_DIM, dtype=torch.float32), costs, about, about, 0.05, states)
-
-
-triton_shares.PROGRAMS_EACH = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
+attention.PROGRAMS_EACH = 4 * 132 // 2  # a CPU counts as two multiprocessors: as many shares as on an H100
 LAYER = {"tokens": TOKENS, "heads": HEADS, "batch": 1}
 CODES, ROPE = (TOKENS * HEADS, 32), Rope(torch.ones(HEAD_DIM // 2))
 PRODUCT = coded(32, 4, 1, 8, tables=2, scales=1, every=64, **LAYER)
@@ -73,8 +64,6 @@ CASES: dict[str, Callable[[], object]] = {
     "unpack 11": lambda: unpack_codes(zeros(CODES[0], 44, dtype=torch.uint8), 11, 32),
     "rans_encode": lambda: streams(False),
     "rans_decode": lambda: streams(True),
-    "trellis_encode": lambda: trellis(8),
-    "trellis_decode": lambda: trellis_decode(zeros(64, HEADS * HEAD_DIM, dtype=torch.int32), torch.ones(1), 8),
     "decode rvq": lambda: decode(RVQ),
     "decode rvq strided": lambda: decode(STRIDED),
     "attention product": lambda: attend(PRODUCT, PRODUCT),

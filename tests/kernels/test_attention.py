@@ -46,5 +46,5 @@ def test_products_with_affine_codes_on_a_cpu(batch, heads, shared, new_tokens, t
 @pytest.mark.parametrize("block", [1, 16])
 def test_a_piece_at_a_time_rotates_as_all_at_once(block):
     turn, x = rope(4, 5, block), gaussian(1, 2, 40, 4)
-    parts = [turn.turned(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
-    torch.testing.assert_close(torch.cat(parts, dim=2), turn.turned(x))
+    parts = [turn.rotated(x[:, :, i : i + 7], i) for i in range(0, 40, 7)]
+    torch.testing.assert_close(torch.cat(parts, dim=2), turn.rotated(x))

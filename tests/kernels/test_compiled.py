@@ -1,15 +1,18 @@
-"""A CPU's loops against naive ones: residual VQ's search and places, affine codes, packing."""
+"""A CPU's loops against naive ones: affine codes, packing, threads."""
 
 import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import gaussian
 
 from vqkv.kernels import Coded, cpu, machine, naive, pack_codes, unpack_codes
+from vqkv.kernels.precision import full_precision
 
 GROUP_SIZES = st.sampled_from([1, 5, 8, 16, 64])
 
@@ -24,61 +27,6 @@ def one_thread():
 def bits_of(x):
     """The memory of a tensor, so that 0 and -0 differ."""
     return x.contiguous().view(torch.uint8)
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    rows=st.sampled_from([0, 1, 63, 100, 129, 300]),
-    dim=st.sampled_from([1, 2, 3, 7, 8, 9, 17, 64]),
-    codebook_size=st.sampled_from([1, 3, 64, 65, 200, 300, 2049]),
-    quantizers=st.integers(1, 3),
-    duplicates=st.booleans(),
-    scale=st.sampled_from([1e-22, 1e-3, 1.0, 300.0, 1e15]),
-    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
-    seed=st.integers(0, 10**6),
-)
-def test_codes_are_naive_whichever_loop(rows, dim, codebook_size, quantizers, duplicates, scale, dtype, seed):
-    """Vectors that are codes, codes that occur twice, rows of zeros; short vectors and long ones; squares that under-
-    and overflow fp32."""
-    assume(dtype != torch.float16 or scale < 1e4)  # beyond, all codes are its largest numbers, and ties are rounding's
-    x, codebooks = scale * gaussian(rows, dim, seed=seed), gaussian(quantizers, codebook_size, dim, seed=seed + 1)
-    codebooks = (scale * codebooks).to(dtype).nan_to_num()
-    if duplicates:
-        codebooks[:, codebook_size // 2 :] = codebooks[:, : codebook_size - codebook_size // 2].clone()
-        x[::3] = codebooks[0].float()[torch.arange(len(x[::3])) % codebook_size]
-        x[::7] = 0
-    codes = cpu.rvq_encode(x, codebooks)
-    assert torch.equal(codes, naive.rvq_encode(x, codebooks))
-    expected = sum(codebook.float()[codes[:, k]] for k, codebook in enumerate(codebooks))  # with torch's bits
-    assert torch.equal(cpu.rvq_decode(codes.T.contiguous().T, codebooks), expected)
-
-
-@pytest.mark.parametrize("dim, codebook_size", [(4, 100), (32, 100), (32, 2048)])
-@pytest.mark.parametrize("value", [3e38, 1e-38, 1e-44])
-@pytest.mark.parametrize("where", ["row", "code"])
-def test_values_that_fp32_cannot_rank(dim, codebook_size, value, where):
-    x, codebooks = gaussian(130, dim), gaussian(2, codebook_size, dim, seed=1)
-    (x if where == "row" else codebooks[1])[77, dim // 2] = value
-    assert torch.equal(cpu.rvq_encode(x, codebooks), naive.rvq_encode(x, codebooks))
-
-
-@pytest.mark.parametrize("dim", [4, 32])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_none_get_codes_and_leave_other_rows_alone(dim, value):
-    x, codebooks = gaussian(130, dim), gaussian(2, 100, dim, seed=1)
-    expected = naive.rvq_encode(x, codebooks)
-    x[77, dim // 2] = value
-    codes = cpu.rvq_encode(x, codebooks)
-    assert torch.equal(codes[:77], expected[:77]) and torch.equal(codes[78:], expected[78:])
-    assert codes.min() >= 0 and codes.max() < 100
-
-
-def test_tensors_that_loops_cannot_take_get_the_same_codes(monkeypatch):
-    """As on other devices, and when traced."""
-    x, codebooks = gaussian(1000, 32), gaussian(4, 130, 32, seed=1)
-    codes = cpu.rvq_encode(x, codebooks)
-    monkeypatch.setattr("vqkv.kernels.rvq.cpu.serves", lambda *tensors: False)
-    assert (cpu.rvq_encode(x, codebooks) == codes).all(dim=-1).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dim", [4, 32])
@@ -106,6 +54,29 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     child.start()
     assert queue.get(timeout=60) == 7
     child.join()
+
+
+def test_full_precision_lasts_until_the_last_thread_leaves():
+    def within(entered, leave) -> str:
+        with full_precision(torch.device("cpu")):
+            entered.set()
+            leave.wait(30)
+            return torch.get_float32_matmul_precision()
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        events = [(threading.Event(), threading.Event()) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            works = []
+            for entered, leave in events:
+                works.append(pool.submit(within, entered, leave))
+                entered.wait(30)
+            for work, (_, leave) in zip(works, events, strict=True):
+                leave.set()
+                assert work.result(30) == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @settings(deadline=None, max_examples=60)

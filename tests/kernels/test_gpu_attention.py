@@ -1,16 +1,18 @@
 """Attention to packed tokens where they lie: Triton's kernels, in their interpreter without a GPU, against everything
 decoded."""
 
+import dataclasses
+
 import pytest
 from views import FORMATS, affine, as_decoded, coded, gaussian, made, rope
 
 from vqkv.kernels import naive
-from vqkv.kernels.attention import triton, triton_shares
+from vqkv.kernels.attention import triton
 
 
 def assert_same(query, keys, values, turn=None, tolerance=2e-3):
     """To products of fp16 numbers: 2^-11 of each term."""
-    assert triton.serves(query, keys, values, turn)
+    assert triton.can_decode_attention(query, keys, values, turn)
     as_decoded(triton, query, keys, values, turn, tolerance)
 
 
@@ -47,10 +49,10 @@ def test_keys_and_values_may_differ():
 
 @pytest.mark.parametrize(("name", "tile"), [("int4 128/64", 128), ("live one size", 16)])
 def test_shares_of_the_tokens_are_joined(name, tile, monkeypatch):
-    monkeypatch.setattr(triton_shares, "LEAST_TILES", 1)
-    monkeypatch.setattr(triton_shares, "PROGRAMS_EACH", 64)
+    monkeypatch.setattr(triton, "LEAST_TILES", 1)
+    monkeypatch.setattr(triton, "PROGRAMS_EACH", 64)
     keys, values = made(name, tokens=5 * tile - 1, batch=1)
-    assert triton_shares.shares(keys.codes.device, 3, keys.shape[2], tile)[0] == 5
+    assert triton._shares(keys.codes.device, 3, keys.shape[2], tile)[0] == 5
     assert_same(gaussian(1, 3, 1, keys.shape[3]), keys, values)
 
 
@@ -67,10 +69,12 @@ def test_values_of_any_size():
 def test_what_the_kernel_cannot_read_is_said_before():
     query, keys, live = gaussian(2, 6, 1, 64), affine(64, 4, 64), made("live by head")[0]
     odd, half = coded(3, 32, 2, 4), rope(32)  # three groups have no half; rotary of half the channels
-    assert triton.serves(query, keys, keys) and triton.serves(query, live, live, rope(64, 0, 16))
+    assert triton.can_decode_attention(query, keys, keys) and triton.can_decode_attention(
+        query, live, live, rope(64, 0, 16)
+    )
     for refused in (
         (query, keys, keys, half), (query, keys.tokens(0, 0), keys.tokens(0, 0)), (gaussian(2, 6, 64, 64), keys, keys),
         (gaussian(2, 6, 1, 96), odd, odd), (query, live, live, rope(64, 0, 8)), (query, live, live, half),
-        (gaussian(2, 6, 64, 64), live, live), (query, live, live.inner),
+        (gaussian(2, 6, 64, 64), live, live), (query, live, dataclasses.replace(live, matrix=None)),
     ):  # fmt: skip
-        assert not triton.serves(*refused)
+        assert not triton.can_decode_attention(*refused)

@@ -7,7 +7,7 @@ import torch
 from views import DEVICE, affine, all_amid, apart, coded
 
 from vqkv.kernels import naive
-from vqkv.kernels.decoding.triton import decode
+from vqkv.kernels.formats.triton import decode
 from vqkv.kernels.view import KernelView
 
 FEW = {"tokens": 3, "heads": 2, "batch": 1}

@@ -23,8 +23,8 @@ def table(sigma: float) -> tuple[np.ndarray, int]:
 TABLES = [table(sigma) for sigma in SIGMAS]
 
 
-def code_of(tables: torch.Tensor, shifts: torch.Tensor, lanes: int) -> Code:
-    return make_code([t for t, _ in TABLES], [least for _, least in TABLES], tables, shifts, lanes)
+def code_of(tables: torch.Tensor, shifts: torch.Tensor) -> Code:
+    return make_code([t for t, _ in TABLES], [least for _, least in TABLES], tables, shifts)
 
 
 def drawn(tables: torch.Tensor, shifts: torch.Tensor, streams: int, tokens: int, seed: int) -> torch.Tensor:
@@ -38,16 +38,15 @@ def drawn(tables: torch.Tensor, shifts: torch.Tensor, streams: int, tokens: int,
     channels=st.integers(1, 20),
     tokens=st.sampled_from([1, 3, 8, 31, 32, 65]),
     streams=st.integers(0, 3),
-    lanes=st.sampled_from([1, 2, 3, 4, 7, 32]),
     shifted=st.booleans(),
     far=st.sampled_from([0, 40, -(2**23), 2**23 - 1]),
     seed=st.integers(0, 10**6),
 )
-def test_streams_are_naive_and_lossless(channels, tokens, streams, lanes, shifted, far, seed):
+def test_streams_are_naive_and_lossless(channels, tokens, streams, shifted, far, seed):
     generator = torch.Generator().manual_seed(seed)
     tables = torch.randint(0, len(SIGMAS), (channels,), generator=generator)
     shifts = torch.randint(0, 17, (channels,), generator=generator) * shifted
-    code, x = code_of(tables, shifts, lanes), drawn(tables, shifts, streams, tokens, seed)
+    code, x = code_of(tables, shifts), drawn(tables, shifts, streams, tokens, seed)
     if far and streams:
         x[-1, channels // 2, tokens // 2] = far
     words, lengths = cpu.rans_encode(x, code)
@@ -67,7 +66,7 @@ def test_no_longer_than_constriction_by_a_fiftieth_of_a_bit(sigma):
     x = drawn(tables, shifts, 8, 32, 0)
     probabilities, least = TABLES[number]
     x = x.clamp(least, -least)
-    words, _ = cpu.rans_encode(x, code_of(tables, shifts, 4))
+    words, _ = cpu.rans_encode(x, code_of(tables, shifts))
     model = stream.model.Categorical(probabilities[:-1] / probabilities[:-1].sum(), perfect=False)
     theirs = 0
     for each in x:
@@ -82,7 +81,7 @@ def test_no_longer_than_constriction_by_a_fiftieth_of_a_bit(sigma):
 def test_damaged_streams_are_told_by_their_ends_and_never_crash(seed, kind):
     rng = np.random.default_rng(seed)
     tables, shifts = torch.arange(12) % len(SIGMAS), torch.arange(12) % 3 * (torch.arange(12) % 2)
-    code, x = code_of(tables, shifts, 4), drawn(tables, shifts, 3, 33, seed)
+    code, x = code_of(tables, shifts), drawn(tables, shifts, 3, 33, seed)
     words, lengths = cpu.rans_encode(x, code)
     at = int(rng.integers(len(words)))
     if kind == "cut":

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from vqkv.kernels import Affine, Coded, Grouped, Mapped, Rope, naive
+from vqkv.kernels import Affine, Coded, Grouped, Rope, naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 32  # elements
@@ -39,7 +39,7 @@ def apart(x: torch.Tensor, by: int = 3) -> torch.Tensor:
 
 def all_amid(packed):
     """A view whose tensors are ``amid`` garbage."""
-    if isinstance(packed, Mapped):
+    if isinstance(packed, Grouped):
         return packed
     tensors = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
     return dataclasses.replace(packed, **{n: amid(x) for n, x in tensors.items() if isinstance(x, torch.Tensor)})
@@ -63,7 +63,7 @@ def coded(
 
 def mapped(
     sizes: list[list[int]], head_dim: int, offset: bool = True, tokens: int = 67, batch: int = 2, seed=1
-) -> Mapped:
+) -> Grouped:
     """Components in groups of a byte, of every head ``sizes`` of its own, and a map to channels."""
     heads, components = len(sizes), max(head_dim // 2, *map(sum, sizes))
     used = sorted({size for head in sizes for size in head})
@@ -73,9 +73,9 @@ def mapped(
     shape = (batch, heads, tokens, len(sizes[0]))
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(DEVICE)
     table, scale = gaussian(256 * sum(used), seed=seed), gaussian(heads, components, seed=seed + 1).abs().half()
-    inner = Grouped(codes, table, torch.tensor([sizes, starts, firsts]).to(DEVICE), scale)
     matrix = gaussian(heads, components, head_dim, seed=seed + 2) / head_dim**0.5
-    return Mapped(inner, matrix, gaussian(heads, head_dim, seed=seed + 3).half() if offset else None)
+    mean = gaussian(heads, head_dim, seed=seed + 3).half() if offset else None
+    return Grouped(codes, table, torch.tensor([sizes, starts, firsts]).to(DEVICE), scale, matrix, mean)
 
 
 SCALING = 0.09

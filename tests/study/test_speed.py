@@ -49,7 +49,7 @@ def test_every_kernel_is_timed(monkeypatch):
     monkeypatch.setattr(dispatch, "which", lambda name, *about: called.add(name) or which(name, *about))
     for case in cases:
         case.call()
-    assert called == set(dispatch.ROOMS)
+    assert called == set(dispatch.OPERATIONS)
 
 
 def test_peers_solve_the_same_problem(whole):

@@ -16,7 +16,6 @@ from vqkv.kernels import rans_decode, rans_encode
 from vqkv.kernels.entropy.code import TOTAL, Code, make_code, most_words
 
 SMOOTHING = 0.5  # added to every code's count: one that calibration never saw is rare, not impossible
-LANES = 4  # states that take turns in a stream
 TABLE_BITS = 10  # of a code that a table distinguishes
 TYPES = {7: torch.bfloat16, 10: torch.float16}  # by bits of the mantissa
 REACH = 20  # exponents to either side of a channel's own, that a table distinguishes
@@ -29,7 +28,7 @@ class StreamQuantizer(Quantizer):
     tables differ between heads (``by_head``), a stream holds all heads of a row; else each has its own, and any number
     of heads is served."""
 
-    fixed = {"lanes": LANES}
+    fixed = {"lanes": 4}
     num_tables: int
     heads: int  # that it was built for
     frequencies: Tensor
@@ -58,7 +57,7 @@ class StreamQuantizer(Quantizer):
         values = rows.flatten(3, 4)  # rows, batch, streams, channels, tokens
         words, lengths = rans_encode(values.flatten(0, 2), self.code())
         channels, tokens = values.shape[3:]
-        small = most_words(channels, tokens, LANES) < 1 << 15
+        small = most_words(channels, tokens) < 1 << 15
         lengths = lengths.to(torch.int16 if small else torch.int32).view(values.shape[:3]).permute(1, 2, 0)
         return Payload({"lengths": lengths, **side}, ragged={"stream": words})
 
@@ -155,7 +154,7 @@ class Entropy(StreamQuantizer):
         tables = self.frequencies.flatten(0, 1).cpu().numpy().astype(np.int64)
         escaped = [np.append(table, 0) for table in tables]  # no code ever is
         channels = torch.arange(len(tables))
-        return make_code(escaped, [0] * len(tables), channels, torch.full_like(channels, self.shift), LANES)
+        return make_code(escaped, [0] * len(tables), channels, torch.full_like(channels, self.shift))
 
 
 @dataclass(eq=False)
@@ -210,7 +209,7 @@ class FloatBits(StreamQuantizer):
     def make_code(self) -> Code:
         shifts = torch.full((self.kinds.numel(),), int(self.mantissa))
         tables = [*self.frequencies.cpu().numpy().astype(np.int64)]
-        return make_code(tables, [-2 * REACH] * len(tables), self.kinds.flatten().cpu().long() >> 1, shifts, LANES)
+        return make_code(tables, [-2 * REACH] * len(tables), self.kinds.flatten().cpu().long() >> 1, shifts)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split x into mantissa, exponent and sign, int32."""

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.codecs.entropy import LANES, SMOOTHING, StreamQuantizer, frequencies
+from vqkv.codecs.entropy import SMOOTHING, StreamQuantizer, frequencies
 from vqkv.codecs.stage import Side, learned
 from vqkv.kernels import trellis_decode, trellis_encode
 from vqkv.kernels.entropy.code import HALF, TOTAL, Code, make_code
-from vqkv.kernels.trellis.code import REACH as SEARCHED
+from vqkv.kernels.trellis.naive import REACH as SEARCHED
 
 TOWARDS_ZERO = 0.1  # of a step: at low rates an error a little larger buys a shorter code
 MIN_BITS, MAX_BITS = 0.01, 10.0
@@ -130,7 +130,7 @@ class EntropyCodedScalar(StreamQuantizer):
         reaches = self.reaches.tolist()
         tables = np.split(self.frequencies.cpu().numpy().astype(np.int64), np.cumsum([2 * r + 2 for r in reaches])[:-1])
         number = torch.unique(self.spreads.cpu().long(), return_inverse=True)[1].flatten()
-        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long(), LANES)
+        return make_code(tables, [-r for r in reaches], number, self.shifts.flatten().cpu().long())
 
 
 @dataclass(eq=False)

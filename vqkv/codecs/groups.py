@@ -106,7 +106,7 @@ class ByteGroups(Quantizer):
         return Grouped(codes, *layout)
 
     def _laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Make table, places and scale of ``Grouped``, of the components that some head has a byte for."""
+        """Make table, layout and scale of ``Grouped``, of the components that some head has a byte for."""
         sizes = self.sizes.long()
         used, index = sizes.unique(return_inverse=True)
         begins, firsts = CODES * (used.cumsum(0) - used), sizes.cumsum(1) - sizes

@@ -1,5 +1,6 @@
 """The basis in which a transform coder quantizes: uncorrelated channels, the error of each worth the same."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage, learned
 from vqkv.errors import DataError
-from vqkv.kernels import Grouped, KernelView, Mapped
+from vqkv.kernels import Grouped, KernelView
 from vqkv.kernels.precision import by_rows
 
 ROWS = 4096  # tokens whose products are summed in fp32
@@ -84,7 +85,9 @@ class PCA(Stage):
         return self._times(y[..., : inverse.shape[-2]], inverse[..., channels])
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        return Mapped(inner, self._inverse()[:, : inner.shape[3]]) if isinstance(inner, Grouped) else None
+        if not isinstance(inner, Grouped) or inner.matrix is not None:
+            return None
+        return dataclasses.replace(inner, matrix=self._inverse()[:, : inner.shape[3]])
 
     def _inverse(self) -> Tensor:
         """Invert the matrix; where components are left out, to the values that cost least of all that they may be."""

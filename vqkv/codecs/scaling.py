@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vqkv.codecs.stage import Side, Stage, learned
 from vqkv.errors import DataError
-from vqkv.kernels import Coded, KernelView, Mapped
+from vqkv.kernels import Coded, Grouped, KernelView
 from vqkv.runtime.checks import FP16_MAX
 
 FP16_MIN_NORMAL = 2.0**-14
@@ -154,7 +154,9 @@ class MeanRemoval(Stage):
         return y.add_(self.mean.float().unsqueeze(1))
 
     def kernel_view_before(self, inner: KernelView, side: Side) -> KernelView | None:
-        return dataclasses.replace(inner, offset=self.mean) if isinstance(inner, Mapped) else None
+        if not isinstance(inner, Grouped) or inner.matrix is None:
+            return None
+        return dataclasses.replace(inner, offset=self.mean)
 
     def _update(self, x: Tensor) -> Tensor:
         """Take the mean of batch x into the running one; return how far it is from that."""

@@ -21,4 +21,4 @@ from vqkv.kernels.dispatch import (
     using,
     which,
 )
-from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped, Rope
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Rope

@@ -3,7 +3,6 @@ loops for a CPU's tensors, torch for others), and ``naive`` when asked for. ``wh
 
 import importlib.util
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,48 +16,45 @@ from vqkv.kernels.entropy.code import Code
 from vqkv.kernels.view import Affine, Grouped, KernelView, Rope
 
 NAMES = ("triton", "cpu", "naive")
-ROOMS = {
-    "rvq_encode": "rvq", "rvq_decode": "rvq",
-    "rvq_statistics": "rvq", "affine_encode": "affine", "decode": "decoding", "decode_attention": "attention",
-    "grouped_encode": "decoding",
-    "pack_codes": "packing", "unpack_codes": "packing", "rans_encode": "entropy", "rans_decode": "entropy",
-    "trellis_encode": "trellis", "trellis_decode": "trellis",
-}  # fmt: skip
-WITHOUT_TRITON = ("rvq_decode", "rvq_statistics", "grouped_encode")
+TRITON = {
+    "rvq_encode": "rvq",
+    "affine_encode": "formats",
+    "decode": "formats",
+    "decode_attention": "attention",
+    "pack_codes": "packing",
+    "unpack_codes": "packing",
+    "rans_encode": "entropy",
+    "rans_decode": "entropy",
+}  # operations that have a Triton kernel, and its room
+OPERATIONS = (*TRITON, "rvq_decode", "rvq_statistics", "grouped_encode", "trellis_encode", "trellis_decode")
 
-_wanted: dict[int, list[str]] = {}  # by thread, what ``using`` asks for, the innermost last: no ContextVar, which
-# torch.compile cannot trace
+_forced: list[str] = []  # what ``using`` asks for, the innermost last
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Within the context, every operation that has an implementation ``name`` (``triton``, ``cpu`` or ``naive``) runs
-    it in this thread. Raises ``UnknownNameError`` for another name, ``DataError`` where ``triton`` cannot run."""
+    it. Raises ``UnknownNameError`` for another name, ``DataError`` where ``triton`` cannot run."""
     if name not in NAMES:
         raise UnknownNameError("kernels", name, NAMES)
     runs = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "triton" and not (has_triton() and runs):
         raise DataError("no Triton kernels: pip install triton, on a machine with a GPU or with TRITON_INTERPRET=1")
-    thread = threading.get_ident()
-    _wanted.setdefault(thread, []).append(name)
+    _forced.append(name)
     try:
         yield
     finally:
-        _wanted[thread].pop()
-        if not _wanted[thread]:
-            del _wanted[thread]
+        _forced.pop()
 
 
-def which(operation: str, x: Tensor, *about) -> str:
-    """Name the implementation that serves ``operation`` for tensors where ``x`` is; ``about``: what ``serves`` of
-    Triton's module, if it has one, is to be asked."""
-    asked = _wanted.get(threading.get_ident()) if _wanted else None
+def which(operation: str, x: Tensor, *arguments) -> str:
+    """Name the implementation that serves ``operation`` for tensors where ``x`` is, and for these arguments."""
     on_gpu = x.is_cuda and has_triton() and not torch.compiler.is_compiling()
-    wanted = asked[-1] if asked else "triton" if on_gpu else "cpu"
-    if wanted != "triton":
-        return wanted
-    served = operation not in WITHOUT_TRITON and (not about or _module(operation, wanted).serves(*about))
-    return wanted if served else "cpu"
+    name = _forced[-1] if _forced else "triton" if on_gpu else "cpu"
+    if name != "triton" or operation not in TRITON:
+        return "cpu" if name == "triton" else name
+    can_serve = getattr(_module(operation, name), f"can_{operation}", None)
+    return name if can_serve is None or not arguments or can_serve(*arguments) else "cpu"
 
 
 @cache
@@ -69,21 +65,21 @@ def has_triton() -> bool:
 
 def _module(operation: str, name: str) -> ModuleType:
     if name == "triton":
-        return importlib.import_module(f"vqkv.kernels.{ROOMS[operation]}.triton")
+        return importlib.import_module(f"vqkv.kernels.{TRITON[operation]}.triton")
     from vqkv.kernels import cpu, naive  # not before: a model needs no numba. A graph can be traced through it
 
     return cpu if name == "cpu" else naive
 
 
-def _find(operation: str, x: Tensor, *about):
+def _find(operation: str, x: Tensor, *arguments):
     """Return the function that serves ``operation``, see ``which``."""
-    return getattr(_module(operation, which(operation, x, *about)), operation)
+    return getattr(_module(operation, which(operation, x, *arguments)), operation)
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     """x (..., dim), codebooks (num_quantizers, codebook_size, dim) -> codes (..., num_quantizers), int64. ``beam``: how
     many partial sequences of codes are kept from stage to stage."""
-    return _find("rvq_encode", x, codebooks, beam)(x, codebooks, beam)
+    return _find("rvq_encode", x, x, codebooks, beam)(x, codebooks, beam)
 
 
 def rvq_encode_packed(x: Tensor, codebooks: Tensor, bits: int, beam: int = 1) -> Tensor:
@@ -148,7 +144,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
 
 def trellis_encode(x: Tensor, costs: Tensor, table_of: Tensor, shifts: Tensor, weight: float, states: int) -> Tensor:
     """x (rows, channels), in steps -> int32 codes of least squared error plus ``weight`` times their bits, which
-    ``costs`` says. See ``trellis.code`` and ``trellis.naive``."""
+    ``costs`` says. See ``trellis.naive``."""
     return _find("trellis_encode", x)(x, costs, table_of, shifts, weight, states)
 
 

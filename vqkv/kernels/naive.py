@@ -2,10 +2,9 @@
 
 # ruff: noqa: F401
 
-from vqkv.kernels.affine.naive import affine_encode
 from vqkv.kernels.attention.naive import decode_attention, merge
-from vqkv.kernels.decoding.naive import decode, grouped_encode
 from vqkv.kernels.entropy.naive import rans_decode, rans_encode
+from vqkv.kernels.formats.naive import affine_encode, decode, grouped_encode
 from vqkv.kernels.packing.naive import pack_codes, unpack_codes
 from vqkv.kernels.rvq.naive import rvq_decode, rvq_encode, rvq_statistics
 from vqkv.kernels.trellis.naive import trellis_decode, trellis_encode

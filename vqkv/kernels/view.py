@@ -65,52 +65,33 @@ class Coded:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Components in groups, a byte each: component firsts[h, j] + i of head h, over its scale, is
-    table[starts[h, j] + 256 * i + codes[..., j]], where j is its group. Those of no group are 0."""
+    """value = components @ matrix + offset, so that attention maps its queries and its sums instead; without a matrix,
+    the components themselves. These are in groups, a byte each: component firsts[h, j] + i of head h, over its scale,
+    is table[starts[h, j] + 256 * i + codes[..., j]], where j is its group. Those of no group are 0."""
 
     codes: Tensor  # uint8 (batch, num_kv_heads, seq_len, groups)
-    table: Tensor  # fp32, the codebooks of all sizes, one behind the other
-    places: Tensor  # int64 (3, num_kv_heads, groups): sizes, starts and firsts
+    table: Tensor  # fp32, the codebooks of all sizes, one after the other
+    layout: Tensor  # int64 (3, num_kv_heads, groups): sizes, starts and firsts
     scale: Tensor  # fp16 (num_kv_heads, components)
+    matrix: Tensor | None = None  # fp32 (num_kv_heads, components, head_dim)
+    offset: Tensor | None = None  # fp16 (num_kv_heads, head_dim)
 
     @property
     def shape(self) -> torch.Size:
-        """Of what it decodes to: (batch, num_kv_heads, seq_len, components)."""
-        return torch.Size((*self.codes.shape[:3], self.scale.shape[1]))
+        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim or components)."""
+        return torch.Size((*self.codes.shape[:3], (self.scale if self.matrix is None else self.matrix).shape[-1]))
+
+    @cached_property
+    def scaled_matrix(self) -> Tensor:
+        """For components before their scale, and last the offset: (num_kv_heads, components + 1, head_dim)."""
+        assert self.matrix is not None
+        matrix = self.matrix * self.scale.float().unsqueeze(2)
+        offset = torch.zeros_like(matrix[:, 0]) if self.offset is None else self.offset.float()
+        return torch.cat([matrix, offset.unsqueeze(1)], dim=1)
 
     def tokens(self, start: int, stop: int) -> "Grouped":
         """The tokens start, ..., stop - 1; no copy."""
         return dataclasses.replace(self, codes=self.codes[:, :, start:stop])
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """value = components @ matrix + offset, so that attention rotates its queries and what it sums up instead."""
-
-    inner: Grouped
-    matrix: Tensor  # fp32 (num_kv_heads, components, head_dim)
-    offset: Tensor | None = None  # fp16 (num_kv_heads, head_dim)
-
-    @property
-    def codes(self) -> Tensor:
-        """Of the inner one."""
-        return self.inner.codes
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of what it decodes to: (batch, num_kv_heads, seq_len, head_dim)."""
-        return torch.Size((*self.codes.shape[:3], self.matrix.shape[2]))
-
-    @cached_property
-    def scaled(self) -> Tensor:
-        """Of components before their scale, and a last row, what is added: (num_kv_heads, components + 1, head_dim)."""
-        matrix = self.matrix * self.inner.scale.float().unsqueeze(2)
-        offset = torch.zeros_like(matrix[:, 0]) if self.offset is None else self.offset.float()
-        return torch.cat([matrix, offset.unsqueeze(1)], dim=1)
-
-    def tokens(self, start: int, stop: int) -> "Mapped":
-        """The tokens start, ..., stop - 1; no copy."""
-        return dataclasses.replace(self, inner=self.inner.tokens(start, stop))
 
 
 @dataclass(frozen=True)
@@ -122,7 +103,7 @@ class Rope:
     start: int = 0
     block: int = 1
 
-    def turned(self, keys: Tensor, first: int = 0) -> Tensor:
+    def rotated(self, keys: Tensor, first: int = 0) -> Tensor:
         """Keys (batch, num_kv_heads, tokens, head_dim) from the ``first``-th on, rotated by float64 angles."""
         start = self.start + first
         positions = torch.arange(start, start + keys.shape[2], device=self.inv_freq.device)
@@ -146,4 +127,4 @@ def _table(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
-KernelView = Affine | Coded | Mapped | Grouped
+KernelView = Affine | Coded | Grouped

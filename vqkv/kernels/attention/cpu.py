@@ -1,10 +1,11 @@
 """Attention to packed tokens on a CPU, piece by piece, while what is decoded of a piece is in the cache."""
 
+import torch
 from torch import Tensor
 
 from vqkv.kernels.attention import affine, grouped
 from vqkv.kernels.attention.naive import merge
-from vqkv.kernels.decoding.cpu import decode
+from vqkv.kernels.formats.cpu import decode
 from vqkv.kernels.machine import serves
 from vqkv.kernels.view import Coded, KernelView, Rope
 
@@ -20,15 +21,14 @@ def decode_attention(
             if form.serves(keys, values, rope):
                 return form.decode_attention(query, keys, values, scaling, rope)
     rows = query.float().reshape(*keys.shape[:2], -1, keys.shape[3]) * scaling
-    parts = []
-    whole = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
-    batch, num_kv_heads, seq_len, head_dim = keys.shape
-    step = max(1, PIECE // (batch * num_kv_heads * head_dim * whole)) * whole
-    for start in range(0, seq_len, step):
-        stop = min(start + step, seq_len)
+    block = max([x.tokens_per_scale for x in (keys, values) if isinstance(x, Coded)], default=1)
+    step = max(1, PIECE // (keys.shape.numel() // max(1, keys.shape[2]) * block)) * block
+    outputs, sums = [], []
+    for start in range(0, keys.shape[2], step):
+        stop = min(start + step, keys.shape[2])
         k, v = decode(keys.tokens(start, stop)), decode(values.tokens(start, stop))
-        k = k if rope is None else rope.turned(k, start)
-        scores = rows @ k.mT
-        parts.append((scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)))
-    out, total = merge(parts)
+        scores = rows @ (k if rope is None else rope.rotated(k, start)).mT
+        outputs.append(scores.softmax(dim=-1) @ v)
+        sums.append(scores.logsumexp(dim=-1))
+    out, total = merge(torch.stack(outputs), torch.stack(sums))
     return out.view(query.shape), total.view(query.shape[:3])

@@ -8,42 +8,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.attention.mapping import mapped_queries
+from vqkv.kernels.attention.naive import mapped_queries
 from vqkv.kernels.machine import compiled, index, spread
-from vqkv.kernels.view import Grouped, Mapped, Rope
+from vqkv.kernels.view import Grouped, Rope
 
 TILE = 16  # tokens at a time
-LEAST_BLOCK = 8  # tokens for which a query is mapped anew; for fewer it is cheaper to decode keys
+LEAST_BLOCK = 8  # tokens for which a query is mapped again; for fewer it is cheaper to decode keys
 COST = 16  # additions that a byte is worth
 
 
 def serves(keys, values, rope: Rope | None) -> bool:
     """Tell whether these are such components, of keys that rotate in blocks or not at all."""
-    whole = rope is None or (rope.block >= LEAST_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
-    return whole and isinstance(keys, Mapped) and isinstance(values, Mapped)
+    rotates_in_blocks = rope is None or (rope.block >= LEAST_BLOCK and 2 * len(rope.inv_freq) == keys.shape[3])
+    return rotates_in_blocks and all(isinstance(x, Grouped) and x.matrix is not None for x in (keys, values))
 
 
 def decode_attention(
-    query: Tensor, keys: Mapped, values: Mapped, scaling: float, rope: Rope | None
+    query: Tensor, keys: Grouped, values: Grouped, scaling: float, rope: Rope | None
 ) -> tuple[Tensor, Tensor]:
     """``naive.decode_attention``."""
     batch, heads, seq_len, head_dim = keys.shape
     rows = query.float().reshape(batch, heads, -1, head_dim) * scaling
     shift, block = (0, seq_len) if rope is None else (rope.start % rope.block, rope.block)
     logits = torch.empty(*rows.shape[:3], seq_len)
-    _run(_logits, keys.inner, mapped_queries(rows, keys, rope).contiguous(), logits, shift, block, keys.inner.shape[3])
+    _run(_logits, keys, mapped_queries(rows, keys, rope).contiguous(), logits, shift, block, keys.scale.shape[1])
     largest = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    sums = torch.zeros(*rows.shape[:3], values.inner.shape[3])
-    _run(_summed, values.inner, weights, sums)
-    out = sums.div_(total) @ values.scaled[:, :-1] + values.scaled[:, -1:]
+    sums = torch.zeros(*rows.shape[:3], values.scale.shape[1])
+    _run(_summed, values, weights, sums)
+    out = sums.div_(total) @ values.scaled_matrix[:, :-1] + values.scaled_matrix[:, -1:]
     return out.reshape(query.shape), total.log_().add_(largest).reshape(query.shape[:3])
 
 
 def _run(loop, packed: Grouped, *about) -> None:
     codes = packed.codes.contiguous()
-    arrays = [x.numpy() if isinstance(x, Tensor) else x for x in (codes, packed.table, *packed.places, *about)]
+    arrays = [x.numpy() if isinstance(x, Tensor) else x for x in (codes, packed.table, *packed.layout, *about)]
     heads = codes.shape[0] * codes.shape[1]
     spread(lambda i, j: loop(i, j, *arrays), heads, COST * codes.numel() // max(1, heads))
 
@@ -58,8 +58,8 @@ def _logits(first, stop, codes, table, sizes, starts, firsts, mapped, logits, sh
         tile[:] = 0
         tile[:, components:] = 1  # of the offset
         while done < seq_len:
-            place = (done + shift) // block
-            end = min(seq_len, (place + 1) * block - shift, done + TILE)
+            rotation = (done + shift) // block
+            end = min(seq_len, (rotation + 1) * block - shift, done + TILE)
             here, count = index(done), index(end - done)
             for j in range(index(groups)):
                 start, to = index(starts[h, j]), index(firsts[h, j])
@@ -69,7 +69,7 @@ def _logits(first, stop, codes, table, sizes, starts, firsts, mapped, logits, sh
                         tile[n, to + i] = row[index(codes[b, h, here + n, j])]
             for n in range(count):
                 for q in range(index(queries)):
-                    query, total = mapped[b, h, place, q], np.float32(0)
+                    query, total = mapped[b, h, rotation, q], np.float32(0)
                     for i in range(width):
                         total += tile[n, i] * query[i]
                     logits[b, h, q, here + n] = total

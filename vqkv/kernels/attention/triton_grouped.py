@@ -1,62 +1,13 @@
-"""Attention to components in groups of a byte, with queries mapped to components and nothing decoded to channels.
+"""Attention to components in groups of a byte on a GPU, by queries mapped to components: nothing becomes channels."""
 
-A program takes all query heads of one KV head and a share of the tokens, one block of one rotation at a time, for which
-its queries were rotated back and mapped before. Sums over values are mapped to channels at the end.
-"""
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vqkv.kernels.attention.mapping import mapped_queries
-from vqkv.kernels.attention.triton_shares import LN2, LOG2E, empty, join, shares
-from vqkv.kernels.derived import remembered
-from vqkv.kernels.view import Mapped, Rope
-
-BLOCK = 16  # tokens that are rotated as one, as ``presets.live`` asks for and ``tl.dot`` wants at least
-
-
-def decode_attention(
-    query: Tensor, keys: Mapped, values: Mapped, scaling: float, rope: Rope | None
-) -> tuple[Tensor, Tensor]:
-    """``naive.decode_attention`` for what ``triton.serves`` accepts; products in fp16, sums in fp32."""
-    batch, kv_heads, seq_len, head_dim = keys.shape
-    rows = query.float().reshape(batch, kv_heads, -1, head_dim) * (scaling * LOG2E.value)
-    mapped, count, width = mapped_queries(rows, keys, rope), rows.shape[2], values.inner.shape[3]
-    shift = 0 if rope is None else rope.start % BLOCK
-    splits, per_split = shares(query.device, batch * kv_heads, seq_len + shift, BLOCK)
-    out, lse = empty(query, splits, batch * kv_heads * count, width)
-    packed = [(x.codes.contiguous(), *_rows(x.inner.table, x.inner.places, x.inner.shape[3])) for x in (keys, values)]
-    with torch.cuda.device_of(query):
-        _attend_grouped[(batch * kv_heads, splits)](
-            mapped.contiguous(), out, lse, *packed[0], *packed[1], seq_len, per_split, shift, mapped.shape[2], kv_heads,
-            count, K_GROUPS=keys.codes.shape[3], K_WIDTH=keys.inner.shape[3], V_GROUPS=values.codes.shape[3],
-            V_WIDTH=width, BLOCK_K=max(16, triton.next_power_of_2(keys.inner.shape[3])),
-            BLOCK_V=max(16, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCK_M=max(8, triton.next_power_of_2(count)),
-            num_stages=2,
-        )  # fmt: skip
-    out, lse = join(out, lse)
-    out = out.view(batch, kv_heads, count, width) @ values.scaled[:, :-1] + values.scaled[:, -1:]
-    return out.view(query.shape), lse.view(query.shape[:3])
-
-
-@remembered
-def _rows(table: Tensor, places: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The table in fp16, and of each component (num_kv_heads, components) the row of the table and the byte of the
-    token that it is read from; -1 where a head has none."""
-    sizes, starts, firsts = places.cpu()
-    rows = torch.full((2, len(sizes), width), -1, dtype=torch.int32)
-    for head, of_head in enumerate(zip(sizes.tolist(), starts.tolist(), firsts.tolist(), strict=True)):
-        for byte, (size, start, first) in enumerate(zip(*of_head, strict=True)):
-            rows[0, head, first : first + size] = start + 256 * torch.arange(size, dtype=torch.int32)
-            rows[1, head, first : first + size] = byte
-    rows = rows.to(table.device)
-    return table.half(), rows[0], rows[1]
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _attend_grouped(
+def attend_grouped(
     mapped, out, lse, k_codes, k_table, k_rows, k_bytes, v_codes, v_table, v_rows, v_bytes,
     seq_len, per_split, shift, blocks, kv_heads, rows,
     K_GROUPS: tl.constexpr, K_WIDTH: tl.constexpr, V_GROUPS: tl.constexpr, V_WIDTH: tl.constexpr,

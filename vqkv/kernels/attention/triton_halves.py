@@ -1,7 +1,9 @@
-"""Packed tokens -> operands of attention's matrix products: half a head of a tile's tokens, decoded in registers.
+"""Attention to affine codes and sums of codes on a GPU, which are decoded in registers and nowhere else.
 
-A column of a half tile is a channel, in the order in which codes come out of their words (``channels_of``); what a
-token is scaled by, and what is added to it, stay beside the tile where they can.
+A head is decoded as two half tiles: so a channel and its RoPE partner meet in one thread, and so the ends or the scale
+of a token multiply a score rather than every channel. A column of a half tile is a channel, in the order in which codes
+come out of their words (``_channels_of``). Keys at position n = n0 + j, n0 the first of a tile, are rotated by j only,
+with a table that stays in registers; the query is rotated back by n0, once a tile.
 """
 
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ import triton
 import triton.language as tl
 
 from vqkv.kernels.packing.triton import code_at, spanned
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ UNIT = tl.constexpr(2.0**24)  # the smallest fp16 number, which the code 1 is re
 
 
 @triton.constexpr_function
-def columns(width):
+def _columns(width):
     """Columns of a half tile: a power of two, as many as a matrix product needs at least."""
     return max(16, triton.next_power_of_2(width))
 
@@ -59,7 +63,7 @@ def _spread(words, STEP: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _numbers(words, BITS: tl.constexpr):
     """Codes of up to 8 bits, as they are the bits of fp16 numbers: code * 2^-24 exactly, and tensor cores take them.
-    fp16 (tokens, codes), each word's two halves in turns, as they lie in a register; see ``channels_of``."""
+    fp16 (tokens, codes), each word's two halves in turns, as they lie in a register; see ``_channels_of``."""
     MASK: tl.constexpr = (1 << BITS) - 1
     pairs = _spread(words, 8, BITS) & (MASK << 16 | MASK)
     both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
@@ -67,7 +71,7 @@ def _numbers(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def channels_of(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, F: tl.constexpr):
+def _channels_of(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, F: tl.constexpr):
     """Channel of each column of a half tile, and whether there is one."""
     column = tl.arange(0, WIDTH)
     if F.KIND == "affine":
@@ -82,7 +86,7 @@ def channels_of(HALF: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def half_tile(codes, a, b, table, head, token, seq_len, HALF: tl.constexpr, WIDTH: tl.constexpr,
+def _half_tile(codes, a, b, table, head, token, seq_len, HALF: tl.constexpr, WIDTH: tl.constexpr,
               HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, F: tl.constexpr):  # fmt: skip
     """Half HALF of tokens (N,) of a head: fp16 (N, WIDTH), and the factor and offset (N,) that make values of it."""
     token = tl.minimum(token, seq_len - 1)  # where there is none, the last one once more: cheaper than to mask loads
@@ -145,3 +149,75 @@ def _coded_half(codes, table, row, HALF: tl.constexpr, WIDTH: tl.constexpr, F: t
         vector = tl.load(table + at[:, :, None] * F.DIM + inner[None, None, :], there, 0)
         total += vector.to(tl.float32)
     return tl.reshape(total, (row.shape[0], WIDTH)).to(tl.float16)
+
+
+@triton.jit
+def attend(
+    query, out, lse, k_codes, k_a, k_b, k_table, v_codes, v_a, v_b, v_table,
+    first_cos, first_sin, inside_cos, inside_sin, seq_len, per_split, scaling, rows,
+    K: tl.constexpr, V: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = _columns(HEAD_DIM // 2)
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    k0, there = _channels_of(0, WIDTH, HEAD_DIM, K)
+    k1, _ = _channels_of(1, WIDTH, HEAD_DIM, K)
+    asked = (m < rows)[None, :] & there[:, None]
+    begin = query + (head * rows + m)[None, :] * HEAD_DIM
+    q0 = tl.load(begin + k0[:, None], asked, 0).to(tl.float16).to(tl.float32)  # rounded in the sums as in products
+    q1 = tl.load(begin + k1[:, None], asked, 0).to(tl.float16).to(tl.float32)
+    sum0, sum1 = tl.sum(q0, 0), tl.sum(q1, 0)
+    inside = tl.arange(0, BLOCK_N)
+    if ROPE:
+        local = inside[:, None] * (HEAD_DIM // 2) + k0[None, :]
+        cos = tl.load(inside_cos + local, there[None, :], 0)
+        sin = tl.load(inside_sin + local, there[None, :], 0)
+    best = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a share of no tokens must not make NaN
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc0 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    acc1 = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    add0 = tl.zeros((BLOCK_M,), tl.float32)
+    add1 = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(split * per_split, min((split + 1) * per_split, seq_len), BLOCK_N):
+        token = start + inside
+        valid = token < seq_len
+        x0, a0, b0 = _half_tile(k_codes, k_a, k_b, k_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, ROPE, K)
+        x1, a1, b1 = _half_tile(k_codes, k_a, k_b, k_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, ROPE, K)
+        if ROPE:
+            first = (start // BLOCK_N) * (HEAD_DIM // 2) + k0
+            c = tl.load(first_cos + first, there, 0)[:, None]
+            s = tl.load(first_sin + first, there, 0)[:, None]
+            p0, p1 = (q0 * c + q1 * s).to(tl.float16), (q1 * c - q0 * s).to(tl.float16)
+            y0 = (x0 * cos - x1 * sin).to(tl.float16)
+            y1 = (x1 * cos + x0 * sin).to(tl.float16)
+        else:
+            p0, p1, y0, y1 = q0.to(tl.float16), q1.to(tl.float16), x0, x1
+        scores = tl.dot(y0, p0) * a0[:, None] + tl.dot(y1, p1) * a1[:, None]
+        scores += sum0[None, :] * b0[:, None] + sum1[None, :] * b1[:, None]
+        scores = tl.where(valid[:, None], scores * scaling, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 0))
+        shrink = tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher[None, :])
+        best, total = higher, total * shrink + tl.sum(weights, 0)
+        x0, a0, b0 = _half_tile(v_codes, v_a, v_b, v_table, head, token, seq_len, 0, WIDTH, HEAD_DIM, False, V)
+        x1, a1, b1 = _half_tile(v_codes, v_a, v_b, v_table, head, token, seq_len, 1, WIDTH, HEAD_DIM, False, V)
+        acc0, add0 = _added(acc0, add0, shrink, weights, x0, a0, b0)
+        acc1, add1 = _added(acc1, add1, shrink, weights, x1, a1, b1)
+    v0, there = _channels_of(0, WIDTH, HEAD_DIM, V)
+    v1, _ = _channels_of(1, WIDTH, HEAD_DIM, V)
+    row = (split * tl.num_programs(0) + head) * rows + m
+    stored = (m < rows)[None, :] & there[:, None]
+    tl.store(out + row[None, :] * HEAD_DIM + v0[:, None], (acc0 + add0[None, :]) / total[None, :], stored)
+    tl.store(out + row[None, :] * HEAD_DIM + v1[:, None], (acc1 + add1[None, :]) / total[None, :], stored)
+    tl.store(lse + row, (best + tl.log2(total)) * LN2, m < rows)
+
+
+@triton.jit
+def _added(acc, add, shrink, weights, tile, factor, offset):
+    """One more tile of weighted values, factors over their largest: fp16 products shall not underflow."""
+    largest = tl.max(tl.abs(factor), 0)
+    largest = tl.where(largest > 0, largest, 1.0)
+    product = tl.dot(tl.trans(tile), (weights * (factor / largest)[:, None]).to(tl.float16))
+    acc = acc * shrink[None, :] + product * largest
+    return acc, add * shrink + tl.sum(weights * offset[:, None], 0)

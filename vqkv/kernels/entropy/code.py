@@ -1,13 +1,13 @@
-"""What encoder and decoder agree on: frequency tables, which of them a channel uses, and how many states take turns.
+"""What encoder and decoder agree on: frequency tables, and which of them a channel uses.
 
-A stream holds integers (channels, tokens). ``lanes`` states of 32 bits, each from 2^16 on, take turns along the tokens
-of a channel, and read 16-bit words from one stream: at every draw, the lanes that fall below 2^16 take the next words,
-in the order of the lanes. The stream begins with the states, two words each, low word first. Decoding ends with no word
-left, the first state at 2^16 plus a checksum of the values, from which encoding began, and every other state at 2^16;
-anything else is not what was written. The checksum of 16 bits makes a stream half a bit longer.
+A stream holds integers (channels, tokens). Four states of 32 bits, the lanes, each from 2^16 on, take turns along the
+tokens of a channel, and read 16-bit words from one stream: at every draw, the lanes that fall below 2^16 take the next
+words, in the order of the lanes. The stream begins with the states, two words each, low word first. Decoding ends with
+no word left, the first state at 2^16 plus a checksum of the values, from which encoding began, and every other state at
+2^16; anything else is not what was written. The checksum of 16 bits makes a stream half a bit longer.
 
 A *draw* is a look-up of 12 bits in a table, or so many bits as they are. A channel's tokens come in units of ``width``
-(1, 2, 4 or 8) neighbours, unit u in lane u mod ``lanes``. A unit is one draw where its values are frequent together;
+(1, 2, 4 or 8) neighbours, unit u in lane u mod 4. A unit is one draw where its values are frequent together;
 else an escape, after which each value is drawn by itself from the channel's table of single values. A value that this
 does not hold is another escape, then its 24 bits, the high half first. Last come ``shift`` low bits of every value,
 where a channel keeps them apart. What a lane lacks of a unit at the end is zeros.
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LANES = 4  # states of a stream
 BITS = 12
 TOTAL = 1 << BITS  # frequencies of a table sum to it
 LOW = 1 << 16  # states are at least that
@@ -43,7 +44,6 @@ class Code:
     intervals: Tensor
     tables: Tensor
     channels: Tensor
-    lanes: int
 
     @cached_property
     def slots(self) -> Tensor:
@@ -55,8 +55,7 @@ class Code:
         return (self.symbols.repeat_interleave(counts) | counted).view(-1, TOTAL)
 
     def to(self, device: torch.device | str) -> "Code":
-        symbols, intervals = self.symbols.to(device), self.intervals.to(device)
-        return Code(symbols, intervals, self.tables.to(device), self.channels.to(device), self.lanes)
+        return Code(*(x.to(device) for x in (self.symbols, self.intervals, self.tables, self.channels)))
 
 
 def first_states(values: Tensor) -> Tensor:
@@ -68,12 +67,12 @@ def first_states(values: Tensor) -> Tensor:
     return (total * -1640531535 >> 16 & 0xFFFF) + LOW
 
 
-def most_words(channels: int, tokens: int, lanes: int) -> int:
+def most_words(channels: int, tokens: int) -> int:
     """That a stream can take: a state's two, and at most a word for each of five draws a value."""
-    return 2 * lanes + 5 * channels * (tokens + 7)
+    return 2 * LANES + 5 * channels * (tokens + 7)
 
 
-def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor, shifts: Tensor, lanes: int) -> Code:
+def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor, shifts: Tensor) -> Code:
     """``frequencies`` of single values from ``least`` on, and last of the escape (0: there is none), each summing to
     4096; ``table_of`` and ``shifts``: (channels,). In whole numbers, so that every machine makes the same."""
     singles = [_Table.of_singles(each, low) for each, low in zip(frequencies, least)]
@@ -98,7 +97,6 @@ def make_code(frequencies: list[np.ndarray], least: list[int], table_of: Tensor,
         torch.from_numpy(np.concatenate([table.intervals for table in order])),
         torch.tensor(rows, dtype=torch.int32).view(-1, 3),
         torch.tensor(about, dtype=torch.int32).view(-1, 4),
-        lanes,
     )
 
 

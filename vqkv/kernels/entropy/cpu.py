@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.entropy.code import BITS, ESCAPE, ESCAPED, HALF, LOW, OFFSET, Code, first_states, most_words
+from vqkv.kernels.entropy.code import BITS, ESCAPE, ESCAPED, HALF, LANES, LOW, OFFSET, Code, first_states, most_words
 from vqkv.kernels.machine import compiled, index, serves, spread
 
 COST = 16  # additions that a value is worth
 TILE = 16  # channels that are decoded before they are written out, a cache line of every token
-MASK = np.uint32((1 << BITS) - 1)
-WORD = np.uint32(16)
-LEAST, HALF_BITS, HALF_MASK = np.uint32(LOW), np.uint32(HALF), np.uint32((1 << HALF) - 1)
-TABLE_BITS = np.uint32(BITS)
+WORD, TABLE_BITS, HALF_BITS = np.uint32(16), np.uint32(BITS), np.uint32(HALF)
+MASK, HALF_MASK = np.uint32((1 << BITS) - 1), np.uint32((1 << HALF) - 1)
+LEAST = np.uint32(LOW)
+RAW = 1 << 16  # an interval of frequency 1: bits as they are
 _used = threading.local()
 
 
@@ -24,12 +24,12 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
         words, lengths = rans_encode(values.cpu(), code.to("cpu"))
         return words.to(values.device), lengths.to(values.device)
     streams, channels, tokens = values.shape
-    most = most_words(channels, tokens, code.lanes)
+    most = most_words(channels, tokens)
     buffer, lengths = torch.empty(streams, most, dtype=torch.int16), torch.zeros(streams, dtype=torch.int64)
     values = values.int().contiguous()
     arrays = values, first_states(values.mT), code.channels, code.tables, code.intervals, buffer, lengths
     fixed = [array.numpy() for array in arrays]
-    spread(lambda i, j: _encode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
+    spread(lambda i, j: _encode(i, j, *fixed), streams, COST * channels * tokens)
     kept = [stream[most - length :] for stream, length in zip(buffer, lengths.tolist())]
     return torch.cat([buffer.new_empty(0), *kept]), lengths
 
@@ -37,16 +37,15 @@ def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tuple[Tensor, Tensor]:
     """``naive.rans_decode``."""
     if not serves(words):
-        values, whole = rans_decode(words.cpu(), lengths.cpu(), code.to("cpu"), tokens)
-        return values.to(words.device), whole.to(words.device)
+        values, intact = rans_decode(words.cpu(), lengths.cpu(), code.to("cpu"), tokens)
+        return values.to(words.device), intact.to(words.device)
     streams, channels = len(lengths), len(code.channels)
-    ends = lengths.cumsum(0)
     out = torch.empty(streams, tokens, channels, dtype=torch.int32)
     final = torch.zeros(streams, dtype=torch.int32)
     words = torch.cat([words, words.new_zeros(8)])  # eight are looked at, whether they are needed or not
-    arrays = words.view(torch.uint16), ends, code.channels, _slots(code.symbols), out, final
+    arrays = words.view(torch.uint16), lengths.cumsum(0), code.channels, _slots(code.symbols), out, final
     fixed = [array.numpy() for array in arrays]
-    spread(lambda i, j: _decode(i, j, code.lanes, *fixed), streams, COST * channels * tokens)
+    spread(lambda i, j: _decode(i, j, *fixed), streams, COST * channels * tokens)
     return out, final == first_states(out)
 
 
@@ -69,105 +68,106 @@ def _repeat(symbols, slots):
         at += count
 
 
-@compiled(inline=True)
-def _put(x, frequency, first, bits, buffer, place):
-    """Take a draw into state x; a word that does not fit any more goes to ``place`` - 1."""
-    if x >> (np.uint32(32) - bits) >= frequency:
-        place -= 1
-        buffer[index(place)] = np.int16(np.uint16(x & np.uint32(0xFFFF)))
-        x = np.uint32(x >> WORD)
-    quotient = np.uint32(np.uint32(x) // np.uint32(frequency))
-    return np.uint32((quotient << bits) + first + np.uint32(x - np.uint32(quotient * frequency))), place
-
-
 @compiled()
-def _encode(start, stop, lanes, values, starts, channels, tables, intervals, buffers, lengths):
-    """Write streams start, ..., stop - 1, the last draw first, from the ends of their buffers on. In one function, as
-    calls with the states in them took a third longer."""
-    states, parts, found = np.empty(lanes, np.uint32), np.empty((lanes, 8), np.int32), np.empty(lanes, np.uint32)
-    low16, one = np.uint32(0xFFFF), np.uint32(1)
+def _encode(start, stop, values, starts, channels, tables, intervals, buffers, lengths):
+    """Write streams start, ..., stop - 1 from the ends of their buffers on, the last draw of the last channel first."""
+    states, parts, apart = np.empty(LANES, np.uint32), np.empty((LANES, 8), np.int32), np.empty(LANES, np.bool_)
+    tokens = values.shape[2]
+    draws = np.empty(5 * (tokens + 8 * LANES), np.int64)
     for stream in range(start, stop):
-        buffer, place, tokens = buffers[stream], buffers.shape[1], values.shape[2]
+        buffer, place = buffers[stream], buffers.shape[1]
         states[:] = LEAST
         states[0] = starts[stream]
         for channel in range(channels.shape[0] - 1, -1, -1):
-            row = values[stream, channel]
-            table, unit, width, shift = channels[channel]
-            (begin, least, size), (origin, most, count) = tables[table], tables[unit]
-            bits, mask = np.uint32(shift), np.int32((1 << shift) - 1)
-            plain, units = lanes == 4 and width == 1 and shift == 0, (tokens + width - 1) // width
-            for first in range((units - 1) // lanes * lanes, -1, -lanes):
-                here = min(lanes, units - first)
-
-                # Most turns: four values that the table holds.
-                held = plain and here == 4
-                for lane in range(4 if held else 0):
-                    value = np.int64(row[first + lane]) - least
-                    held &= 0 <= value < size
-                    found[lane] = np.uint32(intervals[index(begin + value)]) if 0 <= value < size else np.uint32(0)
-                for lane in range(3 if held else -1, -1, -1):
-                    interval = found[lane]
-                    states[lane], place = _put(
-                        states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                    )
-                if held:
-                    continue
-
-                # Low bits, last of all when decoding.
-                for lane in range(here):
-                    for j in range(width):
-                        token = (first + lane) * width + j
-                        parts[lane, j] = row[token] if token < tokens else 0
-                for j in range(width - 1 if shift else -1, -1, -1):
-                    for lane in range(here - 1, -1, -1):
-                        low = np.uint32(parts[lane, j] & mask)
-                        states[lane], place = _put(states[lane], one, low, bits, buffer, place)
-                        parts[lane, j] >>= shift
-
-                # Values one by one of the lanes that have no unit, before them 24 bits of those that are no symbol.
-                all_held = unit >= 0 and _find_units(parts, here, width, origin, most, intervals, found)
-                for j in range(-1 if all_held else width - 1, -1, -1):
-                    for half in range(2):
-                        for lane in range(here - 1, -1, -1):
-                            held = 0 <= np.int64(parts[lane, j]) - least < size
-                            if not held and (unit < 0 or found[lane] == 0):
-                                digit = np.uint32((parts[lane, j] + OFFSET) >> (HALF * half)) & HALF_MASK
-                                states[lane], place = _put(states[lane], one, digit, HALF_BITS, buffer, place)
-                    for lane in range(here - 1, -1, -1):
-                        if unit < 0 or found[lane] == 0:
-                            value = np.int64(parts[lane, j]) - least
-                            interval = np.uint32(intervals[begin + (value if 0 <= value < size else size)])
-                            states[lane], place = _put(
-                                states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                            )
-
-                # Units, or the escape from them.
-                for lane in range(here - 1 if unit >= 0 else -1, -1, -1):
-                    interval = found[lane] if found[lane] else np.uint32(intervals[origin + count])
-                    states[lane], place = _put(
-                        states[lane], interval >> WORD, interval & low16, TABLE_BITS, buffer, place
-                    )
-
-        for lane in range(lanes - 1, -1, -1):
+            row, (table, unit, _, shift) = values[stream, channel], channels[channel]
+            begin, least, size = tables[table]
+            if unit < 0 and shift == 0 and _are_within(row, least, least + size):  # most of them
+                for token in range(tokens - 1, -1, -1):
+                    draw = _draw_of(intervals[index(begin + row[index(token)] - least)], BITS, token & LANES - 1)
+                    place = _put(draw, states, buffer, place)
+            else:
+                count = _list_draws(row, channels[channel], tables, intervals, parts, apart, draws)
+                for i in range(count - 1, -1, -1):
+                    place = _put(draws[index(i)], states, buffer, place)
+        for lane in range(LANES - 1, -1, -1):
             place -= 2
-            buffer[place] = np.int16(np.uint16(states[lane] & low16))
+            buffer[place] = np.int16(np.uint16(states[lane] & np.uint32(0xFFFF)))
             buffer[place + 1] = np.int16(np.uint16(states[lane] >> WORD))
         lengths[stream] = buffers.shape[1] - place
 
 
 @compiled(inline=True)
-def _find_units(parts, here, width, begin, most, intervals, found):
-    """Find the intervals of the lanes' units, 0 for those that the table does not hold; tell whether it holds all."""
-    all_held = True
-    for lane in range(here):
-        number, small = 0, True
-        for j in range(width - 1, -1, -1):
-            value = parts[lane, j]
-            small &= -most <= value <= most
-            number = number * (2 * most + 1) + (value + most)
-        found[lane] = np.uint32(intervals[begin + number]) if small else np.uint32(0)
-        all_held &= found[lane] != 0
-    return all_held
+def _are_within(row, first, end):
+    """Tell whether all values are first, ..., end - 1."""
+    within = True
+    for i in range(index(len(row))):
+        within &= (row[i] >= first) & (row[i] < end)
+    return within
+
+
+@compiled(inline=True)
+def _put(draw, states, buffer, place):
+    """Take a draw into its lane's state; a word that does not fit any more goes to ``place`` - 1."""
+    lane, bits = index(draw & 0xFF), np.uint32(draw >> 8 & 0xFF)
+    frequency, first = np.uint32(draw >> 32), np.uint32(draw >> 16 & 0xFFFF)
+    x = states[lane]
+    full = x >> (np.uint32(32) - bits) >= frequency
+    buffer[index(place - 1)] = np.int16(np.uint16(x & np.uint32(0xFFFF)))  # without a branch, which none can foresee
+    x = np.uint32(x >> WORD) if full else x
+    quotient = np.uint32(x // frequency)
+    states[lane] = np.uint32((quotient << bits) + first + np.uint32(x - np.uint32(quotient * frequency)))
+    return place - full
+
+
+@compiled(inline=True)
+def _draw_of(interval, bits, lane):
+    return np.int64(interval) << 16 | np.int64(bits) << 8 | lane
+
+
+@compiled(inline=True)
+def _list_draws(row, about, tables, intervals, parts, apart, draws):
+    """Write a channel's draws in the order of decoding, frequency << 32 | first slot << 16 | bits << 8 | lane, and
+    return how many. ``parts`` (lanes, 8) and ``apart`` (lanes,) are memory for a unit of each lane."""
+    table, unit, width, shift = about
+    (begin, least, size), (origin, largest, units) = tables[table], tables[unit]
+    count, tokens = 0, len(row)
+    for first in range(0, tokens, LANES * width):
+        lanes = min(LANES, (tokens - first + width - 1) // width)
+        for lane in range(lanes):
+            number, small = 0, unit >= 0
+            for j in range(width - 1, -1, -1):
+                token = first + lane * width + j
+                value = row[index(token)] >> shift if token < tokens else 0
+                parts[lane, j] = value
+                small &= -largest <= value <= largest
+                number = number * (2 * largest + 1) + value + largest
+            interval = intervals[index(origin + number)] if small else 0
+            apart[lane] = interval == 0
+            if unit >= 0:
+                draws[index(count)] = _draw_of(interval if interval else intervals[index(origin + units)], BITS, lane)
+                count += 1
+        for j in range(width):
+            beyond = False
+            for lane in range(lanes):
+                if apart[lane]:
+                    value = np.int64(parts[lane, j]) - least
+                    held = 0 <= value < size
+                    draws[index(count)] = _draw_of(intervals[index(begin + (value if held else size))], BITS, lane)
+                    count += 1
+                    beyond |= not held
+            for half in range(1 if beyond else -1, -1, -1):
+                for lane in range(lanes):
+                    if apart[lane] and not 0 <= np.int64(parts[lane, j]) - least < size:
+                        digit = (parts[lane, j] + OFFSET) >> HALF * half & (1 << HALF) - 1
+                        draws[index(count)] = _draw_of(RAW | digit, HALF, lane)
+                        count += 1
+        for j in range(width if shift else 0):
+            for lane in range(lanes):
+                token = first + lane * width + j
+                low = row[index(token)] & (1 << shift) - 1 if token < tokens else 0
+                draws[index(count)] = _draw_of(RAW | low, shift, lane)
+                count += 1
+    return count
 
 
 @compiled(inline=True)
@@ -319,24 +319,24 @@ def _fast(row, width, shift, first, units, base, slots, states, places, words, t
 
 
 @compiled()
-def _decode(start, stop, lanes, words, ends, channels, slots, out, final):
+def _decode(start, stop, words, ends, channels, slots, out, final):
     """Two streams at a time: what one waits for, the other has time for."""
     states, parts, flags = (
-        np.empty(2 * lanes, np.uint32),
-        np.empty((lanes, 8), np.int32),
-        np.zeros((lanes, 2), np.uint8),
+        np.empty(2 * LANES, np.uint32),
+        np.empty((LANES, 8), np.int32),
+        np.zeros((LANES, 2), np.uint8),
     )
     places, tokens, count = np.empty(2, np.int64), out.shape[1], channels.shape[0]
-    stride = tokens + 8 * lanes
+    stride = tokens + 8 * LANES
     tiles = np.empty(2 * TILE * stride, np.int32)
     for stream in range(start, stop, 2):
         pair = (stream, min(stream + 1, stop - 1))
         for k in range(2):
             place, end = ends[pair[k] - 1] if pair[k] else 0, ends[pair[k]]
-            for lane in range(lanes):
+            for lane in range(LANES):
                 low, place = _refill(np.uint32(0), words, place, end)
                 high, place = _refill(np.uint32(0), words, place, end)
-                states[k * lanes + lane] = high << WORD | low
+                states[k * LANES + lane] = high << WORD | low
             places[k] = place
         for corner in range(0, count, TILE):
             last = min(count, corner + TILE)
@@ -346,11 +346,11 @@ def _decode(start, stop, lanes, words, ends, channels, slots, out, final):
                 base = index(unit) << index(BITS) if is_unit else single
                 units, first = np.int64(np.uint32(tokens + width - 1) // np.uint32(width)), 0
                 while first < units:
-                    if lanes == 4 and (shift == 0 or width == 1):
+                    if shift == 0 or width == 1:
                         first = _fast(row, width, shift, first, units, base, slots, states, places, words, tiles)
-                    here = min(lanes, units - first)
+                    here = min(LANES, units - first)
                     for k in range(2 if here else 0):
-                        mine, place, end = states[k * lanes : (k + 1) * lanes], places[k], ends[pair[k]]
+                        mine, place, end = states[k * LANES : (k + 1) * LANES], places[k], ends[pair[k]]
                         for lane in range(here):
                             parts[lane, 0], place = _draw(lane, base, slots, mine, words, place, end)
                         places[k] = _finish(
@@ -367,6 +367,6 @@ def _decode(start, stop, lanes, words, ends, channels, slots, out, final):
                         line[i] = tiles[index(k * TILE * stride + token) + i * index(stride)]
         for k in range(2):
             good = places[k] == ends[pair[k]]
-            for lane in range(1, lanes):
-                good &= states[k * lanes + lane] == LEAST
-            final[pair[k]] = np.int32(states[k * lanes]) if good else 0
+            for lane in range(1, LANES):
+                good &= states[k * LANES + lane] == LEAST
+            final[pair[k]] = np.int32(states[k * LANES]) if good else 0

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vqkv.kernels.entropy.code import BITS, ESCAPE, HALF, LOW, OFFSET, TOTAL, Code, first_states
+from vqkv.kernels.entropy.code import BITS, ESCAPE, HALF, LANES, LOW, OFFSET, TOTAL, Code, first_states
 
 MASK = (1 << 16) - 1
 
@@ -11,7 +11,7 @@ MASK = (1 << 16) - 1
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """See ``dispatch.rans_encode``."""
     starts = first_states(values.int().mT).tolist()
-    streams = [_written(list(_draws(x.tolist(), code)), start, code.lanes) for x, start in zip(values, starts)]
+    streams = [_written(list(_draws(x.tolist(), code)), start) for x, start in zip(values, starts)]
     words = [word - (word >> 15 << 16) for stream in streams for word in stream]
     return torch.tensor(words, dtype=torch.int16), torch.tensor([len(x) for x in streams], dtype=torch.int64)
 
@@ -21,7 +21,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
     out = torch.zeros(len(lengths), tokens, len(code.channels), dtype=torch.int32)
     ends = torch.zeros(len(lengths), dtype=torch.int32)
     for i, stream in enumerate(words.split(lengths.tolist())):
-        reader = _Reader([word & MASK for word in stream.tolist()], code.lanes)
+        reader = _Reader([word & MASK for word in stream.tolist()])
         for channel, about in enumerate(code.channels.tolist()):
             out[i, :, channel] = torch.tensor(_read(reader, code, about, tokens), dtype=torch.int32)
         first, *others = reader.states
@@ -42,8 +42,8 @@ def _draws(rows: list[list[int]], code: Code):
     for row, (table, unit, width, shift) in zip(rows, code.channels.tolist(), strict=True):
         row = row + [0] * (-len(row) % width)
         parts = [row[i : i + width] for i in range(0, len(row), width)]
-        for first in range(0, len(parts), code.lanes):
-            lanes = [[value >> shift for value in part] for part in parts[first : first + code.lanes]]
+        for first in range(0, len(parts), LANES):
+            lanes = [[value >> shift for value in part] for part in parts[first : first + LANES]]
             apart = [*range(len(lanes))]
             if unit >= 0:
                 start, most, count = tables[unit]
@@ -66,12 +66,12 @@ def _draws(rows: list[list[int]], code: Code):
                     for lane in beyond:
                         yield lane, HALF, 1, lanes[lane][j] + OFFSET >> down & ((1 << HALF) - 1)
             for j in range(width if shift else 0):
-                for lane, part in enumerate(parts[first : first + code.lanes]):
+                for lane, part in enumerate(parts[first : first + LANES]):
                     yield lane, shift, 1, part[j] & ((1 << shift) - 1)
 
 
-def _written(draws: list, start: int, lanes: int) -> list[int]:
-    states, words = [start] + [LOW] * (lanes - 1), []
+def _written(draws: list, start: int) -> list[int]:
+    states, words = [start] + [LOW] * (LANES - 1), []
     for lane, bits, frequency, first in reversed(draws):
         x = states[lane]
         if x >= frequency << (32 - bits):
@@ -82,10 +82,10 @@ def _written(draws: list, start: int, lanes: int) -> list[int]:
 
 
 class _Reader:
-    def __init__(self, words: list[int], lanes: int):
-        words = words + [0] * (2 * lanes - len(words))
-        self.words, self.place = words, 2 * lanes
-        self.states = [words[2 * i] | words[2 * i + 1] << 16 for i in range(lanes)]
+    def __init__(self, words: list[int]):
+        words = words + [0] * (2 * LANES - len(words))
+        self.words, self.place = words, 2 * LANES
+        self.states = [words[2 * i] | words[2 * i + 1] << 16 for i in range(LANES)]
 
     def refill(self, lane: int, x: int) -> None:
         if x < LOW:
@@ -108,8 +108,8 @@ class _Reader:
 def _read(reader: _Reader, code: Code, about: list[int], tokens: int) -> list[int]:
     table, unit, width, shift = about
     out = []
-    for first in range(0, -(-tokens // width), code.lanes):
-        lanes = range(min(code.lanes, -(-tokens // width) - first))
+    for first in range(0, -(-tokens // width), LANES):
+        lanes = range(min(LANES, -(-tokens // width) - first))
         parts, apart = [[0] * width for _ in lanes], [*lanes]
         if unit >= 0:
             found = [reader.look_up(lane, code.slots[unit]) for lane in lanes]

@@ -5,21 +5,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vqkv.kernels.entropy.code import LANES as LANES_OF_A_STREAM
 from vqkv.kernels.entropy.code import Code, first_states, most_words
+
+LANES = tl.constexpr(LANES_OF_A_STREAM)
 
 
 def rans_encode(values: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """``naive.rans_encode``. Streams are written from their ends on, into rows that hold the longest."""
     streams, channels, tokens = values.shape
     values = values.int().contiguous()
-    most = most_words(channels, tokens, code.lanes)
+    most = most_words(channels, tokens)
     words = torch.empty(streams, most, dtype=torch.int16, device=values.device)
     lengths = torch.zeros(streams, dtype=torch.int64, device=values.device)
     if streams:
         with torch.cuda.device_of(values):
             _rans_encode[(streams,)](
                 values, first_states(values.mT), words, lengths, code.channels, code.tables, code.intervals, channels,
-                tokens, most, code.lanes, triton.next_power_of_2(code.lanes), num_warps=1,
+                tokens, most, num_warps=1,
             )  # fmt: skip
     return words[torch.arange(most, device=words.device) >= most - lengths.unsqueeze(1)], lengths
 
@@ -33,7 +36,7 @@ def rans_decode(words: Tensor, lengths: Tensor, code: Code, tokens: int) -> tupl
         with torch.cuda.device_of(words):
             _rans_decode[(streams,)](
                 words.contiguous(), lengths.cumsum(0), out, final, code.channels, code.slots, channels, tokens,
-                code.lanes, triton.next_power_of_2(code.lanes), num_warps=1,
+                num_warps=1,
             )  # fmt: skip
     return out, final == first_states(out)
 
@@ -66,17 +69,15 @@ def _raw(x, mask, bits, words, place, end):
 
 
 @triton.jit
-def _rans_decode(
-    words, ends, out, final, channels, slots, num_channels, tokens, LANES: tl.constexpr, PADDED: tl.constexpr
-):
+def _rans_decode(words, ends, out, final, channels, slots, num_channels, tokens):
     """One stream, channel by channel."""
     stream = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + stream)
     place = tl.load(ends + stream - 1, mask=stream > 0, other=0)
-    lane = tl.arange(0, PADDED)
+    lane = tl.arange(0, LANES)
     at = place + 2 * lane
-    low = tl.load(words + at, mask=(lane < LANES) & (at < end), other=0).to(tl.uint32) & 65535
-    high = tl.load(words + at + 1, mask=(lane < LANES) & (at + 1 < end), other=0).to(tl.uint32) & 65535
+    low = tl.load(words + at, mask=at < end, other=0).to(tl.uint32) & 65535
+    high = tl.load(words + at + 1, mask=at + 1 < end, other=0).to(tl.uint32) & 65535
     x, place = (high << 16) | low, place + 2 * LANES
     out += stream * tokens * num_channels
     half = tl.full((), 12, tl.int32)
@@ -88,8 +89,8 @@ def _rans_decode(
         units = (tokens + width - 1) // width
         first = tl.full((), 0, tl.int32)
         while first < units:
-            here = (lane < LANES) & (first + lane < units)
-            packed, apart = tl.zeros((PADDED,), tl.int32), here
+            here = first + lane < units
+            packed, apart = tl.zeros((LANES,), tl.int32), here
             if unit >= 0:
                 packed, apart, x, place = _look_up(x, here, slots, unit, words, place, end)
             some_apart = tl.max(apart.to(tl.int32), 0) > 0
@@ -113,7 +114,7 @@ def _rans_decode(
                     lows, x, place = _raw(x, here, shift, words, place, end)
                     tl.store(out + token * num_channels + channel, (value << shift) | lows, mask=there)
             first += LANES
-    good = tl.sum(((lane > 0) & (lane < LANES) & (x != 65536)).to(tl.int32), 0) == 0
+    good = tl.sum(((lane > 0) & (x != 65536)).to(tl.int32), 0) == 0
     first = tl.sum(tl.where(lane == 0, x.to(tl.int32), 0), 0)
     tl.store(final + stream, tl.where(good & (place == end), first, 0))
 
@@ -140,17 +141,16 @@ def _put_interval(x, mask, interval, words, place):
 
 @triton.jit
 def _rans_encode(
-    values, starts, words, lengths, channels, tables, intervals, num_channels, tokens, most, LANES: tl.constexpr,
-    PADDED: tl.constexpr,
+    values, starts, words, lengths, channels, tables, intervals, num_channels, tokens, most
 ):  # fmt: skip
     """One stream, its last draw first."""
     stream = tl.program_id(0).to(tl.int64)
     values += stream * num_channels * tokens
     words += stream * most
-    lane = tl.arange(0, PADDED)
+    lane = tl.arange(0, LANES)
     x = tl.where(lane == 0, tl.load(starts + stream), 65536).to(tl.uint32)
     place = tl.full((), 0, tl.int64) + most
-    half, one = tl.full((), 12, tl.int32), tl.full((PADDED,), 1, tl.uint32)
+    half, one = tl.full((), 12, tl.int32), tl.full((LANES,), 1, tl.uint32)
     for back in range(num_channels):
         channel = num_channels - 1 - back
         row = values + channel * tokens
@@ -163,17 +163,17 @@ def _rans_encode(
         units = (tokens + width - 1) // width
         first = (units - 1) // LANES * LANES
         while first >= 0:
-            here = (lane < LANES) & (first + lane < units)
+            here = first + lane < units
             if shift > 0:
                 for k in range(width):
                     token = (first + lane) * width + width - 1 - k
                     value = tl.load(row + token, mask=here & (token < tokens), other=0)
                     low = (value & ((1 << shift) - 1)).to(tl.uint32)
                     x, place = _put(x, here, one, low, shift, words, place)
-            apart, interval = here, tl.zeros((PADDED,), tl.int32)
+            apart, interval = here, tl.zeros((LANES,), tl.int32)
             if unit >= 0:
                 origin, largest = tl.load(tables + unit * 3), tl.load(tables + unit * 3 + 1)
-                at, small = tl.zeros((PADDED,), tl.int32), here
+                at, small = tl.zeros((LANES,), tl.int32), here
                 for k in range(width):
                     token = (first + lane) * width + width - 1 - k
                     value = tl.load(row + token, mask=here & (token < tokens), other=0) >> shift
@@ -199,6 +199,6 @@ def _rans_encode(
                 x, place = _put_interval(x, here, interval, words, place)
             first -= LANES
     place -= 2 * LANES
-    tl.store(words + place + 2 * lane, (x & 65535).to(tl.int16), mask=lane < LANES)
-    tl.store(words + place + 2 * lane + 1, (x >> 16).to(tl.int16), mask=lane < LANES)
+    tl.store(words + place + 2 * lane, (x & 65535).to(tl.int16))
+    tl.store(words + place + 2 * lane + 1, (x >> 16).to(tl.int16))
     tl.store(lengths + stream, most - place)

@@ -11,21 +11,21 @@ from torch import Tensor
 from vqkv.kernels.derived import remembered
 from vqkv.kernels.machine import serves, spread
 from vqkv.kernels.precision import full_precision
-from vqkv.kernels.rvq import beam as beams
-from vqkv.kernels.rvq import loops, short
-from vqkv.kernels.rvq.tables import SearchTables, prepare, sums_by_code
+from vqkv.kernels.rvq import loops
+from vqkv.kernels.rvq.tables import BLOCK, SearchTables, prepare, sums_by_code
 
 SCORES = 1 << 18  # at a time, 1 MB: with the codebook they stay in the L2 cache
 SHARE = 4  # times that for each of several threads, as starting them takes time
 PASSES = 4  # over the scores, as additions
+CANDIDATES = 2048  # of beams at a time: fewer calls than 1,024, and their scores (16 MB for 2,048 codes) stay in L3
 SHORT, FEW = 8, 1 << 11  # vectors and codebooks (values) for which the products are not worth a pass over memory
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``beam.search``."""
+    """Codes of ``naive.rvq_encode``, up to float64 ties; with ``beam`` > 1 see ``_beam_search``."""
     rows = x.detach().reshape(-1, x.shape[-1])
     if beam > 1 or not serves(x, codebooks):
-        codes = beams.search(rows, codebooks, beam)
+        codes = _beam_search(rows, codebooks, beam)
     else:
         rows = rows.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()  # without rounding
         codes = torch.empty(len(rows), len(codebooks), dtype=torch.int64)
@@ -38,7 +38,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
 def _short(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
     """Short vectors, without matrix products."""
     fixed = [table.numpy() for table in (tables.products, tables.norms, tables.codebooks, tables.exact, x, codes)]
-    spread(lambda i, j: short.search(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
+    spread(lambda i, j: loops.search_short(i, j, tables.largest, *fixed), len(x), tables.codebooks.numel())
 
 
 def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
@@ -59,6 +59,48 @@ def _stages(x: Tensor, tables: SearchTables, codes: Tensor) -> None:
                 loops.step(first, stop, stage, tables.largest, *fixed, *rows)
 
             spread(step, len(residual), PASSES * width)
+
+
+def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
+    """Codes (rows, num_quantizers) of ``naive.rvq_encode`` for x (rows, dim), by scores in fp32: nearly equal ones may
+    change places."""
+    tables, size = prepare(codebooks), max(1, CANDIDATES // beam)
+    scores = tables.norms.new_empty(min(size, len(x)) * beam, tables.norms.shape[1])  # new memory would take longer
+    with full_precision(x.device):
+        return torch.cat([_extended(part, tables, scores, beam) for part in x.float().split(size)])
+
+
+def _extended(x: Tensor, tables: SearchTables, buffer: Tensor, beam: int) -> Tensor:
+    """A matrix product for every candidate's residual: Gram tables of the codebooks would spare it, but then each score
+    adds a number from memory for every earlier stage, and that measured 4 times slower."""
+    rows, (num_quantizers, codebook_size, _) = len(x), tables.codebooks.shape
+    residual = x.unsqueeze(1)  # (rows, candidates, dim), best first
+    codes = torch.empty(rows, 1, 0, dtype=torch.int64, device=x.device)
+    for k, products in enumerate(tables.products):
+        count = min(1 if k == num_quantizers - 1 else beam, residual.shape[1] * codebook_size)
+        candidates = residual.flatten(0, 1)
+        scores = torch.addmm(tables.norms[k], candidates, products, out=buffer[: len(candidates)])
+        scores += torch.linalg.vecdot(candidates, candidates).unsqueeze(-1)
+        best = _smallest(scores.view(rows, -1), count)
+        parents, chosen = best // scores.shape[1], best % scores.shape[1]
+        residual = _rows_of(residual, parents) - tables.codebooks[k][chosen]
+        codes = torch.cat([_rows_of(codes, parents), chosen.unsqueeze(-1)], dim=-1)
+    return codes.squeeze(1)
+
+
+def _smallest(scores: Tensor, count: int) -> Tensor:
+    """Positions of the ``count`` smallest of every row (rows, width), smallest first: of the blocks with the smallest
+    minima, as ``topk`` over all scores would take longer than the product."""
+    blocks = scores.unflatten(1, (-1, BLOCK))
+    near = blocks.amin(dim=-1).topk(min(count, blocks.shape[1]), largest=False).indices
+    inside = blocks.gather(1, near.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1)
+    best = inside.topk(count, largest=False).indices
+    return near.gather(1, best // BLOCK) * BLOCK + best % BLOCK
+
+
+def _rows_of(values: Tensor, parents: Tensor) -> Tensor:
+    """values (rows, candidates, ...) of each row's ``parents`` (rows, count)."""
+    return values.gather(1, parents.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def rvq_decode(codes: Tensor, codebooks: Tensor) -> Tensor:

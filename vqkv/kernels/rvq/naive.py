@@ -7,24 +7,19 @@ CHUNK_ELEMENTS = 1 << 20  # differences held at a time, so that memory stays bou
 
 
 def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
-    """Nearest code, subtract, repeat; of equally near codes the lowest. With ``beam`` > 1, the first candidate. x (...,
-    dim) and codebooks (num_quantizers, codebook_size, dim), any float dtype -> codes (..., num_quantizers)."""
+    """Nearest code, subtract, repeat; of equally near codes the lowest. x (..., dim) and codebooks (num_quantizers,
+    codebook_size, dim), any float dtype -> codes (..., num_quantizers). With ``beam`` > 1, so many sequences of codes
+    with the smallest squared residuals are kept from stage to stage and extended by every code. Of equally good
+    extensions, the one of the better sequence, then the lower code, comes first."""
     if beam > 1:
-        return rvq_candidates(x, codebooks, beam)[..., 0, :]
+        rows = [_beam_search(row, codebooks.double(), beam) for row in x.reshape(-1, x.shape[-1]).double()]
+        return torch.stack(rows).view(*x.shape[:-1], len(codebooks))
     residual = x.reshape(-1, x.shape[-1]).double()
     codes = []
     for codebook in codebooks.double():
         codes.append(nearest(residual, codebook))
         residual = residual - codebook[codes[-1]]
     return torch.stack(codes, dim=-1).view(*x.shape[:-1], len(codebooks))
-
-
-def rvq_candidates(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
-    """Beam search: keep the ``beam`` sequences of codes with the smallest squared residual, stage by stage extend each
-    by every code, and return all that are left, best first: (..., min(beam, codebook_size^num_quantizers), K). Of
-    equally good extensions, the one of the better candidate, then the lower code, comes first."""
-    rows = [_beam_search(row, codebooks.double(), beam) for row in x.reshape(-1, x.shape[-1]).double()]
-    return torch.stack(rows).view(*x.shape[:-1], *rows[0].shape)
 
 
 def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
@@ -35,7 +30,7 @@ def _beam_search(x: Tensor, codebooks: Tensor, beam: int) -> Tensor:
         parents, chosen = best // len(codebook), best % len(codebook)
         residuals = residuals[parents] - codebook[chosen]
         codes = torch.cat([codes[parents], chosen.unsqueeze(-1)], dim=-1)
-    return codes
+    return codes[0]
 
 
 def nearest(residual: Tensor, codebook: Tensor) -> Tensor:

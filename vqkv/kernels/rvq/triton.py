@@ -43,7 +43,7 @@ def rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> Tensor:
     return codes
 
 
-def serves(codebooks: Tensor, beam: int = 1) -> bool:
+def can_rvq_encode(x: Tensor, codebooks: Tensor, beam: int = 1) -> bool:
     """Tell whether registers hold vectors of these codebooks. Wider beams than one are for plain torch."""
     return beam == 1 and codebooks.shape[-1] <= LONGEST
 

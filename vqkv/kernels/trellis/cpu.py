@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vqkv.kernels.machine import compiled, index, serves, spread
-from vqkv.kernels.trellis.code import LARGEST, REACH, origins, transitions
+from vqkv.kernels.trellis.naive import LARGEST, REACH, origins, transitions
 
 COST = 100  # additions that a value is worth
 FAR = 2.0 * LARGEST

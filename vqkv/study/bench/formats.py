@@ -2,6 +2,7 @@
 systems'."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from vqkv.cache.meter import tensor_bytes
 from vqkv.codecs.grid import gaussian_grids
 from vqkv.codecs.groups import ByteGroups
 from vqkv.codecs.payload import Payload
-from vqkv.kernels.view import Affine, Coded, KernelView, Mapped, Rope
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Rope
 from vqkv.study.bench.case import gaussian
 
 GROUP = 64  # channels that share an affine range, as in transformers' quantized cache
@@ -40,7 +41,7 @@ def coded(
     return Coded(packed, books, bits, groups, scale.to(device), tokens_per_scale, strided)
 
 
-def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> Mapped:
+def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> Grouped:
     """Random bytes of components that vary less and less, in the groups that ``live`` finds for them, and a rotation
     to channels."""
     heads, head_dim = shape[1], shape[3]
@@ -50,7 +51,8 @@ def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> 
     codes = torch.randint(256, (*shape[:3], quantizer.codes_per_row), generator=torch.Generator().manual_seed(seed))
     view: Any = quantizer.to(device).kernel_view(Payload({"codes": codes.byte().to(device)}))
     matrix = torch.linalg.qr(gaussian(heads, head_dim, head_dim, seed=seed + 1))[0][:, : view.shape[3]]
-    return Mapped(view, matrix.to(device), gaussian(heads, head_dim, seed=seed + 2, device=device).half())
+    mean = gaussian(heads, head_dim, seed=seed + 2, device=device).half()
+    return replace(view, matrix=matrix.to(device), offset=mean)
 
 
 FORMATS: dict[str, Callable[..., KernelView]] = {
@@ -85,5 +87,5 @@ def bits_per_value(name: str, head_dim: int = 128) -> float:
     """Bits stored for each value, scales and ranges included, codebooks not."""
     packed = FORMATS[name]((1, 1, KEYFRAME, head_dim), "cpu")
     codebooks: Any = packed.codebooks if isinstance(packed, Coded) else []
-    stored = packed.codes.nbytes if isinstance(packed, Mapped) else tensor_bytes(packed) - tensor_bytes(codebooks)
+    stored = packed.codes.nbytes if isinstance(packed, Grouped) else tensor_bytes(packed) - tensor_bytes(codebooks)
     return 8 * stored / packed.shape.numel()

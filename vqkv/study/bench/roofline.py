@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vqkv.cache.meter import tensor_bytes
-from vqkv.kernels.view import Coded, KernelView, Mapped
+from vqkv.kernels.view import Coded, Grouped, KernelView
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,6 @@ def attention(query: Tensor, keys, values, rotated: bool = False) -> Demand:
 
 def _flops(packed: KernelView) -> int:
     """To decode one value: offset and span, or an addition a stage and the scale; what is only looked up takes none."""
-    if isinstance(packed, Mapped):
+    if isinstance(packed, Grouped):
         return 0
     return packed.codebooks.shape[1] + (packed.scale is not None) if isinstance(packed, Coded) else 2

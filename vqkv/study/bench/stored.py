@@ -122,7 +122,7 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
 def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
     """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
     view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
-    like = view.inner
+    like = replace(view, matrix=None, offset=None)
     x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
     work = Demand(2 * 256 * x.numel(), x.nbytes + like.codes.nbytes, x.numel(), exact=True)
     problem = Problem("grouped_encode", "live 2.25", label(x.shape), work)
@@ -172,7 +172,7 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def decoded(query: Tensor, keys: KernelView, values: KernelView, rope: Rope | None) -> Tensor:
     """Read a cache without such a kernel: decode to the model's dtype, then attend."""
     k, v = kernels.decode(keys), kernels.decode(values)
-    k = k if rope is None else rope.turned(k)
+    k = k if rope is None else rope.rotated(k)
     return sdpa(query, k.to(query.dtype), v.to(query.dtype))
 
 

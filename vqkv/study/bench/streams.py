@@ -19,7 +19,7 @@ from vqkv.codecs.predictor_kinds import Linear
 from vqkv.codecs.scaling import MeanRemoval
 from vqkv.kernels import naive as reference
 from vqkv.kernels.entropy.code import Code
-from vqkv.kernels.trellis.code import REACH
+from vqkv.kernels.trellis.naive import REACH
 from vqkv.study.bench import peers
 from vqkv.study.bench.case import Operation, Problem, Sizes, gaussian, ours
 from vqkv.study.bench.roofline import Demand

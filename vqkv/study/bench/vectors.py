@@ -64,7 +64,7 @@ def encode_beam(sizes: Sizes) -> Iterator[Problem]:
     x, codebooks = problem(sizes, max(1, sizes.sweep_rows // BEAM))
     found = named(f"rvq_encode_beam{BEAM}", x, codebooks, roofline.encode(x, codebooks, BEAM))
     expected = reference.rvq_encode(x[:64], codebooks, BEAM)
-    found.add(ours("rvq_encode", x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
+    found.add(ours("rvq_encode", x, x, codebooks, BEAM), partial(kernels.rvq_encode, x, codebooks, BEAM), expected)
     found.add_peer(f"faiss beam {BEAM}", partial(peers.faiss_encode, codebooks, x, beam=BEAM), expected)
     yield found
 

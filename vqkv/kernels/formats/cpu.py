@@ -1,4 +1,5 @@
-"""Packed tokens -> values on a CPU: compiled loops read the codes, torch adds up. Plain torch for tensors elsewhere."""
+"""Values <-> packed tokens on a CPU: compiled loops and sums by torch, with the bits of ``naive`` for affine codes.
+Plain torch for tensors elsewhere."""
 
 from functools import cache
 
@@ -6,23 +7,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqkv.kernels.decoding.naive import decode as naive_decode
-from vqkv.kernels.decoding.naive import decode_affine, mapped
-from vqkv.kernels.decoding.naive import grouped_encode as naive_encode
 from vqkv.kernels.derived import remembered
+from vqkv.kernels.formats import naive
 from vqkv.kernels.machine import compiled, index, serves, spread
-from vqkv.kernels.packing.cpu import unpack_codes
+from vqkv.kernels.packing.cpu import pack_codes, unpack_codes
 from vqkv.kernels.rvq.cpu import summed
-from vqkv.kernels.view import Affine, Coded, Grouped, KernelView, Mapped
+from vqkv.kernels.view import Affine, Coded, Grouped, KernelView
 
 AFFINE_COST = 8  # additions that an affine value is worth
+TO_INTEGER = np.float32(1 << 23)  # a float32 that large has no fraction
 WIDE = {1: torch.float32, 2: torch.float64, 4: torch.complex128}  # so many fp32 values -> a type of their size
+
+
+def affine_encode(x: Tensor, bits: int, group_size: int) -> Affine:
+    """``naive.affine_encode``."""
+    groups = x.detach().float().contiguous().unflatten(-1, (-1, group_size))
+    if not serves(groups) or not groups.numel():
+        return naive.affine_encode(x, bits, group_size)
+    low, high = (end.clamp(-65504, 65504).half() for end in _ends(groups))
+    codes = torch.empty(groups.shape, dtype=torch.uint8)
+    arrays = groups.view(-1, group_size), low.float().view(-1), high.float().view(-1), codes.view(-1, group_size)
+    fixed = [array.numpy() for array in arrays]
+    spread(lambda i, j: _nearest_levels(i, j, bits, *fixed), low.numel(), AFFINE_COST * group_size)
+    return Affine(pack_codes(codes.flatten(-2), bits), low, high, bits)
+
+
+def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of the last axis, of 0 and -0 the first."""
+    low, high = x.amin(dim=-1), x.amax(dim=-1)
+    if (low * high).all():
+        return low, high
+    return torch.aminmax(x, dim=-1)  # several times slower, but knows which zero comes first
+
+
+@compiled()
+def _nearest_levels(first, stop, bits, x, low, high, codes):
+    """Codes (rows, values), one a byte, of rows first, ..., stop - 1 of x between their ends."""
+    most = np.float32((1 << bits) - 1)
+    for i in range(index(first), index(stop)):
+        start, step = low[i], high[i] - low[i]
+        step = step if step > 0 else np.float32(1)
+        for j in range(index(x.shape[1])):
+            value = (x[i, j] - start) / step * most
+            value = value if value > 0 else np.float32(0)
+            value = value if value < most else most
+            codes[i, j] = np.uint8(np.int32(value + TO_INTEGER))
 
 
 def decode(packed: KernelView) -> Tensor:
     """``naive.decode``."""
-    if isinstance(packed, Mapped):
-        return mapped(packed, decode(packed.inner))
     if isinstance(packed, Grouped):
         return _grouped(packed)
     return _affine(packed) if isinstance(packed, Affine) else _coded(packed)
@@ -32,7 +65,7 @@ def _affine(packed: Affine) -> Tensor:
     """One pass where groups are whole bytes of up to 4 bits a code."""
     size = packed.group_size
     if not serves(packed.codes) or packed.bits not in (1, 2, 4) or size * packed.bits % 8:
-        return decode_affine(packed, unpack_codes)
+        return naive.decode_affine(packed, unpack_codes)
     low, out = packed.low.float(), torch.empty(*packed.low.shape, size, dtype=torch.float32)
     arrays = packed.codes.contiguous(), low.contiguous(), (packed.high.float() - low).contiguous(), out
     fixed, rows = [array.numpy() for array in arrays], out.shape[2]
@@ -108,12 +141,12 @@ def _by_group(packed: Coded, scale: Tensor) -> Tensor:
 
 def _grouped(packed: Grouped) -> Tensor:
     if not serves(packed.codes):
-        return naive_decode(packed)
-    out = torch.zeros(packed.shape)
-    fixed = [array.numpy() for array in (packed.codes.contiguous(), packed.table, *packed.places, out)]
+        return naive.decode(packed)
+    out = torch.zeros(*packed.codes.shape[:3], packed.scale.shape[1])
+    fixed = [array.numpy() for array in (packed.codes.contiguous(), packed.table, *packed.layout, out)]
     rows = out.shape[2]
     spread(lambda i, j: _gather(i, j, *fixed), rows, out.numel() // max(1, rows))
-    return out.mul_(packed.scale.float().unsqueeze(1))
+    return naive.mapped(packed, out)
 
 
 @compiled()
@@ -131,10 +164,10 @@ def _gather(first, stop, codes, table, sizes, starts, firsts, out):
 def grouped_encode(x: Tensor, like: Grouped) -> Tensor:
     """``naive.grouped_encode``."""
     if not serves(x):
-        return naive_encode(x, like)
+        return naive.grouped_encode(x, like)
     y = x[..., : like.scale.shape[1]].float() / like.scale.float().unsqueeze(1)
-    codes = torch.empty(*x.shape[:3], like.places.shape[2], dtype=torch.uint8)
-    fixed = [array.numpy() for array in (y.contiguous(), like.table, *like.places, codes)]
+    codes = torch.empty(*x.shape[:3], like.layout.shape[2], dtype=torch.uint8)
+    fixed = [array.numpy() for array in (y.contiguous(), like.table, *like.layout, codes)]
     rows = x.shape[2]
     spread(lambda i, j: _nearest(i, j, *fixed), rows, 256 * y.numel() // max(1, rows))
     return codes

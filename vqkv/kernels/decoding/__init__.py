@@ -1,1 +1,0 @@
-"""Packed tokens of any format -> values: affine codes, sums of codes. See ``view``."""
