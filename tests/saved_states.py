@@ -57,7 +57,7 @@ def same_state(a, b):
 
 def _same_group(a, b):
     return (
-        (a.rows, a.positions.seq_len, len(a.stores)) == (b.rows, b.positions.seq_len, len(b.stores))
+        (a.row, a.positions.seq_len, len(a.stores)) == (b.row, b.positions.seq_len, len(b.stores))
         and _same(a.slots, b.slots)
         and _same(a.positions.explicit, b.positions.explicit)
         and all(map(_same_store, a.all_stores, b.all_stores))

@@ -24,7 +24,6 @@ from strategies import run
 import vqkv.codecs
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
-from vqkv.cache.saving import inspect
 from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
 from vqkv.runtime.files import save_checked
@@ -71,7 +70,7 @@ def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, na
     assert torch.equal(run(llama, cache, tokens, (40, 1, 1, 18)), first)
     cache.reset()
     assert cache.report().cache_bytes == 0 and cache.get_seq_length() == 0
-    assert same_state(through_file(cache, tmp_path / "cache"), cache) and inspect(tmp_path / "cache")["seq_len"] == 0
+    assert same_state(through_file(cache, tmp_path / "cache"), cache)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3", "bfloat16"), ("llama-yarn", "float32")])
@@ -88,7 +87,7 @@ def test_decoded_tokens_are_not_saved_and_what_was_loaded_does_not_change_with_i
     half_way(llama, cache)
     assert cache.report().kinds["decoded"]
     again = through_file(cache, tmp_path / "cache", decoded_cache_bytes=1 << 19)
-    assert again.report().kinds["decoded"] == 0 and again.settings.decoded_cache_bytes == 1 << 19
+    assert again.report().kinds["decoded"] == 0 and again.decoded_cache_bytes == 1 << 19
     kivi.save_pretrained(tmp_path)
     compressor, expected = Compressor.from_pretrained(tmp_path), rest(llama, through_file(cache, tmp_path / "cache"))
     for path in (tmp_path / "cache", tmp_path / FILE):
@@ -125,12 +124,9 @@ def test_the_file_is_the_bytes_of_the_report_and_a_header(llama, tmp_path, name)
     cache = calibrate(llama, TOKENS, (EVERY | PREDICTED)[name], progress=False).new_cache(llama)
     half_way(llama, cache)
     cache.save(tmp_path / "cache")
-    report, about, stored = cache.report(), inspect(tmp_path / "cache"), load_file(tmp_path / "cache")
-    assert about["file_bytes"] == (tmp_path / "cache").stat().st_size == report.cache_bytes + about["header_bytes"]
-    assert sum(x.numel() * x.element_size() for x in stored.values()) == report.cache_bytes  # by safetensors' own hand
-    printed = dataclasses.replace(report, derived_bytes=0).as_dict()  # of this process, not of the file
-    assert {key: about[key] for key in printed} == printed
-    assert about["compressor"]["name"] == cache.compressor.name and about["model"]["model_type"] == "llama"
+    stored = sum(x.numel() * x.element_size() for x in load_file(tmp_path / "cache").values())
+    assert stored == cache.report().cache_bytes  # by safetensors' own hand
+    assert stored < (tmp_path / "cache").stat().st_size < stored + 40_000
 
 
 def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
@@ -195,9 +191,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypa
         (tmp_path / "text", "no vqkv-cache"),
         (tmp_path / "c" / FILE, "is vqkv-compressor 3; this vqkv reads vqkv-cache 6: save a cache"),
     ):
-        for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
-            with pytest.raises(FormatError, match=message):
-                read(path)
+        with pytest.raises(FormatError, match=message):
+            CompressedCache.load(path, kivi, llama)
 
 
 def test_a_failed_save_leaves_the_older_file_and_nothing_else(llama, kivi, tmp_path, monkeypatch):

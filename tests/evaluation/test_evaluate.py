@@ -11,12 +11,12 @@ from scipy.stats import bootstrap
 
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.evaluation.evaluate import PROTOCOLS, bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.capture import capture
 from vqkv.models.metrics import token_kl
 from vqkv.study import metrics
+from vqkv.study.eviction import H2O
 from vqkv.study.experiments.phenomena import noise_floor
 
 

@@ -9,9 +9,9 @@ from architectures import TOKENS, build
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, T5Config
 
 from vqkv import DataError, calibrate, capacity, evaluate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.layers import kv_layers
+from vqkv.study.eviction import H2O
 
 # layers that store, KV heads and head_dim of each, as the configurations say
 SHAPES = {
@@ -62,7 +62,7 @@ def test_states_that_a_file_has_no_place_for_are_refused_and_sequences_chosen_wi
     with pytest.raises(DataError, match="layers with a sliding window or states, whose DynamicCache stops growing"):
         capacity(model, compressor, memory_gb=1)
     if name == "falcon_h1":
-        with pytest.raises(DataError, match="states beside keys and values, which forget nothing"):
+        with pytest.raises(DataError, match="sliding windows or recurrent states"):
             H2O(compressor).new_cache(model)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vqkv import Compressor, DataError, UnknownNameError, calibrate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.evaluation.recommend import capacity
 from vqkv.presets.crosses import PAYS, best_for
+from vqkv.study.eviction import H2O
 from vqkv.study.experiments.designs import BEST, every
 from vqkv.study.experiments.rule import cache_shape, pays_from
 from vqkv.study.tables import repository_root

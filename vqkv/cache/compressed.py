@@ -1,7 +1,6 @@
 """A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
 
 import copy
-import inspect
 import weakref
 from collections import Counter
 
@@ -14,18 +13,16 @@ from vqkv.cache import saving
 from vqkv.cache.layer import Batch, CompressedLayer, MixedLayer
 from vqkv.cache.meter import Report, tensor_bytes, tensors
 from vqkv.cache.packed_attention import packed_slots
-from vqkv.cache.passes import PassInputs, check_input, first_modules, watch
+from vqkv.cache.passes import PassInputs, check_input, watch
 from vqkv.cache.settings import LARGEST, LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.models.identity import stamp, switches
+from vqkv.models.identity import stamp
 from vqkv.models.layers import kv_layers
-from vqkv.models.load import layer_devices
+from vqkv.models.load import layer_devices, values_per_token
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
-
-HALF_WAY = "an earlier forward pass failed half-way: reset() the cache and feed the tokens again"
 
 
 class CompressedCache(Cache):
@@ -39,7 +36,6 @@ class CompressedCache(Cache):
     cropped or saved. One forward pass at a time.
     """
 
-    layer_class = CompressedLayer
     _is_user_defined = 1  # ``generate`` writes True as it begins
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
@@ -52,8 +48,9 @@ class CompressedCache(Cache):
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
-        self.read_by: tuple | None = None  # stamp and switches of the model that read the tokens; () of several
-        self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
+        self.read_by: int | None = None  # the stamp of the model as it read the first token
+        self.settings = LiveSettings.of(compressor, model.dtype, in_place)
+        self.dtype, self.decoded_cache_bytes = model.dtype, decoded_cache_bytes
         self.inputs = PassInputs()  # from a pass's beginning to its first layer
         own, pre_rope = kv_layers(model), compressor.settings.pre_rope
         layers = DynamicCache(config=model.config).layers
@@ -65,15 +62,14 @@ class CompressedCache(Cache):
             rotations(model, pre_rope) if pre_rope else [None] * len(own),
             [None] * len(own) if compressor.predictions else self.reaches,  # under predictors tokens must line up
             compressor.last_readers,
+            decoded_cache_bytes // (values_per_token(compressor.model) * model.dtype.itemsize),
         )
         for index, layer in enumerate(own):
-            theirs = layers[layer.layer_idx]
-            if isinstance(theirs, LinearAttentionLayer):
-                layers[layer.layer_idx] = MixedLayer(index, self.batch, theirs.number_of_states)
-            else:
-                layers[layer.layer_idx] = self.layer_class(index, self.batch)
+            states = getattr(layers[layer.layer_idx], "number_of_states", None)  # of a hybrid's layer
+            own_layer = MixedLayer(index, self.batch, states) if states else CompressedLayer(index, self.batch)
+            layers[layer.layer_idx] = own_layer
         super().__init__(layers=layers)
-        self._watch(model)
+        watch(model)
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -85,30 +81,16 @@ class CompressedCache(Cache):
         """A hybrid's layers that have other states, which are kept as transformers does."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """By layer: whether it has states and no keys and values."""
-        return [layer in self.with_states and layer not in self.compressed for layer in self.layers]
-
-    def _watch(self, model) -> None:
-        """Have ``begin_pass`` called at the beginning of every forward pass."""
-        for module in first_modules(model):
-            watch("begin_pass", module._forward_pre_hooks, module.register_forward_pre_hook)
-
-    def begin_pass(self, module, args, kwargs) -> None:
-        """Note the inputs of a forward pass that begins, perhaps with another cache. Raises ``DataError`` unless it
-        goes on where this cache ends."""
-        if self.inputs.module not in (None, id(module)):
-            return  # the outer module's are known
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-        begins, self._is_user_defined = self._is_user_defined is True, 1
-        check_input(self.batch.slots, given, begins)
-        if (model := self.model()) is not None:
-            if not self.batch.slots:
-                self.read_by = stamp(model), switches(model)
-            elif self.read_by and self.read_by[1] != switches(model):
-                self.read_by = ()  # an adapter came or went
-        self.expect(given.get("attention_mask"), given.get("position_ids"), id(module))
+    def begin_pass(self, module: int, given: dict) -> None:
+        """Note what ``module`` is given for a forward pass that begins, perhaps with another cache. Raises
+        ``DataError`` unless it goes on where this cache ends."""
+        if self.inputs.module not in (None, module):
+            return  # those of the outer module are known
+        check_input(self.batch.slots, given, begins=self._is_user_defined is True)
+        self._is_user_defined = 1
+        if not self.batch.slots and (model := self.model()) is not None:
+            self.read_by = stamp(model)
+        self.expect(given.get("attention_mask"), given.get("position_ids"), module)
 
     def expect(self, attention_mask, position_ids, module: int = -1) -> None:
         """Begin a forward pass with these inputs; only a mask of shape (batch, slots) says what is padding. Raises
@@ -119,10 +101,9 @@ class CompressedCache(Cache):
                 "token; use pre_rope=False"
             )
         mask = attention_mask.bool() if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        model, decodes = self.model(), self.settings.in_place or self.settings.decoded_cache_bytes
         by_slot = (attention_mask is None) == (mask is None)
-        slots = packed_slots(model) if model is not None and by_slot and not decodes else 0
-        self.inputs = PassInputs(mask, position_ids, module, slots)
+        decodes = self.settings.in_place or self.decoded_cache_bytes or not by_slot
+        self.inputs = PassInputs(mask, position_ids, module, 0 if decodes else packed_slots(self.model()))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
@@ -143,10 +124,8 @@ class CompressedCache(Cache):
         and if it is another model that runs."""
         self.check_complete()
         model, batch, (size, _, new_slots, _) = self.model(), self.batch, keys.shape
-        if model is not None and model.dtype != self.settings.dtype:
-            raise DataError(
-                f"the model is {model.dtype} now, this cache was made for {self.settings.dtype}: make a new one"
-            )
+        if model is not None and model.dtype != self.dtype:
+            raise DataError(f"the model is {model.dtype} now, this cache was made for {self.dtype}: make a new one")
         if batch.slots and size != batch.size:
             raise DataError(f"the cache holds {batch.size} sequences, but {size} came: reset() it or make a new one")
         inputs, self.inputs, slots = self.inputs, PassInputs(), batch.slots + new_slots
@@ -165,7 +144,7 @@ class CompressedCache(Cache):
     def check_complete(self) -> None:
         """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
         if self.batch.new_slots:
-            raise DataError(HALF_WAY)
+            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
@@ -198,38 +177,28 @@ class CompressedCache(Cache):
         """Keep these sequences (integers or a mask). Raises ``IndexError`` for one that is not here, ``DataError`` if a
         forward pass broke off half-way."""
         self.check_complete()
-        rows = torch.arange(self.batch.size)[torch.as_tensor(indices).cpu()]
+        rows = torch.arange(self.batch.size)[indices.cpu()]
         self.batch.select(rows)
         for layer in self.with_states:
             LinearAttentionLayer.reorder_cache(layer, rows)
 
-    def __iter__(self):
-        """(keys, values, None) of each layer, decoded, as transformers' ``DynamicCache`` yields them."""
-        return ((*(layer.decoded() or (None, None)), None) for layer in self.compressed)
-
-    def __reduce__(self):
-        raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
-
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy that goes on by itself; what never changes is shared, tensors that hold tokens among it."""
+        """Copy what goes on by itself; share what never changes, tensors that hold tokens among it."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
         stored = tensors([group.all_stores for group in self.batch.groups])
         memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders, *stored)}
         twin = object.__new__(type(self))
-        memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if (model := self.model()) is not None:
-            twin._watch(model)
         return twin
 
     def report(self) -> Report:
-        """Bytes by kind, measured from the storage of the tensors held now."""
+        """Measure bytes by kind, from the storage of the tensors held now."""
         kinds = Counter(sinks=0, window=0, decoded=0, positions=0, padding=0)
         packed_bytes = packed_values = values = dynamic = 0
-        dims = [heads * dim for heads, *both in self.settings.shapes for dim in both]
+        dims = [heads * dim for heads, *both in self.compressor.model["shapes"] for dim in both]
         reaches = [reach for reach in self.reaches for _ in ROLES]
         for group in self.batch.groups:
-            rows, seq_len = len(group.rows), group.positions.seq_len
+            rows, seq_len = self.batch.size // len(self.batch.groups), group.positions.seq_len
             kinds.update(positions=tensor_bytes(group.positions.explicit), padding=tensor_bytes(group.slots))
             for store, dim, reach in zip(group.all_stores, dims, reaches, strict=True):
                 kinds.update({name: tensor_bytes(getattr(store, name)) for name in ("sinks", "window", "decoded")})
@@ -253,6 +222,6 @@ class CompressedCache(Cache):
 
     @classmethod
     def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":
-        """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
-        that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
+        """Read what ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file that
+        was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, plain(model), decoded_cache_bytes)

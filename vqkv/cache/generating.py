@@ -70,8 +70,7 @@ def _swap(model, args, kwargs):
     if not (uses := _active.get(model)):
         return None
     own = [use for use in uses if use.thread == threading.get_ident()]
-    given = kwargs.get("past_key_values")
-    caches = kwargs.get("use_cache", getattr(model.config, "use_cache", True))
+    given, caches = kwargs.get("past_key_values"), kwargs.get("use_cache", getattr(model.config, "use_cache", True))
     empty = given is None or (type(given) is DynamicCache and not given.get_seq_length())
     if not (caches and empty) or any(isinstance(each, Cache) for each in args):
         return None

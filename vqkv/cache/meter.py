@@ -53,11 +53,6 @@ class Report:
         """Bytes of transformers' cache of the same tokens in fp16 over ``cache_bytes`` (side information apart)."""
         return self.dynamic_values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
 
-    def as_dict(self) -> dict:
-        """Everything as plain numbers, for a table or JSON."""
-        names = ("cache_bytes", "resident_bytes", "bits_per_value", "bits_per_value_total", "ratio")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
-
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
         packed = f"{self.bits_per_value:.4g} bits per packed value, {self.ratio:.4g}x against fp16"

@@ -1,13 +1,14 @@
-"""What a forward pass is given beside its tokens, noted as it begins by hooks on the model."""
+"""What a forward pass is given with its tokens, noted as it begins by a hook on the model."""
 
+import inspect
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from vqkv.codecs.predictive import Known
 from vqkv.errors import DataError
 
 _registering = threading.Lock()
@@ -24,33 +25,41 @@ class PassInputs:
     packed_slots: int = 0
 
 
-@dataclass(frozen=True)
-class PassHook:
-    """On a model for good, as hooks that come and go race with passes of other threads: calls ``method`` of each of
-    this model's caches that a pass is given."""
+@dataclass
+class ForwardPass:
+    """What one forward pass hands from layer to layer, where some are predicted from others: reconstructions of the
+    tokens quantized before it (``past``) and in it (``fresh``). ``room``: how many decoded tokens may be kept."""
 
-    method: str
-
-    @torch.compiler.disable
-    def __call__(self, module, args, kwargs=None, output=None) -> None:
-        """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
-        for given in (*args, *(kwargs or {}).values()):
-            if isinstance(given, Cache) and hasattr(given, self.method):
-                own = given.model()  # a copied model has copies of its hooks
-                if own is not None and module in (own, *first_modules(own)):
-                    getattr(given, self.method)(module, args, kwargs)
+    past: Known | None = None
+    fresh: Known | None = None
+    room: int = 0
 
 
 def first_modules(model) -> list:
-    """The modules that may get a pass's mask and positions first: some models call their decoder themselves (OPT)."""
+    """List the modules that may get a pass's mask and positions first: some models call their decoder themselves
+    (OPT)."""
     return [model.base_model, model.get_decoder()]
 
 
-def watch(method: str, hooks: dict, register: Callable, **options) -> None:
-    """``register`` a ``PassHook`` that is not yet among ``hooks``."""
+def watch(model) -> None:
+    """Have ``begin_pass`` called of each cache of ``model`` that a forward pass is given; for good, as hooks that come
+    and go race with passes of other threads."""
     with _registering:
-        if PassHook(method) not in [*hooks.values()]:
-            register(PassHook(method), with_kwargs=True, **options)
+        for module in first_modules(model):
+            if _begin_pass not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
+
+
+@torch.compiler.disable
+def _begin_pass(module, args, kwargs=None) -> None:
+    """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
+    kwargs = kwargs or {}
+    for cache in (*args, *kwargs.values()):
+        if isinstance(cache, Cache) and hasattr(cache, "begin_pass"):
+            model = cache.model()  # a copied model has copies of its hooks
+            if model is not None and module in first_modules(model):
+                given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
+                cache.begin_pass(id(module), given)
 
 
 def check_input(held: int, given: dict, begins: bool) -> None:

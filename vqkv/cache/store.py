@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from vqkv.cache.passes import ForwardPass
 from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import Known, PredictiveCodec
@@ -52,7 +53,7 @@ class Positions:
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens' positions."""
-        self.seq_len, self.tables = seq_len, {}
+        self.seq_len = seq_len
         if self.explicit is not None:
             self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
 
@@ -64,19 +65,9 @@ class Positions:
         return Positions(explicit, self.seq_len)
 
 
-@dataclass
-class ForwardPass:
-    """What one forward pass hands from layer to layer, where some are predicted from others: reconstructions of the
-    tokens quantized before it (``past``) and in it (``fresh``). ``room``: how many decoded tokens may be kept."""
-
-    past: Known | None = None
-    fresh: Known | None = None
-    room: int = 0
-
-
 @dataclass(eq=False)
 class TokenStore:
-    """Full-precision sinks, quantized tokens, full-precision recent window: (batch, num_kv_heads, tokens, head_dim).
+    """Sinks in 16 bits, quantized tokens, recent window in 16 bits: (batch, num_kv_heads, tokens, head_dim).
 
     ``payload`` holds the quantized tokens in order. ``holes``: numbers of those, ascending, that were cropped from the
     end of a block. They stay and are never read: quantizing the rest of their block again would add a second error.
@@ -94,7 +85,6 @@ class TokenStore:
     holes: tuple[int, ...] = ()
     decoded: Tensor | None = None
     first: int = 0
-    view: tuple[Payload | None, KernelView | None] = None, None  # of the payload it was made of, for kernels
 
     @property
     def quantized(self) -> int:
@@ -122,7 +112,6 @@ class TokenStore:
         stored = sinks + quantized + window
         length = stored + states.shape[2]
         out = states.new_empty(*states.shape[:2], length + -length % ROUND, states.shape[3]).narrow(2, 0, length)
-        self.trim(step.room)
         for x, at in ((self.sinks, 0), (self.decoded, sinks), (self.window, sinks + quantized), (states, stored)):
             if x is not None:
                 out.narrow(2, at, x.shape[2]).copy_(x)
@@ -134,9 +123,10 @@ class TokenStore:
         """Fill ``out`` with the quantized tokens beyond those in ``decoded``, and keep those that there is room for."""
         rows, few = self.settings.tokens_per_row, PIECE[out.device.type == "cpu"]
         at = kept = _tokens(self.decoded)
-        first, last = self._whole_rows(at), self.quantized
+        first, last = self._with_holes(at), self.quantized
+        first += -first % rows  # the rest of a row that was begun is holes
         piece = last - first
-        if out[:, :, kept:].numel() > few and not self._shared(step.past):  # others read all tokens at once
+        if out[:, :, kept:].numel() > few and step.past is None:  # predictors read all tokens at once
             piece = max(1, few // (rows * out[:, :, 0].numel())) * rows
         for start in range(first, last, piece):
             stop = min(start + piece, last)
@@ -148,7 +138,7 @@ class TokenStore:
             x = self._rotated(rotate, x, _tokens(self.sinks) + at)
             out.narrow(2, at, x.shape[2]).copy_(x)
             at += x.shape[2]
-        room = self._count_read(min(last, step.room))
+        room = self._without_holes(min(last, step.room))
         if room > kept:
             self.decoded = _append(self.decoded, out[:, :, kept:room].clone(memory_format=torch.contiguous_format))
 
@@ -162,26 +152,27 @@ class TokenStore:
             raise DataError(f"the {role}s of layer {layer} cannot be cached: {error}") from error
 
     def _write(self, states: Tensor, step: ForwardPass) -> None:
-        settings, (sinks, quantized, window) = self.settings, self.parts
+        settings, (sinks, quantized, _) = self.settings, self.parts
         if sinks < settings.sink_tokens and states.shape[2] and not self.first:
             head = states[:, :, : settings.sink_tokens - sinks]
             self.sinks = _append(self.sinks, _checked(head, settings.exact_dtype))
             sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
-        waits = settings.joint or settings.recent_window or settings.block > 1
-        if waits and states.shape[2]:  # also what is quantized at once: codes are the same in any pieces
+        if not states.shape[2]:
+            return
+        if settings.joint or settings.recent_window or settings.block > 1:  # codes are the same in any pieces
             largest = FP16_MAX if self.rotation is None else FP16_MAX / math.sqrt(2)
             states = _checked(states, settings.exact_dtype, largest)
-        count = 0 if settings.joint else self._to_quantize(window + states.shape[2])
-        if not count:
-            self.window = _append(self.window, states) if states.shape[2] else self.window
-            return
         states = _append(self.window, states)
-        old, rest = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized), states[:, :, count:]
-        known = step.fresh
-        self._quantized(self.coder.codec.encode(old) if known is None else self.coder.encode(old, known), rest)
+        count = 0 if settings.joint else self._to_quantize(states.shape[2])
+        if not count:
+            self.window = states
+            return
+        old = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized)
+        codec, known = self.coder.codec, step.fresh
+        self._quantized(codec.encode(old) if known is None else self.coder.encode(old, known), states[:, :, count:])
 
     def _to_quantize(self, waiting: int) -> int:
-        """How many of the oldest of ``waiting`` tokens are to be quantized: whole blocks beyond the recent window."""
+        """Count the oldest of ``waiting`` tokens that are to be quantized: whole blocks beyond the recent window."""
         spare = max(0, waiting - self.settings.recent_window)
         return spare - spare % self.settings.block
 
@@ -189,22 +180,6 @@ class TokenStore:
         """Append what became of the oldest tokens; ``window``: those after them."""
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = window.clone() if window.shape[2] else None
-        self.view = None, None  # which would keep the old payload
-
-    @staticmethod
-    def write_together(stores: "list[TokenStore]") -> None:
-        """Quantize the oldest tokens of the windows of all layers' ``stores``, keys or values, as ``write`` does those
-        of one: what is stored is the first layer's, the others read it."""
-        count = stores[0]._to_quantize(stores[0].parts[2])
-        windows = [store.window for store in stores if store.window is not None]
-        if not count:
-            return
-        states = [
-            store._rotated(unrotate, window[:, :, :count].float(), sum(store.parts[:2])).to(windows[0].device)
-            for store, window in zip(stores, windows, strict=True)
-        ]
-        for store, window, x in zip(stores, windows, [torch.cat(states, dim=1), *states[1:]], strict=True):
-            store._quantized(store.coder.codec.encode(x), window[:, :, count:])
 
     def drop(self, reach: int, recorded: int) -> None:
         """Forget tokens that no later query can see, even if the last ``recorded`` are cropped: all but the last
@@ -214,7 +189,7 @@ class TokenStore:
         if spare < 0 or spare + sinks == 0:
             return
         gone = min(self.quantized, spare + len(self.holes)) // block * block
-        while (read := self._count_read(gone)) > spare:
+        while (read := self._without_holes(gone)) > spare:
             gone -= block
         waiting = spare - read if gone == self.quantized else 0
         self.sinks, self.first = None, self.first + sinks + read + waiting
@@ -222,22 +197,16 @@ class TokenStore:
             self.window = _slice(self.window, waiting, None)
         if gone and self.payload is not None:
             self.decoded = _slice(self.decoded, read, None)
-            self.payload, self.view = self.payload.tokens(gone) if gone < self.quantized else None, (None, None)
+            self.payload = self.payload.tokens(gone) if gone < self.quantized else None
             self.holes = tuple(hole - gone for hole in self.holes if hole >= gone)
 
     def kernel_view(self, known: Known | None) -> KernelView | None:
-        """Make the quantized tokens ready for kernels that decode them as they read; None if there are none, or if more
+        """View the quantized tokens as kernels do that decode them as they read; None if there are none, or if more
         than the codec is needed to read them: predictions, positions that do not count up, other kinds of RoPE."""
         by_kernel = self.rotation is None or (self.positions.explicit is None and self.rotation.half_split)
-        if self._shared(known) or self.holes or self.payload is None or not by_kernel:
+        if known is not None or self.holes or self.payload is None or not by_kernel:
             return None
-        if self.view[0] is not self.payload:
-            self.view = self.payload, self.coder.codec.kernel_view(self.payload)
-        return self.view[1]
-
-    def exact(self, states: Tensor) -> Tensor:
-        """Join sinks, window and the new ``states``."""
-        return torch.cat([*(x.to(states.dtype) for x in (self.sinks, self.window) if x is not None), states], dim=2)
+        return self.coder.codec.kernel_view(self.payload)
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens. What was quantized stays as it was quantized."""
@@ -245,26 +214,26 @@ class TokenStore:
         self.window = _slice(self.window, 0, seq_len - sinks - quantized)
         if self.payload is not None and seq_len < sinks + quantized:
             end = self._with_holes(max(0, seq_len - sinks))
-            stop = self._whole_rows(max(0, seq_len - sinks))
+            stop = end + -end % self.settings.tokens_per_row
             self.holes = (*(hole for hole in self.holes if hole < end), *range(end, stop))
-            self.payload, self.view = self.payload.tokens(0, stop) if stop else None, (None, None)
+            self.payload = self.payload.tokens(0, stop) if stop else None
             self.decoded = _slice(self.decoded, 0, seq_len - sinks)
         self.sinks = _slice(self.sinks, 0, seq_len)
 
     def trim(self, room: int) -> None:
         """Forget decoded tokens beyond the first ``room`` quantized ones."""
-        self.decoded = _slice(self.decoded, 0, self._count_read(room))
+        self.decoded = _slice(self.decoded, 0, self._without_holes(room))
 
     def select(self, index: Tensor, positions: Positions) -> Self:
         """Copy the sequences ``index``, which may come more than once; ``positions``: of all their tokens."""
-        copy = dataclasses.replace(self, positions=positions, view=(None, None))
+        copy = dataclasses.replace(self, positions=positions)
         copy.payload = None if self.payload is None else self.payload.batch_select(index)
         copy.sinks, copy.window, copy.decoded = (
             None if x is None else x[index.to(x.device)] for x in (self.sinks, self.window, self.decoded)
         )
         return copy
 
-    def _count_read(self, stop: int) -> int:
+    def _without_holes(self, stop: int) -> int:
         """Count the tokens that are read among the first ``stop`` quantized ones."""
         return stop - sum(hole < stop for hole in self.holes)
 
@@ -274,15 +243,6 @@ class TokenStore:
             read += hole < read
         return read
 
-    def _whole_rows(self, read: int) -> int:
-        """``_with_holes``, with the rest of its row, of which every token is a hole or comes after it."""
-        number = self._with_holes(read)
-        return number + -number % self.settings.tokens_per_row
-
-    def _shared(self, known: Known | None) -> bool:
-        """Whether these tokens are predicted from other layers' or others from them."""
-        return known is not None and (self.coder.prediction is not None or self.coder.place in known.last_reader)
-
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
         """``rotate`` or ``unrotate`` the stored tokens start, start + 1, ..."""
         if self.rotation is None:
@@ -290,6 +250,21 @@ class TokenStore:
         start += self.first
         tables = self.positions.table(self.rotation, states.device)
         return self.rotation.turn(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
+
+
+def quantize_together(stores: Sequence[TokenStore]) -> None:
+    """Quantize the oldest tokens of the windows of all layers' ``stores``, keys or values, as ``write`` does those of
+    one: what is stored is the first layer's, the others read it."""
+    count = stores[0]._to_quantize(stores[0].parts[2])
+    windows = [store.window for store in stores if store.window is not None]
+    if not count:
+        return
+    states = [
+        store._rotated(unrotate, window[:, :, :count].float(), sum(store.parts[:2])).to(windows[0].device)
+        for store, window in zip(stores, windows, strict=True)
+    ]
+    for store, window, x in zip(stores, windows, [torch.cat(states, dim=1), *states[1:]], strict=True):
+        store._quantized(store.coder.codec.encode(x), window[:, :, count:])
 
 
 def _tokens(x: Tensor | None) -> int:
