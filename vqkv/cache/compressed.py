@@ -36,8 +36,6 @@ class CompressedCache(Cache):
     cropped or saved. One forward pass at a time.
     """
 
-    _is_user_defined = 1  # ``generate`` writes True as it begins
-
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, LARGEST)
         model = plain(model)
@@ -49,8 +47,15 @@ class CompressedCache(Cache):
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         self.read_by: int | None = None  # the stamp of the model as it read the first token
-        self.settings = LiveSettings.of(compressor, model.dtype, in_place)
         self.dtype, self.decoded_cache_bytes = model.dtype, decoded_cache_bytes
+        nothing_exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
+        self.settings = LiveSettings(
+            **vars(compressor.settings) | nothing_exact,
+            in_place=in_place,
+            tokens_per_row=compressor.tokens_per_row,
+            joint=compressor.joint,
+            exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
+        )
         self.inputs = PassInputs()  # from a pass's beginning to its first layer
         own, pre_rope = kv_layers(model), compressor.settings.pre_rope
         layers = DynamicCache(config=model.config).layers
@@ -86,8 +91,7 @@ class CompressedCache(Cache):
         ``DataError`` unless it goes on where this cache ends."""
         if self.inputs.module not in (None, module):
             return  # those of the outer module are known
-        check_input(self.batch.slots, given, begins=self._is_user_defined is True)
-        self._is_user_defined = 1
+        check_input(self.batch.slots, given)
         if not self.batch.slots and (model := self.model()) is not None:
             self.read_by = stamp(model)
         self.expect(given.get("attention_mask"), given.get("position_ids"), module)
@@ -185,7 +189,7 @@ class CompressedCache(Cache):
     def __deepcopy__(self, memo) -> "CompressedCache":
         """Copy what goes on by itself; share what never changes, tensors that hold tokens among it."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        stored = tensors([group.all_stores for group in self.batch.groups])
+        stored = tensors(self.batch.stores)
         memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders, *stored)}
         twin = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -28,6 +28,12 @@ class Group:
         """Those of all layers, keys before values."""
         return [store for pair in self.stores for store in pair]
 
+    @property
+    def counts(self) -> dict:
+        """Tokens of a sequence that are stored in each way: the same in all layers, keys and values."""
+        sinks, _, window = (store := self.all_stores[0]).parts
+        return {"sinks": sinks, "quantized": store.quantized, "holes": store.holes, "window": window}
+
     def take(self, x: Tensor) -> Tensor:
         """Take this row's tokens (1, heads, tokens, dim) out of the last slots (batch, heads, slots, dim) of a padded
         batch."""

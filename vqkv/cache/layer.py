@@ -47,8 +47,13 @@ class Batch:
         return any(group.slots is not None for group in self.groups)
 
     @property
+    def stores(self) -> list[TokenStore]:
+        """Those of all groups and layers."""
+        return [store for group in self.groups for store in group.all_stores]
+
+    @property
     def room(self) -> int:
-        """Quantized tokens of each sequence, whole blocks, that may be kept decoded."""
+        """Quantized tokens of each sequence, complete blocks, that may be kept decoded."""
         block = self.settings.tokens_per_row
         return self.decoded_tokens // self.size // block * block
 
@@ -94,7 +99,7 @@ class Batch:
         if self.padded or real.all():
             return
         [group] = self.groups
-        if any(store.first for store in group.all_stores):
+        if any(store.first for store in self.stores):
             raise DataError(
                 "padding came after a sliding window had dropped tokens of some layers: pad all turns or none"
             )
@@ -151,7 +156,7 @@ class Batch:
         elif not torch.equal(rows, torch.arange(self.size)):
             self.groups = [self.groups[0].select(rows)]
         self.size = len(rows)
-        for store in (store for group in self.groups for store in group.all_stores):
+        for store in self.stores:
             store.trim(self.room)
 
 
@@ -165,14 +170,11 @@ class CompressedLayer(CacheLayerMixin):
     batch: Batch
     record_past: bool = field(default=False, init=False)
 
-    def __post_init__(self):
-        self.is_initialized = False
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store new keys (after RoPE) and values (batch, num_kv_heads, new_tokens, head_dim); return what attention
         reads: decoded history and, unless ``in_place``, the new tokens as they came. Slots of padding read as zeros.
         Where attention can read quantized tokens, the same ``PackedStates`` for both."""
-        batch, self.is_initialized = self.batch, True
+        batch = self.batch
         batch.layer = self.index
         pairs = [(key_states, value_states)]
         if batch.padded:
@@ -214,8 +216,12 @@ class CompressedLayer(CacheLayerMixin):
         self.record_past = True
 
     def lazy_initialization(self, key_states, value_states) -> None:
-        """Nothing to allocate: payloads grow by concatenation."""
-        self.is_initialized = True
+        """Allocate nothing: payloads grow by concatenation."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a token."""
+        return bool(self.batch.slots)
 
     def get_seq_length(self) -> int:
         """Count the slots of this layer: tokens, padding included; those of a running pass once they were handed
@@ -235,7 +241,6 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget every token, of all layers."""
         self.batch.reset()
-        self.is_initialized = False
 
 
 class MixedLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):

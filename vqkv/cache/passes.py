@@ -62,23 +62,17 @@ def _begin_pass(module, args, kwargs=None) -> None:
                 cache.begin_pass(id(module), given)
 
 
-def check_input(held: int, given: dict, begins: bool) -> None:
-    """Raise ``DataError`` for arguments that leave a cache of ``held`` slots aside or give some of its tokens again.
-    ``begins``: a ``generate`` does, which tells the numbers of its tokens."""
+def check_input(held: int, given: dict) -> None:
+    """Raise ``DataError`` for arguments that leave a cache of ``held`` slots aside or give some of its tokens again."""
     if given.get("use_cache") is False:
         raise DataError("a cache was given with use_cache=False, which reads none: leave out one of both")
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     new, mask, ids = 1 if tokens is None else tokens.shape[1], given.get("attention_mask"), given.get("position_ids")
-    slots = prompt = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else held + new
-    if begins and mask is None and ids is not None and ids.ndim == 2:
-        prompt = int(ids.max()) + 1 if ids.numel() else held
-    if held and (not new or (begins and prompt < held + new)):
-        remedy = "the whole prompt, cached tokens included, or crop() the cache"
-        remedy = "an empty cache, as assisted decoding reads it from its beginning" if prompt > held else remedy
+    slots = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else held + new
+    if held and mask is None and ids is not None and ids.ndim == 2 and ids.numel():
+        slots = int(ids.max()) + 1  # all that tells that assisted decoding reads its prompt again
+    if tokens is not None and (slots < held + new or (held and not new)):
         raise DataError(
-            f"the cache holds {held} tokens, the prompt has {prompt if begins else 'no more'}: pass {remedy}"
-        )
-    if slots < held + new and tokens is not None:
-        raise DataError(
-            f"attention_mask has {slots} slots, but the cache holds {held} and {new} came: pass one of {held + new}"
+            f"the cache holds {held} tokens, {new} came, and the prompt (its attention_mask) has {slots}: pass the "
+            "whole prompt, cached tokens included, or crop() the cache; assisted decoding takes an empty one"
         )

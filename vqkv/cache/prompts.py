@@ -32,16 +32,12 @@ class PromptCache:
     def __init__(self, folder, compressor, model, decoded_cache_bytes: int = 0):
         self.compressor, self.model, self.decoded_cache_bytes = compressor, plain(model), decoded_cache_bytes
         self._root, self._compressor = Path(folder), compressor.fingerprint
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def folder(self) -> Path:
         """That of the model as it is now."""
-        return self._folder(saving.model_of(self.model))
-
-    def _folder(self, model: dict) -> Path:
-        text = json.dumps([VERSION, saving.VERSION, self._compressor, model], sort_keys=True)
-        return self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        about = [VERSION, saving.VERSION, self._compressor, saving.model_of(self.model)]
+        return self._root / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, tokens: Tensor, cache: CompressedCache) -> None:
         """Keep ``cache``, which holds ``tokens``, (seq_len,) or (1, seq_len) integers. Raises ``DataError`` for a cache
@@ -54,8 +50,7 @@ class PromptCache:
             )
         if cache.compressor is not self.compressor or cache.model() is not self.model:
             raise DataError("the cache was made with another compressor or model: use a PromptCache of these")
-        header = saving.header_of(cache)
-        folder = self._folder(header["model"])
+        header, folder = saving.header_of(cache), self.folder
         folder.mkdir(parents=True, exist_ok=True)
         before, start = self._before(folder, tokens.numpy(), cache)
         header |= {"format": FORMAT, "version": VERSION, "start": start, "before": before and before.name}
@@ -86,7 +81,7 @@ class PromptCache:
             while earliest in listed and (name := listed[earliest][1]["before"]):
                 earliest = path.with_name(name)
             count, holes = (header["groups"][0][name] for name in ("quantized", "holes"))
-            cropped = holes or cache.batch.groups[0].all_stores[0].holes
+            cropped = holes or cache.batch.stores[0].holes
             if earliest in listed and count and not cropped and header["stored"] == _digest(cache, count):
                 return path, count
         return None, 0
@@ -138,7 +133,6 @@ def _flat(tokens: Tensor) -> Tensor:
 
 def _digest(cache: CompressedCache, count: int | None = None) -> str:
     """Hash the first ``count`` (all) packed tokens of every layer."""
-    stores = [store for group in cache.batch.groups for store in group.all_stores]
-    payloads = [store.payload for store in stores if store.payload is not None]
+    payloads = [store.payload for store in cache.batch.stores if store.payload is not None]
     parts = [payload if count in (None, payload.seq_len) else payload.tokens(0, count) for payload in payloads]
     return tensors_sha256((name, x) for part in parts for name, x in part.tensors.items())

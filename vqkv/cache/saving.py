@@ -74,7 +74,7 @@ def header_of(cache) -> dict:
         "in_place": cache.settings.in_place,
         "batch_size": cache.batch.size,
         "slots": cache.batch.slots,
-        "groups": [_about_group(group) for group in cache.batch.groups],
+        "groups": [group.counts for group in cache.batch.groups],
     }
 
 
@@ -89,12 +89,6 @@ def model_of(model) -> dict:
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)  # sinks and window are stored after RoPE
     about = outline(model) | {"dtype": str(model.dtype).removeprefix("torch.")}
     return about | {"rope_parameters": json.dumps(rope, sort_keys=True, default=str), "weights": identity(model)}
-
-
-def _about_group(group: Group) -> dict:
-    """Count the tokens of a sequence that are stored in each way: the same in all layers, keys and values."""
-    sinks, _, window = (store := group.all_stores[0]).parts
-    return {"sinks": sinks, "quantized": store.quantized, "holes": store.holes, "window": window}
 
 
 def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -140,8 +134,6 @@ def fill(cache, header: dict, tensors: dict[str, Tensor], earlier: Sequence[dict
         if "tokens" in tensors:
             group.slots = tensors["tokens"][number].bool()
         batch.groups.append(group)
-    for layer in cache.compressed:
-        layer.is_initialized = bool(batch.slots)
 
 
 def _empty(store: TokenStore, heads: int, dim: int, like: dict[str, Tensor]) -> Payload:

@@ -31,22 +31,15 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
-    """The settings of one cache: tokens are quantized in multiples of ``block``; sinks and window have
-    ``exact_dtype``; all layers are stored together if ``joint``."""
+    """The settings of one cache: sinks and window have ``exact_dtype``; all layers are stored together if
+    ``joint``."""
 
     in_place: bool
     tokens_per_row: int
     joint: bool
-    block: int
     exact_dtype: torch.dtype
 
-    @classmethod
-    def of(cls, compressor, dtype: torch.dtype, in_place: bool) -> "LiveSettings":
-        """Add what a compressor and a model's ``dtype`` say; in place nothing stays exact."""
-        held = vars(compressor.settings)
-        if in_place:
-            held = held | {"sink_tokens": 0, "recent_window": 0, "flush_block": 1}
-        rows = compressor.tokens_per_row
-        block, exact = math.lcm(rows, held["flush_block"]), dtype if dtype.itemsize == 2 else torch.float16
-        joint = compressor.joint
-        return cls(**held, in_place=in_place, tokens_per_row=rows, joint=joint, block=block, exact_dtype=exact)
+    @property
+    def block(self) -> int:
+        """Tokens are quantized in multiples of it."""
+        return math.lcm(self.tokens_per_row, self.flush_block)
