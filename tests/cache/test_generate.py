@@ -180,13 +180,7 @@ def test_tokens_are_encoded_once_and_decoded_once_a_step_or_once(llama, higgs, m
     assert cache.report().kinds["decoded"] == min(history[-1], kept_tokens) * token <= kept_tokens * token
 
 
-def test_what_cannot_be_right_is_refused(llama, higgs, tmp_path):
+def test_decoded_cache_bytes_is_a_number_of_bytes(llama, higgs):
     for wrong in (-1, 1.5, True, "1GB"):
         with pytest.raises(DataError, match="decoded_cache_bytes"):
             higgs.new_cache(llama, decoded_cache_bytes=wrong)
-    model = small_models.load("llama", tmp_path)
-    cache = calibrate(model, TOKENS, PRESETS["higgs"], progress=False).new_cache(model)
-    model(TOKENS[:1, :20], past_key_values=cache)
-    model.to(torch.bfloat16)
-    with pytest.raises(DataError, match="the model is torch.bfloat16 now, this cache was made for torch.float32"):
-        model(TOKENS[:1, 20:], past_key_values=cache)

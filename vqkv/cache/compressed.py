@@ -1,8 +1,10 @@
 """A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
 
 import copy
+import math
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from vqkv.models.load import layer_devices, values_per_token
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
+from vqkv.runtime.files import save_checked
 
 
 class CompressedCache(Cache):
@@ -47,12 +50,14 @@ class CompressedCache(Cache):
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
         self.read_by: int | None = None  # the stamp of the model as it read the first token
-        self.dtype, self.decoded_cache_bytes = model.dtype, decoded_cache_bytes
+        self.decoded_cache_bytes = decoded_cache_bytes
         nothing_exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
+        held, rows = vars(compressor.settings) | nothing_exact, compressor.tokens_per_row
         self.settings = LiveSettings(
-            **vars(compressor.settings) | nothing_exact,
+            **held,
             in_place=in_place,
-            tokens_per_row=compressor.tokens_per_row,
+            tokens_per_row=rows,
+            block=math.lcm(rows, held["flush_block"]),
             joint=compressor.joint,
             exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
         )
@@ -97,13 +102,7 @@ class CompressedCache(Cache):
         self.expect(given.get("attention_mask"), given.get("position_ids"), module)
 
     def expect(self, attention_mask, position_ids, module: int = -1) -> None:
-        """Begin a forward pass with these inputs; only a mask of shape (batch, slots) says what is padding. Raises
-        ``DataError`` for positions that are not (batch, new_slots)."""
-        if any(self.batch.rotations) and position_ids is not None and position_ids.ndim != 2:
-            raise DataError(
-                f"position_ids of shape {tuple(position_ids.shape)}: keys can be stored before RoPE for one position a "
-                "token; use pre_rope=False"
-            )
+        """Begin a forward pass with these inputs; only a mask of shape (batch, slots) says what is padding."""
         mask = attention_mask.bool() if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         by_slot = (attention_mask is None) == (mask is None)
         decodes = self.settings.in_place or self.decoded_cache_bytes or not by_slot
@@ -111,7 +110,7 @@ class CompressedCache(Cache):
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
-        pass broke off half-way, or the model was cast since ``new_cache``."""
+        pass broke off half-way."""
         if torch.compiler.is_compiling():
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if self.layers[layer_idx].index == 0:
@@ -124,20 +123,16 @@ class CompressedCache(Cache):
         return self.update(key_states, value_states, layer_idx)
 
     def _begin(self, keys: Tensor) -> None:
-        """Make room for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are here,
-        and if it is another model that runs."""
+        """Make room for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are
+        here."""
         self.check_complete()
-        model, batch, (size, _, new_slots, _) = self.model(), self.batch, keys.shape
-        if model is not None and model.dtype != self.dtype:
-            raise DataError(f"the model is {model.dtype} now, this cache was made for {self.dtype}: make a new one")
+        batch, (size, _, new_slots, _) = self.batch, keys.shape
         if batch.slots and size != batch.size:
             raise DataError(f"the cache holds {batch.size} sequences, but {size} came: reset() it or make a new one")
         inputs, self.inputs, slots = self.inputs, PassInputs(), batch.slots + new_slots
         positions, mask = inputs.position_ids, inputs.mask
         if not any(batch.rotations):
             positions = None
-        elif inputs.module is None:
-            raise DataError("this cache was made for another model, which does not run: make a new one")
         elif positions is None:  # the model takes the numbers of the slots
             positions = torch.arange(batch.slots, slots, device=keys.device)[None]
         batch.packed = slots <= inputs.packed_slots and (mask is None or len(mask) == size)
@@ -222,7 +217,7 @@ class CompressedCache(Cache):
     def save(self, path) -> None:
         """Write all that is stored, but decoded tokens, to one safetensors file. Raises ``DataError`` if a forward pass
         broke off half-way, ``OSError`` if the file cannot be written: an older one at ``path`` then stays as it was."""
-        saving.save(self, path)
+        save_checked(Path(path), saving.header_of(self), dict(saving.tensors_of(self.batch)))
 
     @classmethod
     def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":

@@ -33,22 +33,12 @@ def compressed(model, compressor: Compressor, in_place: bool = False) -> Iterato
     """Compress the caches that ``model`` makes for itself: of ``generate``, pipelines, chat programs, lm-eval.
 
     A forward pass with no cache, or with an empty ``DynamicCache``, gets one of ``compressor``; caches that the caller
-    passes stay. Blocks nest. A thread with no block of its own takes the one that was entered last, so that
+    passes stay. Blocks nest. A thread that has entered no block takes the one that was entered last, so that
     ``generate`` may run in a thread that a block started (``TextIteratorStreamer``).
 
-    Parameters
-    ----------
-    model
-        A transformers decoder, also wrapped or with adapters.
-    compressor
-        Fitted to this model by ``calibrate``.
-    in_place
-        Whether the tokens of a pass are read back by that pass too, as by tasks that only score a text.
-
-    Raises
-    ------
-    FormatError
-        If the compressor was fitted to another model.
+    Args: ``model``, a transformers decoder, also wrapped or with adapters; ``compressor``, fitted to it by
+    ``calibrate``; ``in_place``, whether the tokens of a pass are read back by that pass too, as by tasks that only
+    score a text. Raises ``FormatError`` if the compressor was fitted to another model.
     """
     model = plain(model)
     compressor.check(model)

@@ -109,12 +109,12 @@ class Batch:
 
     def join(self, read: list[Pair]) -> Pair:
         """Put what groups read into one batch (size, num_kv_heads, slots, head_dim); slots of padding are zeros."""
-        keys, values = read[0]
-        if self.padded:
-            keys, values = (x.new_zeros(self.size, x.shape[1], self.slots, x.shape[3]) for x in read[0])
-            for group, pair in zip(self.groups, read, strict=True):
-                group.put(keys, pair[0])
-                group.put(values, pair[1])
+        if not self.padded:
+            return read[0]
+        keys, values = (x.new_zeros(self.size, x.shape[1], self.slots, x.shape[3]) for x in read[0])
+        for group, pair in zip(self.groups, read, strict=True):
+            group.put(keys, pair[0])
+            group.put(values, pair[1])
         return keys, values
 
     def end(self, recorded: int = 0) -> None:
@@ -145,14 +145,12 @@ class Batch:
             self.slots = slots
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) the sequences ``rows``, at least one. Raises ``IndexError`` for none."""
+        """Keep (or repeat) the sequences ``rows``, at least one."""
         if not self.slots:
             return
-        if not len(rows):
-            raise IndexError("no sequence is chosen: reset() forgets them all")
         if self.padded:
-            first = torch.tensor([0])
-            self.groups = [self.groups[row].select(first, i) for i, row in enumerate(rows.tolist())]
+            only = torch.tensor([0])
+            self.groups = [self.groups[row].select(only, i) for i, row in enumerate(rows.tolist())]
         elif not torch.equal(rows, torch.arange(self.size)):
             self.groups = [self.groups[0].select(rows)]
         self.size = len(rows)
@@ -229,10 +227,9 @@ class CompressedLayer(CacheLayerMixin):
         waits = self.batch.new_slots and self.index > self.batch.layer
         return self.batch.slots - (self.batch.new_slots if waits else 0)
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        """(length of keys the next ``query_length`` queries read, offset)."""
-        length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() - self.first + length, self.first
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Count the keys that the next ``query_length`` queries read, and those before them that are gone."""
+        return self.get_seq_length() - self.first + query_length, self.first
 
     def get_max_length(self) -> int:
         """-1: grows without a limit."""

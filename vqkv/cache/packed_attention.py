@@ -14,7 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vqkv.cache.groups import Group, Pair
-from vqkv.cache.store import TokenStore
 from vqkv.errors import DataError
 from vqkv.kernels import Rope, decode_attention
 from vqkv.kernels.precision import full_precision
@@ -66,7 +65,10 @@ def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
     packed_keys, packed_values = keys.kernel_view(group.step.past), values.kernel_view(group.step.past)
     if packed_keys is None or packed_values is None:
         return None
-    exact_keys, exact_values = (_with_exact(store, x) for store, x in zip((keys, values), pair, strict=True))
+    exact_keys, exact_values = (
+        torch.cat([x.to(new.dtype) for x in (store.sinks, store.window, new) if x is not None], dim=2).float()
+        for store, new in zip((keys, values), pair, strict=True)
+    )
     rope = None
     if keys.rotation is not None:
         rope = Rope(keys.rotation.angle.to(pair[0].device), keys.parts[0], keys.rotation.block)
@@ -80,15 +82,9 @@ def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
     return attend
 
 
-def _with_exact(store: TokenStore, new: Tensor) -> Tensor:
-    """Join sinks, window and new tokens, float32."""
-    return torch.cat([x.to(new.dtype) for x in (store.sinks, store.window, new) if x is not None], dim=2).float()
-
-
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):
     """Attend, as transformers calls it. Raises ``DataError`` for soft caps and learned sinks."""
-    extra = [name for name in UNKNOWN if kwargs.get(name) is not None]
-    if extra:
+    if extra := [name for name in UNKNOWN if kwargs.get(name) is not None]:
         raise DataError(f"{NAME} does not know this model's {extra}: load it with attn_implementation='eager'")
     if not isinstance(key, PackedStates):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -42,7 +42,7 @@ class PromptCache:
     def save(self, tokens: Tensor, cache: CompressedCache) -> None:
         """Keep ``cache``, which holds ``tokens``, (seq_len,) or (1, seq_len) integers. Raises ``DataError`` for a cache
         of other tokens, several sequences or another model, ``OSError`` for a full disk: what was stored stays."""
-        tokens = _flat(tokens)
+        tokens = tokens.reshape(-1).cpu().long()
         if cache.batch.size != 1 or cache.get_seq_length() != len(tokens):
             raise DataError(
                 f"the cache holds {cache.batch.size} x {cache.get_seq_length()} tokens, not 1 x {len(tokens)}: pass "
@@ -63,7 +63,7 @@ class PromptCache:
     def find(self, tokens: Tensor) -> tuple[CompressedCache | None, int]:
         """Return the cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less
         than these, so that there is something to read; (None, 0) if none is stored."""
-        wanted = _flat(tokens)[:-1].numpy()
+        wanted = tokens.reshape(-1)[:-1].cpu().numpy()
         counts = [(_common(prompt, wanted), path) for path, (prompt, _) in _listed(self.folder).items()]
         for count, path in sorted((each for each in counts if each[0]), reverse=True):
             with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
@@ -121,14 +121,6 @@ def _common(prompt: np.ndarray, tokens: np.ndarray) -> int:
     """Count the first tokens that are the same."""
     shorter = min(len(prompt), len(tokens))
     return int(np.append(prompt[:shorter] != tokens[:shorter], True).argmax())
-
-
-def _flat(tokens: Tensor) -> Tensor:
-    if tokens.dtype.is_floating_point or tokens.shape[:-1] not in ((), (1,)) or not tokens.numel():
-        raise DataError(
-            f"tokens of shape {tuple(tokens.shape)}, {tokens.dtype}: pass integers (seq_len,) of a sequence"
-        )
-    return tokens.detach().reshape(-1).cpu().long()
 
 
 def _digest(cache: CompressedCache, count: int | None = None) -> str:

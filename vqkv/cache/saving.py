@@ -20,29 +20,19 @@ from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError, FormatError
 from vqkv.models.identity import identity, stamp
 from vqkv.models.load import outline
-from vqkv.runtime.files import claim, load_checked, save_checked
+from vqkv.runtime.files import claim, load_checked
 
 FORMAT, VERSION = "vqkv-cache", 6
 REMEDY = "save a cache with cache.save(...)"
 
 
-def save(cache, path) -> None:
-    """Write ``cache`` to one file, as ``CompressedCache.save`` says."""
-    path = Path(path)
-    if path.is_dir():
-        raise FormatError(f"{path} is a folder: name a file for the cache")
-    save_checked(path, header_of(cache), dict(tensors_of(cache.batch)))
-
-
 def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
     """Read a cache of class ``kind``, as ``CompressedCache.load`` says."""
-    if not hasattr(compressor, "fingerprint"):
-        raise DataError(f"a {type(compressor).__name__} is no Compressor: pass the one that the cache was made with")
     header, tensors = load_checked(Path(path), FORMAT, VERSION, REMEDY)
     for part, now in made_for(compressor, model).items():
         was = header[part]
-        for key in now:
-            if key != "name" and was[key] != now[key]:
+        for key in sorted(now.keys() - {"name"}):
+            if was[key] != now[key]:
                 saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
                 raise FormatError(
                     f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
@@ -55,8 +45,7 @@ def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
 def header_of(cache) -> dict:
     """Describe a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
     cache.check_complete()
-    if (model := cache.model()) is None:
-        raise DataError("the model that this cache was made for is gone: keep it until the cache is saved")
+    model = cache.model()
     if cache.with_states:
         raise DataError(
             f"{type(model).__name__} has states beside keys and values: save the tokens and read them again"

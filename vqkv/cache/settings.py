@@ -1,6 +1,5 @@
 """Settings of a cache: the tokens it keeps exact, and when it quantizes the others."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +30,11 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
-    """The settings of one cache: sinks and window have ``exact_dtype``; all layers are stored together if
-    ``joint``."""
+    """The settings of one cache: tokens are quantized in multiples of ``block``; sinks and window have
+    ``exact_dtype``; all layers are stored together if ``joint``."""
 
     in_place: bool
     tokens_per_row: int
+    block: int
     joint: bool
     exact_dtype: torch.dtype
-
-    @property
-    def block(self) -> int:
-        """Tokens are quantized in multiples of it."""
-        return math.lcm(self.tokens_per_row, self.flush_block)

@@ -168,8 +168,9 @@ class TokenStore:
             self.window = states
             return
         old = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized)
-        codec, known = self.coder.codec, step.fresh
-        self._quantized(codec.encode(old) if known is None else self.coder.encode(old, known), states[:, :, count:])
+        known = step.fresh
+        payload = self.coder.codec.encode(old) if known is None else self.coder.encode(old, known)
+        self._quantized(payload, states[:, :, count:])
 
     def _to_quantize(self, waiting: int) -> int:
         """Count the oldest of ``waiting`` tokens that are to be quantized: whole blocks beyond the recent window."""
@@ -255,9 +256,8 @@ class TokenStore:
 def quantize_together(stores: Sequence[TokenStore]) -> None:
     """Quantize the oldest tokens of the windows of all layers' ``stores``, keys or values, as ``write`` does those of
     one: what is stored is the first layer's, the others read it."""
-    count = stores[0]._to_quantize(stores[0].parts[2])
     windows = [store.window for store in stores if store.window is not None]
-    if not count:
+    if not (count := stores[0]._to_quantize(stores[0].parts[2])):
         return
     states = [
         store._rotated(unrotate, window[:, :, :count].float(), sum(store.parts[:2])).to(windows[0].device)

@@ -161,10 +161,9 @@ class EvictingLayer(CompressedLayer):
             store.write(x.detach().take_along_dim(index[..., None], 2), group.step)
         return pair
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Count kept tokens as the newest of those seen, so that a causal mask hides none of them."""
-        length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.stored + length, self.batch.slots - self.stored
+        return self.stored + query_length, self.batch.slots - self.stored
 
 
 class EvictingCache(CompressedCache):
