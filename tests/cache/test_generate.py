@@ -147,7 +147,7 @@ def test_chats_copies_and_assisted_decoding(llama, compressor, tmp_path):
     assistant, cache = small_models.load("qwen3", tmp_path), compressor.new_cache(llama)
     out = llama.generate(prompt, past_key_values=cache, assistant_model=assistant, **PLAIN)
     assert out.shape == (1, 28) and cache.get_seq_length() == 27
-    assert all(group.positions.seq_len == 27 for group in cache.batch.groups)
+    assert all(group.sequences.seq_len == 27 for group in cache.batch.groups)
 
 
 @torch.inference_mode()

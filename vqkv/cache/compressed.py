@@ -197,8 +197,8 @@ class CompressedCache(Cache):
         dims = [heads * dim for heads, *both in self.compressor.model["shapes"] for dim in both]
         reaches = [reach for reach in self.reaches for _ in ROLES]
         for group in self.batch.groups:
-            rows, seq_len = self.batch.size // len(self.batch.groups), group.positions.seq_len
-            kinds.update(positions=tensor_bytes(group.positions.explicit), padding=tensor_bytes(group.slots))
+            rows, seq_len = self.batch.size // len(self.batch.groups), group.sequences.seq_len
+            kinds.update(positions=tensor_bytes(group.sequences.positions), padding=tensor_bytes(group.slots))
             for store, dim, reach in zip(group.all_stores, dims, reaches, strict=True):
                 kinds.update({name: tensor_bytes(getattr(store, name)) for name in ("sinks", "window", "decoded")})
                 if store.payload is not None:

@@ -1,12 +1,11 @@
 """Sequences of a batch and what is stored of them. Padding is never stored, and counts neither for sinks, window nor
 blocks: each sequence of a padded batch reads what it would read alone."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from vqkv.cache.passes import ForwardPass
-from vqkv.cache.store import Positions, TokenStore
+from vqkv.cache.store import Sequences, TokenStore
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -14,14 +13,12 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 @dataclass(eq=False)
 class Group:
     """All sequences of a batch without padding, or the one in ``row`` of a padded batch, whose ``slots``, bool (slots),
-    are True where they hold a token: the index from its tokens to the batch. ``stores``: keys and values by layer.
-    ``step`` serves the forward pass that runs."""
+    are True where they hold a token: the index from its tokens to the batch. ``stores``: keys and values by layer."""
 
     stores: list[tuple[TokenStore, TokenStore]]
-    positions: Positions
+    sequences: Sequences
     row: int = 0
     slots: Tensor | None = None
-    step: ForwardPass = field(default_factory=ForwardPass)
 
     @property
     def all_stores(self) -> list[TokenStore]:
@@ -54,10 +51,10 @@ class Group:
             slots = int(self.slots.sum())
         for store in self.all_stores:
             store.truncate(slots - store.first)
-        self.positions.truncate(slots)
+        self.sequences.truncate(slots)
 
     def select(self, index: Tensor, row: int = 0) -> "Group":
         """Copy the sequences ``index``; of a padded batch one, which goes to ``row``."""
-        positions = self.positions.select(index)
-        stores = [(k.select(index, positions), v.select(index, positions)) for k, v in self.stores]
-        return Group(stores, positions, row, None if self.slots is None else self.slots.clone())
+        sequences = self.sequences.select(index)
+        stores = [(k.select(index, sequences), v.select(index, sequences)) for k, v in self.stores]
+        return Group(stores, sequences, row, None if self.slots is None else self.slots.clone())

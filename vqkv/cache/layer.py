@@ -8,9 +8,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 
 from vqkv.cache.groups import Group, Pair
 from vqkv.cache.packed_attention import packed_states
-from vqkv.cache.passes import ForwardPass
 from vqkv.cache.settings import LiveSettings
-from vqkv.cache.store import Positions, TokenStore, quantize_together
+from vqkv.cache.store import Sequences, TokenStore, quantize_together
 from vqkv.codecs.predictive import Known, Place, PredictiveCodec
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
@@ -59,12 +58,12 @@ class Batch:
 
     def new_group(self, row: int = 0) -> Group:
         """Make empty stores."""
-        positions, settings = Positions(), self.settings
+        sequences, settings = Sequences(), self.settings
         stores = [
-            (TokenStore(keys, settings, positions, rotation), TokenStore(values, settings, positions))
+            (TokenStore(keys, settings, sequences, rotation), TokenStore(values, settings, sequences))
             for (keys, values), rotation in zip(self.coders, self.rotations, strict=True)
         ]
-        return Group(stores, positions, row)
+        return Group(stores, sequences, row)
 
     def begin(self, size: int, new_slots: int, mask: Tensor | None, position_ids: Tensor | None) -> None:
         """Count the new tokens of a forward pass. ``mask``, bool (size, slots), says which slots hold a token (None:
@@ -78,14 +77,15 @@ class Batch:
             self._check_shown(shown, real)
         self.slots, self.new_slots, self.layer = self.slots + new_slots, new_slots, -1
         for group in self.groups:
-            past, fresh = (Known(self.last_readers) if self.last_readers else None for _ in range(2))
-            group.step, positions, count = ForwardPass(past, fresh, self.room), position_ids, new_slots
+            shared, positions, count = group.sequences, position_ids, new_slots
+            shared.past, shared.fresh = (Known(self.last_readers) if self.last_readers else None for _ in range(2))
+            shared.room = self.room
             if group.slots is not None:
                 own = real[group.row]
                 group.slots, count = torch.cat([group.slots, own]), int(own.sum())
                 if positions is not None:
                     positions = positions.expand(size, -1)[[group.row]][:, own.to(positions.device)]
-            group.positions.advance(count, positions)
+            shared.advance(count, positions)
 
     def _check_shown(self, shown: Tensor, real: Tensor) -> None:
         """Compare the stored slots that attention is to see (size, slots) with those that hold tokens. Store each row
@@ -121,7 +121,7 @@ class Batch:
         """Quantize, where all layers are stored together, and drop what no query sees: all layers have stored the
         pass's tokens, the last ``recorded`` of which may be cropped."""
         for group in self.groups:
-            group.step, group.positions.tables = ForwardPass(), {}
+            group.sequences.tables, group.sequences.past, group.sequences.fresh = {}, None, None
             if self.settings.joint:
                 for stores in zip(*group.stores, strict=True):
                     quantize_together(stores)
@@ -187,7 +187,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _pass(self, group: Group, pair: Pair) -> Pair:
         keys, values = group.stores[self.index]
-        return keys.update(pair[0], group.step), values.update(pair[1], group.step)
+        return keys.update(pair[0]), values.update(pair[1])
 
     @property
     def stores(self) -> tuple[TokenStore, TokenStore]:

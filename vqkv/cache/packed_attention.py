@@ -54,7 +54,7 @@ def packed_states(groups: list[Group], layer: int, pairs: list[Pair]) -> PackedS
         readers.append((group, reader))
     for group, pair in zip(groups, pairs, strict=True):
         for store, x in zip(group.stores[layer], pair, strict=True):
-            store.write(x, group.step)
+            store.write(x)
     return PackedStates(readers)
 
 
@@ -62,7 +62,7 @@ def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
     """Attend to a group's tokens as they are before the new ``pair`` is stored, and to that; None if they must be
     decoded."""
     keys, values = group.stores[layer]
-    packed_keys, packed_values = keys.kernel_view(group.step.past), values.kernel_view(group.step.past)
+    packed_keys, packed_values = keys.kernel_view(), values.kernel_view()
     if packed_keys is None or packed_values is None:
         return None
     exact_keys, exact_values = (

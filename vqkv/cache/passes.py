@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from vqkv.codecs.predictive import Known
 from vqkv.errors import DataError
 
 _registering = threading.Lock()
@@ -23,16 +22,6 @@ class PassInputs:
     position_ids: Tensor | None = None
     module: int | None = None
     packed_slots: int = 0
-
-
-@dataclass
-class ForwardPass:
-    """What one forward pass hands from layer to layer, where some are predicted from others: reconstructions of the
-    tokens quantized before it (``past``) and in it (``fresh``). ``room``: how many decoded tokens may be kept."""
-
-    past: Known | None = None
-    fresh: Known | None = None
-    room: int = 0
 
 
 def first_modules(model) -> list:

@@ -85,8 +85,8 @@ def tensors_of(batch, start: int = 0) -> Iterator[tuple[str, Tensor]]:
     if batch.padded:
         yield "tokens", torch.stack([group.slots for group in batch.groups]).to(torch.uint8)
     for number, group in enumerate(batch.groups):
-        if group.positions.explicit is not None:
-            yield f"{number}.positions", group.positions.explicit
+        if group.sequences.positions is not None:
+            yield f"{number}.positions", group.sequences.positions
         for name, store in _stores(number, group):
             stored = {"sinks": store.sinks, "window": store.window}
             if store.payload is not None:
@@ -110,8 +110,8 @@ def fill(cache, header: dict, tensors: dict[str, Tensor], earlier: Sequence[dict
     batch.size, batch.slots = header["batch_size"], header["slots"]
     for number, about in enumerate(header["groups"]):
         group = batch.new_group(number)
-        group.positions.explicit = files[-1].get(f"{number}.positions")
-        group.positions.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
+        group.sequences.positions = files[-1].get(f"{number}.positions")
+        group.sequences.seq_len = about["sinks"] + about["quantized"] - len(about["holes"]) + about["window"]
         shapes = [(heads, dim) for heads, *both in cache.compressor.model["shapes"] for dim in both]
         for (name, store), shape in zip(_stores(number, group), shapes, strict=True):
             store.sinks, store.window = (files[-1].get(f"{name}.{part}") for part in ("sinks", "window"))

@@ -128,8 +128,8 @@ class EvictedKeys(TokenStore):
 
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
         assert self.rotation is not None
-        index = self.tokens(self.positions.seq_len)[..., start : start + states.shape[2], None]
-        tables = self.positions.table(self.rotation, states.device)
+        index = self.tokens(self.sequences.seq_len)[..., start : start + states.shape[2], None]
+        tables = self.sequences.table(self.rotation, states.device)
         cos, sin = (x[:, None].expand(*states.shape[:2], -1, -1).take_along_dim(index, 2) for x in tables)
         heads = states.flatten(0, 1)[:, None]  # each as a separate sequence
         return self.rotation.turn(how, heads, cos.flatten(0, 1), sin.flatten(0, 1)).view_as(states)
@@ -154,11 +154,11 @@ class EvictingLayer(CompressedLayer):
         (keys, values), prompt_len = group.stores[self.index], pair[0].shape[2]
         if keys.rotation is not None and index.shape[-1] < prompt_len:
             kept = pack_codes(token_mask(index, prompt_len), 1)
-            shared = keys.coder, keys.settings, keys.positions, keys.rotation
+            shared = keys.coder, keys.settings, keys.sequences, keys.rotation
             keys = EvictedKeys(*shared, kept=kept, prompt_len=prompt_len)
             group.stores[self.index] = keys, values
         for store, x in zip((keys, values), pair, strict=True):
-            store.write(x.detach().take_along_dim(index[..., None], 2), group.step)
+            store.write(x.detach().take_along_dim(index[..., None], 2))
         return pair
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
