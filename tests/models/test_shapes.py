@@ -62,7 +62,7 @@ def test_states_that_a_file_has_no_place_for_are_refused_and_sequences_chosen_wi
     with pytest.raises(DataError, match="layers with a sliding window or states, whose DynamicCache stops growing"):
         capacity(model, compressor, memory_gb=1)
     if name == "falcon_h1":
-        with pytest.raises(DataError, match="sliding windows or recurrent states"):
+        with pytest.raises(DataError, match="states beside keys and values, which forget nothing"):
             H2O(compressor).new_cache(model)
 
 

@@ -5,6 +5,7 @@ et al. 2024, "SnapKV: LLM knows what you are looking for before generation".
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -91,15 +92,10 @@ class H2O(Compressor):
         self.retain, self.recent, self.choose, self.observed, self.pool = retain, recent, choose, observed, pool
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> "EvictingCache":
-        """Make an empty cache. Raises ``DataError`` for ``in_place``, and for layers that forget tokens themselves."""
+        """Make an empty cache. Raises ``DataError`` for ``in_place``, and for layers with recurrent states."""
         if in_place:
             raise DataError("one pass in place reads nothing that was evicted: use the snapshot or chunked protocol")
-        cache = EvictingCache(self, plain(model), decoded_cache_bytes=decoded_cache_bytes)
-        if cache.with_states or any(cache.reaches):
-            raise DataError(
-                f"{type(model).__name__} has sliding windows or recurrent states, which evict by themselves"
-            )
-        return cache
+        return EvictingCache(self, plain(model), decoded_cache_bytes)
 
     def chosen(self, scores: Tensor) -> Tensor:
         """Choose the tokens of a prompt to keep by their attention scores (batch, num_kv_heads, seq_len)."""
@@ -172,6 +168,8 @@ class EvictingCache(CompressedCache):
 
     def __init__(self, policy: H2O, model, decoded_cache_bytes: int = 0):
         super().__init__(policy, model, decoded_cache_bytes=decoded_cache_bytes)
+        if self.with_states:
+            raise DataError(f"{type(model).__name__} has states beside keys and values, which forget nothing: no H2O")
         self.policy = policy
         self.layers = [EvictingLayer(layer.index, self.batch) for layer in self.compressed]
 
@@ -179,8 +177,12 @@ class EvictingCache(CompressedCache):
         """Ask, before the prompt is stored, which of its tokens matter."""
         super().begin_pass(module, given)
         self.inputs.packed_slots = 0  # kernels rotate all heads by the same positions
+        tokens = given["input_ids"]
+        window = min((reach + 1 for reach in self.reaches if reach), default=math.inf)
+        if self.batch.slots + tokens.shape[1] > window:
+            raise DataError(f"the model's sliding window of {window} tokens does its own eviction: use fewer tokens")
         if not self.batch.slots:
-            scores = attention_scores(self.model(), given["input_ids"], self.policy.observed)
+            scores = attention_scores(self.model(), tokens, self.policy.observed)
             for layer, x in zip(self.layers, scores, strict=True):
                 layer.chosen = self.policy.chosen(x)
 
