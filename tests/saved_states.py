@@ -57,9 +57,9 @@ def same_state(a, b):
 
 def _same_group(a, b):
     return (
-        (a.rows, a.positions.seq_len, len(a.stores)) == (b.rows, b.positions.seq_len, len(b.stores))
+        (a.row, a.sequences.seq_len, len(a.stores)) == (b.row, b.sequences.seq_len, len(b.stores))
         and _same(a.slots, b.slots)
-        and _same(a.positions.explicit, b.positions.explicit)
+        and _same(a.sequences.positions, b.sequences.positions)
         and all(map(_same_store, a.all_stores, b.all_stores))
     )
 

@@ -76,8 +76,8 @@ def chat(
     dtype: Dtype = "",
 ) -> None:
     """Talk to a model whose cache is compressed; an empty line ends. A preset is fitted first, or comes with vqkv."""
-    from vqkv.cache.chat import chat as talk
     from vqkv.cache.compressor import BUNDLED
+    from vqkv.study.chat import chat as talk
 
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
     if not compressor and not parameter and f"vqkv/{model}-{preset}" in BUNDLED:

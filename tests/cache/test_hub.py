@@ -1,11 +1,8 @@
 """Compressors are shared as models are: a card, a folder or a name on the hub."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 
 from vqkv import Compressor, FormatError, calibrate, evaluate, presets
 
@@ -29,27 +26,11 @@ def test_the_card_names_model_text_bits_and_losses(llama, compressor, tmp_path):
     assert card.data.library_name == "vqkv"
 
 
-def test_push_and_pull(compressor, tmp_path, monkeypatch):
-    """The hub itself is out of reach: its client's calls are made on a folder."""
-
-    def upload_folder(repo_id, folder_path):
-        (tmp_path / repo_id).mkdir(parents=True)
-        for path in sorted(Path(folder_path).iterdir()):
-            (tmp_path / repo_id / path.name).write_bytes(path.read_bytes())
-        return SimpleNamespace(commit_url="https://hub/commit")
-
-    hub = SimpleNamespace(create_repo=lambda repo_id, private, exist_ok: None, upload_folder=upload_folder)
-    monkeypatch.setattr("vqkv.cache.compressor.HfApi", lambda token: {"secret": hub}[token])
+def test_a_folder_of_the_hub(compressor, tmp_path, monkeypatch):
+    """The hub itself is out of reach: its client's call is made on a folder."""
+    compressor.save_pretrained(tmp_path / "me/mine")
     monkeypatch.setattr("vqkv.cache.compressor.hf_hub_download", lambda name, file, **_: tmp_path / name / file)
-    assert compressor.push_to_hub("me/mine", token="secret") == "https://hub/commit"
-    assert sorted(path.name for path in (tmp_path / "me/mine").iterdir()) == ["README.md", "compressor.safetensors"]
     assert Compressor.from_pretrained("me/mine").fingerprint == compressor.fingerprint
-
-
-def test_a_hub_out_of_reach(compressor, monkeypatch):
-    monkeypatch.setattr("vqkv.cache.compressor.HfApi", lambda token: HfApi("http://localhost:9", token="none"))
-    with pytest.raises(FormatError, match="'me/mine' is not on the hub .*save_pretrained writes a folder"):
-        compressor.push_to_hub("me/mine")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a/b/c"])

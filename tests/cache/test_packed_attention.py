@@ -11,9 +11,9 @@ from strategies import run
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DynamicCache, Gemma2Config
 
 from vqkv import DataError, calibrate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.cache.packed_attention import NAME
 from vqkv.codecs.pipeline import Codec
+from vqkv.study.eviction import H2O
 
 TRAIN = torch.randint(1, 4096, (8, 48), generator=torch.Generator().manual_seed(0))
 TOKENS = TRAIN[:4]

@@ -1,14 +1,10 @@
-"""Saved caches, loaded again, also in another process: they go on as if they had never been away, or are refused."""
+"""Saved caches, loaded again: they go on as if they had never been away, or are refused."""
 
 import copy
 import dataclasses
 import importlib
-import os
 import pkgutil
 import random
-import resource
-import signal
-from pathlib import Path
 
 import forked
 import pytest
@@ -17,14 +13,13 @@ import torch
 from mutations import mutated
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
-from safetensors.torch import load_file, save_file
-from saved_states import MANY, PADDED, TOKENS, feed, half_way, made, rest, same_state, through_file
+from safetensors.torch import load_file
+from saved_states import MANY, TOKENS, feed, half_way, made, rest, same_state, through_file
 from strategies import run
 
 import vqkv.codecs
 from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
-from vqkv.cache.saving import inspect
 from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
 from vqkv.runtime.files import save_checked
@@ -42,16 +37,18 @@ def kivi(llama):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, name):
-    """And goes on as if it had never been away, also with a compressor that was saved."""
+    """And goes on as if it had never been away, with a compressor that was saved, too."""
     compressor = calibrate(llama, MANY if name in PREDICTING else TOKENS, PRESETS[name], progress=False)
     compressor.save_pretrained(tmp_path)
-    assert Compressor.from_pretrained(tmp_path).fingerprint == compressor.fingerprint
+    loaded = Compressor.from_pretrained(tmp_path)
+    assert loaded.fingerprint == compressor.fingerprint
     for in_place in (False, True):
         cache = compressor.new_cache(llama, in_place)
         half_way(llama, cache)
-        again = through_file(cache, tmp_path / "cache")
+        cache.save(tmp_path / "cache")
+        again = CompressedCache.load(tmp_path / "cache", loaded, llama)
         assert same_state(again, cache) and len(cache.batch.groups) == 3
-        assert again.report() == cache.report() and again.is_initialized == cache.is_initialized
+        assert again.report() == cache.report()
         assert torch.equal(rest(llama, again), rest(llama, cache))
         assert same_state(again, cache)
     cache, tokens = compressor.new_cache(llama), TOKENS[:2, :60]
@@ -59,8 +56,6 @@ def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, na
     swapped, one, more = copy.deepcopy(cache), copy.deepcopy(cache), TOKENS[:2, 60:65]
     swapped.reorder_cache(torch.tensor([1, 0]))
     one.batch_select_indices(torch.tensor([False, True]))
-    with pytest.raises(IndexError, match="no sequence is chosen"):
-        one.batch_select_indices(torch.tensor([], dtype=torch.long))
     expected = run(llama, copy.deepcopy(cache), more, (5,))
     torch.testing.assert_close(run(llama, swapped, more.flip(0), (5,)).flip(0), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(run(llama, one, more[1:], (5,)), expected[1:], rtol=1e-3, atol=1e-3)
@@ -71,7 +66,7 @@ def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, na
     assert torch.equal(run(llama, cache, tokens, (40, 1, 1, 18)), first)
     cache.reset()
     assert cache.report().cache_bytes == 0 and cache.get_seq_length() == 0
-    assert same_state(through_file(cache, tmp_path / "cache"), cache) and inspect(tmp_path / "cache")["seq_len"] == 0
+    assert same_state(through_file(cache, tmp_path / "cache"), cache)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3", "bfloat16"), ("llama-yarn", "float32")])
@@ -83,54 +78,14 @@ def test_other_models_and_types(tmp_path, name, dtype):
     assert same_state(again, cache) and torch.equal(rest(model, again), rest(model, cache))
 
 
-def test_decoded_tokens_are_not_saved_and_what_was_loaded_does_not_change_with_its_file(llama, kivi, tmp_path):
-    cache = kivi.new_cache(llama, decoded_cache_bytes=1 << 20)
-    half_way(llama, cache)
-    assert cache.report().kinds["decoded"]
-    again = through_file(cache, tmp_path / "cache", decoded_cache_bytes=1 << 19)
-    assert again.report().kinds["decoded"] == 0 and again.settings.decoded_cache_bytes == 1 << 19
-    kivi.save_pretrained(tmp_path)
-    compressor, expected = Compressor.from_pretrained(tmp_path), rest(llama, through_file(cache, tmp_path / "cache"))
-    for path in (tmp_path / "cache", tmp_path / FILE):
-        with open(path, "r+b") as file:
-            file.write(bytes(path.stat().st_size))
-    assert same_state(again, cache) and compressor.fingerprint == kivi.fingerprint
-    for other in (cache, again):
-        assert torch.equal(rest(llama, other), expected) and other.report().kinds["decoded"]
-
-
-def generate_on(model_folder: str, folder: Path, arguments: dict) -> list:
-    """What a new process generates from a saved cache."""
-    model, text = load_model(model_folder)[0], load_file(folder / "tokens")
-    cache = CompressedCache.load(folder / "cache", Compressor.from_pretrained(folder / "compressor"), model)
-    return model.generate(text["tokens"], attention_mask=text["mask"], past_key_values=cache, **arguments).tolist()
-
-
-def test_generate_goes_on_in_a_new_process(llama, tmp_path):
-    """With the tokens of never having stopped."""
-    arguments = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    compressor = calibrate(llama, TOKENS, PREDICTED["aqua-kivi"], progress=False)
-    compressor.save_pretrained(tmp_path / "compressor")
-    cache = compressor.new_cache(llama)
-    first = llama.generate(TOKENS[:, :60], attention_mask=PADDED[:, :60], past_key_values=cache, **arguments)
-    cache.save(tmp_path / "cache")
-    mask = torch.cat([PADDED[:, :60], torch.ones(3, 12, dtype=torch.long)], dim=1)
-    save_file({"tokens": first.contiguous(), "mask": mask}, tmp_path / "tokens")
-    more = llama.generate(first, attention_mask=mask, past_key_values=cache, **arguments)
-    assert forked.call(generate_on, llama.config._name_or_path, tmp_path, arguments) == more.tolist()
-
-
 @pytest.mark.parametrize("name", ["kivi", "vqq", "aqua-vqllm"])
 def test_the_file_is_the_bytes_of_the_report_and_a_header(llama, tmp_path, name):
     cache = calibrate(llama, TOKENS, (EVERY | PREDICTED)[name], progress=False).new_cache(llama)
     half_way(llama, cache)
     cache.save(tmp_path / "cache")
-    report, about, stored = cache.report(), inspect(tmp_path / "cache"), load_file(tmp_path / "cache")
-    assert about["file_bytes"] == (tmp_path / "cache").stat().st_size == report.cache_bytes + about["header_bytes"]
-    assert sum(x.numel() * x.element_size() for x in stored.values()) == report.cache_bytes  # by safetensors' own hand
-    printed = dataclasses.replace(report, derived_bytes=0).as_dict()  # of this process, not of the file
-    assert {key: about[key] for key in printed} == printed
-    assert about["compressor"]["name"] == cache.compressor.name and about["model"]["model_type"] == "llama"
+    stored = sum(x.numel() * x.element_size() for x in load_file(tmp_path / "cache").values())
+    assert stored == cache.report().cache_bytes  # by safetensors' own hand
+    assert stored < (tmp_path / "cache").stat().st_size < stored + 40_000
 
 
 def test_the_fingerprint_is_of_what_matters(llama, tmp_path):
@@ -170,8 +125,6 @@ def test_another_compressor_or_model_is_named(llama, kivi, tmp_path):
 
 def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypatch):
     cache = kivi.new_cache(llama)
-    with pytest.raises(FormatError, match="is a folder"):
-        cache.save(tmp_path)
     with pytest.raises(FileNotFoundError):
         cache.save(tmp_path / "no such folder" / "cache")
     feed(llama, cache, TOKENS)
@@ -180,13 +133,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypa
         feed(llama, cache, TOKENS[:, :5])
     with pytest.raises(DataError, match="failed half-way"):
         cache.save(tmp_path / "cache")
-    gone = kivi.new_cache(load_model(llama.config._name_or_path)[0])
-    with pytest.raises(DataError, match="the model that this cache was made for is gone"):
-        gone.save(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     kivi.new_cache(llama).save(tmp_path / "cache")
-    with pytest.raises(DataError, match="a Preset is no Compressor"):
-        CompressedCache.load(tmp_path / "cache", EVERY["kivi"], llama)
     kivi.save_pretrained(tmp_path / "c")
     (tmp_path / "text").write_text("not a cache")
     for path, message in (
@@ -195,29 +143,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypa
         (tmp_path / "text", "no vqkv-cache"),
         (tmp_path / "c" / FILE, "is vqkv-compressor 3; this vqkv reads vqkv-cache 6: save a cache"),
     ):
-        for read in (inspect, lambda path: CompressedCache.load(path, kivi, llama)):
-            with pytest.raises(FormatError, match=message):
-                read(path)
-
-
-def test_a_failed_save_leaves_the_older_file_and_nothing_else(llama, kivi, tmp_path, monkeypatch):
-    """A disk with room for a part of it, and an interruption at the last moment."""
-    cache, path = kivi.new_cache(llama), tmp_path / "cache"
-    cache.save(path)
-    before = path.read_bytes()
-    half_way(llama, cache)
-    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            cache.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
-    monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        cache.save(path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+        with pytest.raises(FormatError, match=message):
+            CompressedCache.load(path, kivi, llama)
 
 
 @pytest.mark.parametrize("name", ["kivi", "aqua-vqllm"])

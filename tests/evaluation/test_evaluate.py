@@ -11,12 +11,12 @@ from scipy.stats import bootstrap
 
 import vqkv
 from vqkv import DataError, UnknownNameError, evaluate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.evaluation.evaluate import PROTOCOLS, bootstrap_interval, evaluate_restored
 from vqkv.evaluation.exact import ExactPass
 from vqkv.models.capture import capture
 from vqkv.models.metrics import token_kl
 from vqkv.study import metrics
+from vqkv.study.eviction import H2O
 from vqkv.study.experiments.phenomena import noise_floor
 
 
@@ -141,7 +141,8 @@ def test_going_on_from_a_restored_cache(mini, tokens, one_bit):
     cache = one_bit.new_cache(model)
     with torch.inference_mode():
         model(tokens[:, :48], past_key_values=cache)
-    stored = [layer.decoded() for layer in cache.layers]
+    cache.expect(None, None)
+    stored = [cache.update(*(x[:, :, :0] for x in pair), i) for i, pair in enumerate(zip(keys, values, strict=True))]
     restored = evaluate_restored(exact, tokens, *zip(*stored, strict=True))
     row = evaluate(model, one_bit, tokens, "snapshot", prompt_len=48, step_size=16, per_sequence=True)
     assert restored["kl_mean"] == pytest.approx(row["kl_mean"], rel=1e-4)  # in one step, all it reads is the prompt

@@ -9,9 +9,9 @@ from architectures import TOKENS, build
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, T5Config
 
 from vqkv import DataError, calibrate, capacity, evaluate, presets
-from vqkv.cache.eviction import H2O
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.layers import kv_layers
+from vqkv.study.eviction import H2O
 
 # layers that store, KV heads and head_dim of each, as the configurations say
 SHAPES = {

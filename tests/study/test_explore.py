@@ -7,9 +7,9 @@ import torch
 from small_models import make
 
 from vqkv import Compressor
-from vqkv.cache.chat import Conversation
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import explore, tables
+from vqkv.study.chat import Conversation
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import Chat
 from vqkv.study.subject import Subject

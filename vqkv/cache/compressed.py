@@ -1,9 +1,10 @@
 """A transformers ``Cache`` that stores packed payloads and nothing else of a token."""
 
 import copy
-import inspect
+import math
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +15,17 @@ from vqkv.cache import saving
 from vqkv.cache.layer import Batch, CompressedLayer, MixedLayer
 from vqkv.cache.meter import Report, tensor_bytes, tensors
 from vqkv.cache.packed_attention import packed_slots
-from vqkv.cache.passes import PassInputs, check_input, first_modules, watch
+from vqkv.cache.passes import PassInputs, check_input, watch
 from vqkv.cache.settings import LARGEST, LiveSettings
 from vqkv.codecs.predictive import ROLES
 from vqkv.errors import DataError
-from vqkv.models.identity import stamp, switches
+from vqkv.models.identity import stamp
 from vqkv.models.layers import kv_layers
-from vqkv.models.load import layer_devices
+from vqkv.models.load import layer_devices, values_per_token
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
-
-HALF_WAY = "an earlier forward pass failed half-way: reset() the cache and feed the tokens again"
+from vqkv.runtime.files import save_checked
 
 
 class CompressedCache(Cache):
@@ -39,9 +39,6 @@ class CompressedCache(Cache):
     cropped or saved. One forward pass at a time.
     """
 
-    layer_class = CompressedLayer
-    _is_user_defined = 1  # ``generate`` writes True as it begins
-
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
         check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, LARGEST)
         model = plain(model)
@@ -52,8 +49,18 @@ class CompressedCache(Cache):
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
-        self.read_by: tuple | None = None  # stamp and switches of the model that read the tokens; () of several
-        self.settings = LiveSettings.of(compressor, model, in_place, decoded_cache_bytes)
+        self.read_by: int | None = None  # the stamp of the model as it read the first token
+        self.decoded_cache_bytes = decoded_cache_bytes
+        nothing_exact = {"sink_tokens": 0, "recent_window": 0, "flush_block": 1} if in_place else {}
+        held, rows = vars(compressor.settings) | nothing_exact, compressor.tokens_per_row
+        self.settings = LiveSettings(
+            **held,
+            in_place=in_place,
+            tokens_per_row=rows,
+            block=math.lcm(rows, held["flush_block"]),
+            joint=compressor.joint,
+            exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
+        )
         self.inputs = PassInputs()  # from a pass's beginning to its first layer
         own, pre_rope = kv_layers(model), compressor.settings.pre_rope
         layers = DynamicCache(config=model.config).layers
@@ -65,15 +72,14 @@ class CompressedCache(Cache):
             rotations(model, pre_rope) if pre_rope else [None] * len(own),
             [None] * len(own) if compressor.predictions else self.reaches,  # under predictors tokens must line up
             compressor.last_readers,
+            decoded_cache_bytes // (values_per_token(compressor.model) * model.dtype.itemsize),
         )
         for index, layer in enumerate(own):
-            theirs = layers[layer.layer_idx]
-            if isinstance(theirs, LinearAttentionLayer):
-                layers[layer.layer_idx] = MixedLayer(index, self.batch, theirs.number_of_states)
-            else:
-                layers[layer.layer_idx] = self.layer_class(index, self.batch)
+            states = getattr(layers[layer.layer_idx], "number_of_states", None)  # of a hybrid's layer
+            own_layer = MixedLayer(index, self.batch, states) if states else CompressedLayer(index, self.batch)
+            layers[layer.layer_idx] = own_layer
         super().__init__(layers=layers)
-        self._watch(model)
+        watch(model)
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -85,48 +91,26 @@ class CompressedCache(Cache):
         """A hybrid's layers that have other states, which are kept as transformers does."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """By layer: whether it has states and no keys and values."""
-        return [layer in self.with_states and layer not in self.compressed for layer in self.layers]
-
-    def _watch(self, model) -> None:
-        """Have ``begin_pass`` called at the beginning of every forward pass."""
-        for module in first_modules(model):
-            watch("begin_pass", module._forward_pre_hooks, module.register_forward_pre_hook)
-
-    def begin_pass(self, module, args, kwargs) -> None:
-        """Note the inputs of a forward pass that begins, perhaps with another cache. Raises ``DataError`` unless it
-        goes on where this cache ends."""
-        if self.inputs.module not in (None, id(module)):
-            return  # the outer module's are known
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-        begins, self._is_user_defined = self._is_user_defined is True, 1
-        check_input(self.batch.slots, given, begins)
-        if (model := self.model()) is not None:
-            if not self.batch.slots:
-                self.read_by = stamp(model), switches(model)
-            elif self.read_by and self.read_by[1] != switches(model):
-                self.read_by = ()  # an adapter came or went
-        self.expect(given.get("attention_mask"), given.get("position_ids"), id(module))
+    def begin_pass(self, module: int, given: dict) -> None:
+        """Note what ``module`` is given for a forward pass that begins, perhaps with another cache. Raises
+        ``DataError`` unless it goes on where this cache ends."""
+        if self.inputs.module not in (None, module):
+            return  # those of the outer module are known
+        check_input(self.batch.slots, given)
+        if not self.batch.slots and (model := self.model()) is not None:
+            self.read_by = stamp(model)
+        self.expect(given.get("attention_mask"), given.get("position_ids"), module)
 
     def expect(self, attention_mask, position_ids, module: int = -1) -> None:
-        """Begin a forward pass with these inputs; only a mask of shape (batch, slots) says what is padding. Raises
-        ``DataError`` for positions that are not (batch, new_slots)."""
-        if any(self.batch.rotations) and position_ids is not None and position_ids.ndim != 2:
-            raise DataError(
-                f"position_ids of shape {tuple(position_ids.shape)}: keys can be stored before RoPE for one position a "
-                "token; use pre_rope=False"
-            )
+        """Begin a forward pass with these inputs; only a mask of shape (batch, slots) says what is padding."""
         mask = attention_mask.bool() if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        model, decodes = self.model(), self.settings.in_place or self.settings.decoded_cache_bytes
         by_slot = (attention_mask is None) == (mask is None)
-        slots = packed_slots(model) if model is not None and by_slot and not decodes else 0
-        self.inputs = PassInputs(mask, position_ids, module, slots)
+        decodes = self.settings.in_place or self.decoded_cache_bytes or not by_slot
+        self.inputs = PassInputs(mask, position_ids, module, 0 if decodes else packed_slots(self.model()))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Hand a layer its new tokens, as ``CompressedLayer.update`` says. Raises ``DataError`` if an earlier forward
-        pass broke off half-way, or the model was cast since ``new_cache``."""
+        pass broke off half-way."""
         if torch.compiler.is_compiling():
             return self._update_uncompiled(key_states, value_states, layer_idx)
         if self.layers[layer_idx].index == 0:
@@ -139,22 +123,16 @@ class CompressedCache(Cache):
         return self.update(key_states, value_states, layer_idx)
 
     def _begin(self, keys: Tensor) -> None:
-        """Make room for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are here,
-        and if it is another model that runs."""
+        """Make room for the first layer's ``keys``. Raises ``DataError`` for another number of sequences than are
+        here."""
         self.check_complete()
-        model, batch, (size, _, new_slots, _) = self.model(), self.batch, keys.shape
-        if model is not None and model.dtype != self.settings.dtype:
-            raise DataError(
-                f"the model is {model.dtype} now, this cache was made for {self.settings.dtype}: make a new one"
-            )
+        batch, (size, _, new_slots, _) = self.batch, keys.shape
         if batch.slots and size != batch.size:
             raise DataError(f"the cache holds {batch.size} sequences, but {size} came: reset() it or make a new one")
         inputs, self.inputs, slots = self.inputs, PassInputs(), batch.slots + new_slots
         positions, mask = inputs.position_ids, inputs.mask
         if not any(batch.rotations):
             positions = None
-        elif inputs.module is None:
-            raise DataError("this cache was made for another model, which does not run: make a new one")
         elif positions is None:  # the model takes the numbers of the slots
             positions = torch.arange(batch.slots, slots, device=keys.device)[None]
         batch.packed = slots <= inputs.packed_slots and (mask is None or len(mask) == size)
@@ -165,7 +143,7 @@ class CompressedCache(Cache):
     def check_complete(self) -> None:
         """Raise ``DataError`` if a forward pass broke off before all layers had stored its tokens."""
         if self.batch.new_slots:
-            raise DataError(HALF_WAY)
+            raise DataError("an earlier forward pass failed half-way: reset() the cache and feed the tokens again")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a negative number). Raises ``DataError`` if
@@ -198,39 +176,29 @@ class CompressedCache(Cache):
         """Keep these sequences (integers or a mask). Raises ``IndexError`` for one that is not here, ``DataError`` if a
         forward pass broke off half-way."""
         self.check_complete()
-        rows = torch.arange(self.batch.size)[torch.as_tensor(indices).cpu()]
+        rows = torch.arange(self.batch.size)[indices.cpu()]
         self.batch.select(rows)
         for layer in self.with_states:
             LinearAttentionLayer.reorder_cache(layer, rows)
 
-    def __iter__(self):
-        """(keys, values, None) of each layer, decoded, as transformers' ``DynamicCache`` yields them."""
-        return ((*(layer.decoded() or (None, None)), None) for layer in self.compressed)
-
-    def __reduce__(self):
-        raise DataError("a cache is not pickled: cache.save(path) and CompressedCache.load(path, compressor, model)")
-
     def __deepcopy__(self, memo) -> "CompressedCache":
-        """A copy that goes on by itself; what never changes is shared, tensors that hold tokens among it."""
+        """Copy what goes on by itself; share what never changes, tensors that hold tokens among it."""
         coders = [coder for pair in self.compressor.coders for coder in pair]
-        stored = tensors([group.all_stores for group in self.batch.groups])
+        stored = tensors(self.batch.stores)
         memo |= {id(shared): shared for shared in (self.compressor, *self.batch.rotations, *coders, *stored)}
         twin = object.__new__(type(self))
-        memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if (model := self.model()) is not None:
-            twin._watch(model)
         return twin
 
     def report(self) -> Report:
-        """Bytes by kind, measured from the storage of the tensors held now."""
+        """Measure bytes by kind, from the storage of the tensors held now."""
         kinds = Counter(sinks=0, window=0, decoded=0, positions=0, padding=0)
         packed_bytes = packed_values = values = dynamic = 0
-        dims = [heads * dim for heads, *both in self.settings.shapes for dim in both]
+        dims = [heads * dim for heads, *both in self.compressor.model["shapes"] for dim in both]
         reaches = [reach for reach in self.reaches for _ in ROLES]
         for group in self.batch.groups:
-            rows, seq_len = len(group.rows), group.positions.seq_len
-            kinds.update(positions=tensor_bytes(group.positions.explicit), padding=tensor_bytes(group.slots))
+            rows, seq_len = self.batch.size // len(self.batch.groups), group.sequences.seq_len
+            kinds.update(positions=tensor_bytes(group.sequences.positions), padding=tensor_bytes(group.slots))
             for store, dim, reach in zip(group.all_stores, dims, reaches, strict=True):
                 kinds.update({name: tensor_bytes(getattr(store, name)) for name in ("sinks", "window", "decoded")})
                 if store.payload is not None:
@@ -249,10 +217,10 @@ class CompressedCache(Cache):
     def save(self, path) -> None:
         """Write all that is stored, but decoded tokens, to one safetensors file. Raises ``DataError`` if a forward pass
         broke off half-way, ``OSError`` if the file cannot be written: an older one at ``path`` then stays as it was."""
-        saving.save(self, path)
+        save_checked(Path(path), saving.header_of(self), dict(saving.tensors_of(self.batch)))
 
     @classmethod
     def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":
-        """The cache that ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file
-        that was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
+        """Read what ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file that
+        was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
         return saving.load(cls, path, compressor, plain(model), decoded_cache_bytes)

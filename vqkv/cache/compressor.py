@@ -6,12 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
-from safetensors.torch import load, save
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 
 from vqkv.cache.card import model_card
@@ -38,7 +35,7 @@ REMEDY = "save a compressor with compressor.save_pretrained(...)"
 
 class Compressor:
     """``codecs``: one fitted (key codec, value codec) per layer; ``model``: which model they were fitted to;
-    ``predictions``: what is predicted from other layers, by place, always from what is decoded before."""
+    ``predictions``: what is predicted from other layers, by role and layer, always from what is decoded before."""
 
     def __init__(
         self,
@@ -110,18 +107,12 @@ class Compressor:
             )
 
     def new_cache(self, model, in_place: bool = False, decoded_cache_bytes: int = 0) -> CompressedCache:
-        """An empty ``CompressedCache`` for ``model``. Raises ``FormatError`` if this compressor was fitted to another
-        model."""
+        """Make an empty ``CompressedCache`` for ``model``. Raises ``FormatError`` if this compressor was fitted to
+        another model."""
         return CompressedCache(self, plain(model), in_place, decoded_cache_bytes)
 
-    def get_seq_length(self, *_):
-        """Raise ``DataError``: models ask this first of what they are given as a cache, and this is none."""
-        raise DataError("a Compressor is no cache: pass past_key_values=compressor.new_cache(model)")
-
-    is_compileable = property(get_seq_length)  # ``generate`` asks this first
-
     def new_pass(self) -> Known:
-        """Nothing known yet; see ``reconstruct``."""
+        """Know nothing yet; see ``reconstruct``."""
         return Known(self.last_readers)
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
@@ -129,7 +120,7 @@ class Compressor:
         the last whole block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors read
         other layers. Raises ``DataError`` without a whole block, and where layers are stored together."""
         if self.joint:
-            raise DataError(f"{self.name} stores all layers together: read a cache's layers instead")
+            raise DataError(f"{self.name} stores all layers together, which are not read one by one")
         known = self.new_pass() if known is None else known
         block = self.tokens_per_row if self.predictions else 1
         pairs = zip(self.coders[layer], (keys, values), strict=True)
@@ -137,29 +128,14 @@ class Compressor:
 
     def save_pretrained(self, folder) -> None:
         """Write ``compressor.safetensors`` and a model card, ``README.md``, into ``folder``; older ones stay until the
-        new ones are complete. ``notes["measured"]``, a row of ``evaluate``, goes into the card. Raises ``FormatError``
-        if ``folder`` is a file."""
+        new ones are complete. ``notes["measured"]``, a row of ``evaluate``, goes into the card."""
         folder = Path(folder)
-        if folder.is_file():
-            raise FormatError(f"{folder} is a file: name a folder for the compressor")
         folder.mkdir(parents=True, exist_ok=True)
-        about, own = self._saved()
-        save_checked(folder / FILE, {"format": FORMAT, "version": VERSION, **about}, own)
+        about = {"format": FORMAT, "version": VERSION, "name": self.name, "model": self.model, "notes": self.notes}
+        learned = {name: x.clone().contiguous() for name, x in self._learned().items()}  # codecs may share some
+        save_checked(folder / FILE, about | self._described(), learned)
         with replacing(folder / "README.md") as file:
             file.write(str(model_card(self)).encode())
-
-    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); returns its address.
-
-        Raises ``FormatError`` for a hub that cannot be reached or refuses it."""
-        api = HfApi(token=token)
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            with TemporaryDirectory() as folder:
-                self.save_pretrained(folder)
-                return api.upload_folder(repo_id=repo_id, folder_path=folder).commit_url
-        except (HTTPError, HFValidationError, OSError) as error:
-            raise FormatError(f"{repo_id!r} is not on the hub ({error}): save_pretrained writes a folder") from error
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
@@ -171,21 +147,10 @@ class Compressor:
         if not Path(folder).exists():
             try:
                 path = Path(hf_hub_download(str(folder), FILE, revision=revision, token=token))
-            except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            except (OSError, ValueError) as error:  # as the hub's errors are
                 reason = str(error).strip().split("\n")[0][:200]
                 raise FormatError(f"{folder} is no folder, and not on the hub ({reason}): {REMEDY}") from error
-        return cls._of(*load_checked(path, FORMAT, VERSION, REMEDY))
-
-    def __reduce__(self):
-        about, own = self._saved()  # as safetensors, for torch does not pickle every dtype
-        return self._restored, (json.dumps(about), save(own))
-
-    @classmethod
-    def _restored(cls, about: str, tensors: bytes) -> "Compressor":
-        return cls._of(json.loads(about), load(tensors))
-
-    @classmethod
-    def _of(cls, about: dict, tensors: dict[str, Tensor]) -> "Compressor":
+        about, tensors = load_checked(path, FORMAT, VERSION, REMEDY)
         predictions = {}
         for entry in about["predictions"]:
             role, layer = place = tuple(entry["place"])
@@ -197,11 +162,6 @@ class Compressor:
         ]
         settings = CacheSettings(**about["settings"])
         return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
-
-    def _saved(self) -> tuple[dict, dict[str, Tensor]]:
-        about = {"name": self.name, "model": self.model, **self._described(), "notes": self.notes}
-        # codecs may share what they learned
-        return about, {name: tensor.clone().contiguous() for name, tensor in self._learned().items()}
 
     def _described(self) -> dict:
         """All but what was learned, as JSON."""

@@ -33,22 +33,12 @@ def compressed(model, compressor: Compressor, in_place: bool = False) -> Iterato
     """Compress the caches that ``model`` makes for itself: of ``generate``, pipelines, chat programs, lm-eval.
 
     A forward pass with no cache, or with an empty ``DynamicCache``, gets one of ``compressor``; caches that the caller
-    passes stay. Blocks nest. A thread with no block of its own takes the one that was entered last, so that
+    passes stay. Blocks nest. A thread that has entered no block takes the one that was entered last, so that
     ``generate`` may run in a thread that a block started (``TextIteratorStreamer``).
 
-    Parameters
-    ----------
-    model
-        A transformers decoder, also wrapped or with adapters.
-    compressor
-        Fitted to this model by ``calibrate``.
-    in_place
-        Whether the tokens of a pass are read back by that pass too, as by tasks that only score a text.
-
-    Raises
-    ------
-    FormatError
-        If the compressor was fitted to another model.
+    Args: ``model``, a transformers decoder, also wrapped or with adapters; ``compressor``, fitted to it by
+    ``calibrate``; ``in_place``, whether the tokens of a pass are read back by that pass too, as by tasks that only
+    score a text. Raises ``FormatError`` if the compressor was fitted to another model.
     """
     model = plain(model)
     compressor.check(model)
@@ -70,8 +60,7 @@ def _swap(model, args, kwargs):
     if not (uses := _active.get(model)):
         return None
     own = [use for use in uses if use.thread == threading.get_ident()]
-    given = kwargs.get("past_key_values")
-    caches = kwargs.get("use_cache", getattr(model.config, "use_cache", True))
+    given, caches = kwargs.get("past_key_values"), kwargs.get("use_cache", getattr(model.config, "use_cache", True))
     empty = given is None or (type(given) is DynamicCache and not given.get_seq_length())
     if not (caches and empty) or any(isinstance(each, Cache) for each in args):
         return None

@@ -7,8 +7,6 @@ import torch
 
 from vqkv.codecs.stage import Part
 
-FP16_BITS = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -51,17 +49,13 @@ class Report:
     @property
     def ratio(self) -> float:
         """Bytes of transformers' cache of the same tokens in fp16 over ``cache_bytes`` (side information apart)."""
-        return self.dynamic_values * FP16_BITS / 8 / self.cache_bytes if self.cache_bytes else float("nan")
-
-    def as_dict(self) -> dict:
-        """Everything as plain numbers, for a table or JSON."""
-        names = ("cache_bytes", "resident_bytes", "bits_per_value", "bits_per_value_total", "ratio")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+        return self.dynamic_values * 2 / self.cache_bytes if self.cache_bytes else float("nan")
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()) if count)
-        packed = f"{self.bits_per_value:.4g} bits per packed value, {self.ratio:.4g}x against fp16"
-        packed = packed if self.packed_values else "nothing is packed yet"
+        packed = "nothing is packed yet"
+        if self.packed_values:
+            packed = f"{self.bits_per_value:.4g} bits per packed value, {self.ratio:.4g}x against fp16"
         return (
             f"{self.batch_size} x {self.seq_len} tokens in {self.cache_bytes:,} bytes ({kinds or 'empty'}); "
             f"side information {self.side_bytes:,} bytes, tables made from it {self.derived_bytes:,}; "

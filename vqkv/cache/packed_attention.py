@@ -35,7 +35,7 @@ class PackedStates:
     readers: list[tuple[Group, Reader]]
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
+        """Attend with query (batch, num_heads, new_slots, head_dim); 0 where the slot is padding."""
         out = torch.zeros_like(query)
         for group, reader in self.readers:
             if group.slots is None:
@@ -47,26 +47,28 @@ class PackedStates:
 def packed_states(groups: list[Group], layer: int, pairs: list[Pair]) -> PackedStates | None:
     """Store the new ``pairs`` of all groups; return what attention to all tokens needs. None, and nothing is stored, if
     they are many or some group's tokens must be decoded."""
-    readers: list[tuple[Group, Reader]] = []
+    readers = []
     for group, pair in zip(groups, pairs, strict=True):
-        reader = _reader(group, layer, pair) if pair[0].shape[2] <= FEW else None
-        if reader is None:
+        if pair[0].shape[2] > FEW or (reader := _reader(group, layer, pair)) is None:
             return None
         readers.append((group, reader))
     for group, pair in zip(groups, pairs, strict=True):
         for store, x in zip(group.stores[layer], pair, strict=True):
-            store.write(x, group.step)
+            store.write(x)
     return PackedStates(readers)
 
 
 def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
-    """Attention to a group's tokens as they are before the new ``pair`` is stored, and to that; None if they must be
+    """Attend to a group's tokens as they are before the new ``pair`` is stored, and to that; None if they must be
     decoded."""
     keys, values = group.stores[layer]
-    packed_keys, packed_values = keys.kernel_view(group.step.past), values.kernel_view(group.step.past)
+    packed_keys, packed_values = keys.kernel_view(), values.kernel_view()
     if packed_keys is None or packed_values is None:
         return None
-    exact_keys, exact_values = keys.exact(pair[0]).float(), values.exact(pair[1]).float()
+    exact_keys, exact_values = (
+        torch.cat([x.to(new.dtype) for x in (store.sinks, store.window, new) if x is not None], dim=2).float()
+        for store, new in zip((keys, values), pair, strict=True)
+    )
     rope = None
     if keys.rotation is not None:
         rope = Rope(keys.rotation.angle.to(pair[0].device), keys.parts[0], keys.rotation.block)
@@ -81,9 +83,8 @@ def _reader(group: Group, layer: int, pair: Pair) -> Reader | None:
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout: float = 0.0, scaling=None, **kwargs):
-    """An attention function as transformers calls it. Raises ``DataError`` for soft caps and learned sinks."""
-    extra = [name for name in UNKNOWN if kwargs.get(name) is not None]
-    if extra:
+    """Attend, as transformers calls it. Raises ``DataError`` for soft caps and learned sinks."""
+    if extra := [name for name in UNKNOWN if kwargs.get(name) is not None]:
         raise DataError(f"{NAME} does not know this model's {extra}: load it with attn_implementation='eager'")
     if not isinstance(key, PackedStates):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -92,7 +93,10 @@ def packed_attention(module, query, key, value, attention_mask, dropout: float =
 
 
 def packed_slots(model) -> int:
-    """Up to how many slots ``model`` is set to attend by ``packed_attention``, each to all before it."""
+    """Count the slots up to which ``model``, if it is there, is set to attend by ``packed_attention``, each to all
+    before it."""
+    if model is None:
+        return 0
     config = model.config.get_text_config()
     if config._attn_implementation != NAME or model.training or config.model_type in CHANGE_VALUES:
         return 0
@@ -100,7 +104,7 @@ def packed_slots(model) -> int:
 
 
 def _joined(query: Tensor, keys: Tensor, values: Tensor, scaling: float, packed: Tensor, total: Tensor) -> Tensor:
-    """Attention to exact tokens, the last of which are the queries' own, and to packed ones, which count as one token:
+    """Attend to exact tokens, the last of which are the queries' own, and to packed ones, which count as one token:
     its value is what attention ``packed`` gave, its score the log-sum-exp ``total`` of theirs."""
     batch, num_kv_heads, stored, head_dim = keys.shape
     new = query.shape[2]

@@ -1,7 +1,7 @@
-"""What a forward pass is given beside its tokens, noted as it begins by hooks on the model."""
+"""What a forward pass is given with its tokens, noted as it begins by a hook on the model."""
 
+import inspect
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,52 +24,44 @@ class PassInputs:
     packed_slots: int = 0
 
 
-@dataclass(frozen=True)
-class PassHook:
-    """On a model for good, as hooks that come and go race with passes of other threads: calls ``method`` of each of
-    this model's caches that a pass is given."""
-
-    method: str
-
-    @torch.compiler.disable
-    def __call__(self, module, args, kwargs=None, output=None) -> None:
-        """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
-        for given in (*args, *(kwargs or {}).values()):
-            if isinstance(given, Cache) and hasattr(given, self.method):
-                own = given.model()  # a copied model has copies of its hooks
-                if own is not None and module in (own, *first_modules(own)):
-                    getattr(given, self.method)(module, args, kwargs)
-
-
 def first_modules(model) -> list:
-    """The modules that may get a pass's mask and positions first: some models call their decoder themselves (OPT)."""
+    """List the modules that may get a pass's mask and positions first: some models call their decoder themselves
+    (OPT)."""
     return [model.base_model, model.get_decoder()]
 
 
-def watch(method: str, hooks: dict, register: Callable, **options) -> None:
-    """``register`` a ``PassHook`` that is not yet among ``hooks``."""
+def watch(model) -> None:
+    """Have ``begin_pass`` called of each cache of ``model`` that a forward pass is given; for good, as hooks that come
+    and go race with passes of other threads."""
     with _registering:
-        if PassHook(method) not in [*hooks.values()]:
-            register(PassHook(method), with_kwargs=True, **options)
+        for module in first_modules(model):
+            if _begin_pass not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
 
 
-def check_input(held: int, given: dict, begins: bool) -> None:
-    """Raise ``DataError`` for arguments that leave a cache of ``held`` slots aside or give some of its tokens again.
-    ``begins``: a ``generate`` does, which tells the numbers of its tokens."""
+@torch.compiler.disable
+def _begin_pass(module, args, kwargs=None) -> None:
+    """Without ``kwargs`` torch is still registering it, for a cache that no pass has yet."""
+    kwargs = kwargs or {}
+    for cache in (*args, *kwargs.values()):
+        if isinstance(cache, Cache) and hasattr(cache, "begin_pass"):
+            model = cache.model()  # a copied model has copies of its hooks
+            if model is not None and module in first_modules(model):
+                given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
+                cache.begin_pass(id(module), given)
+
+
+def check_input(held: int, given: dict) -> None:
+    """Raise ``DataError`` for arguments that leave a cache of ``held`` slots aside or give some of its tokens again."""
     if given.get("use_cache") is False:
         raise DataError("a cache was given with use_cache=False, which reads none: leave out one of both")
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     new, mask, ids = 1 if tokens is None else tokens.shape[1], given.get("attention_mask"), given.get("position_ids")
-    slots = prompt = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else held + new
-    if begins and mask is None and ids is not None and ids.ndim == 2:
-        prompt = int(ids.max()) + 1 if ids.numel() else held
-    if held and (not new or (begins and prompt < held + new)):
-        remedy = "the whole prompt, cached tokens included, or crop() the cache"
-        remedy = "an empty cache, as assisted decoding reads it from its beginning" if prompt > held else remedy
+    slots = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else held + new
+    if held and mask is None and ids is not None and ids.ndim == 2 and ids.numel():
+        slots = int(ids.max()) + 1  # all that tells that assisted decoding reads its prompt again
+    if tokens is not None and (slots < held + new or (held and not new)):
         raise DataError(
-            f"the cache holds {held} tokens, the prompt has {prompt if begins else 'no more'}: pass {remedy}"
-        )
-    if slots < held + new and tokens is not None:
-        raise DataError(
-            f"attention_mask has {slots} slots, but the cache holds {held} and {new} came: pass one of {held + new}"
+            f"the cache holds {held} tokens, {new} came, and the prompt (its attention_mask) has {slots}: pass the "
+            "whole prompt, cached tokens included, or crop() the cache; assisted decoding takes an empty one"
         )

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ class PromptCache:
     """Saved caches of prompts in ``folder``, of one sequence each, by model (all weights and adapters as they are at
     each ``find`` and ``save``, dtype, RoPE), compressor and token ids.
 
-    A prompt that goes on where a stored one ended (a chat's next turn) is stored as what is new, beside the name of the
+    A prompt that goes on where a stored one ended (a chat's next turn) is stored as what is new, with the name of the
     file before. A file that cannot be read, goes on from one that is gone, or is of another version is a miss; one that
     is torn or altered is removed, too. Several processes may use one folder. Caches that come back keep
     ``decoded_cache_bytes`` of what they decode.
@@ -33,21 +32,17 @@ class PromptCache:
     def __init__(self, folder, compressor, model, decoded_cache_bytes: int = 0):
         self.compressor, self.model, self.decoded_cache_bytes = compressor, plain(model), decoded_cache_bytes
         self._root, self._compressor = Path(folder), compressor.fingerprint
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def folder(self) -> Path:
         """That of the model as it is now."""
-        return self._folder(saving.model_of(self.model))
-
-    def _folder(self, model: dict) -> Path:
-        text = json.dumps([VERSION, saving.VERSION, self._compressor, model], sort_keys=True)
-        return self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        about = [VERSION, saving.VERSION, self._compressor, saving.model_of(self.model)]
+        return self._root / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, tokens: Tensor, cache: CompressedCache) -> None:
         """Keep ``cache``, which holds ``tokens``, (seq_len,) or (1, seq_len) integers. Raises ``DataError`` for a cache
         of other tokens, several sequences or another model, ``OSError`` for a full disk: what was stored stays."""
-        tokens = _flat(tokens)
+        tokens = tokens.reshape(-1).cpu().long()
         if cache.batch.size != 1 or cache.get_seq_length() != len(tokens):
             raise DataError(
                 f"the cache holds {cache.batch.size} x {cache.get_seq_length()} tokens, not 1 x {len(tokens)}: pass "
@@ -55,8 +50,7 @@ class PromptCache:
             )
         if cache.compressor is not self.compressor or cache.model() is not self.model:
             raise DataError("the cache was made with another compressor or model: use a PromptCache of these")
-        header = saving.header_of(cache)
-        folder = self._folder(header["model"])
+        header, folder = saving.header_of(cache), self.folder
         folder.mkdir(parents=True, exist_ok=True)
         before, start = self._before(folder, tokens.numpy(), cache)
         header |= {"format": FORMAT, "version": VERSION, "start": start, "before": before and before.name}
@@ -67,9 +61,9 @@ class PromptCache:
             save_checked(path, header, tensors)
 
     def find(self, tokens: Tensor) -> tuple[CompressedCache | None, int]:
-        """The cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less than
-        these, so that there is something left to read; (None, 0) if none is stored."""
-        wanted = _flat(tokens)[:-1].numpy()
+        """Return the cache of the longest stored beginning of ``tokens``, and its number of tokens, at least one less
+        than these, so that there is something to read; (None, 0) if none is stored."""
+        wanted = tokens.reshape(-1)[:-1].cpu().numpy()
         counts = [(_common(prompt, wanted), path) for path, (prompt, _) in _listed(self.folder).items()]
         for count, path in sorted((each for each in counts if each[0]), reverse=True):
             with suppress(Exception):  # short of memory or files, removed meanwhile, ...: it may be read another time
@@ -80,14 +74,15 @@ class PromptCache:
 
     def _before(self, folder: Path, tokens: np.ndarray, cache: CompressedCache) -> tuple[Path | None, int]:
         """The longest stored prompt with the cache's first packed tokens, and how many these are."""
-        listed, cropped = _listed(folder), bool(cache.batch.groups[0].all_stores[0].holes)
-        whole = [path for path, (prompt, _) in listed.items() if len(prompt) == _common(prompt, tokens)]
-        for path in sorted(whole, key=lambda path: len(listed[path][0]), reverse=True):
-            header, earlier = listed[path][1], path
-            while earlier in listed and (name := listed[earlier][1]["before"]):
-                earlier = path.with_name(name)
+        listed = _listed(folder)
+        prefixes = [path for path, (prompt, _) in listed.items() if len(prompt) == _common(prompt, tokens)]
+        for path in sorted(prefixes, key=lambda path: len(listed[path][0]), reverse=True):
+            header, earliest = listed[path][1], path
+            while earliest in listed and (name := listed[earliest][1]["before"]):
+                earliest = path.with_name(name)
             count, holes = (header["groups"][0][name] for name in ("quantized", "holes"))
-            if earlier in listed and count and not (cropped or holes) and header["stored"] == _digest(cache, count):
+            cropped = holes or cache.batch.stores[0].holes
+            if earliest in listed and count and not cropped and header["stored"] == _digest(cache, count):
                 return path, count
         return None, 0
 
@@ -105,56 +100,31 @@ class PromptCache:
 
 
 def _listed(folder: Path) -> dict[Path, tuple[np.ndarray, dict]]:
-    """Token ids and header of what is stored. Files that were read before and have not changed are not read again."""
+    """Token ids and header of what is stored."""
     listed = {}
     for path in folder.glob(f"*{SUFFIX}"):
-        with suppress(Exception):  # being removed, or damaged: a miss
-            listed[path] = _opened(path, *_state(path))
+        with suppress(Exception), safe_open(path, "pt") as file:  # being removed, or damaged: a miss
+            listed[path] = file.get_tensor("prompt").numpy().copy(), json.loads(file.metadata()["about"])
     return listed
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """(time, size)"""
-    about = path.stat()
-    return about.st_mtime_ns, about.st_size
-
-
-@lru_cache(1 << 16)
-def _opened(path: Path, time: int, size: int) -> tuple[np.ndarray, dict]:
-    with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["about"])
-        kept = {name: header[name] for name in ("before", "groups", "stored")}
-        return file.get_tensor("prompt").numpy().copy(), kept
-
-
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Remove it if its bytes are not those that were written, and no one has put another file there meanwhile."""
-    state = _state(path)
+    """Load a file; remove it if its bytes are not those that were written."""
     try:
         return load_checked(path, FORMAT, VERSION, "save it again")
     except DamageError:
-        if _state(path) == state:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
 
 
 def _common(prompt: np.ndarray, tokens: np.ndarray) -> int:
-    """How many first tokens are the same."""
+    """Count the first tokens that are the same."""
     shorter = min(len(prompt), len(tokens))
     return int(np.append(prompt[:shorter] != tokens[:shorter], True).argmax())
 
 
-def _flat(tokens: Tensor) -> Tensor:
-    if tokens.dtype.is_floating_point or tokens.shape[:-1] not in ((), (1,)) or not tokens.numel():
-        raise DataError(
-            f"tokens of shape {tuple(tokens.shape)}, {tokens.dtype}: pass integers (seq_len,) of a sequence"
-        )
-    return tokens.detach().reshape(-1).cpu().long()
-
-
 def _digest(cache: CompressedCache, count: int | None = None) -> str:
-    """Of the first ``count`` (all) packed tokens of every layer."""
-    stores = [store for group in cache.batch.groups for store in group.all_stores]
-    payloads = [store.payload for store in stores if store.payload is not None]
+    """Hash the first ``count`` (all) packed tokens of every layer."""
+    payloads = [store.payload for store in cache.batch.stores if store.payload is not None]
     parts = [payload if count in (None, payload.seq_len) else payload.tokens(0, count) for payload in payloads]
     return tensors_sha256((name, x) for part in parts for name, x in part.tensors.items())

@@ -1,6 +1,5 @@
 """Settings of a cache: the tokens it keeps exact, and when it quantizes the others."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -31,37 +30,11 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSettings(CacheSettings):
-    """The settings of one cache, with what its compressor and its model add. Tokens are quantized in multiples of
-    ``block``; sinks and window have ``exact_dtype``; all layers are stored together if ``joint``. ``shapes``:
-    num_kv_heads and head_dim of keys and values by layer. A decoded token of one sequence has ``token_bytes``."""
+    """The settings of one cache: tokens are quantized in multiples of ``block``; sinks and window have
+    ``exact_dtype``; all layers are stored together if ``joint``."""
 
     in_place: bool
-    decoded_cache_bytes: int
     tokens_per_row: int
     block: int
     joint: bool
-    dtype: torch.dtype
     exact_dtype: torch.dtype
-    shapes: tuple[tuple[int, int, int], ...]
-    token_bytes: int
-
-    @classmethod
-    def of(cls, compressor, model, in_place: bool, decoded_cache_bytes: int) -> "LiveSettings":
-        """Those of a compressor's cache for a model; in place nothing stays exact."""
-        held = vars(compressor.settings)
-        if in_place:
-            held = held | {"sink_tokens": 0, "recent_window": 0, "flush_block": 1}
-        shapes = tuple(map(tuple, compressor.model["shapes"]))
-        values = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in shapes)
-        return cls(
-            **held,
-            in_place=in_place,
-            decoded_cache_bytes=decoded_cache_bytes,
-            tokens_per_row=compressor.tokens_per_row,
-            block=math.lcm(compressor.tokens_per_row, held["flush_block"]),
-            joint=compressor.joint,
-            dtype=model.dtype,
-            exact_dtype=model.dtype if model.dtype.itemsize == 2 else torch.float16,
-            shapes=shapes,
-            token_bytes=values * model.dtype.itemsize,
-        )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -23,13 +23,18 @@ ROUND = 64  # tokens: memory of the same size step after step is memory that the
 
 
 @dataclass(eq=False)
-class Positions:
-    """The position of every token of some sequences of equal length. ``explicit`` (sequences or 1, seq_len), int32:
-    unless they are 0, 1, 2, ... ``tables``: cos and sin of all tokens by rotation, made once a pass."""
+class Sequences:
+    """What the stores of some sequences of equal length share. ``positions`` (sequences or 1, seq_len), int32: unless
+    they are 0, 1, 2, ... Of the forward pass that runs: ``tables``, cos and sin of all tokens by rotation; where layers
+    are predicted from others, reconstructions of the tokens quantized before it (``past``) and in it (``fresh``);
+    ``room``, how many decoded tokens may be kept."""
 
-    explicit: Tensor | None = None
+    positions: Tensor | None = None
     seq_len: int = 0
     tables: dict[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    past: Known | None = None
+    fresh: Known | None = None
+    room: int = 0
 
     def advance(self, new_tokens: int, position_ids: Tensor | None) -> None:
         """Append the positions (sequences or 1, new_tokens) of new tokens; None where nothing depends on them."""
@@ -38,45 +43,35 @@ class Positions:
             return
         new = position_ids.to(torch.int32)
         count = torch.arange(self.seq_len, dtype=torch.int32, device=new.device)[None]
-        if self.explicit is not None or not torch.equal(new, count[:, start:].expand_as(new)):
-            before = count[:, :start] if self.explicit is None else self.explicit
+        if self.positions is not None or not torch.equal(new, count[:, start:].expand_as(new)):
+            before = count[:, :start] if self.positions is None else self.positions
             rows = max(len(before), len(new))
-            self.explicit = torch.cat([before.expand(rows, -1), new.expand(rows, -1)], dim=1)
+            self.positions = torch.cat([before.expand(rows, -1), new.expand(rows, -1)], dim=1)
 
     def table(self, rotation: Rotation, device) -> list[Tensor]:
-        """cos and sin (sequences or 1, seq_len, rotated channels) of every token."""
+        """Make cos and sin (sequences or 1, seq_len, rotated channels) of every token."""
         if rotation not in self.tables:
             count = torch.arange(self.seq_len, dtype=torch.int32, device=device)[None]
-            self.tables[rotation] = rotation.table(count if self.explicit is None else self.explicit)
+            self.tables[rotation] = rotation.table(count if self.positions is None else self.positions)
         return [table.to(device) for table in self.tables[rotation]]
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens' positions."""
-        self.seq_len, self.tables = seq_len, {}
-        if self.explicit is not None:
-            self.explicit = self.explicit[:, :seq_len].clone() if seq_len else None
+        self.seq_len = seq_len
+        if self.positions is not None:
+            self.positions = self.positions[:, :seq_len].clone() if seq_len else None
 
-    def select(self, index: Tensor) -> "Positions":
-        """Copy the positions of the sequences ``index``."""
-        explicit = self.explicit
-        if explicit is not None:
-            explicit = explicit[index.to(explicit.device)] if len(explicit) > 1 else explicit.clone()
-        return Positions(explicit, self.seq_len)
-
-
-@dataclass
-class ForwardPass:
-    """What one forward pass hands from layer to layer, where some are predicted from others: reconstructions of the
-    tokens quantized before it (``past``) and in it (``fresh``). ``room``: how many decoded tokens may be kept."""
-
-    past: Known | None = None
-    fresh: Known | None = None
-    room: int = 0
+    def select(self, index: Tensor) -> "Sequences":
+        """Copy the sequences ``index``."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions[index.to(positions.device)] if len(positions) > 1 else positions.clone()
+        return Sequences(positions, self.seq_len)
 
 
 @dataclass(eq=False)
 class TokenStore:
-    """Full-precision sinks, quantized tokens, full-precision recent window: (batch, num_kv_heads, tokens, head_dim).
+    """Sinks in 16 bits, quantized tokens, recent window in 16 bits: (batch, num_kv_heads, tokens, head_dim).
 
     ``payload`` holds the quantized tokens in order. ``holes``: numbers of those, ascending, that were cropped from the
     end of a block. They stay and are never read: quantizing the rest of their block again would add a second error.
@@ -86,7 +81,7 @@ class TokenStore:
 
     coder: PredictiveCodec
     settings: LiveSettings
-    positions: Positions
+    sequences: Sequences
     rotation: Rotation | None = None
     sinks: Tensor | None = None
     payload: Payload | None = None
@@ -94,7 +89,6 @@ class TokenStore:
     holes: tuple[int, ...] = ()
     decoded: Tensor | None = None
     first: int = 0
-    view: tuple[Payload | None, KernelView | None] = None, None  # of the payload it was made of, for kernels
 
     @property
     def quantized(self) -> int:
@@ -106,82 +100,82 @@ class TokenStore:
         """Tokens in the sinks, quantized ones that are read, and tokens in the window."""
         return _tokens(self.sinks), self.quantized - len(self.holes), _tokens(self.window)
 
-    def update(self, states: Tensor, step: ForwardPass) -> Tensor:
+    def update(self, states: Tensor) -> Tensor:
         """Store new tokens; return all tokens as attention reads them: decoded history and, unless ``in_place``, the
         new tokens as they came."""
         if self.settings.in_place:
-            self.write(states, step)
-            return self.read(states[:, :, :0], step)
-        out = self.read(states, step)
-        self.write(states, step)
+            self.write(states)
+            return self.read(states[:, :, :0])
+        out = self.read(states)
+        self.write(states)
         return out
 
-    def read(self, states: Tensor, step: ForwardPass) -> Tensor:
+    def read(self, states: Tensor) -> Tensor:
         """Decode all stored tokens in order, then append ``states``, in their type."""
         sinks, quantized, window = self.parts
-        stored = sinks + quantized + window
-        length = stored + states.shape[2]
+        length = (stored := sinks + quantized + window) + states.shape[2]
         out = states.new_empty(*states.shape[:2], length + -length % ROUND, states.shape[3]).narrow(2, 0, length)
-        self.trim(step.room)
         for x, at in ((self.sinks, 0), (self.decoded, sinks), (self.window, sinks + quantized), (states, stored)):
             if x is not None:
                 out.narrow(2, at, x.shape[2]).copy_(x)
         if self.payload is not None and quantized > _tokens(self.decoded):
-            self._decode(self.payload, out.narrow(2, sinks, quantized), step)
+            self._decode(self.payload, out.narrow(2, sinks, quantized))
         return out
 
-    def _decode(self, payload: Payload, out: Tensor, step: ForwardPass) -> None:
+    def _decode(self, payload: Payload, out: Tensor) -> None:
         """Fill ``out`` with the quantized tokens beyond those in ``decoded``, and keep those that there is room for."""
-        rows, few = self.settings.tokens_per_row, PIECE[out.device.type == "cpu"]
+        rows, few, past = self.settings.tokens_per_row, PIECE[out.device.type == "cpu"], self.sequences.past
         at = kept = _tokens(self.decoded)
-        first, last = self._whole_rows(at), self.quantized
+        first, last = self._with_holes(at), self.quantized
+        first += -first % rows  # the rest of a row that was begun is holes
         piece = last - first
-        if out[:, :, kept:].numel() > few and not self._shared(step.past):  # others read all tokens at once
+        if out[:, :, kept:].numel() > few and past is None:  # predictors read all tokens at once
             piece = max(1, few // (rows * out[:, :, 0].numel())) * rows
         for start in range(first, last, piece):
             stop = min(start + piece, last)
             part = payload if stop - start == last else payload.tokens(start, stop)
-            x = self.coder.codec.decode(part) if step.past is None else self.coder.decode(part, step.past)
+            x = self.coder.codec.decode(part) if past is None else self.coder.decode(part, past)
             if self.holes:
                 read = sorted({*range(start, stop)} - {*self.holes})
                 x = x[:, :, torch.tensor(read, device=x.device) - start]
             x = self._rotated(rotate, x, _tokens(self.sinks) + at)
             out.narrow(2, at, x.shape[2]).copy_(x)
             at += x.shape[2]
-        room = self._count_read(min(last, step.room))
+        room = self._without_holes(min(last, self.sequences.room))
         if room > kept:
             self.decoded = _append(self.decoded, out[:, :, kept:room].clone(memory_format=torch.contiguous_format))
 
-    def write(self, states: Tensor, step: ForwardPass) -> None:
+    def write(self, states: Tensor) -> None:
         """Store new tokens, then quantize the oldest of those beyond the sinks and the recent window. Raises
         ``DataError`` that names layer and role for what cannot be stored."""
         try:
-            self._write(states.detach(), step)  # a stored graph would hold every activation
+            self._write(states.detach())  # a stored graph would hold every activation
         except DataError as error:
             role, layer = self.coder.place
             raise DataError(f"the {role}s of layer {layer} cannot be cached: {error}") from error
 
-    def _write(self, states: Tensor, step: ForwardPass) -> None:
-        settings, (sinks, quantized, window) = self.settings, self.parts
+    def _write(self, states: Tensor) -> None:
+        settings, (sinks, quantized, _) = self.settings, self.parts
         if sinks < settings.sink_tokens and states.shape[2] and not self.first:
             head = states[:, :, : settings.sink_tokens - sinks]
             self.sinks = _append(self.sinks, _checked(head, settings.exact_dtype))
             sinks, states = sinks + head.shape[2], states[:, :, head.shape[2] :]
-        waits = settings.joint or settings.recent_window or settings.block > 1
-        if waits and states.shape[2]:  # also what is quantized at once: codes are the same in any pieces
+        if not states.shape[2]:
+            return
+        if settings.joint or settings.recent_window or settings.block > 1:  # codes are the same in any pieces
             largest = FP16_MAX if self.rotation is None else FP16_MAX / math.sqrt(2)
             states = _checked(states, settings.exact_dtype, largest)
-        count = 0 if settings.joint else self._to_quantize(window + states.shape[2])
-        if not count:
-            self.window = _append(self.window, states) if states.shape[2] else self.window
-            return
         states = _append(self.window, states)
-        old, rest = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized), states[:, :, count:]
-        known = step.fresh
-        self._quantized(self.coder.codec.encode(old) if known is None else self.coder.encode(old, known), rest)
+        count = 0 if settings.joint else self._to_quantize(states.shape[2])
+        if not count:
+            self.window = states
+            return
+        old = self._rotated(unrotate, states[:, :, :count].float(), sinks + quantized)
+        codec, known = self.coder.codec, self.sequences.fresh
+        self._quantized(codec.encode(old) if known is None else self.coder.encode(old, known), states[:, :, count:])
 
     def _to_quantize(self, waiting: int) -> int:
-        """How many of the oldest of ``waiting`` tokens are to be quantized: whole blocks beyond the recent window."""
+        """Count the oldest of ``waiting`` tokens that are to be quantized: whole blocks beyond the recent window."""
         spare = max(0, waiting - self.settings.recent_window)
         return spare - spare % self.settings.block
 
@@ -189,22 +183,6 @@ class TokenStore:
         """Append what became of the oldest tokens; ``window``: those after them."""
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = window.clone() if window.shape[2] else None
-        self.view = None, None  # which would keep the old payload
-
-    @staticmethod
-    def write_together(stores: "list[TokenStore]") -> None:
-        """Quantize the oldest tokens of the windows of all layers' ``stores``, keys or values, as ``write`` does those
-        of one: what is stored is the first layer's, the others read it."""
-        count = stores[0]._to_quantize(stores[0].parts[2])
-        windows = [store.window for store in stores if store.window is not None]
-        if not count:
-            return
-        states = [
-            store._rotated(unrotate, window[:, :, :count].float(), sum(store.parts[:2])).to(windows[0].device)
-            for store, window in zip(stores, windows, strict=True)
-        ]
-        for store, window, x in zip(stores, windows, [torch.cat(states, dim=1), *states[1:]], strict=True):
-            store._quantized(store.coder.codec.encode(x), window[:, :, count:])
 
     def drop(self, reach: int, recorded: int) -> None:
         """Forget tokens that no later query can see, even if the last ``recorded`` are cropped: all but the last
@@ -214,7 +192,7 @@ class TokenStore:
         if spare < 0 or spare + sinks == 0:
             return
         gone = min(self.quantized, spare + len(self.holes)) // block * block
-        while (read := self._count_read(gone)) > spare:
+        while (read := self._without_holes(gone)) > spare:
             gone -= block
         waiting = spare - read if gone == self.quantized else 0
         self.sinks, self.first = None, self.first + sinks + read + waiting
@@ -222,22 +200,16 @@ class TokenStore:
             self.window = _slice(self.window, waiting, None)
         if gone and self.payload is not None:
             self.decoded = _slice(self.decoded, read, None)
-            self.payload, self.view = self.payload.tokens(gone) if gone < self.quantized else None, (None, None)
+            self.payload = self.payload.tokens(gone) if gone < self.quantized else None
             self.holes = tuple(hole - gone for hole in self.holes if hole >= gone)
 
-    def kernel_view(self, known: Known | None) -> KernelView | None:
-        """Make the quantized tokens ready for kernels that decode them as they read; None if there are none, or if more
+    def kernel_view(self) -> KernelView | None:
+        """View the quantized tokens as kernels do that decode them as they read; None if there are none, or if more
         than the codec is needed to read them: predictions, positions that do not count up, other kinds of RoPE."""
-        by_kernel = self.rotation is None or (self.positions.explicit is None and self.rotation.half_split)
-        if self._shared(known) or self.holes or self.payload is None or not by_kernel:
+        by_kernel = self.rotation is None or (self.sequences.positions is None and self.rotation.half_split)
+        if self.sequences.past is not None or self.holes or self.payload is None or not by_kernel:
             return None
-        if self.view[0] is not self.payload:
-            self.view = self.payload, self.coder.codec.kernel_view(self.payload)
-        return self.view[1]
-
-    def exact(self, states: Tensor) -> Tensor:
-        """Join sinks, window and the new ``states``."""
-        return torch.cat([*(x.to(states.dtype) for x in (self.sinks, self.window) if x is not None), states], dim=2)
+        return self.coder.codec.kernel_view(self.payload)
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens. What was quantized stays as it was quantized."""
@@ -245,26 +217,26 @@ class TokenStore:
         self.window = _slice(self.window, 0, seq_len - sinks - quantized)
         if self.payload is not None and seq_len < sinks + quantized:
             end = self._with_holes(max(0, seq_len - sinks))
-            stop = self._whole_rows(max(0, seq_len - sinks))
+            stop = end + -end % self.settings.tokens_per_row
             self.holes = (*(hole for hole in self.holes if hole < end), *range(end, stop))
-            self.payload, self.view = self.payload.tokens(0, stop) if stop else None, (None, None)
+            self.payload = self.payload.tokens(0, stop) if stop else None
             self.decoded = _slice(self.decoded, 0, seq_len - sinks)
         self.sinks = _slice(self.sinks, 0, seq_len)
 
     def trim(self, room: int) -> None:
         """Forget decoded tokens beyond the first ``room`` quantized ones."""
-        self.decoded = _slice(self.decoded, 0, self._count_read(room))
+        self.decoded = _slice(self.decoded, 0, self._without_holes(room))
 
-    def select(self, index: Tensor, positions: Positions) -> Self:
-        """Copy the sequences ``index``, which may come more than once; ``positions``: of all their tokens."""
-        copy = dataclasses.replace(self, positions=positions, view=(None, None))
+    def select(self, index: Tensor, sequences: Sequences) -> Self:
+        """Copy the sequences ``index``, which may come more than once."""
+        copy = dataclasses.replace(self, sequences=sequences)
         copy.payload = None if self.payload is None else self.payload.batch_select(index)
         copy.sinks, copy.window, copy.decoded = (
             None if x is None else x[index.to(x.device)] for x in (self.sinks, self.window, self.decoded)
         )
         return copy
 
-    def _count_read(self, stop: int) -> int:
+    def _without_holes(self, stop: int) -> int:
         """Count the tokens that are read among the first ``stop`` quantized ones."""
         return stop - sum(hole < stop for hole in self.holes)
 
@@ -274,22 +246,27 @@ class TokenStore:
             read += hole < read
         return read
 
-    def _whole_rows(self, read: int) -> int:
-        """``_with_holes``, with the rest of its row, of which every token is a hole or comes after it."""
-        number = self._with_holes(read)
-        return number + -number % self.settings.tokens_per_row
-
-    def _shared(self, known: Known | None) -> bool:
-        """Whether these tokens are predicted from other layers' or others from them."""
-        return known is not None and (self.coder.prediction is not None or self.coder.place in known.last_reader)
-
     def _rotated(self, how: Callable[..., Tensor], states: Tensor, start: int) -> Tensor:
         """``rotate`` or ``unrotate`` the stored tokens start, start + 1, ..."""
         if self.rotation is None:
             return states
         start += self.first
-        tables = self.positions.table(self.rotation, states.device)
+        tables = self.sequences.table(self.rotation, states.device)
         return self.rotation.turn(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
+
+
+def quantize_together(stores: Sequence[TokenStore]) -> None:
+    """Quantize the oldest tokens of the windows of all layers' ``stores``, keys or values, as ``write`` does those of
+    one: what is stored is the first layer's, the others read it."""
+    windows = [store.window for store in stores if store.window is not None]
+    if not (count := stores[0]._to_quantize(stores[0].parts[2])):
+        return
+    states = [
+        store._rotated(unrotate, window[:, :, :count].float(), sum(store.parts[:2])).to(windows[0].device)
+        for store, window in zip(stores, windows, strict=True)
+    ]
+    for store, window, x in zip(stores, windows, [torch.cat(states, dim=1), *states[1:]], strict=True):
+        store._quantized(store.coder.codec.encode(x), window[:, :, count:])
 
 
 def _tokens(x: Tensor | None) -> int:

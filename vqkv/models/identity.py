@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
-# Of adapters (peft): which act, and whether they are merged into the weights.
-SWITCHES = {
+# Of adapters (peft): which act, whether they are merged into the weights, and their factors.
+ADAPTERS = {
     "active_adapter", "active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "merged",
-    "merged_adapters",
+    "merged_adapters", "scaling", "attention_scaling",
 }  # fmt: skip
-FACTORS = SWITCHES | {"scaling", "attention_scaling"}
 SAMPLES = 8  # elements of a tensor that a stamp looks at
 
 _digests: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> by stamp the sha256 of a weight
-_switched: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its modules with SWITCHES, weakly
 
 
 def identity(model) -> str:
@@ -45,12 +43,6 @@ def stamp(model) -> int:
     return hash((repr(state), *(mark for mark, *_ in weights)))
 
 
-def switches(model) -> str:
-    """Tell which adapters act, as of the modules that had any when ``stamp`` was last asked; for every forward pass."""
-    modules = (module() for module in _switched.get(model, ()))
-    return repr([_state(module, SWITCHES) for module in modules if module is not None])
-
-
 def fetched(module: nn.Module):
     """Open a context in which the module's own weights are here, also those that a device map keeps elsewhere."""
     if not hasattr(module, "_hf_hook"):
@@ -64,7 +56,6 @@ def fetched(module: nn.Module):
 def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
     """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
     modules = [*model.modules()]
-    _switched[model] = [weakref.ref(module) for module in modules if not SWITCHES.isdisjoint(vars(module))]
     held = [(number, module, name, x) for number, module in enumerate(modules) for name, x in _held(module)]
     samples, weights = _samples([x for *_, x in held if not (x.is_meta or x.is_quantized)]), []
     for number, module, name, x in held:
@@ -72,7 +63,7 @@ def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
         mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, samples.get(id(x)))
         weights.append((mark, module, name, x))
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
-    return weights, [rope, *(entry for module in modules for entry in _state(module, FACTORS))]
+    return weights, [rope, *(entry for module in modules for entry in _state(module))]
 
 
 def _digest(module: nn.Module, name: str, x: Tensor) -> str:
@@ -82,9 +73,9 @@ def _digest(module: nn.Module, name: str, x: Tensor) -> str:
         return tensors_sha256(("", part) for part in here)
 
 
-def _state(module: nn.Module, names: set[str]) -> list:
+def _state(module: nn.Module) -> list:
     """Attributes of plain values, a name as a list of one: others' text may be an address."""
-    kept = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
+    kept = [(name, vars(module)[name]) for name in sorted(ADAPTERS & vars(module).keys())]
     plain = (bool, int, float, str, list, tuple, dict)
     return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
 

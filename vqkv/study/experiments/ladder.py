@@ -8,9 +8,9 @@ import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
-from vqkv.cache.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.evaluation.evaluate import evaluate, evaluate_restored
 from vqkv.models.capture import capture
+from vqkv.study.eviction import H2O, attention_scores, heavy_hitters, snapkv
 from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.shared import per_process
 from vqkv.study.snapshots import Stream

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kurtosis, skew
 
-from vqkv.cache.eviction import H2O
 from vqkv.evaluation.evaluate import evaluate
+from vqkv.study.eviction import H2O
 from vqkv.study.experiments.common import FRAMEWORK, exact_compressor
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from vqkv import presets
-from vqkv.cache.chat import Conversation, turn_tokens
 from vqkv.cache.compressor import BUNDLED, Compressor
 from vqkv.codecs.pipeline import Chain
 from vqkv.codecs.stage import Quantizer, Stage
@@ -19,6 +18,7 @@ from vqkv.errors import DataError
 from vqkv.models.capture import check_tokens
 from vqkv.models.metrics import token_kl
 from vqkv.runtime.checks import check_whole, whole_blocks
+from vqkv.study.chat import Conversation, turn_tokens
 from vqkv.study.experiments.common import explained_by_layer, frame
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject

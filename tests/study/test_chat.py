@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vqkv import calibrate, load_corpus, presets
-from vqkv.cache.chat import chat
+from vqkv.study.chat import chat
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 

@@ -1,26 +1,23 @@
 """Eviction: scores are the model's own attention, and a cache that evicts equals attention that masks."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preset_zoo import PREDICTED, SMALL
+from preset_zoo import SMALL
 from projections import kv_sources
 from strategies import exact
 from strategies import run as fed
 from transformers import DynamicCache
 
 import vqkv
-from vqkv import DataError, calibrate, evaluate, presets
-from vqkv.cache import eviction
-from vqkv.cache.eviction import H2O, EvictedKeys, attention_scores, heavy_hitters, snapkv, token_mask
+from vqkv import calibrate, evaluate, presets
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
+from vqkv.study.eviction import H2O, EvictedKeys, attention_scores, heavy_hitters, snapkv, token_mask
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -97,39 +94,20 @@ def test_sinks_window_and_rope_as_stored(llama):
         assert cache.report().kinds["positions"] == stored_bits  # layers x batch x heads x a bit for each token seen
 
 
-def test_watching_changes_no_output_and_ends_with_the_context(model):
-    watched = {}
-    with torch.inference_mode():
-        model.set_attn_implementation("eager")
-        plain = model(TOKENS, output_attentions=True)
-        model.set_attn_implementation("sdpa")
-        with eviction.watching_attention(model, watched.__setitem__):
-            assert torch.equal(model(TOKENS).logits, plain.logits)
-    attention, hooks = kv_sources(model)[0].attention, len(kv_sources(model)[0].attention._forward_hooks)
-    for layer, weights in enumerate(plain.attentions):
-        heads = model.config.num_attention_heads // watched[layer].shape[1]
-        by_hand = torch.stack([group.sum(dim=(1, 2)) for group in weights.split(heads, dim=1)], dim=1)
-        torch.testing.assert_close(watched[layer], by_hand)
-    with pytest.raises(KeyError), eviction.watching_attention(model, lambda layer, scores: {}["no"]):
-        model(TOKENS)
-    assert model.config._attn_implementation == "sdpa" and len(attention._forward_hooks) == hooks
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     stored=st.integers(1, 40),
     shares=st.tuples(st.floats(0, 1), st.floats(0.01, 1)).map(sorted),
-    extra=st.integers(0, 30),
     exempt=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     levels=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_heavy_hitters_keep_the_newest_and_the_highest(stored, shares, extra, exempt, levels, seed):
+def test_heavy_hitters_keep_the_newest_and_the_highest(stored, shares, exempt, levels, seed):
     recent, retain = shares
     scores = torch.randint(levels, (2, 3, stored), generator=torch.Generator().manual_seed(seed)).float()
-    kept = heavy_hitters(scores, retain, recent, stored + extra, *exempt)
-    sinks, newest = min(exempt[0], stored), min(stored, max(exempt[1], round(recent * (stored + extra))))
-    assert kept.shape[-1] == min(stored, max(1, round(retain * (stored + extra)), exempt[0] + newest))
+    kept = heavy_hitters(scores, retain, recent, *exempt)
+    sinks, newest = min(exempt[0], stored), min(stored, max(exempt[1], round(recent * stored)))
+    assert kept.shape[-1] == min(stored, max(1, round(retain * stored), exempt[0] + newest))
     assert (kept.diff(dim=-1) > 0).all()
     for row, chosen in zip(scores.flatten(0, 1).tolist(), kept.flatten(0, 1).tolist(), strict=True):
         must = {*range(sinks), *range(stored - newest, stored)}
@@ -152,78 +130,6 @@ def test_every_preset_evicts_once_before_packing_and_counts_what_is_kept(llama, 
     if name == "vqllm":  # of which no tokens wait
         assert report.packed_values == report.values * 170 // 220 and report.bits_per_value == whole.bits_per_value
     assert (logits - whole_logits)[:, 200:].abs().max() < 10 * whole_logits.std()
-
-
-def test_generate_beams_copies_and_reset(llama):
-    policy = H2O(exact(llama), 0.5, 0.1)
-    kwargs = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-    cache = policy.new_cache(llama)
-    out = llama.generate(TOKENS[:, :20], past_key_values=cache, do_sample=False, num_beams=2, **kwargs)
-    assert out.shape == (2, 26) and cache.report().batch_size == 4
-    cache.reset()
-    assert tensor_bytes(cache) == 0
-    first = run(llama, cache, pieces=(40,))
-    twin = copy.deepcopy(cache)
-    assert torch.equal(run(llama, twin, pieces=(40,)), run(llama, cache, pieces=(40,)))
-    assert not torch.equal(first, run(llama, twin, pieces=(40,))) and twin.get_seq_length() == 120
-    copy.deepcopy(llama)
-    known = weakref.ref(cache)
-    del cache, twin
-    gc.collect()
-    assert known() is None and len(llama._forward_hooks) == len(llama._forward_pre_hooks) == 1  # of all caches
-
-
-def test_what_cannot_be_right_is_refused(llama, tmp_path):
-    policy, padding = H2O(exact(llama)), torch.ones_like(TOKENS)
-    padding[0, :6] = 0
-    with pytest.raises(DataError, match="not watched"):
-        llama.model(TOKENS, past_key_values=policy.new_cache(llama), use_cache=True)
-    with pytest.raises(DataError, match="unpadded"):
-        llama(TOKENS, attention_mask=padding, past_key_values=policy.new_cache(llama))
-    with pytest.raises(DataError, match="snapshot or chunked"):
-        policy.new_cache(llama, in_place=True)
-    with pytest.raises(DataError, match="cannot take tokens back"):
-        policy.new_cache(llama).crop(-1)
-    with pytest.raises(DataError, match="keeps more .* Compressor.new_cache"):
-        policy.new_cache(llama).save(tmp_path / "cache")
-    with pytest.raises(DataError, match="use a compressor without predictors"):
-        H2O(calibrate(llama, TOKENS, PREDICTED["kvsharer"], progress=False))
-    for shares in ((0.5, 0.6), (0, 0), (1.1, 0), (0.5, -0.1), (float("nan"), 0), ("a", 0), (0.5, None)):
-        with pytest.raises(DataError, match="shares"):
-            H2O(exact(llama), *shares)
-    for wrong in ({"pool": 4}, {"pool": 0}, {"observed": -1}, {"observed": 2.5}):
-        with pytest.raises(DataError, match="pool|observed"):
-            snapkv(exact(llama), **wrong)
-    llama.config.sliding_window = 30
-    with pytest.raises(DataError, match="sliding window of 30"):
-        run(llama, policy.new_cache(llama))
-    del llama.config.sliding_window
-
-
-def test_refused_batches_and_failed_passes_leave_the_model_as_it_was(llama):
-    policy = H2O(exact(llama), 0.5, 0.2)
-    cache = policy.new_cache(llama)
-    expected, first = run(llama, policy.new_cache(llama)), run(llama, cache, TOKENS[:, :27], (20, 7))
-    with pytest.raises(DataError, match="holds 2 sequences, but 1 came"):
-        run(llama, cache, TOKENS[:1, :3], (3,))
-    rest = run(llama, cache, TOKENS[:, 27:], (1, 1, 11))
-    assert torch.equal(torch.cat([first, rest], dim=1), expected)
-    source, hooks = kv_sources(llama)[-1], len(kv_sources(llama)[0].attention._forward_hooks)
-    for module, spoil, message in (
-        (source.value_module, lambda m, a, out: out * float("nan"), "NaN"),
-        (source.attention.o_proj, lambda *_: {}["no memory"], "no memory"),
-    ):
-        cache.reset()
-        handle = module.register_forward_hook(spoil)
-        with pytest.raises((DataError, KeyError), match=message):
-            run(llama, cache, TOKENS[:, :3], (3,))
-        handle.remove()
-        assert llama.config._attn_implementation == "sdpa"
-        assert len(kv_sources(llama)[0].attention._forward_hooks) == hooks
-        with pytest.raises(DataError, match="failed half-way"):
-            run(llama, cache, TOKENS[:, :3], (3,))
-    cache.reset()
-    assert torch.equal(run(llama, cache), expected)
 
 
 def test_the_more_tokens_stay_the_less_is_lost_and_scores_add_up(mini):

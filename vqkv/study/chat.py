@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
 from vqkv.errors import DataError
-from vqkv.models.layers import kv_layers, max_positions
+from vqkv.models.layers import max_positions
+from vqkv.models.load import outline, values_per_token
 from vqkv.models.plain import evaluating
 
 MARK = "\x00"  # stands for the last answer in the chat template
-NOTHING = torch.empty(1, 0, dtype=torch.int64)  # tokens of a conversation that has not begun
 
 
 class Conversation:
@@ -21,7 +21,7 @@ class Conversation:
     def __init__(self, model, tokenizer, compressor=None):
         self.model, self.tokenizer, self.compressor = evaluating(model), tokenizer, compressor
         self.cache = DynamicCache(config=model.config) if compressor is None else compressor.new_cache(self.model)
-        self.tokens = NOTHING
+        self.tokens = torch.empty(1, 0, dtype=torch.int64)
 
     def answer(self, said: str, max_new_tokens: int = 256, **generation):
         """Answer a user's turn. Returns what ``generate`` returns, which takes ``generation``. Raises ``DataError``
@@ -38,22 +38,12 @@ class Conversation:
     @property
     def uncompressed_bytes(self) -> int:
         """Bytes of the tokens read so far in an uncompressed cache in 16 bits."""
-        values = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in kv_layers(self.model))
-        return 2 * values * self.cache.get_seq_length()
+        return 2 * values_per_token(outline(self.model)) * self.cache.get_seq_length()
 
     @property
     def resident_bytes(self) -> int:
         """Bytes in memory to read them, with side information and the tables made from it."""
         return self.uncompressed_bytes if self.compressor is None else self.cache.report().resident_bytes
-
-    @property
-    def held(self) -> str:
-        """Bytes of the cache, and of what all caches of its compressor share."""
-        if self.compressor is None:
-            return f"{self.uncompressed_bytes:,} bytes"
-        report = self.cache.report()
-        shared = report.resident_bytes - report.cache_bytes
-        return f"{report.cache_bytes:,} bytes, and {shared:,} that all caches share"
 
 
 def chat(
@@ -68,8 +58,11 @@ def chat(
             talk.answer(said, max_new_tokens, streamer=streamer)
         except DataError as error:
             return write(str(error))
-        length, uncompressed = talk.cache.get_seq_length(), talk.uncompressed_bytes
-        write(f"[{length:,} tokens: {talk.held}; uncompressed in 16 bits {uncompressed:,}]")
+        held, length = f"{talk.uncompressed_bytes:,} bytes", talk.cache.get_seq_length()
+        if compressor is not None:
+            own = talk.cache.report().cache_bytes
+            held = f"{own:,} bytes, and {talk.resident_bytes - own:,} that all caches share"
+        write(f"[{length:,} tokens: {held}; uncompressed in 16 bits {talk.uncompressed_bytes:,}]")
 
 
 def _asked(read: Callable[[str], str]) -> str:
@@ -79,14 +72,14 @@ def _asked(read: Callable[[str], str]) -> str:
         return ""
 
 
-def turn_tokens(tokenizer, said: str, before: Tensor = NOTHING) -> Tensor:
-    """Tokens (1, n) of a user's turn, after a conversation that ends with an answer."""
-    first = not before.shape[1]
+def turn_tokens(tokenizer, said: str, before: Tensor | None = None) -> Tensor:
+    """Encode a user's turn as tokens (1, n), after a conversation that ends with an answer."""
+    first = before is None or not before.shape[1]
     if tokenizer.chat_template is None:
         return tokenizer(said if first else f"\n{said}", add_special_tokens=first, return_tensors="pt").input_ids
     earlier = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
     messages = [*([] if first else earlier), {"role": "user", "content": said}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(MARK)[-1]
-    if not first and before[0, -1] == tokenizer.eos_token_id:  # the answer has ended itself
+    if before is not None and not first and before[0, -1] == tokenizer.eos_token_id:  # the answer has ended itself
         text = text.removeprefix(tokenizer.eos_token)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
