@@ -6,7 +6,7 @@ import pytest
 
 import vqkv
 from vqkv import presets
-from vqkv.data.facts import FactsTask
+from vqkv.data.facts import facts_batch
 from vqkv.evaluation.evaluate import evaluate
 from vqkv.evaluation.exact import ExactPass
 from vqkv.study.experiments.common import answered
@@ -38,7 +38,7 @@ def test_it_knows_a_capital_and_generates_from_a_compressed_cache(loaded, train)
 
 def test_facts_are_told_by_an_exact_cache_and_lost_by_two_bit_codes(loaded, train):
     model, tokenizer = loaded
-    batch = FactsTask(tokenizer).episodes(8, vqkv.load_corpus("prose", tokenizer, "validation", 388, 1), 388, seed=0)
+    batch = facts_batch(tokenizer, 8, vqkv.load_corpus("prose", tokenizer, "validation", 388, 1), 388, seed=0)
     quanto = vqkv.calibrate(model, train[:1], presets.quanto(2), progress=False)
     assert answered(model, None, batch).sum() >= 7 and answered(model, quanto, batch).sum() <= 2
 

@@ -26,7 +26,7 @@ ERRORS = {  # what extras bring
     "from vqkv.study.peers import TransformersQuantized as peer; peer('quanto')": "peers",
     "import vqkv.evaluation.harness": "peers",
     "import vqkv; vqkv.load_corpus('wikitext', vqkv.load_model('vqkv/llama-mini')[1])": "study",
-    "import vqkv.data.splitting": "dev",
+    "import vqkv.reference.splitting": "dev",
 }
 
 

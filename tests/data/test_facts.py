@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vqkv
-from vqkv.data.facts import DIGITS, FactsTask, all_right
+from vqkv.data.facts import DIGITS, all_right, facts_batch
 from vqkv.errors import DataError
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -24,7 +24,7 @@ def text(tokenizer):
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_answers_stand_in_the_text(tokenizer, text, count, template, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    batch = FactsTask(tokenizer).episodes(count, text, 500, seed=5)
+    batch = facts_batch(tokenizer, count, text, 500, seed=5)
     assert batch.tokens.shape == batch.question.shape and not batch.question[:, :500].any() and batch.text_len == 500
     for tokens, question in zip(batch.tokens, batch.question):
         assert sorted(question[question > 0].unique().tolist()) == list(range(1, count + 1))
@@ -40,12 +40,12 @@ def test_answers_stand_in_the_text(tokenizer, text, count, template, monkeypatch
 
 
 def test_the_same_seed_hides_the_same_facts(tokenizer, text):
-    first, again, other = (FactsTask(tokenizer).episodes(4, text, 500, seed) for seed in (1, 1, 2))
+    first, again, other = (facts_batch(tokenizer, 4, text, 500, seed) for seed in (1, 1, 2))
     assert torch.equal(first.tokens, again.tokens) and not torch.equal(first.tokens, other.tokens)
 
 
 def test_an_answer_is_right_where_all_its_tokens_are(tokenizer, text):
-    batch = FactsTask(tokenizer).episodes(3, text, 600, seed=0)
+    batch = facts_batch(tokenizer, 3, text, 600, seed=0)
     right = torch.ones(int((batch.question > 0).sum()))
     assert all_right(batch, right).all() and all_right(batch, right).shape == (3, 3)
     marked = (batch.question > 0).nonzero()
@@ -54,10 +54,6 @@ def test_an_answer_is_right_where_all_its_tokens_are(tokenizer, text):
     assert all_right(batch, right).tolist() == [[True] * 3, [True, False, True], [True] * 3]
 
 
-def test_what_does_not_fit_is_refused(tokenizer, text):
+def test_facts_that_leave_no_room_for_text_are_refused(tokenizer, text):
     with pytest.raises(DataError, match="8 facts take [0-9]+ of 120 tokens: hide fewer"):
-        FactsTask(tokenizer).episodes(8, text, 120, seed=0)
-    with pytest.raises(DataError, match="100 tokens of text, but [0-9]+ are to stand between facts: draw more"):
-        FactsTask(tokenizer).episodes(1, torch.full((1, 100), 300), 500, seed=0)
-    with pytest.raises(DataError, match="num_facts 0 must be from 1 to"):
-        FactsTask(tokenizer).episodes(0, text, 500, seed=0)
+        facts_batch(tokenizer, 8, text, 120, seed=0)

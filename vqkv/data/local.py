@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqkv.data.splits import dealt
+from vqkv.data.bundled import dealt
 from vqkv.errors import DataError
 
 PIECE = 8_000  # characters of a local text that count as one document
@@ -19,13 +19,13 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
     path = Path(name).expanduser()
     if path.is_file():
         return [(path.name, path)]
-    if path.suffix in TEXT_SUFFIXES and not path.exists():
-        raise DataError(f"there is no file {name!r}")
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
             raise DataError(f"folder {name!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
         return [(str(p.relative_to(path)), p) for p in files]
+    if path.suffix in TEXT_SUFFIXES:
+        raise DataError(f"there is no file {name!r}")
     return None
 
 
@@ -53,14 +53,16 @@ def _pieces(path: Path, parts: int) -> Iterator[tuple[int, str]]:
     about ``PIECE`` characters each, to the end of a line where lines are not longer."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except ValueError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    if path.suffix == ".jsonl":
-        rows = [(number, _row(path, number, row)) for number, row in enumerate(text.split("\n"), 1) if row.strip()]
-        if len(rows) != 1:
-            yield from rows
-            return
-        text = rows[0][1]
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if path.suffix == ".jsonl" and line.strip()]
+        rows = [(number, json.loads(line)["text"] + "") for number, line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not UTF-8 text, or has lines that are no JSON objects with a string 'text' field: {error!r}"
+        ) from error
+    if len(rows) > 1:
+        yield from rows
+        return
+    text = rows[0][1] if rows else text
     size = min(PIECE, max(1, len(text) // parts)) if parts > 1 else PIECE
     number, piece = 0, ""
     for line in text.splitlines(keepends=True):
@@ -70,12 +72,3 @@ def _pieces(path: Path, parts: int) -> Iterator[tuple[int, str]]:
                 yield number, piece
                 number, piece = number + 1, ""
     yield number, piece
-
-
-def _row(path: Path, number: int, row: str) -> str:
-    try:
-        return json.loads(row)["text"] + ""
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}, line {number}: each line must be a JSON object with a 'text' field that is a string ({error!r})"
-        ) from error
