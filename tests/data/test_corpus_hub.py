@@ -19,7 +19,8 @@ from vqkv.reference.data import TOKENIZER_DIR
 
 # Seconds after each reading of several files, so that a process does not end before Arrow's threads: tests go on.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
-WORDS = "the of and a key value cache codebook vector layer attention error größe naïve 1999 @-@ ( ) , . ;".split()
+TEXT = "the of and a key value cache codebook vector layer attention error größe naïve 1999 @-@ ( ) , . ;"
+WORDS = TEXT.split(" ")
 
 
 @pytest.fixture(autouse=True)
