@@ -18,12 +18,12 @@ NAMES = {
 }  # fmt: skip
 
 
-def write(path, architecture: str = "llama", tokenizer: bool = True) -> LlamaForCausalLM:
+def write(path) -> LlamaForCausalLM:
     """Write a random Llama to ``path`` with matrices in Q8_0; return it."""
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     model = LlamaForCausalLM(CONFIG)
-    out = GGUFWriter(path, architecture)
+    out = GGUFWriter(path, "llama")
     out.add_context_length(CONFIG.max_position_embeddings)
     out.add_embedding_length(CONFIG.hidden_size)
     out.add_block_count(CONFIG.num_hidden_layers)
@@ -33,8 +33,7 @@ def write(path, architecture: str = "llama", tokenizer: bool = True) -> LlamaFor
     out.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
     out.add_rope_freq_base(10000.0)
     out.add_vocab_size(CONFIG.vocab_size)
-    if tokenizer:
-        _add_tokenizer(out)
+    _add_tokenizer(out)
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight":
             data = _permuted(name, weight.numpy())

@@ -1,5 +1,6 @@
 """vqkv: ways to store a KV cache, on one harness, under one byte meter."""
 
+import sys
 import warnings
 from importlib import import_module
 from importlib.metadata import version
@@ -46,3 +47,7 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "presets"})
+
+
+if "transformers.modeling_utils" in sys.modules:
+    import_module("vqkv.cache.packed_attention")

@@ -20,10 +20,11 @@ def projected(model, tokens):
     """Keys before RoPE and values as the projections make them: two lists over layers."""
     made, handles = {}, []
     for source in kv_sources(model):
-        for role, (module, part) in enumerate(source.sides):
+        sides = ((source.key_module, source.key_part), (source.value_module, source.value_part))
+        for role, (module, part) in enumerate(sides):
 
-            def keep(module, args, output, place=(role, source.layer_idx), source=source, part=part):
-                made[place] = source.heads(output, part)
+            def keep(module, args, output, slot=(role, source.layer_idx), source=source, part=part):
+                made[slot] = source.heads(output, part)
 
             handles.append(module.register_forward_hook(keep))
     model(tokens)

@@ -2,7 +2,6 @@
 
 import hashlib
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vqkv.errors import DataError
 from vqkv.runtime.files import raw_bytes, tensors_sha256
 
 # Of adapters (peft): which act, and whether they are merged into the weights.
@@ -31,12 +29,12 @@ def identity(model) -> str:
     Only weights whose ``stamp`` changed are read again. Writes past torch's version counters (through ``.data``, or
     into weights made in inference mode) are noticed if they change a sampled element; those into weights that a device
     map keeps elsewhere are not."""
-    before, now = _digests.get(model, {}), dict[tuple, str]()
     weights, state = _ask(model)
+    before, digests = _digests.get(model, {}), dict[tuple, str]()
     for mark, module, name, x in weights:
-        now[mark] = before.get(mark) or now.get(mark) or _digest(module, name, x)
-    _digests[model] = now
-    return hashlib.sha256(repr([state, [now[mark] for mark, *_ in weights]]).encode()).hexdigest()[:16]
+        digests[mark] = before.get(mark) or digests.get(mark) or _digest(module, name, x)
+    _digests[model] = digests
+    return hashlib.sha256(repr([state, [digests[mark] for mark, *_ in weights]]).encode()).hexdigest()[:16]
 
 
 def stamp(model) -> int:
@@ -63,30 +61,15 @@ def fetched(module: nn.Module):
 @torch.no_grad()
 def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
     """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
-    modules = [*model.modules()]
+    modules, weights = [*model.modules()], []
     _switched[model] = [weakref.ref(module) for module in modules if not SWITCHES.isdisjoint(vars(module))]
-    held = [(number, module, name, x) for number, module in enumerate(modules) for name, x in _held(module)]
-    samples, weights = _samples([x for *_, x in held if not (x.is_meta or x.is_quantized)]), []
-    for number, module, name, x in held:
-        version = None if x.is_inference() else x._version
-        mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, samples.get(id(x)))
-        weights.append((mark, module, name, x))
+    for number, module in enumerate(modules):
+        for name, x in _held(module):
+            version = None if x.is_inference() else x._version
+            mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, _sample(x))
+            weights.append((mark, module, name, x))
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     return weights, [rope, *(entry for module in modules for entry in _state(module, FACTORS))]
-
-
-def _digest(module: nn.Module, name: str, x: Tensor) -> str:
-    """The sha256 of a weight, fetched from where a device map keeps it."""
-    with fetched(module):
-        here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
-        return tensors_sha256(("", part) for part in here)
-
-
-def _state(module: nn.Module, names: set[str]) -> list:
-    """Attributes of plain values, a name as a list of one: others' text may be an address."""
-    kept = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
-    plain = (bool, int, float, str, list, tuple, dict)
-    return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -97,11 +80,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         boxes = [vars(module), *(x for x in vars(module).values() if isinstance(x, dict) and x)]
     for box in boxes:
         for name, x in box.items():
-            if isinstance(x, torch.ScriptObject):
-                raise DataError(
-                    f"{type(module).__name__} packs its weights where they cannot be read: quantize the model with "
-                    "torchao, quanto or bitsandbytes"
-                )
             if isinstance(x, Tensor) and not (changing and name == "inv_freq"):
                 yield from ((name, part) for part in _parts(x))
 
@@ -115,14 +93,23 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _samples(weights: list[Tensor]) -> dict[int, bytes]:
-    """A few elements of each, by id; all of a type and device are read at once."""
-    alike, samples = defaultdict[tuple, list[Tensor]](list), dict[int, bytes]()
-    for x in filter(Tensor.numel, weights):
-        alike[x.dtype, x.device].append(x)
-    for (dtype, _), group in alike.items():
-        flat = (x if x.is_contiguous() else x.flatten() for x in group)
-        data = bytes(raw_bytes(torch.cat([x.as_strided((SAMPLES,), (x.numel() // SAMPLES,)) for x in flat])))
-        size = SAMPLES * dtype.itemsize
-        samples |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
-    return samples
+def _sample(x: Tensor) -> bytes:
+    """A few elements."""
+    if x.is_quantized or not x.numel():
+        return b""
+    flat = x if x.is_contiguous() else x.flatten()
+    return bytes(raw_bytes(flat.as_strided((SAMPLES,), (x.numel() // SAMPLES,))))
+
+
+def _state(module: nn.Module, names: set[str]) -> list:
+    """Attributes of plain values, a name as a list of one: others' text may be an address."""
+    kept = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
+    plain = (bool, int, float, str, list, tuple, dict)
+    return [(name, [x] if isinstance(x, str) else x) for name, x in kept if isinstance(x, plain)]
+
+
+def _digest(module: nn.Module, name: str, x: Tensor) -> str:
+    """The sha256 of a weight, fetched from where a device map keeps it."""
+    with fetched(module):
+        here = [part for own, part in _held(module) if own == name] if x.is_meta else [x]
+        return tensors_sha256(("", part) for part in here)
