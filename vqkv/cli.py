@@ -124,6 +124,7 @@ def evaluate(
     it; print JSON rows."""
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
     fitted = vqkv.Compressor.from_pretrained(compressor) if compressor or not task else None
+    rows: list[dict] | dict
     if task:
         from vqkv.evaluation.harness import run_tasks
 
