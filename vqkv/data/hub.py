@@ -12,16 +12,15 @@ from vqkv.errors import DataError, UnknownNameError
 
 BUFFER = 256  # documents of several files, of which the next one is drawn
 REMEDY = (
-    "Check the spelling and the network; a private or gated data set needs access and `hf auth login`. A process that "
-    "is offline (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE) can use a local copy, NAME@FOLDER: parquet or jsonl files, named "
-    "by split (train-..., test-...)"
+    "Check the spelling and the network; a gated data set needs `hf auth login`. A process that is offline "
+    "(HF_HUB_OFFLINE) can use a local copy, NAME@FOLDER: parquet or jsonl files, named by split (train-..., test-...)"
 )
 
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """Where a data set lies (``path``, ``config``; or ``folder``, in the same layout), the ``packing`` of its column
-    ``text`` (``windows.PACKINGS``). ``files``: JSON lines to be read, where its own loader is a script."""
+    """A data set (``path``, ``config``; or a ``folder`` in the same layout), and the ``packing`` of its column ``text``
+    (``windows.PACKINGS``). ``files``: JSON lines to be read, where its own loader is a script."""
 
     name: str
     path: str
