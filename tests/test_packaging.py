@@ -53,13 +53,13 @@ def test_every_extra_is_installed_by_conda_and_make_and_a_package_is_listed_once
 
 def test_the_core_is_what_the_library_imports():
     """Complete and minimal; what an extra brings is imported under a guard that names it, see ``test_wheel``."""
-    known, found = packages_distributions(), set()
+    distributions, imports = packages_distributions(), set()
     for path in (ROOT / "vqkv").rglob("*.py"):
         if "study" not in path.parts:
-            found |= {known[name][0] for name in _imported(path) - sys.stdlib_module_names - {"vqkv"}}
+            imports |= {distributions[name][0] for name in _imported(path) - sys.stdlib_module_names - {"vqkv"}}
     core = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     guarded = {"datasets", "datasketch", "hqq", "lm-eval"}
-    assert {canonicalize_name(name) for name in found} - guarded == core
+    assert {canonicalize_name(name) for name in imports} - guarded == core
 
 
 def _imported(path: Path) -> set[str]:

@@ -46,8 +46,8 @@ def what_to_use(table: pd.DataFrame, budgets: list[float]) -> pd.DataFrame:
         (system, nominal), loss = fits.idxmin(), f"{fits.min():.2g}" if fits.min() > floor else "at the fp16 floor"
         return f"{system}, {nominal:g} bits: {loss}" if nominal else f"{system}: {loss}"
 
-    found = {name: [least(groups[f"bits_{name}_x1"].max(), budget) for budget in budgets] for name in CONTEXTS}
-    return pd.DataFrame(found, index=budgets)
+    cells = {name: [least(groups[f"bits_{name}_x1"].max(), budget) for budget in budgets] for name in CONTEXTS}
+    return pd.DataFrame(cells, index=budgets)
 
 
 def test_the_table_of_what_to_use_is_the_committed_one():

@@ -99,9 +99,9 @@ def wide(name: str):
 def build(model_type: str):
     """A model of this type with random weights. Raises whatever its configuration has against being small."""
     config_class, own = CONFIG_MAPPING[model_type], OWN.get(model_type, {})
-    known = config_class().to_dict()
-    latent = {"num_key_value_heads": 4, "head_dim": 8} if "kv_lora_rank" in known else {}  # all heads' come of one
-    config = config_class(**{name: value for name, value in (SMALL | latent).items() if name in known} | own)
+    defaults = config_class().to_dict()
+    latent = {"num_key_value_heads": 4, "head_dim": 8} if "kv_lora_rank" in defaults else {}  # all heads' come of one
+    config = config_class(**{name: value for name, value in (SMALL | latent).items() if name in defaults} | own)
     with torch.device("meta"):  # as some parts keep billions of parameters whatever is asked for
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > 5e6:

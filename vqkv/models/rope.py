@@ -138,7 +138,7 @@ def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
 
 def _pairs(keys_at: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
     """Channels that rotate together: what one gains in energy, the other loses, for every token and position. Changes
-    are held against the energy of the channels themselves: beside a large bias all others would pass for still."""
+    are compared with the energy of the channels themselves: next to a large bias all others would seem still."""
     noise = NOISE[keys_at[0].element_size()]
     still, *moved = (x.double().cpu() for _, x in sorted(keys_at.items()))
     energy = still.square().mean(dim=(0, 1))
