@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "vqkv"
@@ -23,6 +24,7 @@ MODULES = {
 }
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
     modules = set()

@@ -58,7 +58,7 @@ REFUSED = {
     "python": (DataError, "need at least 2 tokens", {"seq_len": 1}),
     "python-stdlib": (UnknownNameError, "unknown split 'valid'", {"split": "valid"}),
     "short.txt": (DataError, "holds only 0 windows", {}),
-    "other.jsonl": (DataError, "'text' field", {}),
+    "other.jsonl": (DataError, "line 1 is no JSON object", {}),
     "empty": (DataError, "no text file", {}),
     "missing.txt": (DataError, "there is no file 'missing.txt'", {}),
     "bytes.txt": (DataError, "is not UTF-8 text", {}),

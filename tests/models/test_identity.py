@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from vqkv import DataError, calibrate, capture, evaluate, load_model, presets
 from vqkv.calibration.finetune import finetune
@@ -71,7 +72,11 @@ def test_weights_are_read_once_and_all_of_them(llama, monkeypatch):
 
 @pytest.fixture(scope="module")
 def spread(llama_folder, tmp_path_factory):
-    model, _ = load_model(llama_folder, device=PLACES, offload_folder=str(tmp_path_factory.mktemp("offload")))
+    offload = str(tmp_path_factory.mktemp("offload"))
+    model = AutoModelForCausalLM.from_pretrained(
+        llama_folder, dtype=torch.float32, device_map=PLACES, offload_folder=offload
+    ).eval()
+    model.vqkv_name = llama_folder
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"}
     return model
 

@@ -53,16 +53,14 @@ def _pieces(path: Path, parts: int) -> Iterator[tuple[int, str]]:
     about ``PIECE`` characters each, to the end of a line where lines are not longer."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if path.suffix == ".jsonl" and line.strip()]
-        rows = [(number, json.loads(line)["text"] + "") for number, line in lines]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not UTF-8 text, or has lines that are no JSON objects with a string 'text' field: {error!r}"
-        ) from error
-    if len(rows) > 1:
-        yield from rows
-        return
-    text = rows[0][1] if rows else text
+    except ValueError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    if path.suffix == ".jsonl":
+        rows = [(number, _row(path, number, row)) for number, row in enumerate(text.split("\n"), 1) if row.strip()]
+        if len(rows) != 1:
+            yield from rows
+            return
+        text = rows[0][1]
     size = min(PIECE, max(1, len(text) // parts)) if parts > 1 else PIECE
     number, piece = 0, ""
     for line in text.splitlines(keepends=True):
@@ -72,3 +70,10 @@ def _pieces(path: Path, parts: int) -> Iterator[tuple[int, str]]:
                 yield number, piece
                 number, piece = number + 1, ""
     yield number, piece
+
+
+def _row(path: Path, number: int, row: str) -> str:
+    try:
+        return json.loads(row)["text"] + ""
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}, line {number} is no JSON object with a string 'text' ({error!r})") from error

@@ -23,37 +23,29 @@ BUNDLED = {f"vqkv/{name}": Path(__file__).parent.parent / "reference" / name for
 KNOWN_CONFIGS: dict[str, dict] = json.loads((Path(__file__).parent / "known_configs.json").read_text())
 
 
-def load_model(
-    name: str,
-    dtype: torch.dtype | str | None = None,
-    device: str | dict = "cpu",
-    trust_remote_code: bool = False,
-    offload_folder: str | None = None,
-):
+def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu"):
     """Load ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name: (model, tokenizer).
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
-    device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,
-    ``balanced_low_0``, ``sequential``, or a dict. Only safetensors weights are read, and no code that comes with a
-    model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
+    device map of ``accelerate``: ``auto`` (all cards, then main memory), ``balanced``, ``balanced_low_0`` or
+    ``sequential``. Only safetensors weights are read, and no code that comes with a model is run: what wants another
+    option, load with transformers. Raises ``UnknownNameError`` when nothing of that name can be loaded.
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
-    device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
+    device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
     dtype = dtype or (torch.float32 if on_cpu else "auto")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # which would end up in a notebook's output
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         loaders = (AutoModelForCausalLM, AutoModelForImageTextToText)
         loader = next((each for each in loaders if type(config) in each._model_mapping), AutoModelForCausalLM)
         model, info = loader.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, offload_folder=offload_folder,
-            trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, output_loading_info=True
+        )
         if info["missing_keys"]:
             raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
         model = model.to(device) if device_map is None else model
