@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     """A random Llama with 3 layers of 2 KV heads of 32 channels."""
     import small_models
@@ -52,7 +52,7 @@ def codecs():
     return codec_zoo.fitted_codecs()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer():
     """That of the bundled models."""
     from transformers import PreTrainedTokenizerFast

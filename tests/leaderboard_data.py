@@ -10,70 +10,49 @@ from datasets import Dataset
 WORDS = ["red", "green", "large", "quick", "slow", "river", "stone", "cloud", "engine", "garden", "winter", "letter"]
 
 
-def write(folder: Path, docs: int = 30) -> None:
-    """Every data set of the suites that lm_eval would fetch."""
+DOCS = 30
+SPLITS = {
+    "allenai/ai2_arc/ARC-Challenge": ("train", "validation", "test"),
+    "Rowan/hellaswag/default": ("train", "validation"),
+    "cais/mmlu/anatomy": ("dev", "validation", "test"),
+    "truthfulqa/truthful_qa/multiple_choice": ("validation",),
+    "allenai/winogrande/winogrande_xl": ("train", "validation"),
+    "openai/gsm8k/main": ("train", "test"),
+    "EleutherAI/wikitext_document_level/wikitext-2-raw-v1": ("train", "validation", "test"),
+}
+
+
+def write(folder: Path) -> None:
+    """Write every data set of the suites that lm_eval would fetch, with a README that names its splits as the hub's."""
     rng = random.Random(0)
-    for (path, config), splits in _sets(rng, docs).items():
-        for split, rows in splits.items():
-            target = folder / path / (config or "default") / f"{split}.jsonl"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            Dataset.from_list(rows).to_json(target)
-    for path in {path for path, _ in _sets(rng, docs)}:
-        _write_card(folder / path)
+    for name, splits in SPLITS.items():
+        path, config = name.rsplit("/", 1)
+        for split in splits:
+            rows = Dataset.from_list([_row(path, i, rng) for i in range(DOCS)])
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            rows.to_json(folder / name / f"{split}.jsonl")
+        files = [{"split": split, "path": f"{config}/{split}.jsonl"} for split in splits]
+        card = {"configs": [{"config_name": config, "data_files": files}]}
+        (folder / path / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
 
 
-def _write_card(folder: Path) -> None:
-    """A README that names configurations and splits, as those on the hub."""
-    configs = [
-        {
-            "config_name": config.name,
-            "data_files": [{"split": file.stem, "path": f"{config.name}/{file.name}"} for file in config.iterdir()],
-        }
-        for config in sorted(folder.iterdir())
-    ]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
-
-
-def _sets(rng: random.Random, docs: int) -> dict:
-    def rows(make):
-        return [make(i) for i in range(docs)]
-
+def _row(path: str, i: int, rng: random.Random) -> dict:
     def sentence(words=8):
         return " ".join(rng.choices(WORDS, k=words))
 
-    def arc(i):
-        choices = {"text": [sentence(3) for _ in range(4)], "label": list("ABCD")}
-        return {"id": str(i), "question": sentence() + "?", "choices": choices, "answerKey": rng.choice("ABCD")}
-
-    def hellaswag(i):
-        about = {"ind": i, "activity_label": "Gardening", "ctx_a": sentence(), "ctx_b": "he", "ctx": sentence()}
-        return about | {"endings": [sentence(5) for _ in range(4)], "label": str(rng.randrange(4))}
-
-    def mmlu(i):
-        return {"question": sentence() + "?", "choices": [sentence(2) for _ in range(4)], "answer": rng.randrange(4)}
-
-    def truthfulqa(i):
-        one = {"choices": [sentence(4) for _ in range(4)], "labels": [1, 0, 0, 0]}
-        many = {"choices": [sentence(4) for _ in range(5)], "labels": [1, 1, 0, 0, 0]}
-        return {"question": sentence() + "?", "mc1_targets": one, "mc2_targets": many}
-
-    def winogrande(i):
-        text = f"{sentence(3)} because _ {sentence(3)}"
-        return {"sentence": text, "option1": "river", "option2": "stone", "answer": rng.choice("12")}
-
-    def gsm8k(i):
-        a, b = rng.randrange(50), rng.randrange(50)
-        return {"question": f"What is {a} and {b} together?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>\n#### {a + b}"}
-
+    a, b = rng.randrange(50), rng.randrange(50)
+    answers, labels = [sentence(4) for _ in range(4)], [1, 0, 0, 0]
+    about = {"ind": i, "activity_label": "Gardening", "ctx_a": sentence(), "ctx_b": "he", "ctx": sentence()}
+    question = {"question": sentence() + "?"}
     return {
-        ("allenai/ai2_arc", "ARC-Challenge"): {split: rows(arc) for split in ("train", "validation", "test")},
-        ("Rowan/hellaswag", None): {split: rows(hellaswag) for split in ("train", "validation")},
-        ("cais/mmlu", "anatomy"): {split: rows(mmlu) for split in ("dev", "validation", "test")},
-        ("truthfulqa/truthful_qa", "multiple_choice"): {"validation": rows(truthfulqa)},
-        ("allenai/winogrande", "winogrande_xl"): {split: rows(winogrande) for split in ("train", "validation")},
-        ("openai/gsm8k", "main"): {split: rows(gsm8k) for split in ("train", "test")},
-        ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"): {
-            split: rows(lambda i: {"page": f" = {sentence(2)} = \n\n {sentence(90)} . \n"})
-            for split in ("train", "validation", "test")
-        },
-    }
+        "allenai/ai2_arc": question
+        | {"id": str(i), "choices": {"text": answers, "label": list("ABCD")}, "answerKey": rng.choice("ABCD")},
+        "Rowan/hellaswag": about | {"endings": answers, "label": str(rng.randrange(4))},
+        "cais/mmlu": question | {"choices": answers, "answer": rng.randrange(4)},
+        "truthfulqa/truthful_qa": question
+        | {f"{kind}_targets": {"choices": answers, "labels": labels} for kind in ("mc1", "mc2")},
+        "allenai/winogrande": {"sentence": f"{sentence(3)} because _ {sentence(3)}", "answer": rng.choice("12")}
+        | {"option1": "river", "option2": "stone"},
+        "openai/gsm8k": {"question": f"What is {a} and {b}?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>\n#### {a + b}"},
+        "EleutherAI/wikitext_document_level": {"page": f" = {sentence(2)} = \n\n {sentence(90)} . \n"},
+    }[path]

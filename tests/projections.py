@@ -8,11 +8,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class KVSource:
-    """The modules whose outputs are one layer's keys and values, before RoPE.
-
-    ``key_module``'s output holds the keys as (batch, seq_len, ...num_kv_heads * head_dim); in a fused projection
-    (GPT-2) both modules are the same and ``key_part`` / ``value_part`` say which of ``num_parts`` equal parts.
-    """
+    """The modules whose outputs are one layer's keys and values, before RoPE: (batch, seq_len, ...num_kv_heads *
+    head_dim). A fused projection (GPT-2) is both, and holds keys and values in two of ``num_parts`` equal parts."""
 
     layer_idx: int
     attention: nn.Module
@@ -24,11 +21,6 @@ class KVSource:
     value_part: int = 0
     num_parts: int = 1
 
-    @property
-    def sides(self) -> tuple[tuple[nn.Module, int], tuple[nn.Module, int]]:
-        """Module and part of the keys, and of the values."""
-        return (self.key_module, self.key_part), (self.value_module, self.value_part)
-
     def heads(self, output: torch.Tensor, part: int) -> torch.Tensor:
         """A projection's output -> (batch, num_kv_heads, seq_len, head_dim)."""
         batch, seq_len = output.shape[:2]
@@ -38,21 +30,15 @@ class KVSource:
 
 def kv_sources(model) -> list[KVSource]:
     """One ``KVSource`` per decoder layer, in layer order."""
-    found = [source for module in model.modules() if (source := _kv_source(module)) is not None]
-    return sorted(found, key=lambda source: source.layer_idx)
+    sources = [source for module in model.modules() if (source := _kv_source(module)) is not None]
+    return sorted(sources, key=lambda source: source.layer_idx)
 
 
 def _kv_source(module: nn.Module) -> KVSource | None:
-    if isinstance(getattr(module, "k_proj", None), nn.Module) and isinstance(
-        getattr(module, "v_proj", None), nn.Module
-    ):
-        if not hasattr(module, "layer_idx") or not hasattr(module, "head_dim"):
-            return None
-        head_dim = module.head_dim
+    if hasattr(module, "k_proj") and hasattr(module, "head_dim"):
         key = getattr(module, "k_norm", None) or module.k_proj
-        width = module.v_proj.weight.shape[0]
-        return KVSource(module.layer_idx, module, key, module.v_proj, width // head_dim, head_dim)
-    fused = getattr(module, "c_attn", None)
-    if isinstance(fused, nn.Module) and not getattr(module, "is_cross_attention", False):
+        heads = module.v_proj.weight.shape[0] // module.head_dim
+        return KVSource(module.layer_idx, module, key, module.v_proj, heads, module.head_dim)
+    if fused := getattr(module, "c_attn", None):
         return KVSource(module.layer_idx, module, fused, fused, module.num_heads, module.head_dim, 1, 2, 3)
     return None

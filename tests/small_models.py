@@ -1,71 +1,37 @@
 """Small random checkpoints of real architectures, saved to a folder and loaded back as a user's own model would be."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GlmConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from vqkv.models.load import load_model
 from vqkv.reference.data import TOKENIZER_DIR
 
-COMMON = {
-    "vocab_size": 4096,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SPECIAL = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0}
+LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256, "pad_token_id": 0} | SPECIAL
+WIDE = LAYERS | {"hidden_size": 128, "intermediate_size": 64, "num_key_value_heads": 2}
+COMMON = WIDE | {"hidden_size": 48, "head_dim": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+GPT2 = SPECIAL | {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256}
+LATER = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**COMMON),
-    "llama-yarn": lambda: LlamaConfig(**COMMON, rope_parameters=YARN),
-    "mistral": lambda: MistralConfig(**COMMON, sliding_window=None),
-    "glm": lambda: GlmConfig(**COMMON),
-    "gemma": lambda: GemmaConfig(**COMMON),
-    "qwen2": lambda: Qwen2Config(**{k: v for k, v in COMMON.items() if k != "head_dim"} | {"hidden_size": 128}),
-    "qwen3": lambda: Qwen3Config(**COMMON),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=4096, n_embd=128, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
-    ),
-    "opt": lambda: OPTConfig(
-        vocab_size=4096,
-        hidden_size=128,
-        word_embed_proj_dim=128,
-        ffn_dim=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    ),
+    "llama": partial(CONFIG_MAPPING["llama"], **COMMON),
+    "llama-yarn": partial(CONFIG_MAPPING["llama"], **COMMON, rope_parameters=YARN),
+    "mistral": partial(CONFIG_MAPPING["mistral"], **COMMON, sliding_window=None),
+    "glm": partial(CONFIG_MAPPING["glm"], **COMMON),
+    "gemma": partial(CONFIG_MAPPING["gemma"], **COMMON),
+    "qwen2": partial(CONFIG_MAPPING["qwen2"], **WIDE),
+    "qwen3": partial(CONFIG_MAPPING["qwen3"], **COMMON),
+    "gpt2": partial(CONFIG_MAPPING["gpt2"], **GPT2),
+    "opt": partial(CONFIG_MAPPING["opt"], **LAYERS, hidden_size=128, word_embed_proj_dim=128, ffn_dim=128),
 }
 SLIDING = {
-    "mistral": lambda: MistralConfig(**COMMON, sliding_window=10),
-    "qwen2": lambda: Qwen2Config(
-        **{k: v for k, v in COMMON.items() if k != "head_dim"}
-        | {"hidden_size": 128, "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
-    ),
-    "gemma2": lambda: Gemma2Config(**COMMON, sliding_window=10),
-    "gemma3": lambda: Gemma3TextConfig(**COMMON, sliding_window=10, sliding_window_pattern=2),
+    "mistral": partial(CONFIG_MAPPING["mistral"], **COMMON, sliding_window=10),
+    "qwen2": partial(CONFIG_MAPPING["qwen2"], **WIDE | LATER),
+    "gemma2": partial(CONFIG_MAPPING["gemma2"], **COMMON, sliding_window=10),
+    "gemma3": partial(CONFIG_MAPPING["gemma3_text"], **COMMON, sliding_window=10, sliding_window_pattern=2),
 }
 
 

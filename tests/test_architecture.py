@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "vqkv"
@@ -23,9 +24,10 @@ MODULES = {
 }
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -34,8 +36,8 @@ def imported(path: Path) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
         for name in (name.removeprefix("vqkv.") for name in names if name.startswith("vqkv.")):
             if name in MODULES:
-                found.add(name)
-    return found
+                modules.add(name)
+    return modules
 
 
 def test_nothing_imports_from_a_higher_room():

@@ -12,8 +12,8 @@ from vqkv.cli import app
 SMALL = ["-p", "codebook_size=16", "-p", "num_quantizers=2", "--num-seqs", "2", "--seq-len", "128"]
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
+def run(*arguments, code=0, **options):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], **options)
     assert result.exit_code == code, result.output
     return result.output
 
@@ -29,9 +29,7 @@ def test_calibrate_says_how_long_before_it_begins_and_evaluate_prints_one_json_r
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["calibrate", "vqkv/llama-mni", "x"], "Did you mean 'vqkv/llama-mini'"),
         (["calibrate", "vqkv/llama-mini", "x", "--preset", "vqlm"], "Did you mean 'vqllm'"),
-        (["calibrate", "vqkv/llama-mini", "x", "-p", "codebooksize=2"], "codebook_size"),
         (["calibrate", "vqkv/llama-mini", "x", "-p", "codebook_size"], "name=value"),
         (["calibrate", "vqkv/llama-mini", __file__], "is a file"),
         (["evaluate", "vqkv/llama-mini", "nowhere"], "nowhere is no folder, and not on the hub"),
@@ -45,9 +43,8 @@ def test_bad_input_ends_with_its_message(arguments, message, tmp_path, monkeypat
 
 
 def test_chat_answers_until_an_empty_line():
-    arguments = ["chat", "vqkv/gpt2-mini", "--preset", "none", "--max-new-tokens", "4"]
-    result = CliRunner().invoke(app, arguments, input="def main\n\n")
-    assert result.exit_code == 0 and "uncompressed in 16 bits" in result.stdout
+    out = run("chat", "vqkv/gpt2-mini", "--preset", "none", "--max-new-tokens", "4", input="def main\n\n")
+    assert "uncompressed in 16 bits" in out
 
 
 def test_debug_shows_where_an_error_was_raised(tmp_path):

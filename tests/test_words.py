@@ -21,14 +21,14 @@ DIALECT = (
 
 def prose(text: str) -> list[str]:
     """The sentences of Markdown, without tables, headings, code and parentheses."""
-    text, found = re.sub(r"```.*?```", "", text, flags=re.DOTALL), []
+    text, sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL), []
     for block in re.split(r"\n\s*\n|\n(?=[-*|#] ?|\d+\. )", text):
         if block.strip().startswith(("|", "#")):
             continue
         block = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", block))
         block = re.sub(r"\([^()]*\)", "", re.sub(r"`[^`]*`", "x", block)).replace("**", "")
-        found += re.split(r"(?<=[.!?:;])[\"”]?\s+", " ".join(block.split()))
-    return found
+        sentences += re.split(r"(?<=[.!?:;])[\"”]?\s+", " ".join(block.split()))
+    return sentences
 
 
 def markdown(path: Path) -> str:
@@ -63,5 +63,5 @@ def test_pages_use_the_field_s_words(path):
 
 
 def test_docstrings_use_the_field_s_words():
-    found = {path: re.findall(rf"\b(?:{'|'.join(DIALECT)})", docstrings(path)) for path in MODULES}
-    assert not {path.name: words for path, words in found.items() if words}
+    words_of = {path: re.findall(rf"\b(?:{'|'.join(DIALECT)})", docstrings(path)) for path in MODULES}
+    assert not {path.name: words for path, words in words_of.items() if words}

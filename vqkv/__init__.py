@@ -3,7 +3,7 @@
 import sys
 import warnings
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -22,37 +22,31 @@ if TYPE_CHECKING:
 # transformers imports tqdm.auto, which would open every page with a warning that widgets are not installed.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
+__version__ = version("vqkv")
+__all__ = [
+    "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
+    "compressed", "evaluate", "load_corpus", "load_model", "recommend",
+]  # fmt: skip
 _MODULES = {  # imported when the name is first asked for: torch and transformers take seconds
     "CompressedCache": "cache.compressed", "Compressor": "cache.compressor", "calibrate": "calibration.calibrate",
     "capacity": "evaluation.recommend", "capture": "models.capture", "compressed": "cache.generating",
     "evaluate": "evaluation.evaluate", "load_corpus": "data.corpus", "load_model": "models.load",
     "recommend": "evaluation.recommend",
 }  # fmt: skip
-_PACKAGES = ("cache", "calibration", "codecs", "data", "evaluation", "kernels", "models", "presets", "runtime")
-
-try:
-    __version__ = version("vqkv")
-except PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0+unknown"
-
-__all__ = [
-    "CompressedCache", "Compressor", "DataError", "FormatError", "UnknownNameError", "calibrate", "capacity", "capture",
-    "compressed", "evaluate", "load_corpus", "load_model", "recommend",
-]  # fmt: skip
 
 
 def __getattr__(name: str):
-    if name in _PACKAGES:
-        return import_module(f"vqkv.{name}")
+    if name == "presets":
+        return import_module("vqkv.presets")
     if name not in _MODULES:
         raise AttributeError(f"module 'vqkv' has no attribute {name!r}")
     import_module("vqkv.cache.packed_attention")  # models can then be set to it
-    globals()[name] = found = getattr(import_module(f"vqkv.{_MODULES[name]}"), name)
-    return found
+    globals()[name] = attribute = getattr(import_module(f"vqkv.{_MODULES[name]}"), name)
+    return attribute
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, "presets"})
 
 
 if "transformers.modeling_utils" in sys.modules:

@@ -1,4 +1,4 @@
-"""``vqkv compare | chat | calibrate | evaluate | tasks | recommend``."""
+"""``vqkv compare | chat | calibrate | evaluate | recommend``."""
 
 import json
 import warnings
@@ -15,7 +15,7 @@ Corpus = Annotated[str, typer.Option(help="python, prose, local text, a data set
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: spread over all cards, then main memory")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16; default: fp32 on a CPU, else the checkpoint's")]
 Parameter = Annotated[list[str], typer.Option("-p", help="argument of the preset, name=value; repeatable")]
-SUITES = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
+TASKS = "a suite (local, old-leaderboard, longbench, ruler, wikitext) or a task of lm_eval; repeatable"
 
 
 class Commands(typer.core.TyperGroup):
@@ -56,7 +56,7 @@ def compare(
     device: Device = "cpu",
     dtype: Dtype = "",
 ) -> None:
-    """Which cache for this model? Measure six ways to store it: bits, KL, facts, memory and time."""
+    """Measure six ways to store this model's cache: bits, KL, facts, memory and time. An interrupted run goes on."""
     from vqkv.study.compare import SHOWN
     from vqkv.study.compare import compare as measure
 
@@ -98,16 +98,14 @@ def calibrate(
     corpus: Corpus = "python",
     num_seqs: int = 64,
     seq_len: int = 512,
-    seed: int = 0,
     device: Device = "cpu",
     dtype: Dtype = "",
-    batch_size: Annotated[int, typer.Option(help="sequences at a time")] = 8,
 ) -> None:
     """Fit a preset to a model, save the compressor, and print what it is."""
     out = out.resolve()
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    text = vqkv.load_corpus(corpus, tokenizer, "train", seq_len, num_seqs, seed)
-    compressor = _fitted(loaded, text, preset, parameter, corpus, batch_size)
+    text = vqkv.load_corpus(corpus, tokenizer, "train", seq_len, num_seqs)
+    compressor = _fitted(loaded, text, preset, parameter, corpus)
     compressor.save_pretrained(out)
     typer.echo(f"{compressor} -> {out}")
 
@@ -115,43 +113,29 @@ def calibrate(
 @app.command()
 def evaluate(
     model: Model,
-    compressor: Annotated[Path, typer.Argument(help="folder written by `vqkv calibrate`")],
-    protocol: Annotated[str, typer.Option(help="in_place, chunked or snapshot")] = "chunked",
+    compressor: Annotated[str, typer.Argument(help="folder written by `vqkv calibrate`; without it only tasks")] = "",
+    task: Annotated[list[str], typer.Option("--task", "-t", help=TASKS)] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first documents of each task")] = None,
+    protocol: Annotated[str, typer.Option(help="in_place, chunked or (not for tasks) snapshot")] = "chunked",
     chunk_size: Annotated[int, typer.Option(help="tokens fed at a time, for chunked")] = 32,
     corpus: Corpus = "python",
     num_seqs: int = 8,
     seq_len: int = 512,
-    seed: int = 0,
-    device: Device = "cpu",
-    dtype: Dtype = "",
-    batch_size: Annotated[int | None, typer.Option(help="sequences at a time")] = None,
-) -> None:
-    """Compare a model reading its compressed cache with itself reading everything exactly; print one JSON row."""
-    loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    text = vqkv.load_corpus(corpus, tokenizer, "test", seq_len, num_seqs, seed)
-    fitted = vqkv.Compressor.from_pretrained(compressor)
-    row = vqkv.evaluate(loaded, fitted, text, protocol, chunk_size=chunk_size, batch_size=batch_size)
-    typer.echo(json.dumps(row, indent=1))
-
-
-@app.command()
-def tasks(
-    model: Model,
-    compressor: Annotated[str, typer.Option(help="folder of a compressor; without it the cache stays as it is")] = "",
-    task: Annotated[list[str], typer.Option("--task", "-t", help=SUITES)] = ["local"],  # noqa: B006
-    num_fewshot: Annotated[int | None, typer.Option(help="examples in the prompt, not as the suite has")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="only the first documents of each task")] = None,
-    protocol: Annotated[str, typer.Option(help="in_place or chunked")] = "chunked",
-    chunk_size: int = 32,
     device: Device = "cpu",
     dtype: Dtype = "",
 ) -> None:
-    """Leaderboard tasks on a model reading its compressed cache; print JSON rows."""
-    from vqkv.evaluation.harness import run_tasks
-
+    """Compare a model reading its compressed cache with itself reading everything exactly, or run leaderboard tasks on
+    it; print JSON rows."""
     loaded, tokenizer = vqkv.load_model(model, dtype or None, device)
-    fitted = vqkv.Compressor.from_pretrained(compressor) if compressor else None
-    rows = run_tasks(loaded, tokenizer, fitted, task, num_fewshot, limit, protocol, chunk_size)
+    fitted = vqkv.Compressor.from_pretrained(compressor) if compressor or not task else None
+    rows: list[dict] | dict
+    if task:
+        from vqkv.evaluation.harness import run_tasks
+
+        rows = run_tasks(loaded, tokenizer, fitted, task, None, limit, protocol, chunk_size)
+    else:
+        text = vqkv.load_corpus(corpus, tokenizer, "test", seq_len, num_seqs)
+        rows = vqkv.evaluate(loaded, fitted, text, protocol, chunk_size=chunk_size)
     typer.echo(json.dumps(rows, indent=1))
 
 
@@ -162,24 +146,23 @@ def recommend(
     batch_size: Annotated[int, typer.Option(help="sequences that share the side information")] = 1,
     memory_gb: Annotated[float | None, typer.Option(help="GB of 10^9 bytes for weights and cache")] = None,
     ms_per_token: Annotated[float | None, typer.Option(help="that a step may take longer, on a CPU thread")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="also what does not fit, or is beaten")] = False,
 ) -> None:
     """Ways to store this model's cache, with what each lost on SmolLM2-135M. Only the model's config is read."""
     table = vqkv.recommend(model, context, batch_size, memory_gb, ms_per_token)
-    shown = table if everything else table[table["recommended"]].drop(columns="recommended")
+    shown = table[table["recommended"]].drop(columns="recommended")
     shown = shown.assign(preset=shown.pop("preset"))  # last, as it is long
     typer.echo(shown.to_string(index=False, float_format="{:.3g}".format) if len(shown) else "nothing fits")
-    typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours. --all shows every row.")
+    typer.echo("Losses are those of the model in measured_on: `vqkv compare` measures yours.")
 
 
-def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str, batch_size: int = 8):
-    """A compressor, after a line that says how long it will take."""
+def _fitted(model, tokens, preset: str, parameter: list[str], corpus: str):
+    """Fit a preset, after a line that says how long it will take."""
     from vqkv.calibration.effort import passes, seconds_per_token
 
     wanted = vqkv.presets.make(preset, **parse_assignments(parameter))
     minutes = passes(wanted.name) * seconds_per_token(model) * tokens.numel() / 60
     typer.echo(f"calibrating {preset} on {tokens.numel():,} tokens of {corpus}: about {minutes:.1g} minutes", err=True)
-    compressor = vqkv.calibrate(model, tokens, wanted, batch_size)
+    compressor = vqkv.calibrate(model, tokens, wanted)
     compressor.notes["corpus"] = corpus
     return compressor
 

@@ -6,14 +6,14 @@ import difflib
 class UnknownNameError(ValueError):
     """A model, corpus, preset, profile or parameter name that is not defined."""
 
-    def __init__(self, kind: str, name, known, remedy: str = ""):
-        super().__init__(kind, name, sorted(map(str, known)), remedy)  # so that it comes back from a worker process
+    def __init__(self, kind: str, name, defined, remedy: str = ""):
+        super().__init__(kind, name, sorted(map(str, defined)), remedy)  # so that it comes back from a worker process
 
     def __str__(self):
-        kind, name, known, remedy = self.args
-        close = difflib.get_close_matches(str(name), known, n=1)
+        kind, name, defined, remedy = self.args
+        close = difflib.get_close_matches(str(name), defined, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{' ' + remedy if remedy else ''}"
+        return f"unknown {kind} {name!r}.{hint} Known: {', '.join(defined)}.{' ' + remedy if remedy else ''}"
 
 
 class FormatError(ValueError):

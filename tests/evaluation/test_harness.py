@@ -178,7 +178,7 @@ def test_bad_arguments_are_named(small, mini):
 def test_tasks_command_gives_the_same_rows_each_time(small, tmp_path):
     model, _, fitted = small
     fitted.save_pretrained(tmp_path)
-    found = CliRunner().invoke(app, ["tasks", model.vqkv_name, "--compressor", str(tmp_path), "--limit", "1"])
+    found = CliRunner().invoke(app, ["evaluate", model.vqkv_name, str(tmp_path), "-t", "local", "--limit", "1"])
     rows = json.loads(found.stdout)
     assert rows == run_tasks(*load_model(model.vqkv_name), fitted, limit=1)
     assert {row["task"] for row in rows} == LOCAL.keys()

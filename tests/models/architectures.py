@@ -33,35 +33,22 @@ LOSSY = {
     "best (long)": presets.best(4.0, 1 << 20, 1, block=8),
 }
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width"), 64)
-LAYERS = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 4)
-HEADS = dict.fromkeys(
-    (
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "decoder_attention_heads",
-        "encoder_attention_heads",
-        "attention_heads",
-    ),
-    4,
-)
-MLPS = dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim"), 96) | {
-    "moe_intermediate_size": 32
-}
-EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+WIDTHS = ("hidden_size", "n_embd", "d_model", "lru_width")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+MLPS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 STATES = {
     "state_size": 8, "expand": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 16, "chunk_size": 16,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
-SMALL = WIDTHS | LAYERS | HEADS | MLPS | EXPERTS | LATENT | STATES | {
-    "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "sliding_window": 16, "attention_window_size": 16,
-    "encoder_layers": 4, "vocab_size": 128, "max_position_embeddings": 512, "n_positions": 512,
+SMALL = dict.fromkeys(WIDTHS, 64) | dict.fromkeys(MLPS, 96) | LATENT | STATES
+SMALL |= dict.fromkeys((*LAYERS, *HEADS, *EXPERTS, "decoder_attention_heads", "encoder_attention_heads"), 4) | {
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 2,
+    "head_dim": 16, "rotary_dim": 8, "sliding_window": 16, "attention_window_size": 16, "vocab_size": 128,
+    "max_position_embeddings": 512, "n_positions": 512,
     "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
 }  # fmt: skip
@@ -112,9 +99,9 @@ def wide(name: str):
 def build(model_type: str):
     """A model of this type with random weights. Raises whatever its configuration has against being small."""
     config_class, own = CONFIG_MAPPING[model_type], OWN.get(model_type, {})
-    known = config_class().to_dict()
-    latent = {"num_key_value_heads": 4, "head_dim": 8} if "kv_lora_rank" in known else {}  # all heads' come of one
-    config = config_class(**{name: value for name, value in (SMALL | latent).items() if name in known} | own)
+    defaults = config_class().to_dict()
+    latent = {"num_key_value_heads": 4, "head_dim": 8} if "kv_lora_rank" in defaults else {}  # all heads' come of one
+    config = config_class(**{name: value for name, value in (SMALL | latent).items() if name in defaults} | own)
     with torch.device("meta"):  # as some parts keep billions of parameters whatever is asked for
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > 5e6:
@@ -185,11 +172,10 @@ def _refusal(model, tokens, label: str, preset, expected, exact) -> str | None:
 
 def _keys(model) -> str:
     try:
-        turning = sum(map(bool, rotations(model)))
+        rotated, layers = sum(map(bool, rotations(model))), len(kv_layers(model))
     except DataError as error:
         return f"after RoPE: {error}"
-    layers = len(kv_layers(model))
-    return {0: "as they come", layers: "before RoPE"}.get(turning, f"before RoPE in {turning} of {layers}")
+    return {0: "as they come", layers: "before RoPE"}.get(rotated, f"before RoPE in {rotated} of {layers}")
 
 
 @torch.inference_mode()

@@ -12,8 +12,8 @@ def test_the_table_says_what_becomes_of_each_architecture(name):
     if cells is None:
         assert name not in table()
         pytest.skip("cannot be built small")
-    known = table().get(name, "no row: run python tests/models/architectures.py")
-    assert cells[:3] == known[:3]
-    what, alone = known[3], cells[3]
+    committed = table().get(name, "no row: run python tests/models/architectures.py")
+    assert cells[:3] == committed[:3]
+    what, alone = committed[3], cells[3]
     assert alone == what if alone.startswith("refused") else alone.removeprefix("all but ") in f"{what}; all"
     assert (f"{label}: " in what) == alone.startswith("all but")

@@ -20,10 +20,11 @@ def projected(model, tokens):
     """Keys before RoPE and values as the projections make them: two lists over layers."""
     made, handles = {}, []
     for source in kv_sources(model):
-        for role, (module, part) in enumerate(source.sides):
+        sides = ((source.key_module, source.key_part), (source.value_module, source.value_part))
+        for role, (module, part) in enumerate(sides):
 
-            def keep(module, args, output, place=(role, source.layer_idx), source=source, part=part):
-                made[place] = source.heads(output, part)
+            def keep(module, args, output, slot=(role, source.layer_idx), source=source, part=part):
+                made[slot] = source.heads(output, part)
 
             handles.append(module.register_forward_hook(keep))
     model(tokens)
@@ -39,16 +40,16 @@ def test_keys_turned_back_are_those_that_the_projections_made(model):
     keys, made_values = projected(model, tokens)
     assert len(before) == model.config.num_hidden_layers
     layers = zip(before, after, keys, values, cached_values, made_values, rotations(model), strict=True)
-    for k, k_rope, k_made, v, v_cached, v_made, turn in layers:
+    for k, k_rope, k_made, v, v_cached, v_made, rotation in layers:
         assert k.shape == k_rope.shape == v.shape == (3, kv_sources(model)[0].num_kv_heads, 37, 32)
         assert torch.equal(v, v_cached)
         torch.testing.assert_close(v, v_made, rtol=1e-5, atol=1e-5)
-        factor = getattr(getattr(model.model, "rotary_emb", None), "attention_scaling", 1.0) if turn else 1.0
+        factor = getattr(getattr(model.model, "rotary_emb", None), "attention_scaling", 1.0) if rotation else 1.0
         torch.testing.assert_close(k, factor * k_made, rtol=1e-4, atol=1e-5)  # of YaRN, at all positions alike
-        assert (turn is None) == torch.equal(k, k_rope) == (model.config.model_type in ("gpt2", "opt"))
-        if turn is not None:
-            torch.testing.assert_close(turn.turned(k), k_rope, rtol=1e-5, atol=1e-5)
-            turn.turned(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
+        assert (rotation is None) == torch.equal(k, k_rope) == (model.config.model_type in ("gpt2", "opt"))
+        if rotation is not None:
+            torch.testing.assert_close(rotation.turned(k), k_rope, rtol=1e-5, atol=1e-5)
+            rotation.turned(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
             assert leaf.grad.norm() > 0
 
 

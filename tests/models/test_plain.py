@@ -34,20 +34,20 @@ def test_a_model_in_training_is_read_in_evaluation_mode_and_goes_on_training(con
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
 
-    def known(model):
+    def measured(model):
         fitted = calibrate(model, TOKENS, PRESET, progress=False)
         row = evaluate(model, fitted, TOKENS)
-        turning = [rotation is not None for rotation in rotations(model)]
-        return fitted.fingerprint, row, turning, torch.stack(capture(model, TOKENS)[0])
+        rotating = [rotation is not None for rotation in rotations(model)]
+        return fitted.fingerprint, row, rotating, torch.stack(capture(model, TOKENS)[0])
 
-    *expected, keys = known(model)
+    *expected, keys = measured(model)
     training = copy.deepcopy(model).train()
     training.get_submodule("lm_head").eval()
     if checkpointing:
         training.gradient_checkpointing_enable()
     modes = [module.training for module in training.modules()]
-    *found, found_keys = known(training)
-    assert found == expected and torch.equal(found_keys, keys)
+    *again, keys_again = measured(training)
+    assert again == expected and torch.equal(keys_again, keys)
     assert modes == [module.training for module in training.modules()]
     assert {layer.attention for layer in kv_layers(training)} <= {*training.modules()}
     fitted = finetune(training, TOKENS, presets.higgs(4), batch_size=2, progress=False).compressor

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from vqkv import capture, presets
 from vqkv.errors import DataError
-from vqkv.models.load import untrained
 from vqkv.study.experiments import probes
 from vqkv.study.experiments.gram import Gram
+from vqkv.study.experiments.predictability import untrained
 from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
 from vqkv.study.metrics import bits_saved, explained_variance_ratio
 

@@ -1,4 +1,9 @@
-"""Text that every installation has: source of Python's library and of the pinned packages, and prose of both."""
+"""Text that every installation has: source of Python's library and of the pinned packages, and prose of both.
+
+Its splits are ``train`` (models, calibration), ``validation`` (every choice) and ``test``. A document belongs to the
+split whose list, made by ``python -m vqkv.reference.splitting``, holds the hash of its content: so a release of Python
+or of a package, whose files change, moves no document from one split to another.
+"""
 
 import ast
 import hashlib
@@ -9,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from vqkv.data.splits import content_hash, listed
-
+SPLITS = ("train", "validation", "test")
+VALIDATION_PERCENT, TEST_PERCENT = 6, 8
+FOLDER = Path(__file__).parent / "splits"
 PACKAGES = (
     "accelerate", "aiohttp", "anyio", "dask", "datasets", "distributed", "fontTools", "fsspec", "huggingface_hub",
     "hypothesis", "IPython", "jedi", "jinja2", "joblib", "jupyter_server", "lm_eval", "matplotlib", "mpmath",
@@ -22,8 +28,7 @@ NOT_EVERYWHERE = {
     "turtledemo", "ensurepip", "lib2to3", "distutils",
 }  # fmt: skip  # what some distributions of Python leave out
 MIN_CHARACTERS, MAX_CHARACTERS = 256, 400_000  # longer files are generated tables
-MIN_PROSE = 600  # characters, and the share of letters and spaces among them, below which a file is no prose
-PROSE_SHARE = 0.75
+MIN_PROSE, PROSE_SHARE = 600, 0.75  # characters, and the share of letters and spaces, below which a file is no prose
 GENERATED = re.compile(r"generated (by|from|file|automatically|code)|do not edit|machine.generated", re.IGNORECASE)
 PROSE_FILES = re.compile(r"METADATA|.*\.(md|rst|txt)|(LICEN[CS]E|COPYING|NOTICE|AUTHORS|README)\b.*", re.IGNORECASE)
 
@@ -49,8 +54,7 @@ class Document(NamedTuple):
 
 
 def documents(corpus: str, split: str, seed: int = 0) -> Iterator[str]:
-    """Yield the texts of one split of a corpus in ``CORPORA``, each once, in an order that ``seed`` fixes file by
-    file."""
+    """Yield the texts of one split of a corpus in ``CORPORA``, each once, in an order that ``seed`` fixes."""
     wanted = set(listed(split))
 
     def order(document: Document) -> bytes:
@@ -109,3 +113,22 @@ def _docstrings(source: str) -> str:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
     return "\n\n".join(text for node in nodes if "\n" in (text := ast.get_docstring(node) or ""))
+
+
+def content_hash(text: str) -> str:
+    """Name a document by its content in twelve hex digits, whatever its line ends."""
+    return hashlib.sha256(text.replace("\r\n", "\n").encode(errors="ignore")).hexdigest()[:12]
+
+
+@cache
+def listed(split: str) -> frozenset[str]:
+    """Read the content hashes of the documents of a split."""
+    return frozenset((FOLDER / f"{split}.txt").read_text().split())
+
+
+def dealt(name: str) -> str:
+    """Choose the split of a document of this name (a module, a piece of a user's text) by a hash of it."""
+    bucket = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100
+    if bucket < VALIDATION_PERCENT:
+        return "validation"
+    return "test" if bucket < VALIDATION_PERCENT + TEST_PERCENT else "train"

@@ -39,79 +39,80 @@ class FactsBatch:
     text_len: int
 
 
-class FactsTask:
-    """Writes conversations: a text with facts of ``DIGITS`` digits between its sentences, then a question about each
-    of them in another order, answered. A needle-in-a-haystack test with several needles (Kamradt 2023; RULER, Hsieh et
-    al. 2024, section 3), in the model's chat template where its tokenizer has one."""
+def facts_batch(tokenizer, num_facts: int, text: Tensor, text_len: int, seed: int) -> FactsBatch:
+    """Write a conversation for each row of ``text`` (n, at least text_len): a text with ``num_facts`` facts of
+    ``DIGITS`` digits between its sentences, ``text_len`` tokens, then a question about each fact in another order,
+    answered.
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    A needle-in-a-haystack test with several needles (Kamradt 2023; RULER, Hsieh et al. 2024, section 3), in the
+    model's chat template where its tokenizer has one. Shorter rows end with copies of their last token. Raises
+    ``DataError`` if so many facts leave no room for text."""
+    rng = random.Random(f"facts/{seed}")
+    special = set(tokenizer.all_special_ids)
+    plain = [[token for token in row.tolist() if token not in special] for row in text]
+    rows = [_conversation(tokenizer, num_facts, row, text_len, rng) for row in plain]
+    longest = max(len(tokens) for tokens, _ in rows)
+    padding = [longest - len(tokens) for tokens, _ in rows]
+    tokens = torch.tensor([tokens + tokens[-1:] * more for (tokens, _), more in zip(rows, padding)])
+    question = torch.tensor([question + [0] * more for (_, question), more in zip(rows, padding)])
+    return FactsBatch(tokens, question, text_len)
 
-    def episodes(self, num_facts: int, text: Tensor, text_len: int, seed: int) -> FactsBatch:
-        """Write a conversation for each row of ``text`` (n, at least text_len), ``text_len`` tokens of it and
-        ``num_facts`` facts before the first question; the shorter ones end with copies of their last token. Raises
-        ``DataError`` if so many facts leave no room for text, a row is too short, or there are not so many places."""
-        if not 1 <= num_facts <= len(PLACES):
-            raise DataError(f"num_facts {num_facts} must be from 1 to {len(PLACES)}, the number of places")
-        rng = random.Random(f"facts/{seed}")
-        special = set(self.tokenizer.all_special_ids)
-        plain = [[token for token in row.tolist() if token not in special] for row in text]
-        rows = [self._episode(num_facts, row, text_len, rng) for row in plain]
-        longest = max(len(tokens) for tokens, _ in rows)
-        padding = [longest - len(tokens) for tokens, _ in rows]
-        tokens = torch.tensor([tokens + tokens[-1:] * more for (tokens, _), more in zip(rows, padding)])
-        question = torch.tensor([question + [0] * more for (_, question), more in zip(rows, padding)])
-        return FactsBatch(tokens, question, text_len)
 
-    def _episode(self, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int]]:
-        stems = [
-            STEMS[i % len(STEMS)].format(place=place)
-            for i, place in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
-        ]
-        numbers = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in stems]
-        asked = rng.sample(range(count), count)
-        start, *turns, rest = self._turns([stems[i] for i in asked])
-        facts = [self._encode(f"\n\n{stem} {number}.\n\n") for stem, number in zip(stems, numbers)]
-        fixed = len(start) + sum(map(len, facts))
-        if fixed + count >= text_len:
-            raise DataError(f"{count} facts take {fixed} of {text_len} tokens: hide fewer, or in more")
-        if len(text) < text_len - fixed:
-            raise DataError(f"{len(text)} tokens of text, but {text_len - fixed} are to stand between facts: draw more")
-        tokens = start + self._hidden(facts, text[: text_len - fixed], rng)
-        question = [0] * len(tokens)
-        for number, (fact, turn) in enumerate(zip(asked, turns), 1):
-            answer = self._encode(f" {numbers[fact]}")
-            tokens += turn + answer
-            question += [0] * len(turn) + [number] * len(answer)
-        return tokens + rest, question + [0] * len(rest)
+def _conversation(tokenizer, count: int, text: list[int], text_len: int, rng) -> tuple[list[int], list[int]]:
+    """Tokens of one conversation, and the number of the question that each is part of the answer to."""
+    stems = [
+        STEMS[i % len(STEMS)].format(place=place)
+        for i, place in enumerate(rng.sample(PLACES, count), rng.randrange(len(STEMS)))
+    ]
+    numbers = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in stems]
+    asked = rng.sample(range(count), count)
+    start, *turns, rest = _turns(tokenizer, [stems[i] for i in asked])
+    facts = [_encode(tokenizer, f"\n\n{stem} {number}.\n\n") for stem, number in zip(stems, numbers)]
+    fixed = len(start) + sum(map(len, facts))
+    if fixed + count >= text_len:
+        raise DataError(f"{count} facts take {fixed} of {text_len} tokens: hide fewer, or in more")
+    tokens = start + _hidden(tokenizer, facts, text[: text_len - fixed], rng)
+    question = [0] * len(tokens)
+    for number, (fact, turn) in enumerate(zip(asked, turns), 1):
+        answer = _encode(tokenizer, f" {numbers[fact]}")
+        tokens += turn + answer
+        question += [0] * len(turn) + [number] * len(answer)
+    return tokens + rest, question + [0] * len(rest)
 
-    def _hidden(self, facts: list[list[int]], text: list[int], rng) -> list[int]:
-        """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
-        words = [self.tokenizer.decode([token]) for token in text]
-        ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
-        tokens, done = list[int](), 0
-        for number, fact in enumerate(facts):
-            low, high = (len(text) * part // len(facts) for part in (number, number + 1))
-            end = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
-            tokens, done = tokens + text[done:end] + fact, end
-        return tokens + text[done:]
 
-    def _turns(self, stems: list[str]) -> list[list[int]]:
-        """Tokens before the text, between text and the first answer, between answers, and after the last."""
-        asked = [f"{stem.replace('The', 'What is the', 1).removesuffix(' is')}?" for stem in stems]
-        if self.tokenizer.chat_template is None:
-            parts = [f"\n\nQuestion: {question}\nAnswer: {stem}" for question, stem in zip(asked, stems)]
-            whole = BEFORE + MARK + MARK.join([*parts, "."])
-        else:
-            chat = []
-            for number, (question, stem) in enumerate(zip(asked, stems)):
-                said = f"{BEFORE}{MARK}\n\n{question}" if number == 0 else question
-                chat += [{"role": "user", "content": said}, {"role": "assistant", "content": f"{stem}{MARK}."}]
-            whole = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        return [self._encode(part) for part in whole.split(MARK)]
+def _hidden(tokenizer, facts: list[list[int]], text: list[int], rng) -> list[int]:
+    """``text`` with ``facts`` between its lines or sentences, one in each of as many parts of equal length."""
+    words = [tokenizer.decode([token]) for token in text]
+    ends = [i for i, (word, after) in enumerate(itertools.pairwise(words), 1) if _ends(word, after)]
+    tokens, done = list[int](), 0
+    for number, fact in enumerate(facts):
+        low, high = (len(text) * part // len(facts) for part in (number, number + 1))
+        end = rng.choice([i for i in ends if low < i <= high] or [(low + high) // 2])
+        tokens, done = tokens + text[done:end] + fact, end
+    return tokens + text[done:]
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+
+def _ends(word: str, after: str) -> bool:
+    return word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())
+
+
+def _turns(tokenizer, stems: list[str]) -> list[list[int]]:
+    """Tokens before the text, between text and the first answer, between answers, and after the last."""
+    asked = [f"{stem.replace('The', 'What is the', 1).removesuffix(' is')}?" for stem in stems]
+    if tokenizer.chat_template is None:
+        parts = [f"\n\nQuestion: {question}\nAnswer: {stem}" for question, stem in zip(asked, stems)]
+        conversation = BEFORE + MARK + MARK.join([*parts, "."])
+    else:
+        chat = []
+        for number, (question, stem) in enumerate(zip(asked, stems)):
+            said = f"{BEFORE}{MARK}\n\n{question}" if number == 0 else question
+            chat += [{"role": "user", "content": said}, {"role": "assistant", "content": f"{stem}{MARK}."}]
+        conversation = tokenizer.apply_chat_template(chat, tokenize=False)
+    return [_encode(tokenizer, part) for part in conversation.split(MARK)]
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def all_right(batch: FactsBatch, right: Tensor) -> Tensor:
@@ -121,7 +122,3 @@ def all_right(batch: FactsBatch, right: Tensor) -> Tensor:
     rows = batch.question.nonzero()[:, 0]
     each = torch.ones(len(batch.question), count)
     return each.view(-1).scatter_reduce(0, rows * count + numbers - 1, right.float(), "amin").view_as(each).bool()
-
-
-def _ends(word: str, after: str) -> bool:
-    return word.endswith("\n") or (word.rstrip(" ").endswith((".", "!", "?")) and after[:1].isspace())

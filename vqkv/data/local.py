@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqkv.data.splits import dealt
+from vqkv.data.bundled import dealt
 from vqkv.errors import DataError
 
 PIECE = 8_000  # characters of a local text that count as one document
@@ -19,13 +19,13 @@ def text_files(name: str) -> list[tuple[str, Path]] | None:
     path = Path(name).expanduser()
     if path.is_file():
         return [(path.name, path)]
-    if path.suffix in TEXT_SUFFIXES and not path.exists():
-        raise DataError(f"there is no file {name!r}")
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
             raise DataError(f"folder {name!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
         return [(str(p.relative_to(path)), p) for p in files]
+    if path.suffix in TEXT_SUFFIXES:
+        raise DataError(f"there is no file {name!r}")
     return None
 
 
@@ -76,6 +76,4 @@ def _row(path: Path, number: int, row: str) -> str:
     try:
         return json.loads(row)["text"] + ""
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}, line {number}: each line must be a JSON object with a 'text' field that is a string ({error!r})"
-        ) from error
+        raise DataError(f"{path}, line {number} is no JSON object with a string 'text' ({error!r})") from error

@@ -1,9 +1,7 @@
-"""Key-value recall: a list of pairs, then a key; choose its value. Measures long-range recall at known distances."""
+"""Key-value recall: a list of pairs, then a key; choose its value. Measures recall at given distances."""
 
 import random
 import re
-
-from vqkv.errors import DataError
 
 VOCABULARY = 128  # keys, and values; the earliest tokens of a BPE vocabulary are its most frequent
 CHOICES = 4  # of a question
@@ -15,14 +13,8 @@ def recall_questions(tokenizer, distance: int, num_docs: int) -> list[dict]:
     """Write the same questions each time: ``context`` (lines of a key and its value, then one of the keys), ``choices``
     (its value and those of three other keys) and ``answer``, the right one's place. A value stands ``distance`` tokens
     before its answer, as nearly as complete lines allow; ``EARLIER`` pairs at most stand before it. Keys and values are
-    words of one token each, so that distances are exact (Zoology, arXiv 2312.04927). Raises ``DataError`` for a
-    tokenizer with too few of them."""
+    words of one token each, so that distances are exact (Zoology, arXiv 2312.04927)."""
     words = single_token_words(tokenizer)[: 2 * VOCABULARY]
-    if len(words) < 64:
-        raise DataError(
-            f"the tokenizer has only {len(words)} words of one token each, and recall needs at least 64: use a model "
-            "whose tokenizer has more, or another task"
-        )
     keys, values = ([tokenizer.decode([word]) for word in half] for half in (words[::2], words[1::2]))
     newline, rng = tokenizer.encode("\n", add_special_tokens=False), random.Random(f"recall/{distance}")
     later, rows = round(distance / (len(newline) + 2)) - 1, []
@@ -39,5 +31,5 @@ def recall_questions(tokenizer, distance: int, num_docs: int) -> list[dict]:
 
 def single_token_words(tokenizer) -> list[int]:
     """List ids of tokens that are a space and a lower-case word, in byte-level or SentencePiece form."""
-    known = tokenizer.get_vocab().items()
-    return sorted(index for token, index in known if token[:1] in ("Ġ", "▁") and WORD.match(token[1:]))
+    vocabulary = tokenizer.get_vocab().items()
+    return sorted(index for token, index in vocabulary if token[:1] in ("Ġ", "▁") and WORD.match(token[1:]))

@@ -1,7 +1,5 @@
 """Texts -> windows of token ids, as they come."""
 
-import hashlib
-import json
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -10,11 +8,14 @@ BATCH = 64  # texts tokenised at a time
 
 
 def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
-    """One window a document, at a random offset; short documents are packed together, separated by EOS."""
+    """Yield one window a document, at a random offset; short documents are packed together, separated by EOS."""
     head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
     body = seq_len - len(head)
     for text in texts:
-        buffer += _piece(text, tokenizer, seq_len, rng)
+        # Tokenising a book to use one window of it would cost minutes. A token has 16 characters at most on average.
+        start = rng.randrange(max(1, len(text) - 16 * seq_len))
+        start = text.rfind("\n", 0, start) + 1
+        buffer += _ids(tokenizer, [text[start : start + 16 * seq_len]])[0][:seq_len]
         if len(buffer) >= body:
             yield head + buffer[:body]
             buffer = []  # the rest of a cut piece would give its document a second window
@@ -23,7 +24,7 @@ def windows(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -
 
 
 def packed(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
-    """Whole documents, each followed by EOS, cut into consecutive windows that start with BOS."""
+    """Yield complete documents, each followed by EOS, cut into consecutive windows that start with BOS."""
     head, eos, buffer = _head(tokenizer), tokenizer.eos_token_id, list[int]()
     body = seq_len - len(head)
     while batch := [*islice(texts, BATCH)]:
@@ -35,7 +36,7 @@ def packed(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) ->
 
 
 def joined(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) -> Iterator[list[int]]:
-    """Rows joined by blank lines and tokenised as the one text that they make."""
+    """Yield windows of the one text that rows, joined by blank lines, make."""
     ids = _ids(tokenizer, ["\n\n".join(texts)])[0]
     if tokenizer("a", verbose=False)["input_ids"][:1] == _head(tokenizer):
         ids = _head(tokenizer) + ids
@@ -43,26 +44,6 @@ def joined(texts: Iterator[str], tokenizer, seq_len: int, rng: random.Random) ->
 
 
 PACKINGS = {"windows": windows, "packed": packed, "joined": joined}
-
-
-def tokenizer_hash(tokenizer) -> str:
-    """Sha256 of what a tokenizer does: its serialised content and special tokens, not its name."""
-    if tokenizer.is_fast:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        content |= {"truncation": None, "padding": None}  # set by calls, and off where a corpus is tokenised
-    else:
-        content = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
-
-
-def _piece(text: str, tokenizer, seq_len: int, rng: random.Random) -> list[int]:
-    """At most ``seq_len`` tokens of a document, from a random offset on."""
-    # Tokenising a whole book to use one window of it would cost minutes: 16 characters a token is never exceeded
-    # on average, so a slice that long is enough.
-    start = rng.randrange(max(1, len(text) - 16 * seq_len))
-    start = text.rfind("\n", 0, start) + 1
-    return _ids(tokenizer, [text[start : start + 16 * seq_len]])[0][:seq_len]
 
 
 def _head(tokenizer) -> list[int]:

@@ -31,7 +31,7 @@ from vqkv.codecs.predictive import ROLES, Prediction
 from vqkv.codecs.stage import part_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.models.layers import kv_layers
-from vqkv.models.load import REFUSALS, config_of
+from vqkv.models.load import config_of
 from vqkv.models.plain import plain
 from vqkv.presets import Preset
 from vqkv.presets.preset import LayerPlan
@@ -188,7 +188,7 @@ def _laid_out(config: PreTrainedConfig | dict, dtype: torch.dtype | str | None) 
             raise ValueError("neither what is kept of an encoder nor quantized weights are counted")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    except REFUSALS as error:
+    except Exception as error:  # transformers raises a dozen types
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise DataError(f"no causal language model can be laid out of this config in {dtype}: {reason}") from error
 

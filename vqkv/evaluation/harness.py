@@ -1,4 +1,4 @@
-"""Leaderboard tasks through lm-evaluation-harness: ``run_tasks`` from Python, ``vqkv tasks`` on the command line.
+"""Leaderboard tasks through lm-evaluation-harness: ``run_tasks`` from Python, ``vqkv evaluate -t`` on the command line.
 
 lm_eval's own command line with a compressed cache: ``python -m vqkv.evaluation.harness --model vqkv --model_args
 pretrained=MODEL,compressor=FOLDER --tasks wikitext``.

@@ -43,11 +43,9 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope
 
 def check_tokens(model, tokens: torch.Tensor) -> None:
     """Raise ``DataError`` unless ``tokens`` are (num_seqs, seq_len) int64 that the model has embeddings for."""
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype is not torch.int64:
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype is not torch.int64 or tokens.ndim != 2 or 0 in tokens.shape:
         got = f"{tuple(tokens.shape)} {tokens.dtype}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise DataError(f"tokens must be an int64 tensor (num_seqs, seq_len), got {got}")
-    if tokens.numel() == 0:
-        raise DataError(f"tokens of shape {tuple(tokens.shape)} are empty: give at least one token")
+        raise DataError(f"tokens must be an int64 tensor (num_seqs, seq_len), not empty, got {got}")
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise DataError(

@@ -9,22 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, cache_utils
 
 from vqkv.errors import DataError
 from vqkv.models.plain import evaluating, plain
 
-LAYERS = (  # transformers' own, that are known
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer,
-    LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer,
+LAYERS = (  # of transformers' caches, that are supported
+    cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.DummyLayer,
+    cache_utils.LinearAttentionLayer, cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
 )  # fmt: skip
 
 _layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> its layers

@@ -1,24 +1,14 @@
-"""Model name -> model and tokenizer, or its config alone; what a model is known by."""
+"""Model name -> model and tokenizer, or its config alone; the description by which compressors recognize it."""
 
-import copy
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from vqkv.errors import DataError, FormatError, UnknownNameError
@@ -28,35 +18,23 @@ from vqkv.models.layers import kv_layers
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 ROUNDING = 2**-7  # bf16 keeps 8 bits
-# What transformers, safetensors and torch raise for a name or files that cannot be loaded.
-REFUSALS = (
-    OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError,
-    SafetensorError, StrictDataclassError,
-)  # fmt: skip
 BUNDLED = {f"vqkv/{name}": Path(__file__).parent.parent / "reference" / name for name in ("llama-mini", "gpt2-mini")}
-
 # What sizes depend on, as in the config.json of each of these models; GPT-2 and Gemma have transformers' defaults.
 KNOWN_CONFIGS: dict[str, dict] = json.loads((Path(__file__).parent / "known_configs.json").read_text())
 
 
-def load_model(
-    name: str,
-    dtype: torch.dtype | str | None = None,
-    device: str | dict = "cpu",
-    trust_remote_code: bool = False,
-    offload_folder: str | None = None,
-):
+def load_model(name: str, dtype: torch.dtype | str | None = None, device: str = "cpu", trust_remote_code: bool = False):
     """Load ``smollm2-135m``, a bundled model, a local folder, a GGUF file or a hub name: (model, tokenizer).
 
     ``dtype``: default fp32 on a CPU, the checkpoint's own elsewhere. ``device``: ``cpu``, ``cuda``, ``cuda:1``, or a
-    device map of ``accelerate``: ``auto`` (all cards, then main memory, then ``offload_folder``), ``balanced``,
-    ``balanced_low_0``, ``sequential``, or a dict. Only safetensors weights are read, and no code that comes with a
+    device map of ``accelerate``: ``auto`` (all cards, then main memory), ``balanced``, ``balanced_low_0`` or
+    ``sequential``. Only safetensors weights are read, and no code that comes with a
     model is run unless ``trust_remote_code``. Raises ``UnknownNameError`` when nothing of that name can be loaded.
     """
     if str(name).startswith("vqkv/") and name not in BUNDLED:
         raise UnknownNameError("model", name, BUNDLED)
     path = _path(name)
-    device_map = device if isinstance(device, dict) or device in DEVICE_MAPS else None
+    device_map = device if device in DEVICE_MAPS else None
     on_cpu = str(device).split(":")[0] == "cpu" or (device_map is not None and not torch.cuda.is_available())
     dtype = dtype or (torch.float32 if on_cpu else "auto")
     if not sys.stderr.isatty():
@@ -67,18 +45,16 @@ def load_model(
         loaders = (AutoModelForCausalLM, AutoModelForImageTextToText)
         loader = next((each for each in loaders if type(config) in each._model_mapping), AutoModelForCausalLM)
         model, info = loader.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, offload_folder=offload_folder,
-            trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True,
+            path, config=config, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code,
+            use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
         if info["missing_keys"]:
             raise ValueError(f"the checkpoint lacks the weights {sorted(info['missing_keys'])[:3]}")
         model = model.to(device) if device_map is None else model
-    except REFUSALS as error:
+    except Exception as error:  # transformers, safetensors and torch raise a dozen types
         reason = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         if Path(path).is_dir():
-            raise FormatError(
-                f"folder {str(path)!r} holds no model that can be loaded on {device!r}: {reason}"
-            ) from error
+            raise FormatError(f"folder {path} holds no model that can be loaded on {device!r}: {reason}") from error
         remedy = f"A folder or hub name also works, but here: {reason}"
         raise UnknownNameError("model", name, BUNDLED, remedy) from error
     model.vqkv_name = gguf.TITLES.get(name, str(name))
@@ -97,19 +73,9 @@ def config_of(name: str) -> PreTrainedConfig:
         return AutoConfig.for_model(**KNOWN_CONFIGS[name])
     try:
         return AutoConfig.from_pretrained(_path(name))
-    except REFUSALS as error:
+    except Exception as error:  # as above
         lacks = f"folder {name!r} has no config.json of a model" if Path(name).is_dir() else f"no config of {name!r}"
         raise DataError(f"{lacks}, here or on a hub that can be reached: name a folder, or pass a config") from error
-
-
-def untrained(model, seed: int):
-    """Make a model of the same shape, dtype and device with random weights, as ``transformers`` draws them to train."""
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        fresh = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    fresh.vqkv_name = f"{getattr(model, 'vqkv_name', model.config.model_type)} untrained, seed {seed}"
-    return fresh.to(model.device).eval()
 
 
 def fingerprint(model) -> str:
@@ -164,8 +130,7 @@ def difference(fitted: dict, model) -> str | None:
     for key in ("model_type", "num_layers", "shapes"):
         if fitted[key] != here[key]:
             return f"{key} {fitted[key]!r}, not {here[key]!r}"
-    pairs: Iterator[tuple[list[float], list[float]]] = zip_longest(fitted["weights"], here["weights"], fillvalue=[])
-    for own, other in pairs:
+    for own, other in zip_longest(fitted["weights"], here["weights"], fillvalue=()):
         ours, theirs = torch.tensor(own), torch.tensor(other)
         # NaN fails every comparison, and infinity the last
         if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= ROUNDING * ours.abs().max() < torch.inf:

@@ -1,4 +1,4 @@
-"""The transformers model that is asked: out of its wrappers, and not in training mode."""
+"""The transformers model itself: out of its wrappers, and not in training mode."""
 
 import copy
 from itertools import chain
@@ -10,7 +10,7 @@ from vqkv.errors import DataError
 
 
 def plain(model):
-    """``model`` out of ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and peft's adapters, which its
+    """Unwrap a model from ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and peft, whose adapters its
     own layers hold. Raises ``DataError`` for prompt and prefix tuning, which put other keys and values in the cache."""
     while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         if adapters := getattr(model, "peft_config", None):
@@ -28,8 +28,8 @@ def plain(model):
 
 
 def evaluating(model):
-    """``plain``; of a model that trains or is compiled, in part or whole, a copy with the same weights in evaluation
-    mode, where dropout and gradient checkpointing are off. The model's own mode stays, also for other threads."""
+    """Unwrap a model; copy one that trains or is compiled, with the same weights, in evaluation mode, where dropout and
+    gradient checkpointing are off. The model's own mode stays, also for other threads."""
     model = plain(model)
     if not any(module.training or module._compiled_call_impl for module in model.modules()):
         return model
@@ -37,7 +37,7 @@ def evaluating(model):
 
 
 def copied(model):
-    """A copy with the same weights, whose config and hooks are its own."""
+    """Copy a model with its config and hooks, but with the same weights."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())  # accelerate's may hold weights
     shared = chain(model.parameters(), model.buffers(), hooks)
     return copy.deepcopy(model, {id(each): each for each in shared if each is not None})

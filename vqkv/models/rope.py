@@ -38,10 +38,6 @@ class Rotation(nn.Module):
         self.order = torch.cat([rotated, rest.nonzero()[:, 0]])
         self.half_split = torch.equal(rotated, torch.arange(len(rotated)))
 
-    def by_block(self, block: int) -> "Rotation":
-        """Return the same rotation by blocks of so many positions."""
-        return Rotation(self.first, self.second, self.angle, len(self.order), block)
-
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, fp32 (rows, seq_len, rotated channels), of integer positions (rows, seq_len). Angles are
         float64 up to full turns, as positions beyond 2^16 leave fp32 too few bits."""
@@ -51,12 +47,12 @@ class Rotation(nn.Module):
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 
-    def turn(self, how: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(self, kernel: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` or ``unrotate`` keys (batch, num_kv_heads, seq_len, head_dim) by rows of ``table``."""
         if self.half_split:
-            return how(keys, cos, sin)
+            return kernel(keys, cos, sin)
         order = self.order.to(keys.device)
-        return how(keys[..., order], cos, sin)[..., order.argsort()]
+        return kernel(keys[..., order], cos, sin)[..., order.argsort()]
 
     def turned(self, keys: Tensor, start: int = 0, back: bool = False) -> Tensor:
         """Rotate keys of the positions start, start + 1, ..., or rotate them ``back``."""
@@ -69,13 +65,13 @@ def rotations(model, block: int = 1) -> list[Rotation | None]:
     first of their block of so many tokens. Raises ``DataError``, with the remedy, for angles that are not multiples of
     the position."""
     model = plain(model)
-    known = _rotations.setdefault(model, {})  # a cast may round the model's angles
-    if (model.dtype, 1) not in known:
-        known[model.dtype, 1] = _ask(evaluating(model))
-    if (model.dtype, block) not in known:
-        in_blocks = {each: each and each.by_block(block) for each in known[model.dtype, 1]}  # layers share them
-        known[model.dtype, block] = [in_blocks[each] for each in known[model.dtype, 1]]
-    return known[model.dtype, block]
+    cached = _rotations.setdefault(model, {})  # a cast may round the model's angles
+    if (model.dtype, 1) not in cached:
+        cached[model.dtype, 1] = _ask(evaluating(model))
+    if (model.dtype, block) not in cached:
+        in_blocks = {x: x and Rotation(x.first, x.second, x.angle, len(x.order), block) for x in cached[model.dtype, 1]}
+        cached[model.dtype, block] = [in_blocks[each] for each in cached[model.dtype, 1]]  # layers share them
+    return cached[model.dtype, block]
 
 
 def rotates(model) -> bool:
@@ -95,36 +91,33 @@ def _ask(model) -> list[Rotation | None]:
     if changing := [kind for kind in CHANGING_ROPE if kind in rope]:
         raise DataError(f"{name}: rope_type {changing[0]!r} has angles that change with the length, {REMEDY}")
     if any(hasattr(module, "get_rope_index") for module in model.modules()):
-        raise DataError(f"{name} turns the keys of images by several positions a token, {REMEDY}")
+        raise DataError(f"{name} rotates the keys of images by several positions a token, {REMEDY}")
     longest = min(LONGEST, max_positions(model))
     at = {p: _keys_at(model, p) for p in [0, *(2**i for i in range(20)), *CHECKED] if p < longest}
     by_layer = [{position: keys[i] for position, keys in at.items()} for i in range(len(layers))]
     rotations = [_rotation(keys) for keys in by_layer]
-    known = [each for each, keys in zip(rotations, by_layer) if each and _fits(each, keys)]
-    known.sort(key=lambda rotation: -len(rotation.first))
+    fitting = [each for each, keys in zip(rotations, by_layer) if each and _fits(each, keys)]
+    fitting.sort(key=lambda rotation: -len(rotation.first))
     for index, (own, keys) in enumerate(zip(rotations, by_layer)):
-        rotations[index] = next((each for each in known if _fits(each, keys)), own)  # large biases hide a layer's pairs
-        if own is not None and rotations[index] not in known:
+        rotations[index] = next((each for each in fitting if _fits(each, keys)), own)  # biases hide a layer's pairs
+        if own is not None and rotations[index] not in fitting:
             raise DataError(f"layer {index} of {name} rotates its keys unevenly, {REMEDY}")
     return rotations
 
 
 def _keys_at(model, position: int) -> list[Tensor]:
     """Keys (tokens, num_kv_heads, head_dim) of each layer, of the same one-token sequences at ``position``."""
-    words = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.linspace(0, words - 1, TOKENS).long()[:, None]
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.linspace(0, vocab_size - 1, TOKENS).long()[:, None]
+    positions = torch.full_like(tokens, position, device=model.device)
     keys_of: dict[int, Tensor] = {}
-    forward(
-        model, tokens, lambda i, keys, values: keys_of.update({i: keys[:, :, 0]}),
-        position_ids=torch.full_like(tokens, position, device=model.device),
-    )  # fmt: skip
+    forward(model, tokens, lambda i, keys, _: keys_of.update({i: keys[:, :, 0]}), position_ids=positions)
     return [keys_of[i] for i in sorted(keys_of)]
 
 
 def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
     """The rotation by which keys at position 0 become those at others: position -> (tokens, num_kv_heads, head_dim) for
-    0, powers of two and any others. None where keys do not rotate, or change with the position in another way (learned
-    positions)."""
+    0, powers of two and any others. None where keys do not rotate, or change in another way (learned positions)."""
     if (pairs := _pairs(keys_at)) is None:
         return None
     first, second = pairs
@@ -145,7 +138,7 @@ def _rotation(keys_at: dict[int, Tensor]) -> Rotation | None:
 
 def _pairs(keys_at: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
     """Channels that rotate together: what one gains in energy, the other loses, for every token and position. Changes
-    are held against the energy of the channels themselves: beside a large bias all others would pass for still."""
+    are compared with the energy of the channels themselves: next to a large bias all others would seem still."""
     noise = NOISE[keys_at[0].element_size()]
     still, *moved = (x.double().cpu() for _, x in sorted(keys_at.items()))
     energy = still.square().mean(dim=(0, 1))

@@ -20,12 +20,12 @@ def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
     if not isinstance(name, str) or name not in functions:
         raise UnknownNameError(what, name, functions)
     parameters = inspect.signature(functions[name]).parameters
-    known = {each: about for each, about in parameters.items() if about.kind is not about.VAR_KEYWORD}
+    named = {each: about for each, about in parameters.items() if about.kind is not about.VAR_KEYWORD}
     for argument, value in arguments.items():
-        if argument in known:
-            check_type(f"argument {argument} of {what} {name!r}", value, known[argument])
-        elif len(known) == len(parameters):
-            raise UnknownNameError(f"argument of {what} {name!r}", argument, known)
+        if argument in named:
+            check_type(f"argument {argument} of {what} {name!r}", value, named[argument])
+        elif len(named) == len(parameters):
+            raise UnknownNameError(f"argument of {what} {name!r}", argument, named)
     return functions[name](**arguments)
 
 

@@ -12,7 +12,7 @@ from vqkv import presets
 from vqkv.cache.compressor import Compressor
 from vqkv.calibration.calibrate import calibrate
 from vqkv.codecs.predictive import ROLES, Place, side_by_side
-from vqkv.data.facts import FactsBatch, FactsTask, all_right
+from vqkv.data.facts import FactsBatch, all_right, facts_batch
 from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.models.load import values_per_token
 from vqkv.models.plain import evaluating
@@ -63,7 +63,7 @@ def facts_answered(
     are answered (``data.facts``); ``facts_lost`` in points, its 95% interval over texts ``_low`` and ``_high``."""
     seed = subject.seed if seed is None else seed
     text = subject.text("test", [num_seqs, text_len], seed)
-    batch = FactsTask(subject.tokenizer).episodes(num_facts, text, text_len, seed)
+    batch = facts_batch(subject.tokenizer, num_facts, text, text_len, seed)
     exact = subject.exact.remembered("facts", batch.tokens, lambda: (answered(subject.model, None, batch),))[0]
     right = answered(subject.model, compressor, batch)
     low, high = bootstrap_interval(100 * (exact.double() - right.double()).mean(1))

@@ -1,15 +1,16 @@
 """Notebook 04: what linear probes predict of keys and values, and how much of it is algebra, not language."""
 
+import copy
 import itertools
 import re
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 from vqkv import presets
 from vqkv.models.layers import kv_layers
-from vqkv.models.load import untrained
 from vqkv.models.rope import rotates
 from vqkv.study.experiments.gram import Gram
 from vqkv.study.experiments.probes import Probe, explained_variance, probe_sums, reconstructed, shuffled
@@ -43,6 +44,14 @@ def predictability(subject: Subject, reach: int, skip: int, strength: float, see
             explained = explained_variance(train, test, [probe], len(kv_layers(model)), strength)
             rows += [label | {"group": group} | row for row in explained]
     return rows
+
+
+def untrained(model, seed: int):
+    """Make a model of the same shape, dtype and device with random weights, as ``transformers`` draws them to train."""
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        fresh = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    return fresh.to(model.device).eval()
 
 
 @experiment()

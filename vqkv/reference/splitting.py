@@ -1,5 +1,4 @@
-"""Deals the bundled text out to splits, near-duplicates apart: ``python -m vqkv.data.splitting`` writes the lists
-again.
+"""Deal the bundled text out to splits, near-duplicates apart: ``python -m vqkv.reference.splitting`` writes the lists.
 
 Documents of one module stay together: a hash of its dotted name deals modules out. A near-duplicate of a document that
 is held out (Jaccard similarity of at least 0.5 between sets of 8-token shingles, found by MinHash: Broder 1997;
@@ -13,8 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from tqdm import tqdm
 
-from vqkv.data.bundled import CORPORA
-from vqkv.data.splits import FOLDER, SPLITS, content_hash, dealt
+from vqkv.data.bundled import CORPORA, FOLDER, SPLITS, content_hash, dealt
 
 try:
     from datasketch import MinHash, MinHashLSH
