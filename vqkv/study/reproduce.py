@@ -15,9 +15,9 @@ import pandas as pd
 import typer
 from tqdm import tqdm
 
-from vqkv.study import subject, workers
+from vqkv.study import subject
 from vqkv.study.shared import forget
-from vqkv.study.sweep import Experiment, with_subject
+from vqkv.study.sweep import Experiment, in_processes, with_subject
 from vqkv.study.tables import known, provenance, stored_names
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
@@ -96,7 +96,7 @@ def main(
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
     calls, found = [(record["name"], seed, until) for record in records], []
-    for row in tqdm(workers.results(again, calls, jobs), "reproduce", len(calls), unit="table"):
+    for row in tqdm(in_processes(again, calls, jobs), "reproduce", len(calls), unit="table"):
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
         found.append(row["difference"])
     reached = [each for each in found if not math.isnan(each)]

@@ -1,21 +1,19 @@
-"""Tables of experiments, case by case: in this process, in several or on a Dask cluster, and after a kill from where
-it was.
+"""Tables of experiments, case by case: in this process or in several, and after a kill from where it was.
 
-The rows are the same whoever computes them, in whatever order: a case draws all its random numbers from seeds among
+The rows are the same whoever computes them, in whatever order. A case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
-depends on the number of threads, so a worker computes one case at a time, on as many threads as the process that sweeps
-has; several workers on one machine are fastest with ``OMP_NUM_THREADS=1``. Workers of a cluster are assumed to have the
-same packages and the same kind of processor or GPU; their version of this library, models and texts are compared.
+depends on the number of threads, so a worker has as many as the process that sweeps. Several are fastest with
+``OMP_NUM_THREADS=1``.
 """
 
 import hashlib
 import inspect
 import itertools
 import json
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -23,20 +21,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky import get_reusable_executor
 from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
-from vqkv.study import steering, workers
+from vqkv.study import steering
 from vqkv.study.allocator import keep_freed_memory
 from vqkv.study.literals import plain
 from vqkv.study.shared import forget
 from vqkv.study.subject import Subject
 
 PACKAGE = Path(__file__).resolve().parents[1]
-_one_at_a_time = threading.Lock()
-
-
 _files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv"))
 _contents = [f"{path.relative_to(PACKAGE)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in _files]
 # Of every source file and table of this package when it was imported: one that changes later is not what runs.
@@ -154,11 +151,10 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
-    calls = [(case, CODE, threads) for case in cases if case.name not in found]
-    who = steering.current
+    calls = [(case, threads) for case in cases if case.name not in found]
     try:
         with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
-            for name, result in workers.results(_result, calls, who.workers or 1, who.scheduler, forget):
+            for name, result in in_processes(_result, calls, steering.current.workers or 1):
                 if folder:
                     folder.mkdir(parents=True, exist_ok=True)
                     with replacing(kept[name]) as file:
@@ -170,18 +166,34 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     return {case.name: found[case.name] for case in cases}
 
 
-def _result(case: ExperimentCase, code: str, threads: int) -> tuple[str, dict]:
-    """Name and result of a case, one at a time: threads of a Dask worker would share models."""
-    if code != CODE:
-        raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
+def _result(case: ExperimentCase, threads: int) -> tuple[str, dict]:
+    """Return name and result of a case."""
     keep_freed_memory()
-    with _one_at_a_time:
-        torch.set_num_threads(threads)
-        try:
-            return case.name, case.result()
-        except Exception as error:
-            error.add_note(f"in {case.name}")
-            raise
+    torch.set_num_threads(threads)
+    try:
+        return case.name, case.result()
+    except Exception as error:
+        error.add_note(f"in {case.name}")
+        raise
+
+
+def in_processes(function: Callable, calls: list[tuple], workers: int) -> Iterator:
+    """Yield ``function(*call)`` of every call as they finish, in so many processes (1: in this one).
+
+    Raises what a call raises, and ``RuntimeError`` when a process died.
+    """
+    waiting = [delayed(function)(*call) for call in calls]
+    try:
+        with parallel_config("loky", inner_max_num_threads=torch.get_num_threads() if workers > 1 else None):
+            yield from Parallel(workers, return_as="generator_unordered", batch_size=1)(waiting)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker died, most often of too little memory: use fewer workers, or smaller settings. What has finished "
+            "is kept"
+        ) from error
+    finally:
+        if workers > 1:  # they would keep their models for five minutes
+            get_reusable_executor().shutdown(kill_workers=True)
 
 
 def _known_rows(results: dict[str, dict]) -> list[dict]:
