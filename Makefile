@@ -1,5 +1,5 @@
 # study      run every page on the committed tables, then compute one case of each table that 15 minutes reach again
-# recompute  compute every table, figure and page anew       smoke   the same in small, into a temporary folder
+# recompute  compute every table, figure and page anew       smoke   the same in small but for times, into a temporary folder
 # test       lint, types, library tests, pages, smoke        lab     read and change the notebooks
 # bench      the kernels beside other libraries              report  the pages as HTML, for people without Jupyter
 # (each makes .venv when there is none)
@@ -24,7 +24,7 @@ recompute: $(READY)
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --no-timed --jobs 2 --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from vqkv import DataError, capture, load_model
+from vqkv import DataError, capture
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
 from vqkv.study.injection import inject
@@ -15,12 +15,10 @@ from vqkv.study.injection import inject
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["llama-mini", "qwen2"])
-def model(request, tmp_path_factory):
-    """A bundled one, and a random one with biases and grouped queries."""
-    if request.param == "qwen2":
-        return small_models.load("qwen2", tmp_path_factory.mktemp("qwen2"))
-    return load_model(f"vqkv/{request.param}")[0]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random one with biases and grouped queries."""
+    return small_models.load("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
 def factors(model, seed: int, most: float) -> torch.Tensor:

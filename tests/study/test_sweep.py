@@ -89,12 +89,10 @@ def test_processes_make_the_same_table_and_name_the_case_that_fails_or_dies(out,
 
 def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch):
     half_done(out)
-    with monkeypatch.context() as patch:
-        patch.setattr("vqkv.study.sweep.CODE", "other")
-        half_done(out)
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep.torch, "get_num_threads", lambda: 64)
-        half_done(out)
+    for name, other in (("CODE", "other"), ("torch.get_num_threads", lambda: 64)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"vqkv.study.sweep.{name}", other)
+            half_done(out)
     half_done(out, recompute=True)  # a run of its own
     assert [cases.marks(out.parent, x) for x in range(4)] == [4, 4, 4, 0]
     assert finish(out) == [4, 4, 4, 1, 1]
@@ -103,11 +101,11 @@ def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch)
 def test_a_source_that_changes_on_the_way_is_an_error():
     results = {name: {"sources": {"text": "abc"}} for name in ("case 1", "case 2")}
     assert sweep._sources(results) == {"text": "abc"}
-    with pytest.raises(DataError, match=r"text is abd for case 3 but abc for case 1.*--recompute"):
+    with pytest.raises(DataError, match="text is abd for case 3, abc before: begin again with --recompute"):
         sweep._sources(results | {"case 3": {"sources": {"text": "abd"}}})
     other = {"case 3": {"sources": {"model b": "x", "text": "abd"}}}
     assert sweep._sources(results | other) == {"text": "abc", "model b": "x", "text, model b": "abd"}
-    with pytest.raises(DataError, match="text, model b is abe for case 4 but abd for case 3"):
+    with pytest.raises(DataError, match="text, model b is abe for case 4, abd before"):
         sweep._sources(results | other | {"case 4": {"sources": {"model b": "x", "text": "abe"}}})
 
 
@@ -147,9 +145,8 @@ def test_what_cases_share_is_made_once_bounded_and_forgotten():
         made.append(x)
         return x * x
 
-    squares = sweep.experiment(lambda listed: sweep.product(x=listed))(
-        lambda x: {"y": square(x=x, about=[1, {"a": 2}])}
-    )
+    cases = sweep.experiment(lambda listed: sweep.product(x=listed))
+    squares = cases(lambda x: {"y": square(x=x, about=[1, {"a": 2}])})
     assert squares(listed=[1, 2, 1, 3, 1, 2])["y"].tolist() == [1, 4, 1, 9, 1, 4] and made == [1, 2, 3, 2]
     with pytest.raises(TypeError):
         squares(listed=[2, None])

@@ -41,7 +41,7 @@ class Study:
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
     parameters, else ``runs/<profile>-<hash of the parameters>``. ``workers``: processes that compute the tables' rows,
     but for timings. ``jobs``: pages at a time; give each page's kernel its share of the cores by ``OMP_NUM_THREADS``.
-    All bad input is found here, before anything runs.
+    ``timed``: pages that take times, too. All bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -52,10 +52,12 @@ class Study:
     recompute: bool = False
     workers: int = 0
     jobs: int = 1
+    timed: bool = True
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
-        self.notebooks = pages.select(self.root / "notebooks", self.only)
+        selected = pages.select(self.root / "notebooks", self.only)
+        self.notebooks = [path for path in selected if self.timed or not pages.is_tagged(path, "takes-times")]
         settings = pages.load_profile(self.profile)
         defaults = {path: pages.notebook_parameters(path) for path in self.notebooks}
         known = set().union(*map(pages.notebook_parameters, pages.all_notebooks(self.root / "notebooks")))
@@ -151,11 +153,12 @@ def main(
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables again.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
+    timed: Annotated[bool, typer.Option(help="Pages that take times, too.")] = True,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
         parameters = parse_assignments(parameter)
-        study = Study(None, only, profile, parameters, out, recompute, workers, jobs)
+        study = Study(None, only, profile, parameters, out, recompute, workers, jobs, timed)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from vqkv.study import subject
 from vqkv.study.shared import forget
-from vqkv.study.sweep import Experiment, in_processes, with_subject
+from vqkv.study.sweep import Experiment, with_subject
 from vqkv.study.tables import known, provenance, stored_names
 
 OF_A_MACHINE = ("generation_latency", "generation_peak", "read_in_place", "kernel_speed", "restoring_times", "chat")
@@ -85,7 +85,6 @@ def main(
     only: Annotated[str, typer.Option(help="Tables by the start of their names.")] = "",
     seed: Annotated[int, typer.Option(help="Draws the cases and the order of tables.")] = 0,
     minutes: Annotated[float, typer.Option(help="Begin no table after so many.")] = math.inf,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes; with several, set OMP_NUM_THREADS.")] = 1,
 ):
     """Compute one case of every stored table again, and compare.
 
@@ -95,8 +94,9 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
-    calls, found = [(record["name"], seed, until) for record in records], []
-    for row in tqdm(in_processes(again, calls, jobs), "reproduce", len(calls), unit="table"):
+    found = []
+    for record in tqdm(records, "reproduce", unit="table"):
+        row = again(record["name"], seed, until)
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
         found.append(row["difference"])
     reached = [each for each in found if not math.isnan(each)]

@@ -28,9 +28,8 @@ from tqdm import tqdm
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
 from vqkv.study import steering
-from vqkv.study.allocator import keep_freed_memory
 from vqkv.study.literals import plain
-from vqkv.study.shared import forget
+from vqkv.study.shared import forget, keep_freed_memory
 from vqkv.study.subject import Subject
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -208,19 +207,18 @@ def _known_rows(results: dict[str, dict]) -> list[dict]:
 
 
 def _sources(results: dict[str, dict]) -> dict:
-    """All sources; a text of which another model's tokenizer makes other tokens is named with the model. Raises
-    ``DataError`` if a source was not the same for two cases."""
+    """Return all sources; a text of which another model's tokenizer makes other tokens is named with the model.
+
+    Raises ``DataError`` if a source was not the same for two cases.
+    """
     known: dict[str, str] = {}
-    first: dict[str, tuple[str, str]] = {}
+    models: dict[str, str] = {}
     for case, result in results.items():
         model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():
-            if name in known and known[name] != value and model != first[name][1]:
+            if known.get(name, value) != value and models[name] != model:
                 name = f"{name}, {model}"
             if known.setdefault(name, value) != value:
-                raise DataError(
-                    f"{name} is {value} for {case} but {known[name]} for {first[name][0]}: it changed meanwhile, or "
-                    "workers have another one; begin again with --recompute"
-                )
-            first.setdefault(name, (case, model))
+                raise DataError(f"{name} is {value} for {case}, {known[name]} before: begin again with --recompute")
+            models.setdefault(name, model)
     return known

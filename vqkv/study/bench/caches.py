@@ -30,7 +30,6 @@ GEOMETRIES = {
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
 
-DTYPES = ("float32", "float16", "bfloat16")
 EVERYTHING = 2**40  # bytes of decoded tokens that a cache may keep
 
 
@@ -150,9 +149,8 @@ def prepared(model, systems: list[str], seed: int = 0) -> dict:
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):
     """A Llama of random weights in evaluation mode; what a cache costs does not depend on what the model has learned.
-    Raises ``UnknownNameError`` for a geometry that is not in ``GEOMETRIES`` or a dtype that is not in ``DTYPES``."""
+    Raises ``UnknownNameError`` for a geometry that is not in ``GEOMETRIES``."""
     check_known("geometry", [geometry], GEOMETRIES)
-    check_known("dtype", [dtype], DTYPES)
     config = LlamaConfig(**GEOMETRIES[geometry], max_position_embeddings=131072, tie_word_embeddings=True)
     with torch.random.fork_rng([device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(seed)

@@ -15,10 +15,10 @@ import torch
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from vqkv.study.allocator import M_MMAP_MAX, give_back
 from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens, stored_bytes
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.provenance import device_name, versions
+from vqkv.study.shared import M_MMAP_MAX, give_back
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")

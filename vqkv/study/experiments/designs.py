@@ -107,13 +107,10 @@ def exists(design: str, bits: float) -> bool:
 
 
 def _add(found: dict[str, dict], **arguments) -> None:
-    named = {"rotation": arguments["rotation"], **{name: name for name in ("predicted", "mixed", "entropy")}}
-    grouping = arguments.get("grouping")
-    parts = [
-        arguments["quantizer"],
-        *(named[name] for name in named if arguments.get(name) not in (None, False, "none")),
-    ]
-    parts += [f"beam {beam}" for beam in [arguments.get("beam", 1)] if beam > 1]
-    parts += [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
+    """Add arguments of ``presets.crossed`` under the name of what differs from the plainest design."""
+    beam, grouping = arguments.get("beam", 1), arguments.get("grouping")
+    parts = [arguments["quantizer"]] + [arguments["rotation"]] * (arguments["rotation"] != "none")
+    parts += [name for name in ("predicted", "mixed", "entropy") if arguments.get(name)]
+    parts += [f"beam {beam}"] * (beam > 1) + [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
     parts += ["mean kept"] * (not arguments.get("mean", True)) + ["by head"] * (not arguments.get("merged", True))
     found[", ".join(parts)] = arguments

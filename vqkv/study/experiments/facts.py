@@ -1,7 +1,6 @@
 """Notebook 10: what is answered about a text that an exact cache answers: facts hidden in it, and a passage that comes
 again."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -11,17 +10,16 @@ from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.study.experiments.common import COPY_FROM, exact_compressor, facts_answered
 from vqkv.study.experiments.frontier import fitted_system
 from vqkv.study.subject import Subject
-from vqkv.study.sweep import experiment
+from vqkv.study.sweep import experiment, product
 
 EXACT = "fp16"
 
 
-def _cases(systems: list[str], designs: list[str], bits: list[float]) -> list[dict]:
-    listed = [(EXACT, 16.0), *((label, 0.0) for label in systems), *itertools.product(designs, bits)]
-    return [{"system": label, "bits": rate} for label, rate in listed]
-
-
-@experiment(_cases)
+@experiment(
+    lambda systems, designs, bits: (
+        [{"system": EXACT, "bits": 16.0}] + product(system=systems, bits=[0.0]) + product(system=designs, bits=bits)
+    )
+)
 def retrieval(
     subject: Subject, system: str, bits: float, episodes: list[list[int]], passage: int, least_exact: float,
     vqllm: dict, learning: dict,

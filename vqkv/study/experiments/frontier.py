@@ -27,12 +27,11 @@ BATCH = 16  # sequences at a time in calibration, so that memory does not grow w
 LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
 
-def _searched(bits: list[float], designs: Sequence[str] = ()) -> list[dict]:
-    cases = product(design=designs or factorial(), bits=bits)
-    return [case for case in cases if exists(case["design"], case["bits"])]
-
-
-@experiment(_searched)
+@experiment(
+    lambda designs, bits: [
+        case for case in product(design=designs or factorial(), bits=bits) if exists(case["design"], case["bits"])
+    ]
+)
 def design_search(
     subject: Subject, design: str, bits: float, contexts: list[str], chunk_size: int, learning: dict
 ) -> list[dict]:

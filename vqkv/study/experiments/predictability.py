@@ -101,6 +101,6 @@ def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
     for probe, layer in itertools.product(probes, range(num_layers)):
         sources, target = probe.blocks(layer)
         evr = sums.explained(torch.eye(len(sums.mean(target))).to(sums.mean(target)), sources, target)
-        row = {"target": probe.target, "sources": probe.sources, "layer": layer, "evr": evr}
-        rows.append(row | {"bits": bits_saved(evr)})
+        about = {"target": probe.target, "sources": probe.sources, "layer": layer}
+        rows.append(about | {"evr": evr, "bits": bits_saved(evr)})
     return rows

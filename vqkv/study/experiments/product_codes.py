@@ -13,11 +13,7 @@ BLOCK = 8  # values
 WHITE, ROLES = "white Gaussian", ("keys", "values")
 
 
-def _cases(subject: Subject, seeds: list[int]) -> list[dict]:
-    return product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds))
-
-
-@experiment(_cases)
+@experiment(lambda subject, seeds: product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds)))
 def product_against_residual(
     subject: Subject, data: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int, seq_len: int
 ) -> list[dict]:

@@ -3,7 +3,6 @@ how deep, large and wide the search is."""
 
 import dataclasses
 import itertools
-from functools import partial
 
 import torch
 
@@ -159,15 +158,14 @@ def _deepest(subject: Subject, quantizer: dict, batch_size: int) -> Compressor:
     return subject.calibrated(presets.vqllm(**quantizer, seed=subject.seed), batch_size)
 
 
-def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:
-    """A calibrated residual VQ with the first stages of every codec only, and another encoder."""
-    cut = partial(recut, num_quantizers=num_quantizers, beam=beam)
-    codecs = [(cut(key), cut(value)) for key, value in compressor.codecs]
+def shallower(compressor: Compressor, num_quantizers: int) -> Compressor:
+    """Cut a calibrated residual VQ to the first stages of every codec."""
+    codecs = [(recut(key, num_quantizers), recut(value, num_quantizers)) for key, value in compressor.codecs]
     return Compressor(compressor.name, codecs, compressor.settings, compressor.model)
 
 
-def recut(codec: Codec, num_quantizers: int, beam: int) -> Codec:
-    """A fitted residual VQ chain with its first stages only, and another encoder."""
+def recut(codec: Codec, num_quantizers: int, beam: int = 1) -> Codec:
+    """Cut a fitted residual VQ chain to its first stages, with another encoder."""
     config, state = codec.config(), codec.state_dict()
     config["quantizer"] |= {"num_quantizers": num_quantizers, "beam": beam}
     state["quantizer.codebooks"] = state["quantizer.codebooks"][:num_quantizers].clone()

@@ -48,11 +48,11 @@ def claimed_sweep() -> pd.DataFrame:
     return pd.concat([plain, pd.DataFrame(rows)])[columns].astype({"threshold": float})
 
 
-def _cases(thresholds: list[float]) -> list[dict]:
-    return product(method=WITH_FALLBACK, threshold=thresholds) + product(method=WITHOUT_FALLBACK, threshold=[None])
-
-
-@experiment(_cases)
+@experiment(
+    lambda thresholds: (
+        product(method=WITH_FALLBACK, threshold=thresholds) + product(method=WITHOUT_FALLBACK, threshold=[None])
+    )
+)
 def threshold_sweep(
     subject: Subject, method: str, threshold: float | None, prompt_len: int, codebook_size: int
 ) -> list[dict]:
