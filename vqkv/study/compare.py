@@ -115,9 +115,8 @@ def _holds(text: str, tokenizer, size: tuple) -> bool:
 
 
 def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
-    """The largest of ``sizes`` that fits, by the time of a first pass; fewer systems where even the smallest does not.
-
-    Raises ``DataError`` where none does."""
+    """Choose the largest of ``sizes`` that fits by a first pass' time; fewer systems where none does, else
+    ``DataError``."""
     longest, about = max_positions(model), describe(model)
     channels, left_out = kv_width(about) * about["num_layers"], {}
     if channels > WIDEST:

@@ -60,8 +60,7 @@ class TransformersQuantized:
         return f"transformers-{self.backend}"
 
     def new_cache(self, model, in_place: bool = False) -> "MeteredQuantizedCache":
-        """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do, and for a
-        model that it is not made for: one with sliding windows."""
+        """Return an empty cache. Raises ``DataError`` for ``in_place`` and for models with sliding windows."""
         if in_place:
             raise DataError(f"{self.name} hands the first tokens back exact: it has no in-place protocol")
         try:
@@ -73,8 +72,7 @@ class TransformersQuantized:
         """None, as no layer reads another here; ``Compressor.new_pass``."""
 
     def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor, known=None) -> tuple:
-        """Values that one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once,
-        all together: without the error of storing a growing history again and again."""
+        """Return what one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once."""
         store = LAYERS[self.backend](**self._arguments())
         store.update(keys, values)
         return store.update(keys[..., :0, :], values[..., :0, :])

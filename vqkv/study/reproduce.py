@@ -52,8 +52,8 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
-    """The largest relative ``difference`` of a number in ``rows`` from the nearest row of ``kept`` with the same words,
-    and its ``column``; infinite where there is no such row, or a number in one of them alone."""
+    """Return the largest relative ``difference`` from the nearest row with the same words, and its ``column``; infinite
+    where there is no such row."""
     shared = [str(name) for name in kept if name in rows and not str(name).endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]

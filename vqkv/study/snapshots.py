@@ -62,8 +62,8 @@ class Stream:
         return DELTA if number % self.interval else KEYFRAME
 
     def state(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the cache's dtype: the cache
-        after ``step``, counted from 0, as it is read back."""
+        """Return (keys, values), lists over layers (batch, num_kv_heads, seq_len, head_dim), read back after ``step``
+        (from 0)."""
         last = step + 1
         numbers = range(max(1, last - last % self.interval), last + 1)
         parts = [self._decoded(number) for number in numbers]

@@ -114,8 +114,7 @@ class ExperimentCase:
     name: str
 
     def result(self) -> dict:
-        """Compute ``rows`` and ``sources``, exactly as JSON gives them back, and the ``seconds`` that it took;
-        ``refused``: why there are no rows."""
+        """Compute ``rows``, ``sources`` and ``seconds``, as JSON gives them back; ``refused``: why there are no rows."""
         arguments, start, refused = with_subject(self.arguments), time.perf_counter(), ""
         try:
             rows = self.experiment.row(**arguments)
@@ -127,8 +126,7 @@ class ExperimentCase:
         return {"rows": rows, "sources": sources, "seconds": time.perf_counter() - start, "refused": refused}
 
     def identity(self, threads: int) -> str:
-        """A hash of all that its rows depend on but for its sources, whose own hashes are compared with the other
-        cases'; the last bits of sums depend on the ``threads`` of whoever computes them."""
+        """Hash all that its rows depend on but for sources; sums depend on the ``threads`` of whoever computes them."""
         function = f"{self.experiment.__module__}.{self.experiment.__qualname__}"
         about = json.dumps([function, CODE, self.arguments, threads])
         return hashlib.sha256(about.encode()).hexdigest()[:32]

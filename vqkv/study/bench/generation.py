@@ -170,8 +170,7 @@ def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, thre
 
 
 def _keep_nothing_freed() -> None:
-    """From now on glibc gives large blocks that are freed back to the system at once, whatever it was told before: else
-    it keeps some, by chance up to twice what is in use."""
+    """Have glibc give large freed blocks back at once: else it keeps some, up to twice what is in use."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 1 << 16)

@@ -31,8 +31,7 @@ def cpu_times(call: Callable) -> list[float]:
 
 
 def gpu_times(call: Callable) -> list[float]:
-    """Milliseconds on a GPU whose cache is cleared before every call, which ``Timer`` cannot do: a layer that it had
-    just read would still be there."""
+    """Time a call in milliseconds on a GPU whose cache is cleared before, which ``Timer`` cannot do."""
     from triton.testing import do_bench
 
     return do_bench(call, warmup=1, rep=10, return_mode="all")

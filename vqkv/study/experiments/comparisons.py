@@ -17,8 +17,7 @@ DRAWS = 1000  # of a bootstrap
 
 
 def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]:
-    """Mean of ``ours`` over that of ``theirs``, one number for each window, and the ends of its 95% interval over
-    ``DRAWS`` bootstrap draws of windows."""
+    """Return the mean of ``ours`` over that of ``theirs``, window by window, and its 95% bootstrap interval."""
     both = np.array([ours, theirs], float)
     drawn = both[:, np.random.default_rng(0).integers(both.shape[1], size=(DRAWS, both.shape[1]))].mean(-1)
     low, high = np.quantile(drawn[0] / drawn[1], [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
@@ -111,8 +110,7 @@ PARTS = {  # part of a design -> what names it, and what stands in its place in 
 
 
 def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
-    """Equivalent bits that a part of a design saves at each of ``contexts`` (``saved_CONTEXT``): a row for every part
-    (of ``PARTS``) and design that has it, if its twin, which differs in nothing else, was tried."""
+    """Return a row for each of ``PARTS`` and design with it: bits saved over its twin without, at each of ``contexts``."""
     bits = search.groupby("design", sort=False)[[f"equivalent_bits_{name}" for name in contexts]].mean()
     bits.columns = [f"saved_{name}" for name in contexts]
     rows = []

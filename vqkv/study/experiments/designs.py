@@ -85,8 +85,7 @@ def factorial() -> dict[str, dict]:
 
 
 def every() -> dict[str, dict]:
-    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of 4 and 8 bits, and
-    ``BEST`` by name."""
+    """Return ``factorial``, one basis for all layers at ``RANKS``, predictors of 4 and 8 bits, and ``BEST`` by name."""
     found = factorial()
     for quantizer in TRANSFORM_CODERS:
         shared: dict[str, Any] = {"quantizer": quantizer, "rotation": "fisher_pca"}

@@ -64,8 +64,7 @@ def _copy(subject: Subject, compressor, passage: int) -> dict:
 
 
 def passages(text: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``text`` (num_seqs, seq_len) with its second ``size`` tokens again as its last, and where these are asked
-    for, bool: from the ``COPY_FROM``-th on."""
+    """Return ``text`` with its second ``size`` tokens again as its last, and where these are asked for (bool)."""
     tokens = torch.cat([text[:, :-size], text[:, size : 2 * size]], dim=1)
     answers = torch.zeros_like(tokens, dtype=torch.bool)
     answers[:, COPY_FROM - size :] = True

@@ -76,8 +76,7 @@ def _trained(subject: Subject, preset: presets.Preset | None, steps: int, size: 
 
 
 def given_back(table: pd.DataFrame) -> pd.DataFrame:
-    """``finetuning``'s trained rows with ``given_back``: of what codes add to the perplexity of the untrained model,
-    the share (%) that training takes away again."""
+    """Add ``given_back`` to trained rows: of what codes add to perplexity, the share (%) that training takes away."""
     keys, untrained = ["num_quantizers", "seed"], table["label"] == BOTH
     before = table.loc[untrained, [*keys, "ppl", "ppl_exact"]]
     rows = table[~untrained].merge(before, how="left", on=keys, suffixes=("", "_before"))

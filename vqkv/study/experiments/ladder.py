@@ -68,8 +68,7 @@ def _live(subject: Subject, steps: int):
 
 
 def _evicted(subject: Subject, live, interval: int, retain: float, recent: float) -> dict:
-    """Bytes that a stream's last keyframe is smaller by once evicted, as the source does; KL of the evicted exact
-    cache."""
+    """Return what eviction takes off a stream's last keyframe, in bytes, and the KL of the evicted exact cache."""
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]

@@ -43,8 +43,7 @@ def codebook_learning(
 def _layer_vectors(
     subject: Subject, split: str, seed: int, count: int, role: str, layer: int, group_size: int
 ) -> torch.Tensor:
-    """Keys or values (1, 1, vectors, head_dim) of one layer, the last of a model with fewer, that hold ``count`` group
-    vectors."""
+    """Return keys or values (1, 1, vectors, head_dim) of one layer that hold ``count`` group vectors."""
     shapes = subject.about["shapes"]
     layer = min(layer, len(shapes) - 1)
     heads, *dims = shapes[layer]

@@ -25,8 +25,7 @@ from vqkv.study.tables import write_atomically
 
 
 def defining_text(function: Callable) -> str:
-    """Return the source of the cell or the module that defines a function: a table made of it is made again when that
-    changes. Raises ``DataError`` where there is none."""
+    """Return the source of the cell or module of a function, so that its table follows it. Raises ``DataError``."""
     text = "".join(linecache.getlines(function.__code__.co_filename)).strip()
     if not text:
         raise DataError(f"the source of {function.__name__} cannot be read: define it in a cell or in a file")
@@ -81,8 +80,7 @@ def _reloaded(compressor: Compressor) -> Compressor:
 
 
 def neighbours(table: pd.DataFrame, system: str, bits: str, within: float) -> pd.DataFrame:
-    """``at_equal_bits`` of what lies ``within`` so many ``bits`` (a column, mean over seeds) of one of ``system``'s
-    rates: KL of that, interpolated between rates, over theirs. A row per model and neighbour, fewest bits first."""
+    """Compare, by ``at_equal_bits``, what lies ``within`` so many ``bits`` (a column) of one of ``system``'s rates."""
     found = []
     for _, rows in table.groupby("model", sort=False):
         at = rows.groupby(["system", "nominal_bits"])[bits].transform("mean").to_numpy()

@@ -84,8 +84,7 @@ def _table(
 
 
 def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
-    """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
-    saved."""
+    """Return columns of ``predictor_ablation``; NaN where plain HIGGS is better, or nothing is saved."""
     plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
     needed = np.interp(
         math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
@@ -193,16 +192,14 @@ def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: 
 
 
 def over_default(table, default: str):
-    """KL of each row over that of ``default`` on the same windows, ``ratio`` with the ends of its paired 95% interval,
-    ``low`` and ``high``."""
+    """Return each row's KL over that of ``default``, ``ratio``, with its paired 95% interval, ``low`` to ``high``."""
     each = table.set_index("label")["kl_each"].str.split()
     ends = np.array([paired_ratio(kl, each[default]) for kl in each]).T
     return table[["block", "label"]].assign(ratio=ends[0], low=ends[1], high=ends[2])
 
 
 def beside_published(table, published):
-    """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
-    percent), then each model's perplexity increase and KL."""
+    """Join the rows of the source's detailed table, its bits and increase of perplexity (%), with each model's."""
     theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
     theirs.index = list(PUBLISHED)
     exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]

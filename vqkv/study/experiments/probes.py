@@ -119,8 +119,7 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
 
 
 def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
-    (AQUA-KV's two predictors, on exact inputs)."""
+    """Measure held-out EVR of AQUA-KV's two predictors on exact inputs: K from K-1, V from [V-1; K], from layer 1 on."""
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
     sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
     settings = len(kv_layers(model)), AQUA_STRENGTH
@@ -129,8 +128,7 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
 
 
 def shuffled(seed: int) -> Form:
-    """A form for targets: the batch's tokens in random order and with random signs, so that nothing is left to predict.
-    The order alone would leave each batch its mean, which sources of the same text do predict."""
+    """Make a form for targets: tokens in random order with random signs, as the order alone leaves each batch its mean."""
     generator = torch.Generator().manual_seed(seed)
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
@@ -144,8 +142,7 @@ def shuffled(seed: int) -> Form:
 
 
 def reconstructed(preset: Preset) -> Form:
-    """A form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on the first batch that they see;
-    for presets without a plan, whose layers are stored one by one."""
+    """Make a form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on their first batch."""
     codecs = {}
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
@@ -166,8 +163,7 @@ def _block(text: str, layer: int) -> Block:
 
 
 def _features(captured, forms: dict[str, Form], start: int):
-    """Return a function of a block to its features (samples, width) in one batch: all heads of a token side by side;
-    samples are the tokens from ``start`` on of all sequences."""
+    """Return a function of a block to its features (samples, width): all heads, tokens from ``start`` on."""
     roles, formed = dict(zip("KV", captured, strict=True)), {}
 
     def features(block: Block) -> torch.Tensor:

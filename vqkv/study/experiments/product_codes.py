@@ -66,8 +66,7 @@ def _product(train, test, kmeans: KMeans) -> float:
 
 
 def gaps(table: pd.DataFrame) -> pd.DataFrame:
-    """Product codes' error over that of residual stages, by data and number of codes: mean, least and most of the
-    seeds."""
+    """Return product codes' error over that of residual stages, by data and size: mean, least and most of seeds."""
     wide = table.pivot_table(index=["data", "codebook_size", "seed"], columns="method", values="mse", sort=False)
     gap = (wide["product"] / wide["residual"]).rename("gap")
     return gap.groupby(level=["data", "codebook_size"], sort=False).agg(["mean", "min", "max"]).reset_index()

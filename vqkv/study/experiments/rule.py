@@ -22,15 +22,13 @@ ENDS = ("lowest", "highest")
 
 
 def searched_systems(bits: list[float], kvtc_bits: list[float]) -> dict[str, list]:
-    """Arguments of ``frontier`` for the validation text: the designs of ``SEARCHED`` and KVTC's variants
-    (``designs.KVTC``), each at its nominal bits."""
+    """Return arguments of ``frontier`` for validation text: ``SEARCHED`` designs and KVTC's variants, by bits."""
     theirs = [f"kvtc {each:g}{variant}" for each in kvtc_bits for variant in KVTC]
     return {"systems": theirs, "designs": SEARCHED, "bits": bits}
 
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
-    """Of ``frontier``'s rows on validation text those of each ``family`` (``OURS`` and KVTC) on the lower convex hull
-    of log KL against bits at ``context``, the fewest bits first."""
+    """Keep the rows of each family on the lower convex hull of log KL against bits at ``context``."""
     families = np.where(searched["system"].str.startswith(THEIRS), THEIRS, OURS)
     rows = searched.assign(context=context, bits=searched[f"bits_{context}_x1"], family=families)
     rows = rows.sort_values(["family", "bits"], ignore_index=True)

@@ -57,8 +57,8 @@ def modes(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """``sarle``, the bimodality coefficient of a sample (SAS/STAT; Pfister et al. 2013), and ``p``, the share of normal
-    samples of that size with one as large."""
+    """Return Sarle's bimodality coefficient (SAS/STAT; Pfister et al. 2013), and ``p``, how often normal samples reach
+    it."""
     draws = np.random.default_rng(seed).standard_normal((DRAWS, len(x)))
     found, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
     return {"sarle": found.item(), "p": (drawn >= found).mean()}

@@ -12,14 +12,12 @@ OURS = "vqkv"
 
 
 def kernel_speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> pd.DataFrame:
-    """Times by ``vqkv.study.bench.speed.speed``, which no two runs have alike; ``operations``: [] for all; ``sizes``:
-    fields of ``vqkv.study.bench.case.Sizes``."""
+    """Time kernels by ``bench.speed.speed``; ``operations``: [] for all; ``sizes``: fields of ``bench.case.Sizes``."""
     return frame(speed(geometry, operations, threads, repetitions, **sizes), {})
 
 
 def against_ours(table: pd.DataFrame) -> pd.DataFrame:
-    """Time of every other implementation over that of this library's kernel: a row per operation and format
-    (the largest problem of several), a column per implementation; attention aside."""
+    """Return others' times over our kernel's: a row per operation and format (its largest problem), attention aside."""
     rows = table[~table["operation"].isin([ROOFLINE, ATTENTION])]
     keys = ["operation", "format"]
     rows = rows[rows["bound_ms"] == rows.groupby(keys)["bound_ms"].transform("max")]

@@ -12,8 +12,7 @@ KINDS = {"arithmetic": "arithmetic", "measured here": "measured here", "needs th
 
 
 def verdict_bars(table):
-    """Claims of each source by verdict: a panel for each kind of test, a bar for each source; our own comparisons are
-    left out. ``table``: from ``claims_audit``."""
+    """Draw claims of each source by verdict: a panel for each kind of test, a bar for each source."""
     sources = list(dict.fromkeys(table["source"]))
     fig, axes = plt.subplots(1, len(KINDS), figsize=(11, 0.9 + 0.5 * len(sources)), sharex=True, sharey=True)
     for ax, (how, title) in zip(axes, KINDS.items(), strict=True):

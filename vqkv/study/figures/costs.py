@@ -41,8 +41,8 @@ def _dumbbell(ax, place: int, rows, ends) -> None:
 
 
 def memory_dots(table):
-    """Draw megabytes of each system: what is stored (hollow), what must be resident with the tables made from it
-    (light), and the peak, prefill included (filled). Dotted: the peak of ``DynamicCache``."""
+    """Draw megabytes of each system: stored (hollow), resident (light), peak (filled). Dotted: peak of
+    ``DynamicCache``."""
     table = table.assign(peak_mb=table[["prefill_mb", "decode_mb"]].max(axis=1))
     rows = table.sort_values("peak_mb", ignore_index=True)
     fig, ax = plt.subplots(figsize=(8, 0.27 * len(rows) + 1))
@@ -128,8 +128,7 @@ def waiting(table):
 
 
 def chat_lines(table):
-    """Turn by turn of a chat: milliseconds until the answer's first token, with the cache brought back and with
-    everything computed again (dashed); and the megabytes that the folder holds. ``IN_TABLES`` are not drawn."""
+    """Draw, turn by turn, time to an answer's first token, restored and computed again (dashed), and megabytes stored."""
     table = table[~table["system"].str.startswith(IN_TABLES)]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     again = table.groupby("turn")["again_ms"].median()

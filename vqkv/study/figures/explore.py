@@ -26,8 +26,8 @@ LEAST = 1e-4  # nats; less is drawn there
 
 
 def coloured_chat(table) -> str:
-    """``explore.conversation`` as HTML, a column for each system: a token's ground (and title) says the KL between its
-    cache's prediction and the uncompressed cache's, which would write another token where one is underlined."""
+    """Write ``explore.conversation`` as HTML: a token's ground says its KL; underlined is what an exact cache would not
+    say."""
     systems = table["system"].drop_duplicates()
     heads = "".join(f'<th style="{TEXT}">{system}</th>' for system in systems)
     columns = ("".join(_turn(rows) for _, rows in table[table["system"] == name].groupby("turn")) for name in systems)
@@ -85,8 +85,7 @@ def conversation(table):
 
 
 def vector_stages(table):
-    """``explore.stages``: a column for each system, a row for each stage, whose values stand in the order in which they
-    are stored; the last has the key as it is read back on it as it came."""
+    """Draw ``explore.stages``: a column a system, a row a stage; in the last, the key as it came and as it is read."""
     systems, names = list(dict.fromkeys(table["system"])), _in_order(table)
     size = {"figsize": (5 * len(systems), 1.5 * len(names)), "squeeze": False}
     fig, axes = plt.subplots(len(names), len(systems), **size)

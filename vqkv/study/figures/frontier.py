@@ -110,9 +110,8 @@ def ablation_dots(pairs, contexts: dict[str, str]):
 
 
 def proxy_dots(correlations):
-    """Draw Spearman's correlation of each proxy with what a task loses, with its 95% interval: 1 is a proxy that ranks
-    systems as the task does. Shaded: the proxy that looks at keys and values alone. ``correlations``: of one task and
-    one band of bits."""
+    """Draw Spearman's correlation of each proxy with what a task loses. Shaded: the one that sees keys and values
+    alone."""
     rows = correlations.set_index("proxy").loc[list(PROXIES)]
     (model,), places = set(rows["model"]), np.arange(len(rows))
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))

@@ -30,8 +30,7 @@ METHODS = {
 
 
 def threshold_curves(table):
-    """Draw KL, with its 95% interval over sequences, against the measured ratio to the live fp16 cache: a line over
-    thresholds for each method with fallback, a point for each without."""
+    """Draw KL against the measured ratio to the live fp16 cache: a line over thresholds, a point without fallback."""
     fig, ax = plt.subplots(figsize=(10, 4))
     for method, (label, colour, marker) in METHODS.items():
         rows = table[(table["method"] == method) & (table["threshold"] != 0)]  # 0: all of it in fp16
@@ -76,8 +75,7 @@ def ratios_by_threshold(measured, claimed):
 
 
 def ladder_bars(table, claimed: dict[str, float]):
-    """Draw each tier's file: its ratio to every snapshot in fp32 (left, with the published claim as a mark) and to the
-    live fp16 cache (right; left of 1: larger than the live cache)."""
+    """Draw each tier's ratio to every snapshot in fp32 (marks: as claimed) and to the live fp16 cache."""
     rows, (model,) = table.set_index("tier"), set(table["model"])
     fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, width_ratios=(3, 2))
     panels: list[tuple[str, str, float, int]] = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
@@ -128,8 +126,7 @@ SHOWN = {  # phenomenon -> what its size is, and systems
 
 
 def kl_by_size(table):
-    """KL against the size of each phenomenon of ``SHOWN`` that the model has, a line for each system; bars: 95%
-    intervals over windows. Raises ``DataError`` if it has none of them."""
+    """Draw KL against the size of each phenomenon of ``SHOWN``, a line a system. Raises ``DataError`` if there is none."""
     put = set(table.loc[table["size"] > 0, "phenomenon"])
     shown = {phenomenon: how for phenomenon, how in SHOWN.items() if phenomenon in put}
     if not shown:
@@ -155,8 +152,7 @@ def kl_by_size(table):
 
 
 def tuning_dots(table):
-    """What training gives back of what codes cost (``finetuning.given_back``), in percent: a panel for each number of
-    codebooks, a row for each label and rate; small dots are seeds, bars run from the least to the most."""
+    """Draw what training gives back (%), a panel for each number of codebooks, a row for each label and rate."""
     depths = sorted(table["num_quantizers"].unique())
     fig, axes = plt.subplots(1, len(depths), figsize=(10, 2.9), sharey=True, squeeze=False)
     for ax, depth in zip(axes[0], depths, strict=True):

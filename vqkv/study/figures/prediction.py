@@ -94,8 +94,7 @@ BIT_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):
-    """Draw the EVR of values, mean over layers, by the precision of what they are predicted from. Right axis: the bits
-    per value that the prediction saves."""
+    """Draw the mean EVR of values by the precision of their sources; right axis: bits that the prediction saves."""
     inputs = list(dict.fromkeys(table["inputs"]))
     fig, ax = plt.subplots(figsize=(10.5, 4))
     for sources, (colour, marker) in QUANTISED.items():
@@ -142,8 +141,7 @@ KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", 
 
 
 def predicted_plane(table):
-    """Draw KL, with its 95% interval over sequences, against stored bits: every quantizer alone (hollow) and with
-    linear predictors (filled)."""
+    """Draw KL against stored bits: every quantizer alone (hollow) and with linear predictors (filled)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     mine = table[table["block"] == "backbone"].sort_values("bits_per_value")
     for family, name in FAMILIES.items():
@@ -160,8 +158,7 @@ def predicted_plane(table):
 
 
 def context_costs(table):
-    """Draw bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for
-    the same KL without them (level lines): where they cross, the predictors have paid for themselves."""
+    """Draw bits with the predictors' own bytes against the tokens that share them, and HIGGS' bits at equal KL (level)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     tokens = np.geomspace(256, 131072, 200)
     for (label, name), style in zip(KINDS.items(), ("-", "--", ":"), strict=True):
@@ -185,8 +182,7 @@ def context_costs(table):
 
 
 def choice_dots(ratios, default: str, without: str):
-    """KL of each choice over that of ``default`` with its paired 95% interval (``experiments.over_default``), by block;
-    a line marks ``without``."""
+    """Draw KL of each choice over that of ``default``, with its paired 95% interval; a line marks ``without``."""
     line = ratios.set_index("label").loc[without, "ratio"]
     rows = ratios[ratios["label"].str.startswith(f"{default}, ")]
     fig, ax = plt.subplots(figsize=(8, 4.2))

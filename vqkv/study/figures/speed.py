@@ -50,8 +50,7 @@ LIBRARIES = ("faiss", "quanto", "hqq", "vector-quantize", "constriction")
 
 
 def bound_dots(table):
-    """The share of the roofline that this library, plain torch and the fastest of other libraries reach in an operation
-    at its largest size, with the slowest and fastest of its repetitions. Left: writing a cache; right: reading it."""
+    """Draw the share of the bound that we, plain torch and the fastest other library reach in writing and reading."""
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharex=True)
     for ax, (title, names) in zip(axes, (("writing a cache", WRITING), ("reading a cache", READING)), strict=True):
         for place, (operation, start) in enumerate(names):
@@ -91,9 +90,7 @@ def look_of(implementation: str) -> tuple[str, str, str]:
 
 
 def attention_lines(table):
-    """Time of one token's attention over that of fp16 SDPA (black; grey: faster), by context; a column per batch size.
-    Above: packed keys and values are read as they are; below: they are decoded first. Bars: fastest and slowest
-    repetition. int8 is left to the table."""
+    """Draw time of one token's attention over fp16 SDPA's by context: read as packed (above), decoded first (below)."""
     table = with_numbers(table[table["operation"] == "decode_attention"], "batch", "context")
     table, batches = table[table["format"] != "int8"], sorted(set(table["batch"]))
     fig, axes = plt.subplots(2, len(batches), figsize=(11, 7), sharex="col", sharey=True, squeeze=False)
@@ -126,8 +123,7 @@ def attention_lines(table):
 
 
 def search_lines(table):
-    """Milliseconds to encode by residual VQ: left against the codes of each codebook, right against the number of
-    codebooks. Dotted: the roofline's bound. Bars: fastest and slowest repetition."""
+    """Draw milliseconds to encode by residual VQ against the codes of a codebook and against codebooks."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     rows = with_numbers(table[table["operation"] == "rvq_encode"], "N", "K", "C")
     rows = rows[rows["N"] == rows["N"].min()]

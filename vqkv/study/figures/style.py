@@ -162,8 +162,7 @@ def plain_numbers(axis) -> None:
 
 
 def mark_floor(ax, rows) -> None:
-    """Shade what lies below the KL of an fp16 cache, on a vertical axis of KL: no storage error is told from rounding
-    there. Where all is far above it, or the axis linear, its number must do."""
+    """Shade what lies below the KL of an fp16 cache, which is rounding; where all is far above, print its number."""
     (low, high), floor = ax.get_ylim(), rows["kl_floor"].max()
     if low > 10 * floor or ax.get_yscale() == "linear":
         look = {"transform": ax.transAxes, "ha": "right", "fontsize": 8, "color": PALETTE["published"]}
