@@ -30,6 +30,8 @@ SIZES = [  # the largest that fits the minutes: (sequences, tokens) to calibrate
     ((8, 512), (8, 512), 10, (384, 512)),
     ((4, 256), (4, 256), 5, (384, 448)),
 ]
+SHOWN = ["system", "bits", "bits_with_side", "kl", "kl_low", "kl_high", "facts_short", "facts_short_exact"]
+SHOWN += ["facts_long", "facts_long_exact", "resident_mb", "resident_mb_exact", "ms", "ms_exact"]
 
 
 @dataclass(frozen=True)

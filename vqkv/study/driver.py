@@ -24,7 +24,7 @@ from tqdm import tqdm
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
-from vqkv.study.literals import digest
+from vqkv.study.shared import digest
 from vqkv.study.steering import Steering
 from vqkv.study.tables import repository_root, write_atomically
 

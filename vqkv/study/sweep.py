@@ -28,8 +28,7 @@ from tqdm import tqdm
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
 from vqkv.study import steering
-from vqkv.study.literals import plain
-from vqkv.study.shared import forget, keep_freed_memory
+from vqkv.study.shared import forget, keep_freed_memory, plain
 from vqkv.study.subject import Subject
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -114,7 +113,7 @@ class ExperimentCase:
     name: str
 
     def result(self) -> dict:
-        """Compute ``rows``, ``sources`` and ``seconds``, as JSON gives them back; ``refused``: why there are no rows."""
+        """Compute ``rows``, ``sources``, ``seconds`` as JSON gives them back; ``refused``: why there are none."""
         arguments, start, refused = with_subject(self.arguments), time.perf_counter(), ""
         try:
             rows = self.experiment.row(**arguments)

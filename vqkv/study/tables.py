@@ -15,8 +15,8 @@ import pandas as pd
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.runtime.files import replacing
 from vqkv.study import steering
-from vqkv.study.literals import digest, plain
 from vqkv.study.provenance import describe
+from vqkv.study.shared import digest, plain
 from vqkv.study.sweep import Experiment
 
 

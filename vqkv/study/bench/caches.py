@@ -84,7 +84,7 @@ THEIRS: dict[str, Callable] = {
 
 
 def ours(kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset]:
-    """Return the presets by label, as published. ``kmeans_iterations``: of residual VQ; ``seed``: of whatever learns."""
+    """Return the presets by label, as published. ``kmeans_iterations``: residual VQ's; ``seed``: of what learns."""
     learning = {"kmeans_iterations": kmeans_iterations, "seed": seed}
     return {
         "quanto 4": presets.quanto(4),
@@ -145,7 +145,7 @@ def prepared(model, systems: list[str], seed: int = 0) -> dict:
 
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):
-    """Make a Llama of random weights, as costs do not depend on them. Raises ``UnknownNameError`` for other geometries."""
+    """Make a Llama of random weights; costs do not depend on them. Raises ``UnknownNameError`` for others."""
     check_known("geometry", [geometry], GEOMETRIES)
     config = LlamaConfig(**GEOMETRIES[geometry], max_position_embeddings=131072, tie_word_embeddings=True)
     with torch.random.fork_rng([device] if device != "cpu" else []), torch.device(device):

@@ -110,7 +110,7 @@ PARTS = {  # part of a design -> what names it, and what stands in its place in 
 
 
 def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
-    """Return a row for each of ``PARTS`` and design with it: bits saved over its twin without, at each of ``contexts``."""
+    """Return a row for each part and design with it: bits saved over its twin without, at each of ``contexts``."""
     bits = search.groupby("design", sort=False)[[f"equivalent_bits_{name}" for name in contexts]].mean()
     bits.columns = [f"saved_{name}" for name in contexts]
     rows = []

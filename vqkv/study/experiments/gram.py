@@ -53,7 +53,7 @@ class Gram:
         return torch.cat([torch.cat(row, dim=1) for row in parts])
 
     def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
-        """Return coefficients W of ``target`` ~ ``sources`` W + bias, with ``Ridge``'s penalty, or raise ``DataError``."""
+        """Return coefficients W of ``target`` ~ ``sources`` W + bias, ``Ridge``'s penalty; or raise ``DataError``."""
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
         within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])

@@ -18,7 +18,7 @@ from vqkv.study.experiments.common import bare, by_window, tokens_kept_exact
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
-from vqkv.study.literals import digest
+from vqkv.study.shared import digest
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
 from vqkv.study.tables import write_atomically

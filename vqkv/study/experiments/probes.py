@@ -119,7 +119,7 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
 
 
 def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Measure held-out EVR of AQUA-KV's two predictors on exact inputs: K from K-1, V from [V-1; K], from layer 1 on."""
+    """Measure held-out EVR of AQUA-KV's predictors on exact inputs: K from K-1, V from [V-1; K], by layer from 1."""
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
     sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
     settings = len(kv_layers(model)), AQUA_STRENGTH
@@ -128,7 +128,7 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
 
 
 def shuffled(seed: int) -> Form:
-    """Make a form for targets: tokens in random order with random signs, as the order alone leaves each batch its mean."""
+    """Make a form for targets: tokens in random order, with random signs as the order alone leaves a mean."""
     generator = torch.Generator().manual_seed(seed)
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:

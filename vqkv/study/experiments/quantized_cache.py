@@ -98,7 +98,7 @@ def _greedy(model, cache, tokens: torch.Tensor, new_tokens: int) -> torch.Tensor
 
 
 def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
-    """Return quartiles of equal tokens before the first that differs, and ``never``, the share of prompts without one."""
+    """Return quartiles of equal tokens before the first that differs; ``never``: the share of prompts without."""
     rows = greedy.assign(never=greedy["same"] == greedy["new_tokens"])
     groups = rows.groupby(["model", "system"], sort=False)
     quartiles = groups["same"].quantile(np.array([0.25, 0.5, 0.75])).unstack().set_axis(["q1", "median", "q3"], axis=1)

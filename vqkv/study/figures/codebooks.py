@@ -13,7 +13,7 @@ ROLE_NAMES = {"key": "keys before RoPE", "key_post_rope": "keys after RoPE", "va
 
 
 def magnitudes_by_layer(table, published: dict[str, float]):
-    """Draw each head's largest |value| by layer beside ``published`` medians, and its loudest over its median channel."""
+    """Draw each head's largest |value| by layer, ``published`` medians, and its loudest over its median channel."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     for offset, (role, name) in zip((-0.2, 0, 0.2), ROLE_NAMES.items(), strict=True):
         rows, look = table[table["role"] == role], {"color": PALETTE[role], "label": name, "ms": 4.5}

@@ -128,7 +128,7 @@ def waiting(table):
 
 
 def chat_lines(table):
-    """Draw, turn by turn, time to an answer's first token, restored and computed again (dashed), and megabytes stored."""
+    """Draw by turn the time to an answer's first token, restored and computed again (dashed), and megabytes."""
     table = table[~table["system"].str.startswith(IN_TABLES)]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     again = table.groupby("turn")["again_ms"].median()

@@ -1,4 +1,4 @@
-"""Figures of notebook 11."""
+"""Figures of pages 00, 11 and 12, and of ``vqkv compare``."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -124,4 +124,64 @@ def proxy_dots(correlations):
     ax.invert_yaxis()
     ax.set_xlabel("rank correlation with what is lost")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return fig
+
+
+COLOURS = {  # verdict: from blue to red, then what says nothing about the source
+    "holds": "#3f90da",
+    "holds in part": "#ffa90e",
+    "does not hold": "#bd1f01",
+    "needs their model": "#c9c9c9",
+}
+KINDS = {"arithmetic": "arithmetic", "measured here": "measured here", "needs their model": "not tested"}
+
+
+def verdict_bars(table):
+    """Draw claims of each source by verdict: a panel for each kind of test, a bar for each source."""
+    sources = list(dict.fromkeys(table["source"]))
+    fig, axes = plt.subplots(1, len(KINDS), figsize=(11, 0.9 + 0.5 * len(sources)), sharex=True, sharey=True)
+    for ax, (how, title) in zip(axes, KINDS.items(), strict=True):
+        mine = table[table["how"] == how] if how != "needs their model" else table[table["verdict"] == how]
+        counts = mine.groupby(["source", "verdict"]).size().unstack(fill_value=0)
+        counts = counts.reindex(index=sources, columns=list(COLOURS), fill_value=0)
+        left = 0 * counts.iloc[:, 0]
+        for verdict, colour in COLOURS.items():
+            if how != "needs their model" and verdict == "needs their model":
+                continue
+            bars = ax.barh(counts.index, counts[verdict], left=left, color=colour, edgecolor="white", label=verdict)
+            ink = "black" if verdict in ("holds in part", "needs their model") else "white"
+            ax.bar_label(bars, [n or "" for n in counts[verdict]], label_type="center", color=ink)
+            left = left + counts[verdict]
+        ax.grid(axis="y", visible=False)
+        ax.set(title=title, xlabel="claims")
+    axes[0].invert_yaxis()
+    fig.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return fig
+
+
+PANELS = {  # column -> the ends of its interval, and what its axis says
+    "bits_with_side": ((), "bits per value,\nside information included"),
+    "kl": (("kl_low", "kl_high"), "KL to the\nuncompressed cache (nats)"),
+    "facts_long_lost": (("facts_long_lost_low", "facts_long_lost_high"), "facts lost in the\nlong text (points)"),
+    "slower": ((), "time of a token, times\nthe uncompressed cache's"),
+}
+
+
+def compared(table):
+    """A row for each system, the fewest bits at the top; whiskers are 95% intervals."""
+    table = table.assign(slower=table["ms"] / table["ms_exact"]).sort_values("bits_with_side", ascending=False)
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 0.8 + 0.4 * len(table)), sharey=True)
+    for ax, (column, (ends, label)) in zip(axes, PANELS.items(), strict=True):
+        for row in table.to_dict("records"):
+            style = look(row["system"].lower().replace("-kv", "").replace("int4", "quanto"))
+            error = [[row[column] - row[ends[0]]], [row[ends[1]] - row[column]]] if ends else None
+            ax.errorbar([row[column]], [row["system"]], xerr=error, linestyle="none", capsize=3, **style)
+        ax.set_xlabel(label)
+        if column == "kl":
+            ax.set_xscale("log")
+        else:
+            low, high = min(0.0, ax.get_xlim()[0]), ax.get_xlim()[1]
+            ax.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        if column == "facts_long_lost" and not table["facts_long_exact"].any():
+            ax.set_xlabel("facts: the model itself\nanswers none")
     return fig

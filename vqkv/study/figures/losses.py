@@ -126,7 +126,7 @@ SHOWN = {  # phenomenon -> what its size is, and systems
 
 
 def kl_by_size(table):
-    """Draw KL against the size of each phenomenon of ``SHOWN``, a line a system. Raises ``DataError`` if there is none."""
+    """Draw KL against the size of each phenomenon of ``SHOWN``, a line a system, or raise ``DataError`` for none."""
     put = set(table.loc[table["size"] > 0, "phenomenon"])
     shown = {phenomenon: how for phenomenon, how in SHOWN.items() if phenomenon in put}
     if not shown:

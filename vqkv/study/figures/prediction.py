@@ -158,7 +158,7 @@ def predicted_plane(table):
 
 
 def context_costs(table):
-    """Draw bits with the predictors' own bytes against the tokens that share them, and HIGGS' bits at equal KL (level)."""
+    """Draw bits with predictors' bytes against the tokens that share them, and HIGGS' bits at equal KL (level)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     tokens = np.geomspace(256, 131072, 200)
     for (label, name), style in zip(KINDS.items(), ("-", "--", ":"), strict=True):
