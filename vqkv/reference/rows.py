@@ -41,7 +41,7 @@ class Words:
 
 
 def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (row, labels): segments of random tokens, each copied until a coin ends it; labels on what copies foretell."""
+    """Draw (row, labels): segments of random tokens, copied until a coin ends it; labels on what is foretold."""
     row: list[int] = []
     labels: list[int] = []
     while len(row) < seq_len:

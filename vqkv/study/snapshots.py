@@ -36,11 +36,10 @@ class Verbatim(Fp16):
 
 
 class Stream:
-    """A cache, keys and values over layers (batch, num_kv_heads, seq_len, head_dim), as it grows: a token a step.
+    """A cache (batch, num_kv_heads, seq_len, head_dim), keys and values over layers, as it grows: a token a step.
 
-    ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"int4"`` (4-bit
-    affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over layers of (key codec,
-    value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps per keyframe.
+    ``keyframes``, ``deltas``: ``"exact"``, ``"fp32"``, ``"int4"``, a fitted codec, or pairs over layers, as
+    ``Compressor.codecs``; the defaults are the source's. ``interval``: steps per keyframe.
     """
 
     def __init__(self, live: list[list[Tensor]], keyframes="fp32", deltas="int4", interval: int = 64):

@@ -90,11 +90,10 @@ class Experiment:
 
 
 def experiment(cases: Callable = lambda: [{}], finish: Callable | None = None) -> Callable:
-    """Decorator: make a table of a function that computes the row, or the rows, of a case.
+    """Make a table of a function that computes the row, or the rows, of a case (decorator).
 
-    Each of these functions gets those of the table's parameters that it names. ``cases`` lists the arguments that the
-    row function gets in each case, in place of parameters of these names or beside them (``product`` helps); there is
-    one case by default. ``finish`` makes the table's rows of all ``rows``.
+    ``cases`` lists what it gets in each case, one by default; ``finish`` makes the table's rows of all ``rows``. Each
+    of the functions gets those of the table's parameters that it names.
     """
     return lambda row: Experiment(row, cases, finish)
 

@@ -124,10 +124,10 @@ def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
 def proxy_correlations(
     table: pd.DataFrame, proxies: list[str], tasks: list[str], bands: dict[str, list[float]]
 ) -> pd.DataFrame:
-    """Spearman's rank correlation of each proxy with what each task's score loses against its ``_exact``, over systems
-    (means over seeds) whose stored bits lie within each of ``bands``, name -> [least, most]: a row per band, model,
-    task and proxy, with the ends of a 95% interval over ``DRAWS`` bootstrap draws of systems. The sign is flipped so
-    that 1 means: what the proxy calls better is better. NaN where no system changes the score."""
+    """Correlate (Spearman) each proxy with what each task loses: a row per band of stored bits, model, task and proxy.
+
+    Over systems (means over seeds), with a 95% bootstrap interval; 1: the proxy ranks as the task does.
+    """
     table = table.assign(unexplained=1 - table["evr"])
     mean = table.groupby(["model", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()
     found = []

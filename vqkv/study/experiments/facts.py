@@ -24,15 +24,11 @@ def retrieval(
     subject: Subject, system: str, bits: float, episodes: list[list[int]], passage: int, least_exact: float,
     vqllm: dict, learning: dict,
 ) -> list[dict]:  # fmt: skip
-    """Questions about a text that each way to store a cache answers: a row per system and task.
+    """Ask about a text through each way to store a cache: a row per system and task.
 
-    Task ``facts``: ``episodes`` of [facts, tokens of a text, texts] (``common.facts_answered``). Task ``copy``: a
-    ``passage`` of so many tokens of each held-out text comes again at its end. ``told`` and ``told_exact`` are shares
-    of ``questions``, ``lost`` their difference in points with its 95% interval over texts. Systems: fp16, published
-    ones of ``systems`` and ``designs`` at all nominal ``bits``, only sinks exact.
-
-    Raises ``DataError`` where the model itself, with an exact cache, answers less than ``least_exact`` of the
-    questions: such a task says nothing of caches.
+    ``facts``: ``episodes`` of [facts, tokens of a text, texts]. ``copy``: a ``passage`` comes again at the end.
+    ``told`` and ``told_exact`` are shares, ``lost`` their difference in points with its 95% interval. Raises
+    ``DataError`` where the exact cache tells less than ``least_exact``: such a task says nothing of caches.
     """
     exact = system == EXACT
     compressor = exact_compressor(subject) if exact else fitted_system(subject, system, bits, vqllm, learning)

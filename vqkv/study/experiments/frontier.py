@@ -76,15 +76,12 @@ def frontier(
     subject: Subject, system: str, bits: float, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
     learning: dict, tuned: dict[str, dict] | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
-    row per seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the text and
-    starts k-means. ``learning``: ``codebook_size`` and ``kmeans_iterations`` of residual VQ in designs,
-    ``sink_tokens``. ``tuned``: what ``tuning`` chose.
+    """Measure published ``systems`` (by default all) and ``designs`` at all ``bits``: a row per seed and system,
+    ``chunked``.
 
-    ``bits_CONTEXT_x1``: with side information and sinks, of a sequence of so many tokens. ``kl_each``: one
-    number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
-    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored
-    of one window, mean over layers and roles.
+    Only ``sink_tokens`` stay exact. ``bits_CONTEXT_x1``: with side information and sinks, of so many tokens.
+    ``kl_each``: a number for each window, the same for all systems. ``facts``: of ``facts_answered``, {} for none.
+    ``evr``: mean of what is stored of one window. ``learning``: of designs; ``tuned``: what ``tuning`` chose.
     """
     compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)

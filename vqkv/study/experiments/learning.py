@@ -17,11 +17,9 @@ def codebook_learning(
     subject: Subject, variant: dict, role: str, layer: int, quantizer: dict, vectors_per_step: int, steps: int,
     every: int,
 ) -> list[dict]:  # fmt: skip
-    """Held-out loss (relative MSE) and unused codes against moving-average steps.
+    """Measure held-out loss and unused codes against moving-average steps: a row per variant, seed, step and stage.
 
-    ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive) beside those of ``quantizer``; each is learned
-    with each of ``seeds``, which also draw the text. One row per variant, seed, step and stage; a stage's loss is what
-    it and those before leave.
+    ``variants``: arguments of ``presets.vqllm``. A stage's loss is what it and those before leave.
     """
     where = {"role": role, "layer": layer, "group_size": quantizer["group_size"]}
     train = _layer_vectors(subject, "train", subject.seed, vectors_per_step * (steps + 1), **where)

@@ -18,11 +18,8 @@ def contents() -> dict[str, str]:
 
 
 def findings(tables: dict[str, str]) -> pd.DataFrame:
-    """Make the table of the study's findings in numbers, from ``tables`` (of ``contents``).
-
-    ``least`` and ``most`` of the cases that each is about, their ``unit`` and the ``page`` that has them; ``model``:
-    empty where it is about none.
-    """
+    """Make the table of the study's findings from ``tables`` (of ``contents``): ``least`` and ``most`` of each one's
+    cases."""
     latency, frontier, claims = map(known, READ)
     seen, model, found = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():

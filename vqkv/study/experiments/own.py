@@ -45,10 +45,10 @@ def _cases(
 
 @experiment(_cases)
 def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_tokens: int, chunk_size: int) -> dict:
-    """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, the
-    source of a module, has the function ``preset``, which takes ``bits``. A row per model, seed and system, on the same
-    windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises ``DataError`` if that
-    changed it."""
+    """Measure a preset at all ``bits`` and published systems ``beside`` it: a row per model, seed and system.
+
+    ``definition``: source of a module with the function ``preset``. Raises ``DataError`` if saving changes it.
+    """
     if bits:
         preset = getattr(imported(definition), system)(bits)
         compressor = _reloaded(fitted(dataclasses.replace(bare(preset), sink_tokens=sink_tokens), subject))

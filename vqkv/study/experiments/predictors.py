@@ -133,10 +133,9 @@ def predictor_ablation(
 
 @experiment(lambda bits: product(bits=bits))
 def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict]:
-    """The prediction that quantised inputs leave, on held-out tokens; a row per bits, layer and role.
+    """Measure what quantised inputs predict of held-out tokens (``evr``); a row per bits, layer and role.
 
-    ``evr``: fitted on what AQUA-KV with HIGGS of ``bits`` bits restores, and read from it. ``mse``: the error of the
-    restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
+    ``mse``: the restored layer's error over its variance; ``mse_alone``: HIGGS' without predictors.
     """
     captured = zip(ROLES, subject.exact.keys_and_values(subject.test, pre_rope=True), strict=True)
     exact = {(role, layer): x.float() for role, layers in captured for layer, x in enumerate(layers)}

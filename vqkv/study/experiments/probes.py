@@ -28,10 +28,7 @@ def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int = 1) -> torch.Tensor:
-    """(num_layers, num_heads): the mean attention that queries after position ``skip`` pay to the first token.
-
-    Without a sink it would be about the mean of 1 / position. Runs eager attention, which alone returns its weights.
-    """
+    """Measure the mean attention (num_layers, num_heads) to the first token after position ``skip``, eagerly."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -101,10 +98,10 @@ def probe_sums(
 
 
 def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
-    """Held-out EVR: one row per probe and layer in which it exists, fitted on ``train`` and judged on ``test``.
+    """Fit on ``train`` and judge on ``test``: a row per probe and layer with held-out EVR and the ``bits`` that it
+    saves.
 
-    ``bits``: what it would save a quantizer per value. ``mean_share``: how much of the target's mean square its
-    training mean explains, which EVR leaves out. ``strength``: of the ridge; 1e-6 measures without shrinking much.
+    ``mean_share``: how much of the target's mean square its training mean explains. ``strength``: of the ridge.
     """
     rows = []
     for probe in probes:

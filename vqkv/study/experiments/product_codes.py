@@ -17,10 +17,9 @@ WHITE, ROLES = "white Gaussian", ("keys", "values")
 def product_against_residual(
     subject: Subject, data: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int, seq_len: int
 ) -> list[dict]:
-    """Blocks of 8 values as two codes each, of 4 values or one after the other: held-out relative MSE at equal bits.
+    """Store blocks of 8 values as two codes, of 4 values each or in two stages: held-out MSE at equal bits.
 
-    One row per data, number of codes, method and seed, which draws the vectors and starts k-means. Data are white
-    Gaussian vectors, and keys (after RoPE) and values of the model's middle layer over their head's maximum.
+    Of white Gaussian vectors, and of a middle layer's keys and values. A row per data, size, method and seed.
     """
     generator, counts = torch.Generator().manual_seed(subject.seed), {"train": vectors, "test": held_out}
     if data == WHITE:

@@ -34,10 +34,9 @@ CODEBOOKS = {"shared": (), "by group": (), "by head and group": (MergeHeads,)}  
 
 @experiment(lambda subject, seeds: product(subject=subject.each(seed=seeds), label=TABLE_1))
 def grouping(subject: Subject, label: str, quantizer: dict, facts: dict[str, int], chunk_size: int) -> dict:
-    """Table 1's rows (what is quantised, and how key channels are grouped) in MSE, chunked perplexity, KL and, where
-    ``facts`` has sizes for it, ``common.facts_answered``. One row per row of the table and seed; seeds draw the
-    calibration text, the k-means start and the random permutation, not the held-out text. ``quantizer``: of
-    ``presets.vqllm``. One role is exact where the other alone is quantised.
+    """Measure Table 1's rows (what is quantised, how key channels are grouped): a row each per seed.
+
+    Seeds draw all but held-out text. ``quantizer``: of ``presets.vqllm``; ``facts``: of ``facts_answered``, or {}.
     """
     key_grouping, values = TABLE_1[label]
     exact = exact_compressor(subject)
@@ -111,11 +110,7 @@ def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Pres
 def gaussian_depth(
     seed: int, codebook_size: int, depths: list[int], beams: list[int], group_size: int, vectors: int, held_out: int
 ) -> list[dict]:
-    """Residual VQ of a standard Gaussian, the source whose best possible error is known: relative MSE and rate.
-
-    One row per codebook size, beam, depth and seed. ``bits_per_value`` counts codes only; the bound at that rate is
-    2^(-2 bits).
-    """
+    """Measure residual VQ of a Gaussian: a row per codebook size, beam, depth and seed. The bound is 2^(-2 bits)."""
     generator, rows = torch.Generator().manual_seed(seed), []
     train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
     codec = Chain([], ResidualVQ(max(depths), codebook_size, group_size, seed=seed)).fit(train)
@@ -133,11 +128,10 @@ def residual_depth(
     subject: Subject, codebook_size: int, num_quantizers: int, depths: list[int], group_size: int,
     kmeans_iterations: int, facts: dict, chunk_size: int,
 ) -> dict:  # fmt: skip
-    """Table 2's question on both roles, a row per codebook size and depth: MSE, chunked perplexity and KL, facts lost
-    (``facts``: arguments of ``facts_answered``; {} for none).
+    """Measure Table 2's question on both roles, a row per codebook size and depth; ``facts``: of ``facts_answered``, or
+    {}.
 
-    Codebooks are learned once per size; a shallower quantizer is the first stages of the deepest, which is what
-    learning fewer stages gives.
+    Codebooks are learned once per size: a shallower quantizer is the first stages of the deepest.
     """
     deepest = {"num_quantizers": max(depths), "codebook_size": codebook_size, "group_size": group_size}
     deepest |= {"kmeans_iterations": kmeans_iterations}

@@ -86,10 +86,10 @@ def _one_fitted(subject: Subject, label: str):
 
 
 def break_even(times: pd.DataFrame) -> pd.DataFrame:
-    """What each way to store is worth, a row per model, prompt and system: ``smaller``, times fewer bytes than the fp16
-    file; ``faster``, times faster ready than the prompt computed again (a machine that computes it this many times
-    faster need not store it); ``bandwidth``, MB/s of what the files come from above which the fp16 file is ready first
-    (infinite if it never is)."""
+    """Return what each way to store is worth: ``smaller`` and ``faster``, times, than the fp16 file and than computing.
+
+    ``bandwidth``: MB/s above which the fp16 file is ready first (infinite if it never is).
+    """
     plain = times[times["system"] == FP16].set_index(["model", "tokens"])[["file_bytes", "ready_ms"]]
     found = times.join(plain.add_prefix("plain_"), on=["model", "tokens"])
     saved = found["plain_file_bytes"] - found["file_bytes"]
@@ -103,11 +103,10 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
 
 @experiment(lambda systems: product(system=chosen(systems)))
 def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
-    """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
+    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL of 63 tokens, passages copied; a row a
+    system.
 
-    ``kl_mean``: nats a token from the exact model over the next 63 tokens of held-out text, with its 95% bootstrap
-    interval over ``num_seqs`` prompts. ``copied``: share of a passage of the prompt that is predicted when it comes
-    a second time. ``same``: every logit has the bits that a cache never saved gives.
+    ``same``: every logit has the bits that a cache never saved gives.
     """
     compressor, subject = (
         _fitted(subject, [system])[system],

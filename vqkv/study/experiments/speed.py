@@ -31,11 +31,9 @@ def against_ours(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def trade(table: pd.DataFrame) -> pd.DataFrame:
-    """Savings and costs of each format at the longest context of one sequence, a row per format.
+    """Return savings and costs of each format at the longest context of one sequence.
 
-    ``bits`` per value (codebooks apart), ``smaller``: times smaller than fp16. Time for one token's attention over that
-    of fp16 SDPA: ``packed`` by the kernel that reads packed keys and values, ``decoded`` first and then attended;
-    ``possible``: the roofline's, if both formats reached it.
+    Times of a token's attention over fp16 SDPA's: ``packed``, ``decoded`` first, ``possible`` by the roofline.
     """
     rows = with_numbers(table[table["operation"] == ATTENTION], "batch", "context")
     rows = rows[rows["batch"] == 1]

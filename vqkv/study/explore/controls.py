@@ -17,11 +17,9 @@ WIDE = ipywidgets.Layout(width="98%")
 
 
 def chat(systems: list, subject: Subject, max_new_tokens: int):
-    """A chat with ``systems`` side by side where a front end has opened the page; else a line that says so: a page that
-    is merely executed has no one to type.
+    """Make a chat with ``systems`` side by side where a front end has opened the page; else print a line that says so.
 
-    Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill and
-    ``vqkv.study`` do not.
+    Jupyter's server names the page in ``JPY_SESSION_NAME``; papermill and ``vqkv.study`` do not.
     """
     return Chat(systems, subject, max_new_tokens).box if _opened() else print(HEADLESS)
 

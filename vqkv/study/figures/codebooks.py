@@ -31,10 +31,9 @@ def magnitudes_by_layer(table, published: dict[str, float]):
 
 
 def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float | None = None):
-    """Held-out loss after the last stage against moving-average steps; line: mean over seeds, band: their range.
+    """Draw held-out loss after the last stage against steps, mean and range of seeds; ``top`` cuts a start far above.
 
-    ``groups``: panel title -> [(label, {column: value}), ...], the first the same everywhere; ``top`` cuts the axis,
-    where a start is far above it, unless an end is too.
+    ``groups``: panel title -> [(label, {column: value}), ...], the first the same everywhere.
     """
     last = table[table["stage"] == table["stage"].max()]
     if top is not None and last[last["step"] == last["step"].max()]["loss"].max() > top:

@@ -46,10 +46,7 @@ def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
 
 
 def overview(table, bits: str, families=FAMILIES):
-    """Draw one model's systems as ``frontier`` does at one column of bits: KL on the left, facts lost on the right.
-
-    Lines: 2 and 10 points. Their axis is linear up to 2, then logarithmic.
-    """
+    """Draw one model's systems at one column of bits: KL, and facts lost (linear up to 2; lines at 2 and 10)."""
     fig, axes = plt.subplots(1, 2, figsize=(11.2, 4), sharex=True, squeeze=False)
     left, right = axes[0]
     _systems(left, table, bits, "kl_mean", families)

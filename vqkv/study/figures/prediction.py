@@ -22,11 +22,10 @@ CLOSE_TO_ONE = 0.9995
 
 
 def evr_bars(table, quantizers):
-    """Draw the mean EVR of keys and of values by source: a bar for the trained model, a diamond for its shape with
-    random weights (mean and range over seeds); at the right the bits per value that the dependency is worth.
+    """Draw mean EVR of keys and values by source, trained (bar) and with random weights (diamond), and its worth in
+    bits.
 
-    Stars mark the two open questions of the source. ``quantizers``: columns ``bits``, ``explained_variance``, drawn as
-    lines.
+    Stars mark the source's open questions. ``quantizers`` (bits, explained_variance) are lines.
     """
     (model,) = set(table["model"])
     fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 5.2))

@@ -94,10 +94,9 @@ def use_style() -> None:
 
 
 def show(fig, name: str, table) -> None:
-    """Show a figure and a line of links under it; write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results.
+    """Show a figure and its links; write ``figures/NAME.svg`` and ``.png`` with the results of ``table``.
 
-    ``table`` comes from ``study.tables.table``; its provenance takes the files' sha256. Existing files are left alone
-    when the table was merely loaded from the repository, so that reading a page never rewrites what is committed.
+    A table that was merely loaded from the repository leaves existing files alone.
     """
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
