@@ -71,13 +71,10 @@ class Experiment:
         return found
 
     def run(self, parameters: dict, folder: Path | None = None) -> pd.DataFrame:
-        """The table. A finished case is kept in ``folder``: a run that was killed goes on from there, unless code or
-        arguments have changed.
+        """Compute the table. A finished case is kept in ``folder``, from where a killed run of the same code goes on.
 
         A case that raises ``DataError``, as a system does that does not fit the model, has no rows, and a warning says
-        why; another error ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
-        literals, for sources that are not the same for all cases, and if there are no rows at all; ``RuntimeError``
-        where a process died.
+        why. Raises ``DataError`` for arguments that are no plain literals, sources that differ, and no rows at all.
         """
         results = _computed(self.__name__, self.cases(**parameters), folder)
         rows = _known_rows(results)

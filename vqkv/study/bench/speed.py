@@ -34,14 +34,13 @@ ON_A_GPU = {"rows": 65536, "sweep_rows": 16384, "tokens": 8192,
 
 
 def speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> list[dict]:
-    """Time ``operations`` (all if there are none) with the heads of a model of ``caches.GEOMETRIES``; ``sizes``: other
-    fields of ``Sizes``. All cases of an operation take turns with the roofline's probes; a row a case.
+    """Time ``operations`` (all if there are none) with a model's heads; a row a case, all in turn with the roofline's
+    probes.
 
-    ``median``, ``min``, ``max``: milliseconds of one call, of so many ``repetitions``. ``throughput``: millions of
-    values packed or read in a second (of the roofline's rows: of bytes or flops). ``bound_ms``: the roofline's, and
-    ``ratio_to_bound`` the share of it that is reached, which exceeds 1 where data stay in the processor's caches.
-    ``ratio_to_fp16``: attention's time over that of fp16 SDPA. ``equal``, ``error``: see ``Case``. Raises
-    ``UnknownNameError`` for other names.
+    ``sizes``: other fields of ``Sizes``. ``median``, ``min``, ``max``: milliseconds of ``repetitions`` calls.
+    ``throughput``: millions of values a second (of probes: bytes or flops). ``bound_ms``: the roofline's;
+    ``ratio_to_bound``: the share reached, above 1 in the processor's caches. ``ratio_to_fp16``: attention's time over
+    fp16 SDPA's. ``equal``, ``error``: see ``Case``. Raises ``UnknownNameError`` for other names.
     """
     check_known("geometry", [geometry], GEOMETRIES)
     check_known("operation", operations, OPERATIONS)

@@ -110,13 +110,11 @@ def predictor_ablation(
     subject: Subject, block: str, label: str, quantizer: dict, num_quantizers: list[int], rank_share: float,
     sink_tokens: int, chunk_size: int, batch_size: int,
 ) -> list[dict]:  # fmt: skip
-    """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
+    """Measure AQUA-KV's detailed table: every row ``chunked`` on the same tokens, no recent window.
 
-    ``block`` says which comparison a row belongs to, ``predicted`` whether it has predictors. ``bits_2k`` to
-    ``bits_128k`` share the side information (predictors, codebooks) out among the values of so many tokens.
-    ``plain_bits``: what HIGGS without predictors, its first layer at 4 bits too, needs for the same KL (between 2, 3
-    and 4 bits log KL is interpolated, beyond them it is cut off); ``pays_from``: tokens from which the side information
-    is smaller than that saving. A model without RoPE has no rows of that block.
+    ``block``: the comparison that a row belongs to. ``bits_2k`` to ``bits_128k`` share side information among so many
+    tokens. ``plain_bits``: what plain HIGGS needs for the same KL (log KL interpolated between 2, 3 and 4 bits);
+    ``pays_from``: tokens from which the side information is smaller than that saving.
     """
     if block == "RoPE" and not rotates(subject.model):
         return []
@@ -178,12 +176,10 @@ def _beside(rows: list[dict]) -> list[dict]:
 
 @experiment(lambda: product(label=CHOICES), finish=_beside)
 def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: int, batch_size: int) -> dict:
-    """One row per system, ``snapshot`` protocol: ``prompt_len`` tokens are stored at once, the rest read and stored
-    ``step_size`` at a time, so that all systems are scored on the same tokens whatever their recent window.
+    """Measure ``CHOICES``, ``snapshot`` protocol, all on the same tokens whatever their window; a row a system.
 
-    AQUA-KV keeps 4 sinks and the last 128 tokens exact, as there, unless the label says otherwise.
-    ``kl_ratio``: mean KL over that of the system ``beside`` ("none": NaN), with the ends of a 95% interval over
-    bootstrap draws of sequences, the same for both.
+    ``prompt_len`` tokens are stored at once, the rest ``step_size`` at a time. ``kl_ratio``: mean KL over that of the
+    system ``beside`` ("none": NaN), with its paired 95% interval.
     """
     compressor = subject.calibrated(CHOICES[label], batch_size)
     read: dict[str, Any] = {"protocol": "snapshot", "prompt_len": prompt_len, "step_size": step_size}

@@ -68,12 +68,10 @@ def _sized_cases(subject: Subject, seeds: list[int], sizes: list[int], quantizer
 
 @experiment(_sized_cases)
 def group_sizes(subject: Subject, codebooks: str, size: int, count: int, quantizer: dict, chunk_size: int) -> dict:
-    """Keys and values in contiguous groups of each of ``sizes`` channels, with ``num_quantizers`` codebooks of
-    ``quantizer``, and with as many as make the bits of groups of its ``group_size``; and these with codebooks of their
-    own for each group of channels, as coupled quantization has them, and for each of each head.
+    """Quantize in contiguous groups of each of ``sizes`` channels, with as many codebooks as usual, or for equal bits.
 
-    One row per seed, size, number and ``codebooks``; ``bits_8k`` and ``bits_128k`` share the side information out among
-    the values of a cache of 8,192 and of 131,072 tokens.
+    Groups of the usual size also get codebooks by group (coupled quantization) and by head and group. A row per seed,
+    size, number and ``codebooks``; ``bits_8k`` and ``bits_128k``: with side information.
     """
     if codebooks == "shared":
         deepest = quantizer | {"group_size": size, "num_quantizers": _counts(size, quantizer)[-1]}

@@ -30,12 +30,11 @@ FP16 = "fp16 file"
 def restoring_times(
     subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
 ) -> pd.DataFrame:
-    """Save, restore and go on after held-out prompts of ``lengths`` tokens; a row per length and way to store: a
-    safetensors file of 16 bits, and ``systems``, which take turns in one process.
+    """Save, restore and go on after prompts of ``lengths`` tokens: a row per length and way, a file of 16 bits among
+    them.
 
-    Medians of ``rounds``, milliseconds: ``ready_ms``, until the cache is back and the token after the prompt is there;
-    ``again_ms``, prompt and token computed again with transformers' cache, in the same round. Files are read while the
-    operating system still holds them in memory.
+    Medians of ``rounds`` in milliseconds, files in memory: ``ready_ms``, until the cache and the next token are there;
+    ``again_ms``, prompt and token computed again.
     """
     with num_threads(threads), TemporaryDirectory() as folder:
         tokens = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
@@ -143,12 +142,10 @@ def _gone_on(subject: Subject, compressor, tokens: torch.Tensor, start: int):
 
 
 def chat(subject: Subject, systems: list[str], turns: int, said: int, answered: int, threads: int) -> pd.DataFrame:
-    """A conversation of ``turns``, each of ``said`` tokens of held-out text and an answer of ``answered``; in between,
-    nothing stays in memory and a ``PromptCache`` has the rest. A row per system and turn.
+    """Hold a conversation of ``turns``, each ``said`` and ``answered`` tokens; between them a ``PromptCache`` keeps it.
 
-    ``ready_ms``: until the answer's first token is there; ``again_ms``: everything computed again with transformers'
-    cache. ``restored``: tokens that need not be read again.
-    ``folder_bytes``: all that is stored so far. ``same``: the answer is the one of a cache that stayed in memory.
+    A row per system and turn. ``ready_ms``: to the answer's first token; ``again_ms``: all computed again.
+    ``restored``: tokens not read again. ``same``: the answer of a cache that stayed in memory.
     """
     with num_threads(threads):
         text, rows = subject.changed(test_size=[1, turns * said]).test.to(subject.model.device), []
