@@ -56,13 +56,10 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(system, s
 
 
 def test_what_cannot_be_shown_is_refused_with_the_remedy(subject):
-    place = {"layer": 0, "head": 0, "token": 0}
-    with pytest.raises(DataError, match="128 tokens together.*say more"):
-        explore.stages(["kivi"], subject, [0, 40], **place)
-    with pytest.raises(DataError, match="layer 3"):
-        explore.stages(["quanto"], subject, [0, 40], **place | {"layer": 3})
-    with pytest.raises(DataError, match="kvtc has no stages"):
-        explore.stages(["kvtc"], subject, [0, 140], **place)
+    asked = [("kivi", 40, 0, "128 tokens together.*say more"), ("quanto", 40, 3, "layer 3")]
+    for system, length, layer, message in [*asked, ("kvtc", 140, 0, "kvtc has no stages")]:
+        with pytest.raises(DataError, match=message):
+            explore.stages([system], subject, [0, length], layer=layer, head=0, token=0)
     with pytest.raises(UnknownNameError, match="Did you mean 'kivi'"):
         explore.explained(["kiwi"], subject)
     with pytest.raises(DataError, match="length of the passage"):
