@@ -51,7 +51,7 @@ class Stream:
             first = 0 if self.kind(number) == KEYFRAME else number - 1
             new = [x[:, :, first:number] for x in tensors]
             shares = self._shares(self.kind(number))
-            self.steps.append([codec.encode(torch.cat([new[i] for i in places])) for codec, places in shares])
+            self.steps.append([codec.encode(torch.cat([new[i] for i in indices])) for codec, indices in shares])
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -97,8 +97,8 @@ class Stream:
     def _decoded(self, number: int) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         batch = len(self.token[0])
-        for (codec, places), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
-            found |= zip(places, codec.decode(payload, self.dtype).split(batch), strict=True)
+        for (codec, indices), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
+            found |= zip(indices, codec.decode(payload, self.dtype).split(batch), strict=True)
         return [found[i] for i in range(len(self.token))]
 
     def _header(self) -> tuple[list[Codec], bytes]:

@@ -56,7 +56,7 @@ def published(name: str) -> pd.DataFrame:
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
-    """Return a table as it is stored, of this run or else of the repository, and a hash of it; None if neither has it."""
+    """Return a table as it is stored, of this run or else of the repository, and its hash; None if neither has it."""
     paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
     data = next((path.read_bytes() for path in paths if path.is_file()), None)
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])

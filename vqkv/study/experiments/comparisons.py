@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import LEAST, MOST
+from vqkv.study.experiments.frontier import BROKEN_KL, SMALLEST_KL
 
 CHANCE = 0.95  # of the intervals
 DRAWS = 1000  # of a bootstrap
@@ -36,7 +36,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     the KL of the most. ``ratio`` of mean KLs over the windows that both have, ours over theirs, with the ends of its
     95% interval over ``DRAWS`` bootstrap draws of seeds, and of windows within each (Davison & Hinkley 1997, section
     3.8); ``better``: whose KL is less if the interval leaves out 1, else "neither". A window that broke counts as
-    ``MOST`` nats. NaN and "no rate" where no design has so few bits.
+    ``BROKEN_KL`` nats. NaN and "no rate" where no design has so few bits.
     """
     rows = []
     for (model, system, nominal), theirs in table[table["system"].isin(systems)].groupby(
@@ -59,7 +59,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
 def windows(rows: pd.DataFrame) -> pd.Series:
     """KL of each window of one system at one rate, by seed and number."""
     known = {
-        (seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
+        (seed, number): min(BROKEN_KL, float(kl)) if math.isfinite(float(kl)) else BROKEN_KL
         for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
         for number, kl in enumerate(str(each).split())
     }
@@ -71,7 +71,7 @@ def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
     rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
-    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST).apply(np.log)
+    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(SMALLEST_KL).apply(np.log)
     return kl.apply(lambda each: np.interp(at, [bits for bits, _ in rates], each), axis=1).apply(np.exp)
 
 

@@ -24,7 +24,7 @@ from vqkv.study.sweep import experiment, product
 
 CONTEXTS = {"1k": 1024, "2k": 2048, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
-LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
+SMALLEST_KL, BROKEN_KL = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
 
 @experiment(
@@ -52,8 +52,8 @@ def design_search(
 
 
 def equivalent_bits(bits: float, kl: float) -> float:
-    """What is left of ``bits`` when every one makes the KL four times smaller; ``MOST`` nats where it is no number."""
-    return bits + math.log2(max(LEAST, kl) if math.isfinite(kl) else MOST) / 2
+    """Return what is left of ``bits`` if each divides KL by four; ``BROKEN_KL`` stands for what is no number."""
+    return bits + math.log2(max(SMALLEST_KL, kl) if math.isfinite(kl) else BROKEN_KL) / 2
 
 
 def _cases(

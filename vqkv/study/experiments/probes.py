@@ -17,7 +17,7 @@ from vqkv.study.experiments.gram import Gram
 from vqkv.study.metrics import bits_saved
 
 AQUA_STRENGTH = 1e-3  # of its ridge
-PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
+PART = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
 def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def reconstructed(preset: Preset) -> Form:
 
 
 def _block(text: str, layer: int) -> Block:
-    found = PLACE.fullmatch(text)
+    found = PART.fullmatch(text)
     assert found, text
     role, back, lag, form = found.groups()
     return Block(role, layer - int(back or 0), int(lag or 0), form or "")

@@ -100,13 +100,15 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
 def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: float, fill: str) -> None:
     row: Any
     for row in rows.itertuples():
-        place, style = systems.index(row.system) + below, look(row.system)
+        position, style = systems.index(row.system) + below, look(row.system)
         if pd.isna(row.ratio):
-            times.text(1, place, "  refuses", color=style["color"], va="center", fontsize=9)
+            times.text(1, position, "  refuses", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
-        times.errorbar(row.ratio, place, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style)
-        bits.plot(row.more_bits, place, **style)
+        times.errorbar(
+            row.ratio, position, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style
+        )
+        bits.plot(row.more_bits, position, **style)
 
 
 GROUPING_COLOURS = {

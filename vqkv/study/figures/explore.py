@@ -22,7 +22,7 @@ TEXT = (
 )
 
 LONGEST = 300  # characters of a user's turn
-LEAST = 1e-4  # nats; less is drawn there
+SMALLEST_KL = 1e-4  # nats; less is drawn there
 
 
 def coloured_chat(table) -> str:
@@ -70,13 +70,13 @@ def conversation(table):
         colour, kl = look(system)["color"], rows[rows["role"] == "assistant"].groupby("turn")["kl"]
         for turn, values in kl:
             spread = np.linspace(-0.1, 0.1, len(values)) + turn + side
-            left.plot(spread, values.clip(lower=LEAST), "o", color=colour, ms=3, alpha=0.5)
+            left.plot(spread, values.clip(lower=SMALLEST_KL), "o", color=colour, ms=3, alpha=0.5)
         left.plot(kl.mean().index + side, kl.mean(), **look(system) | {"ls": "", "marker": "_", "ms": 22, "mew": 3})
         turns = rows.drop_duplicates("turn")
         right.plot(turns["turn"], turns["resident_bytes"] / 1e6, **look(system), label=system)
     shown = {"color": PALETTE["bound"], "ls": "--", "marker": "o", "label": "uncompressed, 16 bits"}
     right.plot(turns["turn"], turns["uncompressed_bytes"] / 1e6, **shown)
-    left.set(yscale="log", ylabel="KL of each token, bar: mean (nats)", ylim=(LEAST * 0.8, None))
+    left.set(yscale="log", ylabel="KL of each token, bar: mean (nats)", ylim=(SMALLEST_KL * 0.8, None))
     right.set(ylabel="in memory after the turn (MB)", ylim=(0, None))
     for ax in (left, right):
         ax.set(xlabel="turn of the conversation", xticks=turns["turn"])

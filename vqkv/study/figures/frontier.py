@@ -93,8 +93,8 @@ def ablation_dots(pairs, contexts: dict[str, str]):
     for ax, (context, title) in zip(axes[0], contexts.items(), strict=True):
         for (part, quantizer), rows in pairs.groupby(["part", pairs["design"].str.split(",").str[0]], sort=False):
             colour, marker, label = QUANTIZERS[quantizer]
-            place = parts.index(part) + 0.18 * (list(QUANTIZERS).index(quantizer) // 2 - 0.5)
-            saved, offsets = rows[f"saved_{context}"], [place] * len(rows)
+            position = parts.index(part) + 0.18 * (list(QUANTIZERS).index(quantizer) // 2 - 0.5)
+            saved, offsets = rows[f"saved_{context}"], [position] * len(rows)
             ax.plot(saved, offsets, marker, color=PALETTE[colour], ms=8, mew=0, alpha=0.6, label=label)
         ax.axvline(0, color=PALETTE["bound"], linewidth=1)
         ax.set(title=title, xlabel="equivalent bits per value saved")
@@ -110,14 +110,14 @@ def proxy_dots(correlations):
     """Draw Spearman's correlation of each proxy with what a task loses. Shaded: the one that sees keys and values
     alone."""
     rows = correlations.set_index("proxy").loc[list(PROXIES)]
-    (model,), places = set(rows["model"]), np.arange(len(rows))
+    (model,), positions = set(rows["model"]), np.arange(len(rows))
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))
     error = whiskers(rows["correlation"], rows["low"], rows["high"])
     style = {"fmt": "o", "color": model_colour(model), "label": basename(model), "ms": 8, "elinewidth": 1.8}
-    ax.errorbar(rows["correlation"], places - 0.15, xerr=error, **style)
+    ax.errorbar(rows["correlation"], positions - 0.15, xerr=error, **style)
     ax.axhspan(len(rows) - 1.5, len(rows) - 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
     ax.set(title=f"facts in text, {rows['bits'].iloc[0]} ({rows['systems'].max()} systems)", xlim=(-0.1, 1))
-    ax.set_yticks(places, PROXIES.values())
+    ax.set_yticks(positions, PROXIES.values())
     ax.invert_yaxis()
     ax.set_xlabel("rank correlation with what is lost")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -83,9 +83,9 @@ def ladder_bars(table, claimed: dict[str, float]):
     for ax, (name, title, low, high) in zip(axes, panels, strict=True):
         ratios = rows[f"ratio_{name}"]
         ax.barh(range(len(rows)), ratios - low, 0.36, left=low, color=model_colour(model), label=basename(model))
-        for place, ratio in enumerate(ratios):
+        for position, ratio in enumerate(ratios):
             number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-            ax.text(low * 1.1, place, number, va="center", fontsize=9, color="white")
+            ax.text(low * 1.1, position, number, va="center", fontsize=9, color="white")
         ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
     marks = [claimed.get(tier, float("nan")) for tier in rows.index]
     axes[0].plot(marks, range(len(rows)), "D", color=PALETTE["bound"], label="claimed")
@@ -173,19 +173,19 @@ def told_bars(table, names: dict[tuple[str, float], str]):
     panel for each length of text and number of facts. ``names``: (system, nominal bits) -> label, the exact cache
     (dotted line) first; others are left out."""
     cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
-    size, places = (11, 1.1 + 0.3 * len(names)), range(len(names))
+    size, positions = (11, 1.1 + 0.3 * len(names)), range(len(names))
     fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)
     colours = [look(system)["color"] for system, _ in names]
     for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
         rows = rows.reindex([*names])
         told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
-        ax.barh(places, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
+        ax.barh(positions, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
         ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
-        for place in np.flatnonzero(told.isna()):
-            ax.text(4, place, "not measured", color=PALETTE["published"], fontsize=8, va="center")
+        for position in np.flatnonzero(told.isna()):
+            ax.text(4, position, "not measured", color=PALETTE["published"], fontsize=8, va="center")
         ax.set(title=f"{number} facts in\n{length:,} tokens", xlim=(0, 104), xticks=[0, 50, 100])
         ax.grid(axis="y", visible=False)
-    axes[0, 0].set_yticks(places, names.values())
+    axes[0, 0].set_yticks(positions, names.values())
     axes[0, 0].invert_yaxis()
     fig.supxlabel("facts told (%)", fontsize=11)
     return fig

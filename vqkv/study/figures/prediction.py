@@ -32,17 +32,19 @@ def evr_bars(table, quantizers):
     for ax, target in zip(axes, ROLES, strict=True):
         rows = table[table["target"] == target]
         groups = rows.groupby("sources")["group"].first().reindex(_chosen(target)).dropna()
-        places = _places(groups)
-        _bars(ax, rows, places, model_colour(model))
+        positions = _places(groups)
+        _bars(ax, rows, positions, model_colour(model))
         for group in dict.fromkeys(groups):
-            top = min(place for place, name in zip(places.values(), groups, strict=True) if name == group)
+            top = min(position for position, name in zip(positions.values(), groups, strict=True) if name == group)
             ax.text(0, top - 0.45, group, fontsize=10, style="italic", va="bottom", clip_on=False)
         for bits, evr in zip(quantizers["bits"], quantizers["explained_variance"], strict=True):
             ax.axvline(evr, color=PALETTE["bound"], linestyle=":", linewidth=1.2)
             ax.annotate(f"{bits}-bit", (evr, 1), (0, 3), ("data", "axes fraction"), "offset points", ha="center")
         ax.annotate("worth", (1, 1), (12, 3), "axes fraction", "offset points")
-        ax.set_yticks(list(places.values()), [_label(sources, target) for sources in places], fontsize=11)
-        ax.set(xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(places.values()) + 0.5, -1))
+        ax.set_yticks(list(positions.values()), [_label(sources, target) for sources in positions], fontsize=11)
+        ax.set(
+            xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(positions.values()) + 0.5, -1)
+        )
         ax.set_title(f"{ROLES[target]} predicted from", loc="left")
         ax.grid(axis="y", visible=False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=model_colour(model), label=f"{basename(model)}, trained")]
@@ -59,19 +61,19 @@ def _places(groups) -> dict[str, float]:
     return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
 
 
-def _bars(ax, rows, places: dict[str, float], colour: str) -> None:
+def _bars(ax, rows, positions: dict[str, float], colour: str) -> None:
     trained = rows[rows["variant"] == "trained"].groupby("sources")[["evr", "bits"]].mean()
     random = rows[rows["variant"] == "untrained"].groupby(["sources", "seed"])["evr"].mean()
     random = random.groupby("sources").agg(["min", "mean", "max"])
-    for sources, place in places.items():
+    for sources, position in positions.items():
         evr, bits = trained.loc[sources]
-        ax.barh(place, evr, 0.36, color=colour)
+        ax.barh(position, evr, 0.36, color=colour)
         worth = "exact" if evr > CLOSE_TO_ONE else f"{bits:.1f} bits"
-        ax.text(1.03, place, worth, color=colour, fontsize=9, va="center", clip_on=False)
+        ax.text(1.03, position, worth, color=colour, fontsize=9, va="center", clip_on=False)
         if sources in random.index:
             low, mean, high = random.loc[sources]
-            ax.plot([low, high], [place] * 2, color="k", linewidth=1.2)
-            ax.plot(mean, place, "D", color="w", mec="k", ms=5.5, clip_on=False)
+            ax.plot([low, high], [position] * 2, color="k", linewidth=1.2)
+            ax.plot(mean, position, "D", color="w", mec="k", ms=5.5, clip_on=False)
 
 
 def evr_by_layer(table, sources: dict[str, list[str]]):

@@ -53,9 +53,9 @@ def bound_dots(table):
     """Draw the share of the bound that we, plain torch and the fastest other library reach in writing and reading."""
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharex=True)
     for ax, (title, names) in zip(axes, (("writing a cache", WRITING), ("reading a cache", READING)), strict=True):
-        for place, (operation, start) in enumerate(names):
+        for position, (operation, start) in enumerate(names):
             rows = table[(table["operation"] == operation) & table["format"].str.startswith(start)]
-            _bound_row(ax, place, rows[rows["bound_ms"] == rows["bound_ms"].max()])
+            _bound_row(ax, position, rows[rows["bound_ms"] == rows["bound_ms"].max()])
         ax.axvline(1, color=PALETTE["bound"], linewidth=1.5, linestyle=":")
         ax.set_yticks(range(len(names)), names.values())
         ax.set(title=title, xscale="log", xlabel="share of the machine's bound", ylim=(len(names) - 0.5, -0.5))
@@ -70,7 +70,7 @@ def bound_dots(table):
     return fig
 
 
-def _bound_row(ax, place: int, rows) -> None:
+def _bound_row(ax, position: int, rows) -> None:
     names = rows.sort_values("median")["implementation"]
     others = names[names.str.startswith(LIBRARIES)].head(1)
     ours = names[names.str.startswith(("vqkv", "plain torch"))]
@@ -78,9 +78,11 @@ def _bound_row(ax, place: int, rows) -> None:
         known, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
         colour, marker, name = look_of("faiss" if known else row.implementation)
         ends = whiskers(share, row.bound_ms / row.max, row.bound_ms / row.min)
-        ax.errorbar(share, place, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
+        ax.errorbar(share, position, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
         if known:
-            ax.annotate(look_of(row.implementation)[2], (share, place), (0, 7), textcoords="offset points", ha="center")
+            ax.annotate(
+                look_of(row.implementation)[2], (share, position), (0, 7), textcoords="offset points", ha="center"
+            )
 
 
 def look_of(implementation: str) -> tuple[str, str, str]:
