@@ -1,11 +1,8 @@
 """``python -m vqkv.study``: the notebooks, run by papermill and nbclient, become committed pages, tables and figures.
 
-The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
-or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there each
-``assert`` of a page is reported as holding or not: the claims were made for the committed numbers.
-
-Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs; a page that takes
-times runs alone. Pages that read the others' tables come last.
+The default profile refreshes the repository in place, each page only when it ran to its end. Any other profile or
+parameter writes into a folder of its own; there each ``assert`` of a page is reported as holding or not. Every page has
+its own kernel. A page that takes times runs alone; pages that read the others' tables come last.
 """
 
 import os

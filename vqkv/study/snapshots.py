@@ -1,10 +1,7 @@
-"""Keyframe + delta streams of a growing KV cache: what page 05 weighs.
+"""Keyframe + delta streams of a growing KV cache (VQ quality framework, section 1): what page 05 weighs.
 
-The VQ quality framework's temporal state compression (section 1): the cache is snapshotted at every step. Every
-``interval`` steps, counted from 1, all of it is written, in between only the tokens that the step appended.
-
-As a file a stream is a header, what its codecs are and have learned, then the tensors of each step's payloads; their
-sizes follow from the codecs and the number of tokens.
+Every ``interval`` steps, counted from 1, all of the cache is written, in between only the tokens that a step appended.
+As a file a stream is a header, what its codecs are and have learned, then the tensors of each step's payloads.
 """
 
 import json
