@@ -52,7 +52,7 @@ def design_search(
 
 
 def equivalent_bits(bits: float, kl: float) -> float:
-    """Return what is left of ``bits`` if each divides KL by four; ``BROKEN_KL`` stands for what is no number."""
+    """Return the bits that give a KL of 1 nat if each divides it by four; ``BROKEN_KL`` where it is no number."""
     return bits + math.log2(max(SMALLEST_KL, kl) if math.isfinite(kl) else BROKEN_KL) / 2
 
 
