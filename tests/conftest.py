@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():  # kernels then run on CPU tensors; real compiles happen in processes of their own
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-from vqkv.study.allocator import keep_freed_memory
+from vqkv.study.shared import keep_freed_memory
 
 torch.set_num_threads(1)
 keep_freed_memory()  # faster, see there

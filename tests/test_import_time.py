@@ -1,5 +1,5 @@
 """What takes seconds to import waits until it is used: all of it for ``import vqkv`` and ``vqkv --help``; for a model
-and a preset torch's compiler and what draws figures, runs pages, fetches data, compiles loops or starts workers."""
+and a preset torch's compiler and what draws figures, runs pages, fetches data or compiles loops."""
 
 import subprocess
 import sys

@@ -19,7 +19,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 DIRECT = [
     Requirement(line) for line in (*PROJECT["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra))
 ]
-EVERYTHING = "-e .[study,peers,cluster,dev]"
+EVERYTHING = "-e .[study,peers,dev]"
 
 
 def constraints() -> dict[str, Requirement]:

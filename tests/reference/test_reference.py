@@ -26,8 +26,6 @@ def test_bundled_models_are_what_the_study_needs_and_their_cards_say(name):
     assert name != "vqkv/llama-mini" or config.hidden_size >= 3 * about["shapes"][0][0] * 64
     log = json.loads((BUNDLED[name] / "training.json").read_text())
     assert f"{log['tokens']:,} in" in card and f"**{log['released']['bits_per_byte']:.3f}**" in card
-    text = "def add(a, b):\n    return a + b\n\n" + "# é日本\n"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     tokens = vqkv.load_corpus("python", tokenizer, "test", seq_len=1024, num_seqs=4)
     with torch.inference_mode():
         nll = token_nll(model(tokens).logits[:, :-1], tokens[:, 1:]).sum().item()
@@ -42,6 +40,12 @@ def data(tmp_path, tokenizer):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.bin").write_bytes(ids.tobytes())
     return tmp_path
+
+
+class Killed(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
 
 
 def test_training_that_was_killed_goes_on_and_its_release_loads(data, monkeypatch, tmp_path):
@@ -66,18 +70,9 @@ def test_training_that_was_killed_goes_on_and_its_release_loads(data, monkeypatc
     assert log["tokens"] == 4 * 128 and {entry["step"] for entry in log["log"] if "recall" in entry} >= {3, 4}
 
 
-class Killed(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-
-
 def test_every_kind_of_row_is_a_function_of_the_step_and_labels_stand_where_something_can_be_known(tokenizer, data):
-    text, words, rng = (
-        rows.TokenStream(data / "train.bin", tokenizer),
-        rows.Words.of(tokenizer),
-        np.random.default_rng(0),
-    )
+    text, words = rows.TokenStream(data / "train.bin", tokenizer), rows.Words.of(tokenizer)
+    rng = np.random.default_rng(0)
     mixture, same = (train.Mixture(text, tokenizer, 10**6, times) for times in (1, 1))
     rates = [mixture.learning_rate(step) for step in range(len(mixture))]
     assert rates[:2] == [1 / 200, 2 / 200] and max(rates) == 1 and rates[-1] < 0.1

@@ -15,7 +15,7 @@ from vqkv.study import steering, tables
 from vqkv.study.experiments import audit, audited_tables, claims_audit
 from vqkv.study.experiments.audit import framework, shapes
 from vqkv.study.experiments.audit.expressions import evaluate
-from vqkv.study.experiments.audit.rows import DOES_NOT, HOLDS, IN_PART, NEITHER, VERDICTS, agrees, row
+from vqkv.study.experiments.audit.rows import DOES_NOT, HOLDS, IN_PART, VERDICTS, agrees, row
 
 CLAIM = dict.fromkeys(audit.listed().columns, "") | {"published": "2", "table": "03_grouping", "figures": 0}
 RULES = st.sampled_from(["", "about", "at least", "at most", "above: 1", "below: 1"])
@@ -71,31 +71,6 @@ def test_a_row_shows_the_case_that_agrees_least(rule, cases):
 )  # fmt: skip
 def test_one_rule(rule, said, found, holds):
     assert agrees(rule, said, found) == holds
-
-
-def audited(table: pd.DataFrame, **columns: str) -> dict:
-    claim = CLAIM | columns
-    return row(claim, *audit._found(claim, {"03_grouping": table}))
-
-
-def test_a_direction_needs_its_interval():
-    each = pd.Series(["3 3 3", "2 2 2", "0.1 0.1 6"], index=["a", "b", "c"])
-    table = pd.DataFrame({"model": "m", "system": each.index, "kl_mean": [3, 2, 6.2 / 3], "kl_each": each})
-    claim = {"measured": "mean(kl_mean)", "rows": "system == 'a'", "rule": "above: 1"}
-    sure, unsure = (audited(table, **claim, over=f"system == '{other}'") for other in "bc")
-    assert (sure["verdict"], sure["low"], sure["high"]) == (HOLDS, 1.5, 1.5)
-    assert unsure["recomputed"] > 1 > unsure["low"] and unsure["verdict"] == DOES_NOT
-
-
-def test_each_model_of_a_measured_table_is_a_case():
-    claim = {"measured": "mean(kl)", "rows": "x == 1", "reason": "{least:g} to {most:g} on {models}"}
-    table = pd.DataFrame({"model": ["m", "m", "folder/n"], "x": 1, "kl": [1.0, 3.0, 5.0]})
-    found = audited(table, **claim)
-    assert (found["agree"], found["of"], found["recomputed"], found["how"]) == (1, 2, 5, "measured here")
-    assert found["reason"] == "2 to 5 on m and n"
-    for lacking in (table.assign(x=2), table[["model", "x"]]):
-        absent = audited(lacking, **claim)
-        assert absent["verdict"] == NEITHER and absent["published"] == 2 and "run page 03" in absent["reason"]
 
 
 def test_every_published_figure_is_counted_once():

@@ -54,23 +54,19 @@ def test_only_the_systems_asked_for_and_the_two_that_all_are_compared_with(monke
     assert [row["system"] for row in rows] == [REFERENCE, "kivi 2"]
 
 
-def test_peak_memory_of_fresh_processes(monkeypatch):
+def test_peak_memory_of_a_fresh_process(monkeypatch):
     """Whatever glibc was told for this process, what was freed is not counted."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    systems = [REFERENCE, "quanto 4, decoded kept"]
-    rows = peak_memory([1, 4096, 2], 512, systems, **TINY)
-    assert [row["system"] for row in rows] == systems
-    for row in rows:
-        assert row["prefill_mb"] >= row["stored_mb"] and row["decode_mb"] > 0  # all of it is stored by then
-        assert row["resident_mb"] >= row["stored_mb"]
-    assert rows[0]["decode_mb"] < 1.5 * rows[0]["stored_mb"]  # a layer's keys are copied as they grow
-    assert rows[0]["stored_mb"] == 4098 * 2 * 2 * 2 * 32 * 4 / 1e6  # tokens, layers, K and V, heads, head_dim, bytes
+    (row,) = peak_memory([1, 4096, 2], 512, [REFERENCE], **TINY)
+    assert row["prefill_mb"] >= row["stored_mb"] and row["decode_mb"] > 0  # all of it is stored by then
+    assert row["resident_mb"] == row["stored_mb"]
+    assert row["decode_mb"] < 1.5 * row["stored_mb"]  # a layer's keys are copied as they grow
+    assert row["stored_mb"] == 4098 * 2 * 2 * 2 * 32 * 4 / 1e6  # tokens, layers, K and V, heads, head_dim, bytes
 
 
 def test_what_reads_in_place_is_timed_and_drawn_beside_int4():
-    settings = {"rounds": 1, "systems": ["quanto 4"], "seed": 0, "threads": 1,
-                "dtype": "float32", "device": "cpu"}  # fmt: skip
-    times = read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], **settings)
+    settings = {name: value for name, value in TINY.items() if name != "geometry"}
+    times = read_in_place(["tiny"], runs=[[1, 140, 2], [1, 160, 2]], rounds=1, systems=["quanto 4"], **settings)
     assert set(times["system"]) == {"DynamicCache", "transformers quanto 4", "quanto 4"} and len(times) == 6
     losses = pd.DataFrame({"system": ["quanto 4"], "bits_8k_x1": 4.5, "kl_mean": 0.1, "kl_low": 0.05, "kl_high": 0.2})
     assert len(figures.in_place(times, losses).axes) == 3

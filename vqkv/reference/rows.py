@@ -41,8 +41,7 @@ class Words:
 
 
 def repeats(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (row, labels), both (seq_len,): segments of random tokens, each copied until a coin ends it; labels on the
-    copies, except their first token, which nothing foretells."""
+    """Draw (row, labels): segments of random tokens, copied until a coin ends it; labels on what is foretold."""
     row: list[int] = []
     labels: list[int] = []
     while len(row) < seq_len:
@@ -67,8 +66,8 @@ def far_repeat(rng: np.random.Generator, seq_len: int, tokens: np.ndarray) -> tu
 def recall(
     rng: np.random.Generator, seq_len: int, words: Words, num_pairs: int, filler: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (row, labels): BOS, lines of ``key value``, the filler, then the lines again in random orders, the values
-    labelled. The list and the filler must leave room for a query."""
+    """Draw (row, labels): BOS, lines of ``key value``, the filler, then the lines again in random order, values
+    labelled."""
     keys, values = rng.permutation(words.keys)[:num_pairs], rng.choice(words.values, num_pairs)
     lines = np.stack([keys, values, np.full(num_pairs, words.newline)], 1)
     filler = np.empty(0, dtype=np.int64) if filler is None else np.append(filler, words.newline)

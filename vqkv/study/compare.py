@@ -30,26 +30,13 @@ SIZES = [  # the largest that fits the minutes: (sequences, tokens) to calibrate
     ((8, 512), (8, 512), 10, (384, 512)),
     ((4, 256), (4, 256), 5, (384, 448)),
 ]
-
-
-SHOWN = [
-    "system",
-    "bits",
-    "bits_with_side",
-    "kl",
-    "kl_low",
-    "kl_high",
-    "facts_short",
-    "facts_short_exact",
-    "facts_long",
-]
-SHOWN += ["facts_long_exact", "resident_mb", "resident_mb_exact", "ms", "ms_exact"]
+SHOWN = ["system", "bits", "bits_with_side", "kl", "kl_low", "kl_high", "facts_short", "facts_short_exact"]
+SHOWN += ["facts_long", "facts_long_exact", "resident_mb", "resident_mb_exact", "ms", "ms_exact"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: the sizes, the systems in their order, seconds that each is expected to take, and why others
-    are left out."""
+    """Sizes of texts, seconds that each system is expected to take, and why others are left out."""
 
     train: tuple[int, int]
     test: tuple[int, int]
@@ -97,21 +84,19 @@ def compare(
     began, left_out = time.monotonic(), dict(plan.left_out)
     tables: list[pd.DataFrame] = []
     for system, seconds in plan.seconds.items():
-        if tables and time.monotonic() - began + seconds > 1.5 * 60 * minutes:
-            left_out[system] = "the minutes were over"
-            say(f"left out: {system} ({left_out[system]})")
-            continue
         try:
+            if tables and time.monotonic() - began + seconds > 1.5 * 60 * minutes:
+                raise DataError("the minutes were over")
             tables.append(comparison.run(asked | {"systems": [system]}, folder / "rows"))
         except (DataError, FormatError) as error:
             left_out[system] = str(error).split(" (in comparison")[0]
             say(f"left out: {system} ({left_out[system]})")
-            continue
-        table = pd.concat(tables, ignore_index=True)
-        write(table, folder, about | {"left_out": left_out})
+        if tables:
+            table = pd.concat(tables, ignore_index=True)
+            write_atomically(folder / "compare.csv", table.to_csv(index=False).encode())
+            write_atomically(folder / "compare.json", json.dumps(about | {"left_out": left_out}, indent=1).encode())
     if not tables:
         raise DataError(f"none of the presets can be calibrated on {model}: {'; '.join(left_out.values())}")
-    write(table, folder, about | {"left_out": left_out})
     compared(model).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(compared(model), table.to_csv(index=False).encode())
     show(folder)
@@ -132,9 +117,8 @@ def _holds(text: str, tokenizer, size: tuple) -> bool:
 
 
 def planned(model, minutes: float, sizes: list[tuple]) -> Plan:
-    """The largest of ``sizes`` that fits, by the time of a first pass; fewer systems where even the smallest does not.
-
-    Raises ``DataError`` where none does."""
+    """Choose the largest of ``sizes`` that fits by a first pass' time; fewer systems where none does, else
+    ``DataError``."""
     longest, about = max_positions(model), describe(model)
     channels, left_out = kv_width(about) * about["num_layers"], {}
     if channels > WIDEST:
@@ -161,12 +145,6 @@ def _tokens(system: str, size: tuple, channels: int) -> float:
     (n, length), (m, scored), texts, lens = size
     read = READING * (m * scored + texts * (sum(lens) + 2 * QUESTION * FACTS)) + 2 * lens[1] + 40 * STEPS
     return passes(SYSTEMS[system][0]) * n * length + read + (channels / 1000) ** 3 * (system == "KVTC 2")
-
-
-def write(table: pd.DataFrame, folder: Path, about: dict) -> None:
-    """Write the table, and what is said about it."""
-    write_atomically(folder / "compare.csv", table.to_csv(index=False).encode())
-    write_atomically(folder / "compare.json", json.dumps(about, indent=1).encode())
 
 
 def show(folder: Path) -> None:

@@ -1,11 +1,8 @@
 """``python -m vqkv.study``: the notebooks, run by papermill and nbclient, become committed pages, tables and figures.
 
-The default profile refreshes the repository in place, page by page, each only when it ran to its end. Any other profile
-or parameter leaves the repository alone and writes notebooks, tables and figures into a folder of its own; there each
-``assert`` of a page is reported as holding or not: the claims were made for the committed numbers.
-
-Every page has a kernel of its own, so several can run at a time (``jobs``) with the same outputs; a page that takes
-times runs alone. Pages that read the others' tables come last.
+The default profile refreshes the repository in place, each page only when it ran to its end. Any other profile or
+parameter writes into a folder of its own; there each ``assert`` of a page is reported as holding or not. Every page has
+its own kernel. A page that takes times runs alone; pages that read the others' tables come last.
 """
 
 import os
@@ -24,10 +21,9 @@ from tqdm import tqdm
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.runtime.registry import parse_assignments
 from vqkv.study import pages
-from vqkv.study.literals import digest
+from vqkv.study.shared import digest
 from vqkv.study.steering import Steering
 from vqkv.study.tables import repository_root, write_atomically
-from vqkv.study.workers import check
 
 ELSEWHERE = (
     "**Run with other parameters than the committed page.** Tables and figures are of this run; the sentences are the "
@@ -40,9 +36,9 @@ class Study:
     """A run and its place: the notebooks of ``root``, a profile, further parameters, an output folder.
 
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
-    parameters, else ``runs/<profile>-<hash of the parameters>``. ``scheduler`` (the address of a Dask scheduler) or
-    ``workers`` (processes on this machine) compute the tables' rows, but for timings. ``jobs``: pages at a time; give
-    each page's kernel its share of the cores by ``OMP_NUM_THREADS``. All bad input is found here, before anything runs.
+    parameters, else ``runs/<profile>-<hash of the parameters>``. ``workers``: processes that compute the tables' rows,
+    but for timings. ``jobs``: pages at a time; give each page's kernel its share of the cores by ``OMP_NUM_THREADS``.
+    ``timed``: pages that take times, too. All bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -51,13 +47,14 @@ class Study:
     parameters: dict = field(default_factory=dict)
     out: Path | None = None
     recompute: bool = False
-    scheduler: str = ""
     workers: int = 0
     jobs: int = 1
+    timed: bool = True
 
     def __post_init__(self):
         self.root = Path(self.root or repository_root()).resolve()
-        self.notebooks = pages.select(self.root / "notebooks", self.only)
+        selected = pages.select(self.root / "notebooks", self.only)
+        self.notebooks = [path for path in selected if self.timed or not pages.is_tagged(path, "takes-times")]
         settings = pages.load_profile(self.profile)
         defaults = {path: pages.notebook_parameters(path) for path in self.notebooks}
         known = set().union(*map(pages.notebook_parameters, pages.all_notebooks(self.root / "notebooks")))
@@ -79,7 +76,6 @@ class Study:
             raise DataError(f"--out {self.out} is the repository itself: name another folder")
         self.claims: dict[str, dict[str, str]] = {}  # of a page elsewhere: verdict by claim,
         self.refused: dict[str, list[str]] = {}  # and why it goes without some of its tables
-        check(self.scheduler, self.workers)
 
     def run(self) -> dict[str, str]:
         """Run every notebook; returns {notebook: error} of those that failed, each kept in a folder ``failed``."""
@@ -119,7 +115,7 @@ class Study:
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
         """Run a notebook's cells in a new kernel, after a cell that says where tables go and who computes them."""
-        steering = Steering(str(self.target), self.recompute, self.workers, self.scheduler)
+        steering = Steering(str(self.target), self.recompute, self.workers)
         client = NotebookClient(
             notebook,
             kernel_name="python3",
@@ -152,15 +148,15 @@ def main(
     parameter: Annotated[list[str], typer.Option("-p", metavar="NAME=VALUE", help="One parameter.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Folder for notebooks, results and figures.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables again.")] = False,
-    scheduler: Annotated[str, typer.Option(help="Address of a Dask scheduler whose workers compute rows.")] = "",
-    workers: Annotated[int, typer.Option(min=0, help="Processes on this machine that compute rows.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
+    timed: Annotated[bool, typer.Option(help="Pages that take times, too.")] = True,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
         parameters = parse_assignments(parameter)
-        study = Study(None, only, profile, parameters, out, recompute, scheduler, workers, jobs)
-    except (ValueError, ImportError) as error:
+        study = Study(None, only, profile, parameters, out, recompute, workers, jobs, timed)
+    except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     for name, without in study.without.items():

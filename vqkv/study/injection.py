@@ -29,11 +29,9 @@ def inject(model, keys=None, values=None, key_bias=None):
     All three are broadcast to (num_layers, num_kv_heads, head_dim). Multipliers change no output, if channels that RoPE
     rotates together have the same. A bias is nearly invisible in channels that rotate slowly. The copy's configuration
     does not know of a new bias: save its weights, not the model. Raises ``DataError`` for attention that is not four
-    linear layers (Llama, Mistral, Qwen2), and for weights that are not in memory.
+    linear layers (Llama, Mistral, Qwen2).
     """
     model = copy.deepcopy(plain(model))
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise DataError("some weights are not in memory: inject into a model that fits on its devices twice")
     layers, made = kv_layers(model), hashlib.sha256()
     shape = len(layers), *layers[0].shape[:2]
     for role, x in (("keys", keys), ("values", values), ("bias", key_bias)):

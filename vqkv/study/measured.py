@@ -55,8 +55,7 @@ def measured(frontier: pd.DataFrame, latency: pd.DataFrame, in_place: pd.DataFra
 
 
 def _ns_per_value(latency: pd.DataFrame) -> dict[str, float]:
-    """Time that a step takes longer than with ``DynamicCache``, for each value that it reads: page 08's longest context
-    of one sequence, half of the generated tokens in it."""
+    """Return time added to a step for each value that it reads, at page 08's longest context of one sequence."""
     longest = latency[(latency["context"] == latency["context"].max()) & (latency["batch"] == 1)].set_index("system")
     exact = longest.loc["DynamicCache"]  # whose bytes are those of all its tokens, in fp32
     share = (exact["context"] + exact["generated"] / 2) / (exact["context"] + exact["generated"])

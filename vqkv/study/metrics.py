@@ -18,8 +18,8 @@ def explained_variance_ratio(y: torch.Tensor, y_hat: torch.Tensor) -> float:
 
 
 def bits_saved(evr: float) -> float:
-    """Bits per value that a prediction of this EVR saves a quantizer at equal error, asymptotically: 1/2 log2 of Var(y)
-    / Var(error). At most 24, the precision of a float32."""
+    """Return bits a value that a prediction of this EVR saves at equal error, log2(Var(y) / Var(error)) / 2, 24 at
+    most."""
     return -math.log2(max(1 - evr, 2**-48)) / 2
 
 

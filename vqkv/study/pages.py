@@ -67,8 +67,7 @@ def fit(value, default, what: str):
 
 
 def is_tagged(path: Path, tag: str) -> bool:
-    """Say whether a page's first cell has this tag: ``takes-times`` of a page that times something, ``reads-tables`` of
-    one that reads other pages' tables."""
+    """Say whether a page's first cell has this tag, ``takes-times`` or ``reads-tables`` (of other pages)."""
     return tag in nbformat.read(path, as_version=4).cells[0].metadata.get("tags", [])
 
 
@@ -86,8 +85,7 @@ def written(notebook: NotebookNode) -> bytes:
 
 
 def claims_apart(notebook: NotebookNode) -> NotebookNode:
-    """Give each claim, an ``assert`` with the lines that lead to it, a cell that may fail: so it hides no other's
-    verdict, and the page goes on. A statement that makes a table may not fail."""
+    """Give each claim, an ``assert`` with the lines that lead to it, a cell that may fail; one with a table may not."""
     notebook.cells = [part for cell in notebook.cells for part in _claims_of(cell)]
     return notebook
 
@@ -118,8 +116,7 @@ def with_value(source: str) -> str:
 
 
 def judge(notebook: NotebookNode) -> dict[str, str]:
-    """Return {claim: verdict} of a page whose ``claims_apart`` have run; the verdicts replace what the cells printed.
-    A claim about a system or a layer that was not tried cannot be asked."""
+    """Return {claim: verdict} of a page whose ``claims_apart`` have run; verdicts replace what the cells printed."""
     verdicts = {}
     for cell in notebook.cells:
         if TOLERANT in cell.metadata.get("tags", []):

@@ -20,19 +20,16 @@ LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq"
 
 @dataclass(frozen=True)
 class TransformersQuantized:
-    """transformers' own ``QuantizedCache``, unmodified, where a fitted compressor would stand: ``evaluate(model, peer,
-    tokens)``. It is what ``generate(cache_implementation="quantized")`` makes; the arguments are its own.
+    """transformers' own ``QuantizedCache``, unmodified, in place of a compressor: ``evaluate(model, peer, tokens)``.
 
-    Affine codes in groups of ``q_group_size`` values, keys after RoPE. ``backend`` "quanto" (2, 4 bits) takes scale and
-    shift from a group's ends; a group at axis 0 is consecutive values of one sequence. "hqq" (1, 2, 3, 4, 8 bits) moves
-    the zero point by a half-quadratic solver; its group at axis 0 is values that lie numel / q_group_size apart, across
-    tokens, heads and the *sequences of the batch*, and consecutive ones at axis 1.
+    It is what ``generate(cache_implementation="quantized")`` makes; the arguments are its own. Affine codes in groups
+    of ``q_group_size`` values, keys after RoPE. "quanto" (2, 4 bits) takes scale and shift from a group's ends. "hqq"
+    (1, 2, 3, 4, 8 bits) solves for the zero point; at axis 0 its groups cross tokens, heads and the *sequences of the
+    batch*.
 
-    Measured as it is: the first update packs all tokens and hands them back exact, so one pass scores as fp16 at any
-    bits. Whenever ``residual_length`` more have come it quantizes the whole history again, which costs hqq another
-    error every time and quanto nothing. Every step decodes the whole history. Scales, zero points and tokens not yet
-    packed keep the model's dtype, so compare bytes on a model in bfloat16. Raises ``ImportError`` where the backend's
-    package is missing, transformers' ``ValueError`` for bits or an axis that it does not take.
+    The first update packs all tokens and hands them back exact: one pass scores as fp16 at any bits. Whenever
+    ``residual_length`` more have come, the complete history is quantized again. Scales and tokens not yet packed keep
+    the model's dtype: compare bytes in bfloat16. Raises ``ImportError`` without the backend's package.
     """
 
     backend: str = "quanto"
@@ -60,8 +57,7 @@ class TransformersQuantized:
         return f"transformers-{self.backend}"
 
     def new_cache(self, model, in_place: bool = False) -> "MeteredQuantizedCache":
-        """An empty cache for ``model``. Raises ``DataError`` for ``in_place``, which this cache cannot do, and for a
-        model that it is not made for: one with sliding windows."""
+        """Return an empty cache. Raises ``DataError`` for ``in_place`` and for models with sliding windows."""
         if in_place:
             raise DataError(f"{self.name} hands the first tokens back exact: it has no in-place protocol")
         try:
@@ -73,8 +69,7 @@ class TransformersQuantized:
         """None, as no layer reads another here; ``Compressor.new_pass``."""
 
     def reconstruct(self, layer: int, keys: torch.Tensor, values: torch.Tensor, known=None) -> tuple:
-        """Values that one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once,
-        all together: without the error of storing a growing history again and again."""
+        """Return what one layer reads back of keys and values (batch, num_kv_heads, seq_len, head_dim) stored once."""
         store = LAYERS[self.backend](**self._arguments())
         store.update(keys, values)
         return store.update(keys[..., :0, :], values[..., :0, :])

@@ -48,8 +48,7 @@ def device_name(device: torch.device | str, threads: bool = False) -> str:
 
 
 def _commit() -> dict:
-    """Commit and dirty flag of the code, None where git knows none. Tables, figures and pages change while a study
-    runs, so they do not count."""
+    """Return commit and dirty flag of the code, None where git knows none; what a study writes does not count."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not shutil.which("git"):
         return {"commit": None, "dirty": None}

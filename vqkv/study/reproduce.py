@@ -15,7 +15,7 @@ import pandas as pd
 import typer
 from tqdm import tqdm
 
-from vqkv.study import subject, workers
+from vqkv.study import subject
 from vqkv.study.shared import forget
 from vqkv.study.sweep import Experiment, with_subject
 from vqkv.study.tables import known, provenance, stored_names
@@ -52,8 +52,8 @@ def again(name: str, seed: int, until: float = math.inf) -> dict:
 
 
 def compared(rows: pd.DataFrame, kept: pd.DataFrame) -> dict:
-    """The largest relative ``difference`` of a number in ``rows`` from the nearest row of ``kept`` with the same words,
-    and its ``column``; infinite where there is no such row, or a number in one of them alone."""
+    """Return the largest relative ``difference`` from the nearest row with the same words, and its ``column``; infinite
+    where there is no such row."""
     shared = [str(name) for name in kept if name in rows and not str(name).endswith(NOT_COMPARED)]
     numbers = [name for name in shared if pd.api.types.is_numeric_dtype(kept[name]) and kept[name].dtype != bool]
     words = [name for name in shared if name not in numbers]
@@ -85,7 +85,6 @@ def main(
     only: Annotated[str, typer.Option(help="Tables by the start of their names.")] = "",
     seed: Annotated[int, typer.Option(help="Draws the cases and the order of tables.")] = 0,
     minutes: Annotated[float, typer.Option(help="Begin no table after so many.")] = math.inf,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes; with several, set OMP_NUM_THREADS.")] = 1,
 ):
     """Compute one case of every stored table again, and compare.
 
@@ -95,8 +94,9 @@ def main(
     records = [record for record in records if record["function"].rpartition(".")[2] not in OF_A_MACHINE]
     random.Random(seed).shuffle(records)
     until = time.time() + 60 * minutes
-    calls, found = [(record["name"], seed, until) for record in records], []
-    for row in tqdm(workers.results(again, calls, jobs), "reproduce", len(calls), unit="table"):
+    found = []
+    for record in tqdm(records, "reproduce", unit="table"):
+        row = again(record["name"], seed, until)
         tqdm.write(f"{row.pop('table'):<16} {_verdict(**row)}")
         found.append(row["difference"])
     reached = [each for each in found if not math.isnan(each)]

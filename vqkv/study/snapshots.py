@@ -1,10 +1,7 @@
-"""Keyframe + delta streams of a growing KV cache: what page 05 weighs.
+"""Keyframe + delta streams of a growing KV cache (VQ quality framework, section 1): what page 05 weighs.
 
-The VQ quality framework's temporal state compression (section 1): the cache is snapshotted at every step. Every
-``interval`` steps, counted from 1, all of it is written, in between only the tokens that the step appended.
-
-As a file a stream is a header, what its codecs are and have learned, then the tensors of each step's payloads; their
-sizes follow from the codecs and the number of tokens.
+Every ``interval`` steps, counted from 1, all of the cache is written, in between only the tokens that a step appended.
+As a file a stream is a header, what its codecs are and have learned, then the tensors of each step's payloads.
 """
 
 import json
@@ -36,11 +33,10 @@ class Verbatim(Fp16):
 
 
 class Stream:
-    """A cache, keys and values over layers (batch, num_kv_heads, seq_len, head_dim), as it grows: a token a step.
+    """A cache (batch, num_kv_heads, seq_len, head_dim), keys and values over layers, as it grows: a token a step.
 
-    ``keyframes`` and ``deltas`` are each ``"exact"`` (bit for bit, in the cache's dtype), ``"fp32"``, ``"int4"`` (4-bit
-    affine, the codec of ``presets.quanto(4)``), one fitted codec for everything, or a list over layers of (key codec,
-    value codec) such as ``Compressor.codecs``. The defaults are the source's. ``interval``: steps per keyframe.
+    ``keyframes``, ``deltas``: ``"exact"``, ``"fp32"``, ``"int4"``, a fitted codec, or pairs over layers, as
+    ``Compressor.codecs``; the defaults are the source's. ``interval``: steps per keyframe.
     """
 
     def __init__(self, live: list[list[Tensor]], keyframes="fp32", deltas="int4", interval: int = 64):
@@ -52,7 +48,7 @@ class Stream:
             first = 0 if self.kind(number) == KEYFRAME else number - 1
             new = [x[:, :, first:number] for x in tensors]
             shares = self._shares(self.kind(number))
-            self.steps.append([codec.encode(torch.cat([new[i] for i in places])) for codec, places in shares])
+            self.steps.append([codec.encode(torch.cat([new[i] for i in indices])) for codec, indices in shares])
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -62,8 +58,8 @@ class Stream:
         return DELTA if number % self.interval else KEYFRAME
 
     def state(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
-        """(keys, values), lists over layers of (batch, num_kv_heads, seq_len, head_dim) in the cache's dtype: the cache
-        after ``step``, counted from 0, as it is read back."""
+        """Return (keys, values), lists over layers (batch, num_kv_heads, seq_len, head_dim), read back after ``step``
+        (from 0)."""
         last = step + 1
         numbers = range(max(1, last - last % self.interval), last + 1)
         parts = [self._decoded(number) for number in numbers]
@@ -98,8 +94,8 @@ class Stream:
     def _decoded(self, number: int) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         batch = len(self.token[0])
-        for (codec, places), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
-            found |= zip(places, codec.decode(payload, self.dtype).split(batch), strict=True)
+        for (codec, indices), payload in zip(self._shares(self.kind(number)), self.steps[number - 1], strict=True):
+            found |= zip(indices, codec.decode(payload, self.dtype).split(batch), strict=True)
         return [found[i] for i in range(len(self.token))]
 
     def _header(self) -> tuple[list[Codec], bytes]:

@@ -8,14 +8,12 @@ class Steering:
     """A process' way of making tables.
 
     ``out``: the folder that holds ``results/`` and ``figures/``, empty for the repository. ``recompute``: every table
-    again. ``workers``: processes on this machine, ``scheduler``: the address of a Dask scheduler; without either, rows
-    are computed one after another in this process.
+    again. ``workers``: processes that compute rows; 0: one row after another in this process.
     """
 
     out: str = ""
     recompute: bool = False
     workers: int = 0
-    scheduler: str = ""
 
     def cell(self) -> str:
         """Return the code that a kernel runs before a page; it is not saved with it."""

@@ -23,11 +23,10 @@ EXACT_BYTES = 6 << 30  # that a process remembers of a model's own logits
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, the text that it is calibrated on and the text that it is judged on.
+    """A model, the text that it is calibrated on and the text that it is judged on, with their hashes in ``sources``.
 
-    ``train_size`` and ``test_size``: num_seqs and seq_len of the ``train`` split and of the split ``held_out``,
-    ``validation`` for what chooses among designs. ``seed`` draws both, unless ``test_seed`` is given. ``sources`` has
-    the hashes of the model and the texts that were read so far.
+    ``train_size``, ``test_size``: num_seqs and seq_len of the splits ``train`` and ``held_out``. ``seed`` draws both,
+    unless ``test_seed`` is given.
     """
 
     name: str

@@ -1,21 +1,19 @@
-"""Tables of experiments, case by case: in this process, in several or on a Dask cluster, and after a kill from where
-it was.
+"""Tables of experiments, case by case: in this process or in several, and after a kill from where it was.
 
-The rows are the same whoever computes them, in whatever order: a case draws all its random numbers from seeds among
+The rows are the same whoever computes them, in whatever order. A case draws all its random numbers from seeds among
 its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
-depends on the number of threads, so a worker computes one case at a time, on as many threads as the process that sweeps
-has; several workers on one machine are fastest with ``OMP_NUM_THREADS=1``. Workers of a cluster are assumed to have the
-same packages and the same kind of processor or GPU; their version of this library, models and texts are compared.
+depends on the number of threads, so a worker has as many as the process that sweeps. Several are fastest with
+``OMP_NUM_THREADS=1``.
 """
 
 import hashlib
 import inspect
 import itertools
 import json
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -23,20 +21,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky import get_reusable_executor
 from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
-from vqkv.study import steering, workers
-from vqkv.study.allocator import keep_freed_memory
-from vqkv.study.literals import plain
-from vqkv.study.shared import forget
+from vqkv.study import steering
+from vqkv.study.shared import forget, keep_freed_memory, plain
 from vqkv.study.subject import Subject
 
 PACKAGE = Path(__file__).resolve().parents[1]
-_one_at_a_time = threading.Lock()
-
-
 _files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".csv"))
 _contents = [f"{path.relative_to(PACKAGE)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in _files]
 # Of every source file and table of this package when it was imported: one that changes later is not what runs.
@@ -76,13 +71,10 @@ class Experiment:
         return found
 
     def run(self, parameters: dict, folder: Path | None = None) -> pd.DataFrame:
-        """The table. A finished case is kept in ``folder``: a run that was killed goes on from there, unless code or
-        arguments have changed.
+        """Compute the table. A finished case is kept in ``folder``, from where a killed run of the same code goes on.
 
         A case that raises ``DataError``, as a system does that does not fit the model, has no rows, and a warning says
-        why; another error ends the sweep, with the case in a note. Raises ``DataError`` for arguments that are no plain
-        literals, for sources that are not the same for all cases, and if there are no rows at all; ``RuntimeError``
-        where a process died.
+        why. Raises ``DataError`` for arguments that are no plain literals, sources that differ, and no rows at all.
         """
         results = _computed(self.__name__, self.cases(**parameters), folder)
         rows = _known_rows(results)
@@ -95,11 +87,10 @@ class Experiment:
 
 
 def experiment(cases: Callable = lambda: [{}], finish: Callable | None = None) -> Callable:
-    """Decorator: make a table of a function that computes the row, or the rows, of a case.
+    """Make a table of a function that computes the row, or the rows, of a case (decorator).
 
-    Each of these functions gets those of the table's parameters that it names. ``cases`` lists the arguments that the
-    row function gets in each case, in place of parameters of these names or beside them (``product`` helps); there is
-    one case by default. ``finish`` makes the table's rows of all ``rows``.
+    ``cases`` lists what it gets in each case, one by default; ``finish`` makes the table's rows of all ``rows``. Each
+    of the functions gets those of the table's parameters that it names.
     """
     return lambda row: Experiment(row, cases, finish)
 
@@ -118,8 +109,7 @@ class ExperimentCase:
     name: str
 
     def result(self) -> dict:
-        """Compute ``rows`` and ``sources``, exactly as JSON gives them back, and the ``seconds`` that it took;
-        ``refused``: why there are no rows."""
+        """Compute ``rows``, ``sources``, ``seconds`` as JSON gives them back; ``refused``: why there are none."""
         arguments, start, refused = with_subject(self.arguments), time.perf_counter(), ""
         try:
             rows = self.experiment.row(**arguments)
@@ -131,8 +121,7 @@ class ExperimentCase:
         return {"rows": rows, "sources": sources, "seconds": time.perf_counter() - start, "refused": refused}
 
     def identity(self, threads: int) -> str:
-        """A hash of all that its rows depend on but for its sources, whose own hashes are compared with the other
-        cases'; the last bits of sums depend on the ``threads`` of whoever computes them."""
+        """Hash all that its rows depend on but for sources; sums depend on the ``threads`` of whoever computes them."""
         function = f"{self.experiment.__module__}.{self.experiment.__qualname__}"
         about = json.dumps([function, CODE, self.arguments, threads])
         return hashlib.sha256(about.encode()).hexdigest()[:32]
@@ -154,11 +143,10 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
-    calls = [(case, CODE, threads) for case in cases if case.name not in found]
-    who = steering.current
+    calls = [(case, threads) for case in cases if case.name not in found]
     try:
         with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
-            for name, result in workers.results(_result, calls, who.workers or 1, who.scheduler, forget):
+            for name, result in in_processes(_result, calls, steering.current.workers or 1):
                 if folder:
                     folder.mkdir(parents=True, exist_ok=True)
                     with replacing(kept[name]) as file:
@@ -170,18 +158,34 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     return {case.name: found[case.name] for case in cases}
 
 
-def _result(case: ExperimentCase, code: str, threads: int) -> tuple[str, dict]:
-    """Name and result of a case, one at a time: threads of a Dask worker would share models."""
-    if code != CODE:
-        raise DataError(f"a worker has another version of vqkv in {PACKAGE}: restart it with the one of this sweep")
+def _result(case: ExperimentCase, threads: int) -> tuple[str, dict]:
+    """Return name and result of a case."""
     keep_freed_memory()
-    with _one_at_a_time:
-        torch.set_num_threads(threads)
-        try:
-            return case.name, case.result()
-        except Exception as error:
-            error.add_note(f"in {case.name}")
-            raise
+    torch.set_num_threads(threads)
+    try:
+        return case.name, case.result()
+    except Exception as error:
+        error.add_note(f"in {case.name}")
+        raise
+
+
+def in_processes(function: Callable, calls: list[tuple], workers: int) -> Iterator:
+    """Yield ``function(*call)`` of every call as they finish, in so many processes (1: in this one).
+
+    Raises what a call raises, and ``RuntimeError`` when a process died.
+    """
+    waiting = [delayed(function)(*call) for call in calls]
+    try:
+        with parallel_config("loky", inner_max_num_threads=torch.get_num_threads() if workers > 1 else None):
+            yield from Parallel(workers, return_as="generator_unordered", batch_size=1)(waiting)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker died, most often of too little memory: use fewer workers, or smaller settings. What has finished "
+            "is kept"
+        ) from error
+    finally:
+        if workers > 1:  # they would keep their models for five minutes
+            get_reusable_executor().shutdown(kill_workers=True)
 
 
 def _known_rows(results: dict[str, dict]) -> list[dict]:
@@ -196,19 +200,18 @@ def _known_rows(results: dict[str, dict]) -> list[dict]:
 
 
 def _sources(results: dict[str, dict]) -> dict:
-    """All sources; a text of which another model's tokenizer makes other tokens is named with the model. Raises
-    ``DataError`` if a source was not the same for two cases."""
+    """Return all sources; a text of which another model's tokenizer makes other tokens is named with the model.
+
+    Raises ``DataError`` if a source was not the same for two cases.
+    """
     known: dict[str, str] = {}
-    first: dict[str, tuple[str, str]] = {}
+    models: dict[str, str] = {}
     for case, result in results.items():
         model = ", ".join(name for name in result["sources"] if name.startswith("model "))
         for name, value in result["sources"].items():
-            if name in known and known[name] != value and model != first[name][1]:
+            if known.get(name, value) != value and models[name] != model:
                 name = f"{name}, {model}"
             if known.setdefault(name, value) != value:
-                raise DataError(
-                    f"{name} is {value} for {case} but {known[name]} for {first[name][0]}: it changed meanwhile, or "
-                    "workers have another one; begin again with --recompute"
-                )
-            first.setdefault(name, (case, model))
+                raise DataError(f"{name} is {value} for {case}, {known[name]} before: begin again with --recompute")
+            models.setdefault(name, model)
     return known

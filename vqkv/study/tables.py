@@ -15,19 +15,17 @@ import pandas as pd
 from vqkv.errors import DataError, FormatError, UnknownNameError
 from vqkv.runtime.files import replacing
 from vqkv.study import steering
-from vqkv.study.literals import digest, plain
 from vqkv.study.provenance import describe
+from vqkv.study.shared import digest, plain
 from vqkv.study.sweep import Experiment
 
 
 def table(name: str, function: Callable[..., pd.DataFrame], parameters: dict, recompute: bool = False) -> pd.DataFrame:
-    """The stored table ``name`` if it was made with these parameters, else ``function(**parameters)``, then stored.
+    """Return the stored table ``name`` if it has these parameters, else ``function(**parameters)``, then stored.
 
-    A committed table is never overwritten by one of other parameters: that goes to ``runs/NAME-<hash>/results/``,
-    unless the run has a folder. The rows that an experiment has finished are kept beside it until the table is
-    stored. ``attrs["vqkv"]`` of the result says where it lies and whether it is fresh.
-    Raises ``FormatError`` when the stored CSV is not the one its provenance describes, ``DataError`` when the
-    parameters are not plain literals or a column holds what a CSV cannot.
+    A committed table is never overwritten by other parameters: that one goes to ``runs/NAME-<hash>/results/``, unless
+    the run has a folder. ``attrs["vqkv"]`` says where it lies and whether it is fresh. Raises ``FormatError`` for an
+    altered CSV, ``DataError`` for parameters that are no literals and columns that a CSV cannot hold.
     """
     wanted = plain(parameters, f"parameters of table {name!r}")
     recompute = recompute or steering.current.recompute
@@ -58,8 +56,7 @@ def published(name: str) -> pd.DataFrame:
 
 
 def stored(name: str) -> tuple[pd.DataFrame, str] | None:
-    """A table as it is stored, whatever made it, and ten hex digits that name its contents: of the run at hand or,
-    where that has none, of the repository; None if neither has it. ``published/NAME`` are ``published`` ones."""
+    """Return a table as it is stored, of this run or else of the repository, and its hash; None if neither has it."""
     paths = (root / "results" / f"{name}.csv" for root in (output_root(), repository_root()))
     data = next((path.read_bytes() for path in paths if path.is_file()), None)
     return None if data is None else (_read_csv(data), hashlib.sha256(data).hexdigest()[:10])

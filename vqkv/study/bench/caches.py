@@ -30,13 +30,11 @@ GEOMETRIES = {
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
 
-DTYPES = ("float32", "float16", "bfloat16")
 EVERYTHING = 2**40  # bytes of decoded tokens that a cache may keep
 
 
 class Uncompressed:
-    """transformers' ``DynamicCache``, in the model's dtype, where a fitted compressor would stand; stored as a
-    safetensors file of 16 bits."""
+    """transformers' ``DynamicCache`` where a fitted compressor would stand; stored as a safetensors file of 16 bits."""
 
     def new_cache(self, model) -> DynamicCache:
         """The cache that ``generate`` uses when it is given none."""
@@ -57,8 +55,7 @@ class Uncompressed:
 
 @dataclass(frozen=True)
 class KeepingDecoded:
-    """A compressor whose caches keep all that they have decoded from one step to the next: the bytes come back, and the
-    time goes."""
+    """A compressor whose caches keep all that they have decoded: the bytes come back, and the time goes."""
 
     compressor: Compressor
 
@@ -87,8 +84,7 @@ THEIRS: dict[str, Callable] = {
 
 
 def ours(kmeans_iterations: int = 10, seed: int = 0) -> dict[str, presets.Preset]:
-    """The presets by label, as they are published: with the sinks, window and flush block that each of them has.
-    ``kmeans_iterations`` is residual VQ's; ``seed`` starts whatever learns."""
+    """Return the presets by label, as published. ``kmeans_iterations``: residual VQ's; ``seed``: of what learns."""
     learning = {"kmeans_iterations": kmeans_iterations, "seed": seed}
     return {
         "quanto 4": presets.quanto(4),
@@ -149,10 +145,8 @@ def prepared(model, systems: list[str], seed: int = 0) -> dict:
 
 
 def random_llama(geometry: str, dtype: str = "float32", device: str = "cpu", seed: int = 0):
-    """A Llama of random weights in evaluation mode; what a cache costs does not depend on what the model has learned.
-    Raises ``UnknownNameError`` for a geometry that is not in ``GEOMETRIES`` or a dtype that is not in ``DTYPES``."""
+    """Make a Llama of random weights; costs do not depend on them. Raises ``UnknownNameError`` for others."""
     check_known("geometry", [geometry], GEOMETRIES)
-    check_known("dtype", [dtype], DTYPES)
     config = LlamaConfig(**GEOMETRIES[geometry], max_position_embeddings=131072, tie_word_embeddings=True)
     with torch.random.fork_rng([device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(seed)

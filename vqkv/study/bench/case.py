@@ -67,8 +67,8 @@ class Problem:
     def add(
         self, implementation: str, call: Callable, expected: Tensor | None = None, read: Callable | None = None
     ) -> None:
-        """Time ``call`` under this name. Its result, made a tensor by ``read``, is compared with ``expected``, which
-        may have the first rows only."""
+        """Time ``call``. Its result, made a tensor by ``read``, is compared with ``expected``, which may have the first
+        rows."""
         case = Case(self, implementation, call)
         if expected is not None:
             found = (read(call()) if read else call())[: len(expected)].to(expected.device)
@@ -84,8 +84,7 @@ class Problem:
         self.add("plain torch", partial(PLAIN.get(kernel) or getattr(naive, kernel), *arguments), expected, **more)
 
     def add_peer(self, name: str, prepare: Callable, expected: Tensor | None = None) -> None:
-        """Time the call that ``prepare()`` returns with its ``read``. Without its package, or where it fails, a warning
-        says so, and everything else is timed all the same."""
+        """Time the call that ``prepare()`` returns with its ``read``; where that fails, a warning says so."""
         try:
             call, read = prepare()
             self.add(name, call, expected, read)

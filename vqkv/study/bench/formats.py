@@ -42,8 +42,7 @@ def coded(
 
 
 def grouped(bits: float, shape: tuple[int, ...], device: str, seed: int = 0) -> Grouped:
-    """Random bytes of components that vary less and less, in the groups that ``live`` finds for them, and a rotation
-    to channels."""
+    """Make random bytes of ``live``: components that vary less and less, and a rotation to channels."""
     heads, head_dim = shape[1], shape[3]
     quantizer = ByteGroups(bits, seed)
     quantizer.build((heads, head_dim))

@@ -15,10 +15,10 @@ import torch
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from vqkv.study.allocator import M_MMAP_MAX, give_back
 from vqkv.study.bench.caches import PEER, REFERENCE, prepared, random_llama, random_tokens, stored_bytes
 from vqkv.study.bench.timing import num_threads
 from vqkv.study.provenance import device_name, versions
+from vqkv.study.shared import M_MMAP_MAX, give_back
 
 TURN = 3  # tokens
 PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "vqkv")
@@ -31,18 +31,16 @@ def latency(
     runs: list[list[int]], rounds: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
     device: str, attention: str = "sdpa",
 ) -> list[dict]:  # fmt: skip
-    """Time every system in each run of ``runs``: [batch size, tokens of context, generated tokens]. Prefills take
-    turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``attention``: the model's.
+    """Time every system in each run of ``runs``, [batch size, tokens of context, generated tokens]; a row per run and
+    system.
 
-    Milliseconds of wall time, a row per run and system of ``systems`` (all if it is empty; ``DynamicCache`` and
-    transformers' quanto cache of 4 bits are always among them). ``prefill_ms``: median of ``rounds``. ``decode_ms``:
-    median over the generated tokens, with quartiles ``decode_q1`` and ``decode_q3``; ``mean_ms``: their mean, which has
-    the steps that pack a block, too. ``added_ms`` and ``added_mean_ms``: median and mean of the differences from
-    ``DynamicCache``'s time for the same token, which a machine that is busy now and then disturbs less than the
-    difference of medians. ``slowdown``: median of the ratios to that time, with quartiles. ``stored_bytes``: what the
-    cache holds in the end. Presets that learn are fitted on random text, which changes no time but those of
-    ``vqq_product`` and entropy codes: how many of its blocks stay in fp16, and what escapes from their tables, depends
-    on the data. Raises ``UnknownNameError`` for other systems.
+    Prefills take turns, then ``TURN`` tokens of each system: a busy machine slows all alike. ``DynamicCache`` and
+    transformers' quanto cache of 4 bits are always among ``systems`` ([] for all). ``attention``: the model's.
+
+    Milliseconds: ``prefill_ms``, median of ``rounds``; ``decode_ms``, median of tokens, with quartiles; ``mean_ms``,
+    with steps that pack a block. ``added_ms`` and ``added_mean_ms``: median and mean of differences from
+    ``DynamicCache`` for the same token. ``slowdown``: of ratios. ``stored_bytes``: at the end. Raises
+    ``UnknownNameError`` for other systems.
     """
     with num_threads(threads):
         model = random_llama(geometry, dtype, device, seed)
@@ -126,13 +124,10 @@ def peak_memory(
     sizes: list[int], chunk_size: int, systems: list[str], geometry: str, seed: int, threads: int, dtype: str,
     device: str,
 ) -> list[dict]:  # fmt: skip
-    """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system (all
-    if ``systems`` is empty), in units of 10^6 bytes. ``sizes``: [batch size, tokens of context, generated tokens].
+    """Prefill, ``chunk_size`` tokens at a time, and generate, each system in a process of its own; a row a system.
 
-    ``prefill_mb`` and ``decode_mb``: the largest memory in each phase, less what the process took with model and
-    codebooks loaded; freed memory is given back in between. ``stored_mb``: what the cache holds in the end;
-    ``resident_mb``: with side information and the tables made from it (``Report.resident_bytes``). Raises
-    ``UnknownNameError`` for other systems.
+    ``prefill_mb``, ``decode_mb``: most memory (10^6 bytes) in each phase beyond model and codebooks. ``stored_mb``:
+    what the cache holds at the end; ``resident_mb``: with side information and tables. ``sizes``: as one of ``runs``.
     """
     random = geometry, dtype, device, seed
     with num_threads(threads):
@@ -170,8 +165,7 @@ def generate_once(random: tuple, system, sizes: list[int], chunk_size: int, thre
 
 
 def _keep_nothing_freed() -> None:
-    """From now on glibc gives large blocks that are freed back to the system at once, whatever it was told before: else
-    it keeps some, by chance up to twice what is in use."""
+    """Have glibc give large freed blocks back at once: else it keeps some, up to twice what is in use."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 1 << 16)

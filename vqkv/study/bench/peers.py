@@ -63,8 +63,7 @@ def faiss_decode(codebooks: Tensor, codes: Tensor, **kind) -> Peer:
 
 
 def quanto(direction: str, x: Tensor, bits: int, group_size: int) -> Peer:
-    """optimum-quanto's tensor: qint4 and qint2 by group as transformers' cache stores it; qint8, which has no groups,
-    by token and symmetric."""
+    """Use optimum-quanto: qint4 and qint2 by group, as transformers' cache; qint8 by token and symmetric."""
     from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint2, qint4, qint8, quantize_weight
 
     def encode():
@@ -94,8 +93,7 @@ def hqq(direction: str, x: Tensor, bits: int, group_size: int) -> Peer:
 
 
 def constriction(direction: str, values: Tensor, codec: EntropyCodedScalar) -> Peer:
-    """constriction's stack coder of values (streams, channels, tokens), a table's codes of a stream at a time, with the
-    frequencies of ``codec``."""
+    """Use constriction's stack coder on values (streams, channels, tokens) with the frequencies of ``codec``."""
     from constriction import stream
 
     reaches = codec.reaches.tolist()

@@ -11,8 +11,7 @@ from vqkv.kernels.view import Coded, Grouped, KernelView
 
 @dataclass(frozen=True)
 class Demand:
-    """Demand of one call on the machine: ``flops`` (two for a multiplication that is added to a sum), ``bytes`` (inputs
-    read once, results written once), and for how many ``values`` (of the tensor that is packed or read back)."""
+    """Demand of a call: ``flops``, ``bytes`` (inputs read and results written once), for so many packed ``values``."""
 
     flops: float
     bytes: float
@@ -34,8 +33,7 @@ class Roofline:
 
 
 def encode(x: Tensor, codebooks: Tensor, beam: int = 1, code_bytes: float = 8) -> Demand:
-    """Residual VQ of x (rows, dim): a product of every residual with every code; with a beam one more for each further
-    candidate from the second stage on. fp32 in, ``code_bytes`` a code out."""
+    """Count residual VQ of x (rows, dim): a product of every residual (with a beam, of every candidate) and code."""
     rows, (num_quantizers, codebook_size, dim) = len(x), codebooks.shape
     searches = 1 + (num_quantizers - 1) * beam
     moved = 4 * (rows * dim + codebooks.numel()) + code_bytes * rows * num_quantizers

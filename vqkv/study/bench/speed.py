@@ -13,7 +13,6 @@ import torch
 import typer
 from tqdm import tqdm
 
-from vqkv.errors import DataError
 from vqkv.study.bench import stored, streams, vectors
 from vqkv.study.bench.caches import GEOMETRIES, check_known
 from vqkv.study.bench.case import Case, Problem, Sizes
@@ -35,21 +34,18 @@ ON_A_GPU = {"rows": 65536, "sweep_rows": 16384, "tokens": 8192,
 
 
 def speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> list[dict]:
-    """Time ``operations`` (all if there are none) with the heads of a model of ``caches.GEOMETRIES``; ``sizes``: other
-    fields of ``Sizes``. All cases of an operation take turns with the roofline's probes; a row a case.
+    """Time ``operations`` (all if there are none) with a model's heads; a row a case, all in turn with the roofline's
+    probes.
 
-    ``median``, ``min``, ``max``: milliseconds of one call, of so many ``repetitions``. ``throughput``: millions of
-    values packed or read in a second (of the roofline's rows: of bytes or flops). ``bound_ms``: the roofline's, and
-    ``ratio_to_bound`` the share of it that is reached, which exceeds 1 where data stay in the processor's caches.
-    ``ratio_to_fp16``: attention's time over that of fp16 SDPA. ``equal``, ``error``: see ``Case``. Raises
-    ``UnknownNameError`` for other names, ``DataError`` for a device that is not there.
+    ``sizes``: other fields of ``Sizes``. ``median``, ``min``, ``max``: milliseconds of ``repetitions`` calls.
+    ``throughput``: millions of values a second (of probes: bytes or flops). ``bound_ms``: the roofline's;
+    ``ratio_to_bound``: the share reached, above 1 in the processor's caches. ``ratio_to_fp16``: attention's time over
+    fp16 SDPA's. ``equal``, ``error``: see ``Case``. Raises ``UnknownNameError`` for other names.
     """
     check_known("geometry", [geometry], GEOMETRIES)
     check_known("operation", operations, OPERATIONS)
     heads: dict[str, Any] = {name: GEOMETRIES[geometry][name] for name in HEADS}
     made = Sizes(**heads, **sizes)
-    if made.device != "cpu" and not torch.cuda.is_available():
-        raise DataError(f"device {made.device!r}: torch {torch.__version__} finds no GPU; leave it out for the CPU")
     times: dict[Case, list[float]] = defaultdict(list)
     with num_threads(threads), torch.no_grad():
         probes = _probes(made.device.partition(":")[0])
@@ -65,7 +61,8 @@ def speed(geometry: str, operations: list[str], threads: int, repetitions: int, 
     fp16 = {case.problem.shape: median for case, median in medians.items() if case.problem.format == "fp16"}
     shared = {"device": device_name(made.device), "threads": threads, "versions": versions(*PACKAGES)}
     rows = [_row(case, taken, medians[case], fp16.get(case.problem.shape), line) for case, taken in times.items()]
-    return [{name: _rounded(value) for name, value in (row | shared).items()} for row in rows]
+    rows = [row | shared for row in rows]
+    return [{name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in row.items()} for row in rows]
 
 
 def _probes(device: str) -> list[Case]:
@@ -90,10 +87,6 @@ def _row(case: Case, taken: list[float], median: float, fp16: float | None, line
     about |= {"median": median, "min": min(taken), "max": max(taken), "throughput": problem.work.values / median / 1e3}
     about |= {"ratio_to_fp16": median / fp16 if fp16 else math.nan, "ratio_to_bound": bound / median if bound else None}
     return about | {"bound_ms": bound, "equal": case.equal, "error": case.error}
-
-
-def _rounded(value):
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def main(

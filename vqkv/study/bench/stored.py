@@ -162,8 +162,8 @@ def _packed(name: str, query: Tensor, shape: tuple, where: str) -> Problem:
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """torch's attention of query (batch, heads, 1, head_dim) to all keys. Query heads that share a KV head go in as its
-    queries, which on a CPU is faster than ``enable_gqa``."""
+    """Attend with query (batch, heads, 1, head_dim) by torch; heads of a KV head as its queries, faster than
+    ``enable_gqa``."""
     batch, heads, _, head_dim = query.shape
     grouped = query.view(batch, keys.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, head_dim)

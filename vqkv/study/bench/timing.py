@@ -10,7 +10,7 @@ __all__ = ["in_turn", "num_threads"]
 
 SHORTEST = 2e-3  # seconds that one turn takes at least, in a call or many
 PATIENCE = 1e3  # milliseconds: what has taken so long gets no further turn
-LEAST = 3  # turns that everything gets all the same
+LEAST_TURNS = 3  # turns that everything gets all the same
 
 
 def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[list[float]]:
@@ -19,7 +19,7 @@ def in_turn(calls: Sequence[Callable], repetitions: int, device: str) -> list[li
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repetitions):
         for call, taken in zip(calls, times, strict=True):
-            if turn < LEAST or sum(taken) < PATIENCE:
+            if turn < LEAST_TURNS or sum(taken) < PATIENCE:
                 taken += clock(call)
     return times
 
@@ -31,8 +31,7 @@ def cpu_times(call: Callable) -> list[float]:
 
 
 def gpu_times(call: Callable) -> list[float]:
-    """Milliseconds on a GPU whose cache is cleared before every call, which ``Timer`` cannot do: a layer that it had
-    just read would still be there."""
+    """Time a call in milliseconds on a GPU whose cache is cleared before, which ``Timer`` cannot do."""
     from triton.testing import do_bench
 
     return do_bench(call, warmup=1, rep=10, return_mode="all")

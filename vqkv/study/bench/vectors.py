@@ -19,8 +19,7 @@ PART = 2048  # rows multiplied at a time
 
 
 def problem(sizes: Sizes, rows: int, num_quantizers: int = 0, codebook_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Gaussian vectors (rows, dim), and random codebooks (num_quantizers, codebook_size, dim), about as large as the
-    residuals: by default as many and as large ones as there are."""
+    """Draw Gaussian vectors (rows, dim) and codebooks (num_quantizers, codebook_size, dim), by default the largest."""
     num_quantizers, codebook_size = num_quantizers or max(sizes.depths), codebook_size or max(sizes.codebook_sizes)
     codebooks = gaussian(num_quantizers, codebook_size, sizes.group, seed=sizes.seed + 1)
     codebooks *= 0.7 * 0.8 ** torch.arange(num_quantizers)[:, None, None]

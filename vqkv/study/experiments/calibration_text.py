@@ -33,15 +33,11 @@ def _cases(
 def calibration_text(
     subject: Subject, system: str, bits: float, texts: list[str], chunk_size: int, vqllm: dict, learning: dict
 ) -> list[dict]:
-    """Published ``systems`` and ``designs`` at nominal ``bits`` (see ``frontier``), calibrated on text of the ``train``
-    split and read on windows of the ``test`` split, ``chunked`` protocol. A row per system, calibration and text:
+    """Calibrate ``systems`` and ``designs`` on other or less text and read windows of ``test``: a row per text,
+    ``chunked``.
 
-    - the subject's ``train_size`` of its corpus and of ``other_corpus``, read on both;
-    - each of ``sizes`` of its corpus, read on that; the fewer sequences are the first of the more.
-
-    ``kl_each``: the KL of each window. ``refused``: the error where a system takes no calibration on so little
-    text; its numbers are NaN. Designs that predict refuse nothing: too little text shows in
-    ``bits_per_value``, which is what the text that is read takes.
+    The subject's ``train_size`` of its corpus and of ``other_corpus``, read on both; ``sizes`` of its corpus, on that.
+    ``kl_each``: of each window. ``refused``: the error where a system takes no calibration on so little text.
     """
     refused, compressor, rows = "", None, []
     try:

@@ -47,8 +47,8 @@ def exact_compressor(subject: Subject) -> Compressor:
 
 
 def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, **read) -> dict[str, Any]:
-    """``evaluate``'s row of the held-out text, or of other ``tokens`` (windows, seq_len), with ``ppl_increase`` in
-    percent and ``kl_each``, the KL of each window in one cell. ``read``: arguments of ``evaluate``."""
+    """Return ``evaluate``'s row of the held-out text, or of other ``tokens``, with ``ppl_increase`` (%) and
+    ``kl_each``."""
     tokens = subject.test if tokens is None else tokens
     row = evaluate(subject.model, compressor, tokens, per_sequence=True, exact=subject.exact, **read)
     each = {"kl_each": " ".join(f"{kl:.5g}" for kl in row["kl_each"])}
@@ -59,8 +59,8 @@ def by_window(subject: Subject, compressor, tokens: torch.Tensor | None = None, 
 def facts_answered(
     subject: Subject, compressor, num_facts: int, text_len: int, num_seqs: int, seed: int | None = None
 ) -> dict[str, float]:
-    """``facts`` and ``facts_exact``: share of questions about facts in ``num_seqs`` texts of ``text_len`` tokens that
-    are answered (``data.facts``); ``facts_lost`` in points, its 95% interval over texts ``_low`` and ``_high``."""
+    """Ask for facts in ``num_seqs`` texts of ``text_len`` tokens: shares answered, ``_exact`` too, and ``facts_lost``
+    in points with its 95% interval over texts."""
     seed = subject.seed if seed is None else seed
     text = subject.text("test", [num_seqs, text_len], seed)
     batch = facts_batch(subject.tokenizer, num_facts, text, text_len, seed)
@@ -99,15 +99,13 @@ def frame(rows: list[dict], sources: dict) -> pd.DataFrame:
 
 
 def bits_with_side(row: dict, about: dict, tokens: int, exact_tokens: float = 0) -> float:
-    """Bits per value of an ``evaluate`` row in a cache of so many tokens, ``exact_tokens`` of them in 16 bits, with
-    side information."""
+    """Return bits of a value with side information in a cache of ``tokens``, ``exact_tokens`` of them in 16 bits."""
     bits, values = row["bits_per_value"], values_per_token(about)
     return bits + (16 - bits) * exact_tokens / tokens + 8 * row["side_bytes"] / (tokens * values)
 
 
 def tokens_kept_exact(compressor) -> float:
-    """Tokens of a sequence that a compressor's caches keep in 16 bits: sinks, recent window, and half a block less one
-    that waits behind whole blocks, on average over all lengths."""
+    """Return tokens that caches keep in 16 bits on average: sinks, window, and what waits for a block to fill."""
     settings = compressor.settings
     block = math.lcm(settings.flush_block, compressor.tokens_per_row)
     return settings.sink_tokens + settings.recent_window + (block - 1) / 2

@@ -10,15 +10,14 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from vqkv.study.experiments.frontier import LEAST, MOST
+from vqkv.study.experiments.frontier import BROKEN_KL, SMALLEST_KL
 
 CHANCE = 0.95  # of the intervals
 DRAWS = 1000  # of a bootstrap
 
 
 def paired_ratio(ours: Sequence, theirs: Sequence) -> tuple[float, float, float]:
-    """Mean of ``ours`` over that of ``theirs``, one number for each window, and the ends of its 95% interval over
-    ``DRAWS`` bootstrap draws of windows."""
+    """Return the mean of ``ours`` over that of ``theirs``, window by window, and its 95% bootstrap interval."""
     both = np.array([ours, theirs], float)
     drawn = both[:, np.random.default_rng(0).integers(both.shape[1], size=(DRAWS, both.shape[1]))].mean(-1)
     low, high = np.quantile(drawn[0] / drawn[1], [(1 - CHANCE) / 2, (1 + CHANCE) / 2])
@@ -37,7 +36,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
     the KL of the most. ``ratio`` of mean KLs over the windows that both have, ours over theirs, with the ends of its
     95% interval over ``DRAWS`` bootstrap draws of seeds, and of windows within each (Davison & Hinkley 1997, section
     3.8); ``better``: whose KL is less if the interval leaves out 1, else "neither". A window that broke counts as
-    ``MOST`` nats. NaN and "no rate" where no design has so few bits.
+    ``BROKEN_KL`` nats. NaN and "no rate" where no design has so few bits.
     """
     rows = []
     for (model, system, nominal), theirs in table[table["system"].isin(systems)].groupby(
@@ -60,7 +59,7 @@ def at_equal_bits(table: pd.DataFrame, systems: list[str], designs: list[str], b
 def windows(rows: pd.DataFrame) -> pd.Series:
     """KL of each window of one system at one rate, by seed and number."""
     known = {
-        (seed, number): min(MOST, float(kl)) if math.isfinite(float(kl)) else MOST
+        (seed, number): min(BROKEN_KL, float(kl)) if math.isfinite(float(kl)) else BROKEN_KL
         for seed, each in zip(rows["seed"], rows["kl_each"], strict=True)
         for number, kl in enumerate(str(each).split())
     }
@@ -72,7 +71,7 @@ def _interpolated(rows: pd.DataFrame, bits: str, at: float) -> pd.Series | None:
     rates = sorted(((mine[bits].mean(), windows(mine)) for _, mine in rows.groupby("nominal_bits")), key=lambda x: x[0])
     if not rates or at < rates[0][0]:
         return None
-    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(LEAST).apply(np.log)
+    kl = pd.concat([kl for _, kl in rates], axis=1).dropna().clip(SMALLEST_KL).apply(np.log)
     return kl.apply(lambda each: np.interp(at, [bits for bits, _ in rates], each), axis=1).apply(np.exp)
 
 
@@ -111,8 +110,7 @@ PARTS = {  # part of a design -> what names it, and what stands in its place in 
 
 
 def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
-    """Equivalent bits that a part of a design saves at each of ``contexts`` (``saved_CONTEXT``): a row for every part
-    (of ``PARTS``) and design that has it, if its twin, which differs in nothing else, was tried."""
+    """Return a row for each part and design with it: bits saved over its twin without, at each of ``contexts``."""
     bits = search.groupby("design", sort=False)[[f"equivalent_bits_{name}" for name in contexts]].mean()
     bits.columns = [f"saved_{name}" for name in contexts]
     rows = []
@@ -126,10 +124,10 @@ def paired_ablation(search: pd.DataFrame, contexts: list[str]) -> pd.DataFrame:
 def proxy_correlations(
     table: pd.DataFrame, proxies: list[str], tasks: list[str], bands: dict[str, list[float]]
 ) -> pd.DataFrame:
-    """Spearman's rank correlation of each proxy with what each task's score loses against its ``_exact``, over systems
-    (means over seeds) whose stored bits lie within each of ``bands``, name -> [least, most]: a row per band, model,
-    task and proxy, with the ends of a 95% interval over ``DRAWS`` bootstrap draws of systems. The sign is flipped so
-    that 1 means: what the proxy calls better is better. NaN where no system changes the score."""
+    """Correlate (Spearman) each proxy with what each task loses: a row per band of stored bits, model, task and proxy.
+
+    Over systems (means over seeds), with a 95% bootstrap interval; 1: the proxy ranks as the task does.
+    """
     table = table.assign(unexplained=1 - table["evr"])
     mean = table.groupby(["model", "system", "nominal_bits"], sort=False).mean(numeric_only=True).reset_index()
     found = []

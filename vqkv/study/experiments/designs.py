@@ -26,10 +26,10 @@ GROUPINGS = {"none": "strided", "hadamard": "contiguous", "pca": "strided", "fis
 def published(
     vqllm: dict[str, list[int]], sink_tokens: int, seed: int, tuned: dict[str, dict] | None = None
 ) -> dict[str, Preset]:
-    """Label -> preset: the four sources' systems, what came after them, and AQUA-KV as published. Every one keeps the
-    same sinks, so that their bits are the quantizers' own. Blocks are such that chunks of 132 tokens leave as few
-    behind as those of 32. ``vqllm``: for residual VQ num_quantizers and codebook_size by label. ``tuned``: by family
-    (of ``tuning.TRIALS``) arguments of its preset in place of these, at all rates and in all variants but AQUA-KV's."""
+    """Return label -> preset: the sources' systems and what came after, all with the same sinks and no window.
+
+    ``vqllm``: num_quantizers and codebook_size by label. ``tuned``: arguments by family (of ``tuning.TRIALS``).
+    """
     own: defaultdict[str, dict] = defaultdict(dict, tuned or {})
     found = {f"quanto {bits}": presets.quanto(bits, **own[f"quanto {bits}"]) for bits in (2, 4)}
     found |= {"kivi 2": presets.kivi(2, **own["kivi"]), "kvquant 2": presets.kvquant(2, seed=seed, **own["kvquant"])}
@@ -57,10 +57,10 @@ def published(
 
 
 def factorial() -> dict[str, dict]:
-    """Label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists of a quantizer, a
-    rotation, predictors, bits split among layers, a beam and entropy coding; and of the latter where the mean is kept,
-    or heads are rotated apart. Residual VQ groups channels as ``GROUPINGS`` says, and the other way where nothing else
-    is added. No beam where bits are split: that fits twice."""
+    """Return label -> arguments of ``presets.crossed`` but for ``bits``: every combination that exists.
+
+    No beam where bits are split, as that fits twice. Residual VQ groups channels as ``GROUPINGS`` says.
+    """
     found: dict[str, dict] = {}
     for rotation, predicted, mixed in itertools.product(ROTATIONS, (False, True), (False, True)):
         shared = {"rotation": rotation, "predicted": predicted, "mixed": mixed}
@@ -85,8 +85,7 @@ def factorial() -> dict[str, dict]:
 
 
 def every() -> dict[str, dict]:
-    """``factorial``, and what it has not: one basis for all layers at ``RANKS``, predictors of 4 and 8 bits, and
-    ``BEST`` by name."""
+    """Return ``factorial``, one basis for all layers at ``RANKS``, predictors of 4 and 8 bits, and ``BEST`` by name."""
     found = factorial()
     for quantizer in TRANSFORM_CODERS:
         shared: dict[str, Any] = {"quantizer": quantizer, "rotation": "fisher_pca"}
@@ -106,13 +105,10 @@ def exists(design: str, bits: float) -> bool:
 
 
 def _add(found: dict[str, dict], **arguments) -> None:
-    named = {"rotation": arguments["rotation"], **{name: name for name in ("predicted", "mixed", "entropy")}}
-    grouping = arguments.get("grouping")
-    parts = [
-        arguments["quantizer"],
-        *(named[name] for name in named if arguments.get(name) not in (None, False, "none")),
-    ]
-    parts += [f"beam {beam}" for beam in [arguments.get("beam", 1)] if beam > 1]
-    parts += [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
+    """Add arguments of ``presets.crossed`` under the name of what differs from the plainest design."""
+    beam, grouping = arguments.get("beam", 1), arguments.get("grouping")
+    parts = [arguments["quantizer"]] + [arguments["rotation"]] * (arguments["rotation"] != "none")
+    parts += [name for name in ("predicted", "mixed", "entropy") if arguments.get(name)]
+    parts += [f"beam {beam}"] * (beam > 1) + [grouping] * (grouping not in (None, GROUPINGS[arguments["rotation"]]))
     parts += ["mean kept"] * (not arguments.get("mean", True)) + ["by head"] * (not arguments.get("merged", True))
     found[", ".join(parts)] = arguments

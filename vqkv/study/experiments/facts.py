@@ -1,7 +1,6 @@
 """Notebook 10: what is answered about a text that an exact cache answers: facts hidden in it, and a passage that comes
 again."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -11,30 +10,25 @@ from vqkv.evaluation.evaluate import bootstrap_interval, evaluate
 from vqkv.study.experiments.common import COPY_FROM, exact_compressor, facts_answered
 from vqkv.study.experiments.frontier import fitted_system
 from vqkv.study.subject import Subject
-from vqkv.study.sweep import experiment
+from vqkv.study.sweep import experiment, product
 
 EXACT = "fp16"
 
 
-def _cases(systems: list[str], designs: list[str], bits: list[float]) -> list[dict]:
-    listed = [(EXACT, 16.0), *((label, 0.0) for label in systems), *itertools.product(designs, bits)]
-    return [{"system": label, "bits": rate} for label, rate in listed]
-
-
-@experiment(_cases)
+@experiment(
+    lambda systems, designs, bits: (
+        [{"system": EXACT, "bits": 16.0}] + product(system=systems, bits=[0.0]) + product(system=designs, bits=bits)
+    )
+)
 def retrieval(
     subject: Subject, system: str, bits: float, episodes: list[list[int]], passage: int, least_exact: float,
     vqllm: dict, learning: dict,
 ) -> list[dict]:  # fmt: skip
-    """Questions about a text that each way to store a cache answers: a row per system and task.
+    """Ask about a text through each way to store a cache: a row per system and task.
 
-    Task ``facts``: ``episodes`` of [facts, tokens of a text, texts] (``common.facts_answered``). Task ``copy``: a
-    ``passage`` of so many tokens of each held-out text comes again at its end. ``told`` and ``told_exact`` are shares
-    of ``questions``, ``lost`` their difference in points with its 95% interval over texts. Systems: fp16, published
-    ones of ``systems`` and ``designs`` at all nominal ``bits``, only sinks exact.
-
-    Raises ``DataError`` where the model itself, with an exact cache, answers less than ``least_exact`` of the
-    questions: such a task says nothing of caches.
+    ``facts``: ``episodes`` of [facts, tokens of a text, texts]. ``copy``: a ``passage`` comes again at the end.
+    ``told`` and ``told_exact`` are shares, ``lost`` their difference in points with its 95% interval. Raises
+    ``DataError`` where the exact cache tells less than ``least_exact``: such a task says nothing of caches.
     """
     exact = system == EXACT
     compressor = exact_compressor(subject) if exact else fitted_system(subject, system, bits, vqllm, learning)
@@ -66,8 +60,7 @@ def _copy(subject: Subject, compressor, passage: int) -> dict:
 
 
 def passages(text: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``text`` (num_seqs, seq_len) with its second ``size`` tokens again as its last, and where these are asked
-    for, bool: from the ``COPY_FROM``-th on."""
+    """Return ``text`` with its second ``size`` tokens again as its last, and where these are asked for (bool)."""
     tokens = torch.cat([text[:, :-size], text[:, size : 2 * size]], dim=1)
     answers = torch.zeros_like(tokens, dtype=torch.bool)
     answers[:, COPY_FROM - size :] = True

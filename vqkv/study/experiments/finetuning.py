@@ -33,11 +33,11 @@ def finetuning(
     subject: Subject, label: str, rate: float, count: int, num_quantizers: list[int], quantizer: dict, steps: int,
     size: list[int], protocol: str,
 ) -> dict:  # fmt: skip
-    """Fine-tuning with several ``seeds``, which draw its text and start k-means, at each of ``rates`` (constant), for
-    ``steps`` steps of ``size`` (num_seqs, seq_len) tokens; the control is trained at the highest rate.
+    """Fine-tune for ``steps`` steps of ``size`` tokens, with several ``seeds``, at each of ``rates``; a control at the
+    highest.
 
-    One row per seed, number of codebooks, label and rate (0: not trained): ``ppl`` of the same held-out sequences read
-    packed, and ``ppl_exact``, what the model, trained or not, makes of them exact. ``quantizer``: of ``presets.vqllm``.
+    A row per seed, codebooks, label and rate (0: not trained): ``ppl`` of the same sequences packed, ``ppl_exact``
+    exact. ``quantizer``: of ``presets.vqllm``.
     """
     tuning: dict[str, Any] = {"steps": steps, "size": size, "rate": rate}
     preset = presets.vqllm(count, **quantizer, seed=subject.seed)
@@ -75,8 +75,7 @@ def _trained(subject: Subject, preset: presets.Preset | None, steps: int, size: 
 
 
 def given_back(table: pd.DataFrame) -> pd.DataFrame:
-    """``finetuning``'s trained rows with ``given_back``: of what codes add to the perplexity of the untrained model,
-    the share (%) that training takes away again."""
+    """Add ``given_back`` to trained rows: of what codes add to perplexity, the share (%) that training takes away."""
     keys, untrained = ["num_quantizers", "seed"], table["label"] == BOTH
     before = table.loc[untrained, [*keys, "ppl", "ppl_exact"]]
     rows = table[~untrained].merge(before, how="left", on=keys, suffixes=("", "_before"))

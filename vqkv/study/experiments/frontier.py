@@ -24,15 +24,14 @@ from vqkv.study.sweep import experiment, product
 
 CONTEXTS = {"1k": 1024, "2k": 2048, "8k": 8192, "32k": 32768, "128k": 131072}
 BATCH = 16  # sequences at a time in calibration, so that memory does not grow with the text
-LEAST, MOST = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
+SMALLEST_KL, BROKEN_KL = 1e-9, 1e3  # nats: a system that broke is ranked last, not left out
 
 
-def _searched(bits: list[float], designs: Sequence[str] = ()) -> list[dict]:
-    cases = product(design=designs or factorial(), bits=bits)
-    return [case for case in cases if exists(case["design"], case["bits"])]
-
-
-@experiment(_searched)
+@experiment(
+    lambda designs, bits: [
+        case for case in product(design=designs or factorial(), bits=bits) if exists(case["design"], case["bits"])
+    ]
+)
 def design_search(
     subject: Subject, design: str, bits: float, contexts: list[str], chunk_size: int, learning: dict
 ) -> list[dict]:
@@ -53,8 +52,8 @@ def design_search(
 
 
 def equivalent_bits(bits: float, kl: float) -> float:
-    """What is left of ``bits`` when every one makes the KL four times smaller; ``MOST`` nats where it is no number."""
-    return bits + math.log2(max(LEAST, kl) if math.isfinite(kl) else MOST) / 2
+    """Return the bits that give a KL of 1 nat if each divides it by four; ``BROKEN_KL`` where it is no number."""
+    return bits + math.log2(max(SMALLEST_KL, kl) if math.isfinite(kl) else BROKEN_KL) / 2
 
 
 def _cases(
@@ -77,15 +76,12 @@ def frontier(
     subject: Subject, system: str, bits: float, facts: dict[str, int], chunk_size: int, vqllm: dict[str, list[int]],
     learning: dict, tuned: dict[str, dict] | None = None,
 ) -> list[dict]:  # fmt: skip
-    """Published ``systems`` (by default all) and the ``designs`` of ``designs.every`` at all nominal ``bits``: a
-    row per seed and system, ``chunked`` protocol, the same ``sink_tokens`` exact everywhere. A seed draws the text and
-    starts k-means. ``learning``: ``codebook_size`` and ``kmeans_iterations`` of residual VQ in designs,
-    ``sink_tokens``. ``tuned``: what ``tuning`` chose.
+    """Measure published ``systems`` (by default all) and ``designs`` at all ``bits``: a row per seed and system,
+    ``chunked``.
 
-    ``bits_CONTEXT_x1``: with side information and sinks, of a sequence of so many tokens. ``kl_each``: one
-    number for each held-out window, the same windows for all systems. ``facts``: see ``facts_answered``, of as many
-    facts, tokens and texts as ``facts`` says; {} for none. ``evr``: explained variance of what is stored
-    of one window, mean over layers and roles.
+    Only ``sink_tokens`` stay exact. ``bits_CONTEXT_x1``: with side information and sinks, of so many tokens.
+    ``kl_each``: a number for each window, the same for all systems. ``facts``: of ``facts_answered``, {} for none.
+    ``evr``: mean of what is stored of one window. ``learning``: of designs; ``tuned``: what ``tuning`` chose.
     """
     compressor = fitted_system(subject, system, bits, vqllm, learning, tuned)
     row = by_window(subject, compressor, chunk_size=chunk_size, reconstruction=False)

@@ -7,8 +7,7 @@ from vqkv.study.experiments.common import frame
 
 
 def generation_latency(**settings) -> pd.DataFrame:
-    """Times by ``vqkv.study.bench.generation.latency``, which no two runs have alike, and no case of a sweep: all
-    systems take turns in one process."""
+    """Time by ``bench.generation.latency``; no case of a sweep, as all systems take turns in one process."""
     return frame(latency(**settings), {})
 
 

@@ -1,5 +1,6 @@
 """Least squares between any of a model's parts from one pass: sums of products of named blocks, in float64."""
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -19,16 +20,11 @@ class Gram:
         self.count = 0
         self.sums: dict[Name, Tensor] = {}
         self.products: dict[tuple[Name, Name], Tensor] = {}
-        self._place: dict[Name, int] = {}
-        self._partners: dict[Name, list[Name]] = {}
-        pairs: dict[tuple[Name, Name], None] = {}  # a set that keeps its order
+        self._partners: dict[Name, list[Name]] = {}  # of each block, those whose products with it are needed
         for sources, target in regressions:
-            names = [*sources, target]
-            for name in names:
-                self._place.setdefault(name, len(self._place))
-            pairs |= {self._key(a, b): None for a in sources for b in names} | {(target, target): None}
-        for first, second in pairs:
-            self._partners.setdefault(first, []).append(second)
+            for a, b in [*itertools.product(sources, [*sources, target]), (target, target)]:
+                if b not in self._partners.get(a, []) and a not in self._partners.get(b, []):
+                    self._partners.setdefault(a, []).append(b)
 
     def accumulate(self, block: Callable[[Name], Tensor]) -> None:
         """Add samples: ``block(name)`` gives (samples, width). Raises ``DataError`` for NaN or infinity."""
@@ -57,8 +53,7 @@ class Gram:
         return torch.cat([torch.cat(row, dim=1) for row in parts])
 
     def solve(self, sources: Sequence[Name], target: Name, strength: float) -> Tensor:
-        """Coefficients W (source widths, target width) of ``target`` ~ ``sources`` W + bias, with ``Ridge``'s penalty.
-        Raises ``DataError`` for sources that are zero or depend on each other."""
+        """Return coefficients W of ``target`` ~ ``sources`` W + bias, ``Ridge``'s penalty; or raise ``DataError``."""
         squares = torch.cat([self.moment(name, name).diagonal() for name in sources])
         penalty = torch.full_like(squares, strength * squares.mean().item()).diag()
         within, cross = self.covariance(sources, sources) + penalty, self.covariance(sources, [target])
@@ -79,6 +74,3 @@ class Gram:
     def mean_share(self, name: Name, mean: Tensor) -> float:
         """The part of these samples' mean square that a constant (width,) explains, 1 - E|y - mean|^2 / E|y|^2."""
         return (mean @ (2 * self.mean(name) - mean)).item() / self.moment(name, name).diagonal().sum().item()
-
-    def _key(self, a: Name, b: Name) -> tuple[Name, Name]:
-        return (a, b) if self._place[a] <= self._place[b] else (b, a)

@@ -150,12 +150,11 @@ def _cases(subject: Subject, sizes: dict[str, list[float]], seeds: list[int], co
 
 @experiment(_cases)
 def injected(subject: Subject, phenomenon: str, size: float, system: str, codebook_size: int, chunk_size: int) -> dict:
-    """Every phenomenon of ``PHENOMENA`` that ``sizes`` names, in these sizes (0: none), and its systems calibrated on
-    the changed model: a row per phenomenon, size, system and seed. All but norms leave the model's outputs as they
-    were. ``chunked`` protocol, KL to the changed model's own exact cache, four sinks and no recent window, except for
-    transformers' cache. A seed draws the calibration text, the outlier channels and k-means' start; systems without
-    codebooks have the first alone. ``injection_kl``: what the injection itself does to the model; ``warned``: whether
-    ``calibrate`` said that the preset destroys some layer. Of loud heads also ``by_head``.
+    """Put every phenomenon of ``sizes`` into the model and calibrate its systems there: a row each and per seed.
+
+    All but norms leave the model's outputs as they were. ``chunked`` protocol, KL to the changed model's own cache,
+    four sinks, no window. A seed draws text, outlier channels and k-means' start. ``injection_kl``: what the injection
+    does; ``warned``: whether ``calibrate`` said that a layer is destroyed. Of loud heads also ``by_head``.
     """
     changed = subject.changed(kind=InjectedSubject, phenomenon=phenomenon, size=size)
     damage = token_kl(subject.exact(subject.test)[0], changed.exact(subject.test)[0]).mean().item()

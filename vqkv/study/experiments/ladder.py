@@ -41,11 +41,11 @@ def _with_evicted(rows: list[dict]) -> list[dict]:
 def tier_ladder(
     subject: Subject, tier: str, steps: int, interval: int, retain: float, recent: float, codebook_size: int
 ) -> dict:
-    """Each tier as a snapshot stream of caches that grow by one token a step, and the KL of going on from one of them:
-    the last but one (if there are two), which with ``steps`` a multiple of ``interval`` has the most deltas.
+    """Write each tier as a snapshot stream, a token a step, and go on from the last state but one, which has most
+    deltas.
 
-    A row per tier. Ratios are from the bytes of a file, the header (codebooks) apart: against every snapshot in fp32,
-    the source's baseline, and against the live fp16 cache after the last step.
+    A row per tier. Ratios of a file, without codebooks, to every snapshot in fp32 and to the live fp16 cache at the
+    end.
     """
     live = _live(subject=subject, steps=steps)
     if tier == EVICTED:
@@ -68,8 +68,7 @@ def _live(subject: Subject, steps: int):
 
 
 def _evicted(subject: Subject, live, interval: int, retain: float, recent: float) -> dict:
-    """Bytes that a stream's last keyframe is smaller by once evicted, as the source does; KL of the evicted exact
-    cache."""
+    """Return what eviction takes off a stream's last keyframe, in bytes, and the KL of the evicted exact cache."""
     steps, tokens = live[0][0].shape[2], subject.test
     last = steps - steps % interval
     kept = [heavy_hitters(scores, retain, recent) for scores in attention_scores(subject.model, tokens[:, :last])]
@@ -92,11 +91,9 @@ def _one_keyframe(live, seq_len: int, kept) -> list[list[torch.Tensor]]:
 def eviction(
     subject: Subject, codec: str, retain: float, prompt_len: int, recent: float, sink_tokens: int, quantizer: dict
 ) -> list[dict]:
-    """Eviction alone and on top of codecs: KL against the share of tokens retained, heavy hitters and
-    SnapKV against random ones. ``quantizer``: ``codebook_size`` and ``num_quantizers`` of residual VQ.
+    """Evict alone and on top of codecs: KL by share retained, for heavy hitters, SnapKV and random tokens; a row each.
 
-    ``snapshot`` protocol, evicted once after the prompt; the first ``sink_tokens`` always stay, also for the random
-    rule, which would else show no more than what losing a sink costs. One row per codec, rule and share.
+    ``snapshot`` protocol, once after the prompt. ``sink_tokens`` always stay, as losing one would hide all else.
     """
     compressor = _evicted_codec(subject=subject, codec=codec, sink_tokens=sink_tokens, **quantizer)
     settings: dict[str, Any] = {"prompt_len": prompt_len, "step_size": 8, "reconstruction": False}

@@ -17,11 +17,9 @@ def codebook_learning(
     subject: Subject, variant: dict, role: str, layer: int, quantizer: dict, vectors_per_step: int, steps: int,
     every: int,
 ) -> list[dict]:  # fmt: skip
-    """Held-out loss (relative MSE) and unused codes against moving-average steps.
+    """Measure held-out loss and unused codes against moving-average steps: a row per variant, seed, step and stage.
 
-    ``variants`` are arguments of ``presets.vqllm`` (init, decay, revive) beside those of ``quantizer``; each is learned
-    with each of ``seeds``, which also draw the text. One row per variant, seed, step and stage; a stage's loss is what
-    it and those before leave.
+    ``variants``: arguments of ``presets.vqllm``. A stage's loss is what it and those before leave.
     """
     where = {"role": role, "layer": layer, "group_size": quantizer["group_size"]}
     train = _layer_vectors(subject, "train", subject.seed, vectors_per_step * (steps + 1), **where)
@@ -43,8 +41,7 @@ def codebook_learning(
 def _layer_vectors(
     subject: Subject, split: str, seed: int, count: int, role: str, layer: int, group_size: int
 ) -> torch.Tensor:
-    """Keys or values (1, 1, vectors, head_dim) of one layer, the last of a model with fewer, that hold ``count`` group
-    vectors."""
+    """Return keys or values (1, 1, vectors, head_dim) of one layer that hold ``count`` group vectors."""
     shapes = subject.about["shapes"]
     layer = min(layer, len(shapes) - 1)
     heads, *dims = shapes[layer]

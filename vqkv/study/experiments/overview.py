@@ -9,7 +9,7 @@ from vqkv.study.tables import known, stored
 
 READ = ("08_latency", "11_frontier", "12_claims")
 CONTEXTS = {"8,192": "8k", "131,072": "128k"}
-LEAST, MOST = 0.9, 3.0  # bits of KVTC within which the whole curve is compared
+LEAST_BITS, MOST_BITS = 0.9, 3.0  # bits of KVTC within which the whole curve is compared
 
 
 def contents() -> dict[str, str]:
@@ -18,15 +18,12 @@ def contents() -> dict[str, str]:
 
 
 def findings(tables: dict[str, str]) -> pd.DataFrame:
-    """Make the table of the study's findings in numbers, from ``tables`` (of ``contents``).
-
-    ``least`` and ``most`` of the cases that each is about, their ``unit`` and the ``page`` that has them; ``model``:
-    empty where it is about none.
-    """
+    """Make the table of the study's findings from ``tables`` (of ``contents``): ``least`` and ``most`` of each one's
+    cases."""
     latency, frontier, claims = map(known, READ)
     seen, model, found = frontier_rows(), frontier["model"].iloc[0], []
     for tokens, name in CONTEXTS.items():
-        share = share_of_bits(seen, name, LEAST, MOST)
+        share = share_of_bits(seen, name, LEAST_BITS, MOST_BITS)
         ends = pd.Series([share["lowest"], share["highest"]])
         found.append((f"best over KVTC at equal KL, {tokens} tokens", model, ends, "of its bits", "11"))
     system, two_bits = frontier["system"], frontier["bits_per_value"].between(2, 2.5)

@@ -18,15 +18,14 @@ from vqkv.study.experiments.common import bare, by_window, tokens_kept_exact
 from vqkv.study.experiments.comparisons import at_equal_bits
 from vqkv.study.experiments.designs import published
 from vqkv.study.experiments.frontier import fitted, total_bits
-from vqkv.study.literals import digest
+from vqkv.study.shared import digest
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment
 from vqkv.study.tables import write_atomically
 
 
 def defining_text(function: Callable) -> str:
-    """Return the source of the cell or the module that defines a function: a table made of it is made again when that
-    changes. Raises ``DataError`` where there is none."""
+    """Return the source of the cell or module of a function, so that its table follows it. Raises ``DataError``."""
     text = "".join(linecache.getlines(function.__code__.co_filename)).strip()
     if not text:
         raise DataError(f"the source of {function.__name__} cannot be read: define it in a cell or in a file")
@@ -46,10 +45,10 @@ def _cases(
 
 @experiment(_cases)
 def own_preset(subject: Subject, system: str, bits: int, definition: str, sink_tokens: int, chunk_size: int) -> dict:
-    """A preset at all ``bits``, and published systems ``beside`` it (of ``designs.published``): ``definition``, the
-    source of a module, has the function ``preset``, which takes ``bits``. A row per model, seed and system, on the same
-    windows, ``chunked``; only sinks stay exact. The reader's was saved and loaded before; raises ``DataError`` if that
-    changed it."""
+    """Measure a preset at all ``bits`` and published systems ``beside`` it: a row per model, seed and system.
+
+    ``definition``: source of a module with the function ``preset``. Raises ``DataError`` if saving changes it.
+    """
     if bits:
         preset = getattr(imported(definition), system)(bits)
         compressor = _reloaded(fitted(dataclasses.replace(bare(preset), sink_tokens=sink_tokens), subject))
@@ -81,8 +80,7 @@ def _reloaded(compressor: Compressor) -> Compressor:
 
 
 def neighbours(table: pd.DataFrame, system: str, bits: str, within: float) -> pd.DataFrame:
-    """``at_equal_bits`` of what lies ``within`` so many ``bits`` (a column, mean over seeds) of one of ``system``'s
-    rates: KL of that, interpolated between rates, over theirs. A row per model and neighbour, fewest bits first."""
+    """Compare, by ``at_equal_bits``, what lies ``within`` so many ``bits`` (a column) of one of ``system``'s rates."""
     found = []
     for _, rows in table.groupby("model", sort=False):
         at = rows.groupby(["system", "nominal_bits"])[bits].transform("mean").to_numpy()

@@ -16,10 +16,9 @@ from vqkv.study.sweep import experiment
 
 @experiment()
 def magnitudes(subject: Subject) -> list[dict]:
-    """One row per role, layer and KV head with the largest |value| and the channel outlier ratio.
+    """Measure the largest |value| and the channel outlier ratio: a row per role, layer and KV head.
 
-    Roles are ``key`` (before RoPE), ``value`` and, in a model with RoPE, ``key_post_rope``. ``step`` is max|v| / 16,
-    the size that the source calls the 4-bit step.
+    ``step`` is max|v| / 16, the size that the source calls the 4-bit step.
     """
     keys, values = capture(subject.model, subject.test)
     roles, rows = {"key": keys, "value": values}, []

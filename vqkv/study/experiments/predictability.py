@@ -24,12 +24,10 @@ QUANTISED = [("V", "K"), ("V", "V-1+K"), ("V", "K-1+V-1"), ("K", "K-1")]
 
 @experiment()
 def predictability(subject: Subject, reach: int, skip: int, strength: float, seeds: list[int]) -> list[dict]:
-    """Held-out EVR of every layer's keys and values from every source of ``catalogue(reach)``, by streamed ridge
-    regression: one row per variant, target, sources and layer.
+    """Measure held-out EVR of keys and values from every source of ``catalogue(reach)``, by streamed ridge regression.
 
-    Variants: ``trained`` (before RoPE), ``after RoPE`` where there is one, ``untrained`` (the same shape with random
-    weights on the same tokens, for each of ``seeds``). Group ``shuffled``: a control without anything to predict, drawn
-    from one random sequence for all variants, which is why they are one case.
+    A row per variant (``trained``, ``after RoPE``, ``untrained`` for each of ``seeds``), target, sources and layer.
+    Group ``shuffled`` has nothing to predict, drawn from one random sequence for all variants, which are one case.
     """
     group_of = {probe: group for group, probes in catalogue(reach).items() for probe in probes}
     settings: dict[str, Any] = {"skip": skip, "forms": {"shuffled": shuffled(subject.seed)}}
@@ -56,12 +54,10 @@ def untrained(model, seed: int):
 
 @experiment()
 def algebra(subject: Subject, input_bits: list[int], skip: int, strengths: list[float]) -> list[dict]:
-    """The dependencies that quantised inputs leave, beside the algebra that makes them: one row per layer, target,
-    sources, inputs and ridge strength.
+    """Measure what quantised inputs predict: a row per layer, target, sources, inputs and ridge strength.
 
-    ``inputs``: ``exact``, or what HIGGS of so many bits gives back (all sources of a probe; the target is exact, the
-    probe is fitted on quantised inputs). Where ``sources`` is the target itself nothing is fitted: what the quantizer
-    alone explains.
+    ``inputs``: ``exact``, or what HIGGS of so many bits gives back (the target is exact). Where ``sources`` is the
+    target itself nothing is fitted: what the quantizer alone explains.
     """
     inputs = {"": "exact"} | {f"higgs{bits}": f"{bits} bits" for bits in input_bits}
     probes = {form: [Probe(target, _in_form(plain, form)) for target, plain in QUANTISED] for form in inputs}
@@ -110,6 +106,6 @@ def _unfitted(sums: Gram, probes: list[Probe], num_layers: int) -> list[dict]:
     for probe, layer in itertools.product(probes, range(num_layers)):
         sources, target = probe.blocks(layer)
         evr = sums.explained(torch.eye(len(sums.mean(target))).to(sums.mean(target)), sources, target)
-        row = {"target": probe.target, "sources": probe.sources, "layer": layer, "evr": evr}
-        rows.append(row | {"bits": bits_saved(evr)})
+        about = {"target": probe.target, "sources": probe.sources, "layer": layer}
+        rows.append(about | {"evr": evr, "bits": bits_saved(evr)})
     return rows

@@ -84,8 +84,7 @@ def _table(
 
 
 def _against_plain(row: dict, rows: list[dict], num_layers: int) -> dict:
-    """Columns of ``predictor_ablation``; NaN where HIGGS of 2 bits without predictors has a lower KL, or nothing is
-    saved."""
+    """Return columns of ``predictor_ablation``; NaN where plain HIGGS is better, or nothing is saved."""
     plain = sorted((r for r in rows if r["label"] in WITHOUT), key=lambda r: r["kl_mean"])
     needed = np.interp(
         math.log(row["kl_mean"]), [math.log(r["kl_mean"]) for r in plain], [r["bits_per_value"] for r in plain]
@@ -111,13 +110,11 @@ def predictor_ablation(
     subject: Subject, block: str, label: str, quantizer: dict, num_quantizers: list[int], rank_share: float,
     sink_tokens: int, chunk_size: int, batch_size: int,
 ) -> list[dict]:  # fmt: skip
-    """AQUA-KV's detailed table: every row in the ``chunked`` protocol on the same tokens, no recent window.
+    """Measure AQUA-KV's detailed table: every row ``chunked`` on the same tokens, no recent window.
 
-    ``block`` says which comparison a row belongs to, ``predicted`` whether it has predictors. ``bits_2k`` to
-    ``bits_128k`` share the side information (predictors, codebooks) out among the values of so many tokens.
-    ``plain_bits``: what HIGGS without predictors, its first layer at 4 bits too, needs for the same KL (between 2, 3
-    and 4 bits log KL is interpolated, beyond them it is cut off); ``pays_from``: tokens from which the side information
-    is smaller than that saving. A model without RoPE has no rows of that block.
+    ``block``: the comparison that a row belongs to. ``bits_2k`` to ``bits_128k`` share side information among so many
+    tokens. ``plain_bits``: what plain HIGGS needs for the same KL (log KL interpolated between 2, 3 and 4 bits);
+    ``pays_from``: tokens from which the side information is smaller than that saving.
     """
     if block == "RoPE" and not rotates(subject.model):
         return []
@@ -134,10 +131,9 @@ def predictor_ablation(
 
 @experiment(lambda bits: product(bits=bits))
 def error_propagation(subject: Subject, bits: int, batch_size: int) -> list[dict]:
-    """The prediction that quantised inputs leave, on held-out tokens; a row per bits, layer and role.
+    """Measure what quantised inputs predict of held-out tokens (``evr``); a row per bits, layer and role.
 
-    ``evr``: fitted on what AQUA-KV with HIGGS of ``bits`` bits restores, and read from it. ``mse``: the error of the
-    restored layer over its variance; ``mse_alone``: of HIGGS without predictors.
+    ``mse``: the restored layer's error over its variance; ``mse_alone``: HIGGS' without predictors.
     """
     captured = zip(ROLES, subject.exact.keys_and_values(subject.test, pre_rope=True), strict=True)
     exact = {(role, layer): x.float() for role, layers in captured for layer, x in enumerate(layers)}
@@ -180,12 +176,10 @@ def _beside(rows: list[dict]) -> list[dict]:
 
 @experiment(lambda: product(label=CHOICES), finish=_beside)
 def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: int, batch_size: int) -> dict:
-    """One row per system, ``snapshot`` protocol: ``prompt_len`` tokens are stored at once, the rest read and stored
-    ``step_size`` at a time, so that all systems are scored on the same tokens whatever their recent window.
+    """Measure ``CHOICES``, ``snapshot`` protocol, all on the same tokens whatever their window; a row a system.
 
-    AQUA-KV keeps 4 sinks and the last 128 tokens exact, as there, unless the label says otherwise.
-    ``kl_ratio``: mean KL over that of the system ``beside`` ("none": NaN), with the ends of a 95% interval over
-    bootstrap draws of sequences, the same for both.
+    ``prompt_len`` tokens are stored at once, the rest ``step_size`` at a time. ``kl_ratio``: mean KL over that of the
+    system ``beside`` ("none": NaN), with its paired 95% interval.
     """
     compressor = subject.calibrated(CHOICES[label], batch_size)
     read: dict[str, Any] = {"protocol": "snapshot", "prompt_len": prompt_len, "step_size": step_size}
@@ -193,16 +187,14 @@ def predictor_choices(subject: Subject, label: str, prompt_len: int, step_size: 
 
 
 def over_default(table, default: str):
-    """KL of each row over that of ``default`` on the same windows, ``ratio`` with the ends of its paired 95% interval,
-    ``low`` and ``high``."""
+    """Return each row's KL over that of ``default``, ``ratio``, with its paired 95% interval, ``low`` to ``high``."""
     each = table.set_index("label")["kl_each"].str.split()
     ends = np.array([paired_ratio(kl, each[default]) for kl in each]).T
     return table[["block", "label"]].assign(ratio=ends[0], low=ends[1], high=ends[2])
 
 
 def beside_published(table, published):
-    """The rows that the source's detailed table has too: its bits and perplexity (increase over the uncompressed, in
-    percent), then each model's perplexity increase and KL."""
+    """Join the rows of the source's detailed table, its bits and increase of perplexity (%), with each model's."""
     theirs = published.drop_duplicates("config").set_index("config").loc[list(PUBLISHED.values())]
     theirs.index = list(PUBLISHED)
     exact = published.set_index("config").loc["uncompressed", "wiki2_ppl"]

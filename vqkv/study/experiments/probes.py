@@ -17,7 +17,7 @@ from vqkv.study.experiments.gram import Gram
 from vqkv.study.metrics import bits_saved
 
 AQUA_STRENGTH = 1e-3  # of its ridge
-PLACE = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
+PART = re.compile(r"([KV])(?:-([1-9]\d*))?(?:@T-([1-9]\d*))?(?:~(\w+))?")
 
 
 def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
@@ -28,10 +28,7 @@ def channel_outlier_ratio(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def sink_strength(model, tokens: torch.Tensor, skip: int = 16, batch_size: int = 1) -> torch.Tensor:
-    """(num_layers, num_heads): the mean attention that queries after position ``skip`` pay to the first token.
-
-    Without a sink it would be about the mean of 1 / position. Runs eager attention, which alone returns its weights.
-    """
+    """Measure the mean attention (num_layers, num_heads) to the first token after position ``skip``, eagerly."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -101,10 +98,10 @@ def probe_sums(
 
 
 def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers: int, strength: float) -> list[dict]:
-    """Held-out EVR: one row per probe and layer in which it exists, fitted on ``train`` and judged on ``test``.
+    """Fit on ``train`` and judge on ``test``: a row per probe and layer with held-out EVR and the ``bits`` that it
+    saves.
 
-    ``bits``: what it would save a quantizer per value. ``mean_share``: how much of the target's mean square its
-    training mean explains, which EVR leaves out. ``strength``: of the ridge; 1e-6 measures without shrinking much.
+    ``mean_share``: how much of the target's mean square its training mean explains. ``strength``: of the ridge.
     """
     rows = []
     for probe in probes:
@@ -119,8 +116,7 @@ def explained_variance(train: Gram, test: Gram, probes: list[Probe], num_layers:
 
 
 def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, list[float]]:
-    """Held-out EVR of each layer's K from the K before it, and V from [V before it; its own K], from layer 1 on
-    (AQUA-KV's two predictors, on exact inputs)."""
+    """Measure held-out EVR of AQUA-KV's predictors on exact inputs: K from K-1, V from [V-1; K], by layer from 1."""
     probes = {"key": Probe("K", "K-1"), "value": Probe("V", "V-1+K")}
     sums, judged = (probe_sums(model, tokens, list(probes.values()), skip=0) for tokens in (train, test))
     settings = len(kv_layers(model)), AQUA_STRENGTH
@@ -129,8 +125,7 @@ def interlayer_evr(model, train: torch.Tensor, test: torch.Tensor) -> dict[str, 
 
 
 def shuffled(seed: int) -> Form:
-    """A form for targets: the batch's tokens in random order and with random signs, so that nothing is left to predict.
-    The order alone would leave each batch its mean, which sources of the same text do predict."""
+    """Make a form for targets: tokens in random order, with random signs as the order alone leaves a mean."""
     generator = torch.Generator().manual_seed(seed)
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
@@ -144,8 +139,7 @@ def shuffled(seed: int) -> Form:
 
 
 def reconstructed(preset: Preset) -> Form:
-    """A form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on the first batch that they see;
-    for presets without a plan, whose layers are stored one by one."""
+    """Make a form: reconstructions by ``preset``'s codecs, one per role and layer, fitted on their first batch."""
     codecs = {}
 
     def form(x: torch.Tensor, role: str, layer: int) -> torch.Tensor:
@@ -159,15 +153,14 @@ def reconstructed(preset: Preset) -> Form:
 
 
 def _block(text: str, layer: int) -> Block:
-    found = PLACE.fullmatch(text)
+    found = PART.fullmatch(text)
     assert found, text
     role, back, lag, form = found.groups()
     return Block(role, layer - int(back or 0), int(lag or 0), form or "")
 
 
 def _features(captured, forms: dict[str, Form], start: int):
-    """Return a function of a block to its features (samples, width) in one batch: all heads of a token side by side;
-    samples are the tokens from ``start`` on of all sequences."""
+    """Return a function of a block to its features (samples, width): all heads, tokens from ``start`` on."""
     roles, formed = dict(zip("KV", captured, strict=True)), {}
 
     def features(block: Block) -> torch.Tensor:

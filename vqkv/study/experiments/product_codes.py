@@ -13,18 +13,13 @@ BLOCK = 8  # values
 WHITE, ROLES = "white Gaussian", ("keys", "values")
 
 
-def _cases(subject: Subject, seeds: list[int]) -> list[dict]:
-    return product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds))
-
-
-@experiment(_cases)
+@experiment(lambda subject, seeds: product(data=[WHITE, *ROLES], subject=subject.each(seed=seeds)))
 def product_against_residual(
     subject: Subject, data: str, codebook_sizes: list[int], vectors: int, held_out: int, iterations: int, seq_len: int
 ) -> list[dict]:
-    """Blocks of 8 values as two codes each, of 4 values or one after the other: held-out relative MSE at equal bits.
+    """Store blocks of 8 values as two codes, of 4 values each or in two stages: held-out MSE at equal bits.
 
-    One row per data, number of codes, method and seed, which draws the vectors and starts k-means. Data are white
-    Gaussian vectors, and keys (after RoPE) and values of the model's middle layer over their head's maximum.
+    Of white Gaussian vectors, and of a middle layer's keys and values. A row per data, size, method and seed.
     """
     generator, counts = torch.Generator().manual_seed(subject.seed), {"train": vectors, "test": held_out}
     if data == WHITE:
@@ -70,8 +65,7 @@ def _product(train, test, kmeans: KMeans) -> float:
 
 
 def gaps(table: pd.DataFrame) -> pd.DataFrame:
-    """Product codes' error over that of residual stages, by data and number of codes: mean, least and most of the
-    seeds."""
+    """Return product codes' error over that of residual stages, by data and size: mean, least and most of seeds."""
     wide = table.pivot_table(index=["data", "codebook_size", "seed"], columns="method", values="mse", sort=False)
     gap = (wide["product"] / wide["residual"]).rename("gap")
     return gap.groupby(level=["data", "codebook_size"], sort=False).agg(["mean", "min", "max"]).reset_index()

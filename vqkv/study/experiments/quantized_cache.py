@@ -29,15 +29,12 @@ FP16 = "fp16"  # a cache of everything, rounded: the floor
     )
 )
 def residual_lengths(subject: Subject, label: str, length: int, prompt_len: int) -> dict:
-    """Loss and bits of transformers' caches (``transformers hqq 8`` and the like) by the number of recent tokens that
-    are kept exact until they are quantized as one block: ``swept`` with every ``residual_length`` of ``lengths`` (0,
-    which it does not tell from 1), ``systems`` with ``length``; a row per system and length.
+    """Measure transformers' caches by tokens kept exact until they are quantized as one block; a row per system and
+    length.
 
-    ``snapshot`` protocol, token by token, as ``generate`` does: ``prompt_len`` tokens are read exact and stored packed,
-    and every later one reads them.
-    ``held``: exact tokens before it that a scored one reads on average. ``bits_per_value``: of packed tokens, scales in
-    16 bits; ``bits_1k`` and ``bits_8k``: with the held ones, in caches of 1,024 and 8,192 tokens. ``ppl_increase`` is
-    in percent.
+    ``swept`` with all ``lengths`` (0: as 1), ``systems`` with ``length``; ``snapshot`` protocol, token by token.
+    ``held``: exact tokens that a scored one reads. ``bits_per_value``: packed, scales in 16 bits; ``bits_1k``,
+    ``bits_8k``: with held ones.
     """
     name, bits = label.removeprefix("transformers ").rsplit(" ", 1)
     system, test = TransformersQuantized(name, int(bits), residual_length=max(1, length)), subject.test
@@ -60,11 +57,9 @@ def _in_bfloat16(name: str, device: str):
 
 @experiment(lambda systems: product(label=[EXACT, FP16, *chosen(systems)]))
 def greedy_text(subject: Subject, label: str, new_tokens: int) -> list[dict]:
-    """Greedy continuations of held-out text, ``new_tokens`` after each of its prompts; a row per system and prompt.
+    """Go on greedily for ``new_tokens`` after each held-out prompt; a row per system (of ``bench.caches``) and prompt.
 
-    Systems: labels of ``bench.caches``; before them ``exact``, the model's own cache, and ``fp16``, the same rounded,
-    whose changes no quantizer is to blame for. ``same``: tokens equal to the exact ones before the first that differs
-    (``new_tokens`` if none does). There are no rows for transformers' cache with a package that is missing.
+    ``same``: tokens equal to the exact cache's before the first that differs. ``fp16`` is the exact cache, rounded.
     """
     model, prompts, rows = subject.model, subject.test.to(subject.model.device), []
     caches = {EXACT: None, FP16: RoundedCache(model, torch.float16)}
@@ -98,8 +93,7 @@ def _greedy(model, cache, tokens: torch.Tensor, new_tokens: int) -> torch.Tensor
 
 
 def first_difference(greedy: pd.DataFrame) -> pd.DataFrame:
-    """Equal tokens before the first that differs, by model and system: quartiles over prompts, and ``never``, the share
-    of prompts without one."""
+    """Return quartiles of equal tokens before the first that differs; ``never``: the share of prompts without."""
     rows = greedy.assign(never=greedy["same"] == greedy["new_tokens"])
     groups = rows.groupby(["model", "system"], sort=False)
     quartiles = groups["same"].quantile(np.array([0.25, 0.5, 0.75])).unstack().set_axis(["q1", "median", "q3"], axis=1)

@@ -3,7 +3,6 @@ how deep, large and wide the search is."""
 
 import dataclasses
 import itertools
-from functools import partial
 
 import torch
 
@@ -34,10 +33,9 @@ CODEBOOKS = {"shared": (), "by group": (), "by head and group": (MergeHeads,)}  
 
 @experiment(lambda subject, seeds: product(subject=subject.each(seed=seeds), label=TABLE_1))
 def grouping(subject: Subject, label: str, quantizer: dict, facts: dict[str, int], chunk_size: int) -> dict:
-    """Table 1's rows (what is quantised, and how key channels are grouped) in MSE, chunked perplexity, KL and, where
-    ``facts`` has sizes for it, ``common.facts_answered``. One row per row of the table and seed; seeds draw the
-    calibration text, the k-means start and the random permutation, not the held-out text. ``quantizer``: of
-    ``presets.vqllm``. One role is exact where the other alone is quantised.
+    """Measure Table 1's rows (what is quantised, how key channels are grouped): a row each per seed.
+
+    Seeds draw all but held-out text. ``quantizer``: of ``presets.vqllm``; ``facts``: of ``facts_answered``, or {}.
     """
     key_grouping, values = TABLE_1[label]
     exact = exact_compressor(subject)
@@ -69,12 +67,10 @@ def _sized_cases(subject: Subject, seeds: list[int], sizes: list[int], quantizer
 
 @experiment(_sized_cases)
 def group_sizes(subject: Subject, codebooks: str, size: int, count: int, quantizer: dict, chunk_size: int) -> dict:
-    """Keys and values in contiguous groups of each of ``sizes`` channels, with ``num_quantizers`` codebooks of
-    ``quantizer``, and with as many as make the bits of groups of its ``group_size``; and these with codebooks of their
-    own for each group of channels, as coupled quantization has them, and for each of each head.
+    """Quantize in contiguous groups of each of ``sizes`` channels, with as many codebooks as usual, or for equal bits.
 
-    One row per seed, size, number and ``codebooks``; ``bits_8k`` and ``bits_128k`` share the side information out among
-    the values of a cache of 8,192 and of 131,072 tokens.
+    Groups of the usual size also get codebooks by group (coupled quantization) and by head and group. A row per seed,
+    size, number and ``codebooks``; ``bits_8k`` and ``bits_128k``: with side information.
     """
     if codebooks == "shared":
         deepest = quantizer | {"group_size": size, "num_quantizers": _counts(size, quantizer)[-1]}
@@ -111,11 +107,7 @@ def _separate(subject: Subject, codebooks: str, quantizer: dict) -> presets.Pres
 def gaussian_depth(
     seed: int, codebook_size: int, depths: list[int], beams: list[int], group_size: int, vectors: int, held_out: int
 ) -> list[dict]:
-    """Residual VQ of a standard Gaussian, the source whose best possible error is known: relative MSE and rate.
-
-    One row per codebook size, beam, depth and seed. ``bits_per_value`` counts codes only; the bound at that rate is
-    2^(-2 bits).
-    """
+    """Measure residual VQ of a Gaussian: a row per codebook size, beam, depth and seed. The bound is 2^(-2 bits)."""
     generator, rows = torch.Generator().manual_seed(seed), []
     train, test = (torch.randn(1, 1, n, group_size, generator=generator) for n in (vectors, held_out))
     codec = Chain([], ResidualVQ(max(depths), codebook_size, group_size, seed=seed)).fit(train)
@@ -133,11 +125,10 @@ def residual_depth(
     subject: Subject, codebook_size: int, num_quantizers: int, depths: list[int], group_size: int,
     kmeans_iterations: int, facts: dict, chunk_size: int,
 ) -> dict:  # fmt: skip
-    """Table 2's question on both roles, a row per codebook size and depth: MSE, chunked perplexity and KL, facts lost
-    (``facts``: arguments of ``facts_answered``; {} for none).
+    """Measure Table 2's question on both roles, a row per codebook size and depth; ``facts``: of ``facts_answered``, or
+    {}.
 
-    Codebooks are learned once per size; a shallower quantizer is the first stages of the deepest, which is what
-    learning fewer stages gives.
+    Codebooks are learned once per size: a shallower quantizer is the first stages of the deepest.
     """
     deepest = {"num_quantizers": max(depths), "codebook_size": codebook_size, "group_size": group_size}
     deepest |= {"kmeans_iterations": kmeans_iterations}
@@ -158,15 +149,14 @@ def _deepest(subject: Subject, quantizer: dict, batch_size: int) -> Compressor:
     return subject.calibrated(presets.vqllm(**quantizer, seed=subject.seed), batch_size)
 
 
-def shallower(compressor: Compressor, num_quantizers: int, beam: int = 1) -> Compressor:
-    """A calibrated residual VQ with the first stages of every codec only, and another encoder."""
-    cut = partial(recut, num_quantizers=num_quantizers, beam=beam)
-    codecs = [(cut(key), cut(value)) for key, value in compressor.codecs]
+def shallower(compressor: Compressor, num_quantizers: int) -> Compressor:
+    """Cut a calibrated residual VQ to the first stages of every codec."""
+    codecs = [(recut(key, num_quantizers), recut(value, num_quantizers)) for key, value in compressor.codecs]
     return Compressor(compressor.name, codecs, compressor.settings, compressor.model)
 
 
-def recut(codec: Codec, num_quantizers: int, beam: int) -> Codec:
-    """A fitted residual VQ chain with its first stages only, and another encoder."""
+def recut(codec: Codec, num_quantizers: int, beam: int = 1) -> Codec:
+    """Cut a fitted residual VQ chain to its first stages, with another encoder."""
     config, state = codec.config(), codec.state_dict()
     config["quantizer"] |= {"num_quantizers": num_quantizers, "beam": beam}
     state["quantizer.codebooks"] = state["quantizer.codebooks"][:num_quantizers].clone()

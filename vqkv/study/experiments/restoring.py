@@ -30,12 +30,11 @@ FP16 = "fp16 file"
 def restoring_times(
     subject: Subject, systems: list[str], lengths: list[int], rounds: int, threads: int
 ) -> pd.DataFrame:
-    """Save, restore and go on after held-out prompts of ``lengths`` tokens; a row per length and way to store: a
-    safetensors file of 16 bits, and ``systems``, which take turns in one process.
+    """Save, restore and go on after prompts of ``lengths`` tokens: a row per length and way, a file of 16 bits among
+    them.
 
-    Medians of ``rounds``, milliseconds: ``ready_ms``, until the cache is back and the token after the prompt is there;
-    ``again_ms``, prompt and token computed again with transformers' cache, in the same round. Files are read while the
-    operating system still holds them in memory.
+    Medians of ``rounds`` in milliseconds, files in memory: ``ready_ms``, until the cache and the next token are there;
+    ``again_ms``, prompt and token computed again.
     """
     with num_threads(threads), TemporaryDirectory() as folder:
         tokens = subject.changed(test_size=[1, max(lengths) + 1]).test.to(subject.device)
@@ -86,10 +85,10 @@ def _one_fitted(subject: Subject, label: str):
 
 
 def break_even(times: pd.DataFrame) -> pd.DataFrame:
-    """What each way to store is worth, a row per model, prompt and system: ``smaller``, times fewer bytes than the fp16
-    file; ``faster``, times faster ready than the prompt computed again (a machine that computes it this many times
-    faster need not store it); ``bandwidth``, MB/s of what the files come from above which the fp16 file is ready first
-    (infinite if it never is)."""
+    """Return what each way to store is worth: ``smaller`` and ``faster``, times, than the fp16 file and than computing.
+
+    ``bandwidth``: MB/s above which the fp16 file is ready first (infinite if it never is).
+    """
     plain = times[times["system"] == FP16].set_index(["model", "tokens"])[["file_bytes", "ready_ms"]]
     found = times.join(plain.add_prefix("plain_"), on=["model", "tokens"])
     saved = found["plain_file_bytes"] - found["file_bytes"]
@@ -103,11 +102,10 @@ def break_even(times: pd.DataFrame) -> pd.DataFrame:
 
 @experiment(lambda systems: product(system=chosen(systems)))
 def restored_quality(subject: Subject, system: str, prompt_len: int, num_seqs: int) -> dict:
-    """What is generated after ``prompt_len`` tokens whose cache was saved and restored; a row per system.
+    """Go on after ``prompt_len`` tokens whose cache was saved and restored: KL of 63 tokens, passages copied; a row a
+    system.
 
-    ``kl_mean``: nats a token from the exact model over the next 63 tokens of held-out text, with its 95% bootstrap
-    interval over ``num_seqs`` prompts. ``copied``: share of a passage of the prompt that is predicted when it comes
-    a second time. ``same``: every logit has the bits that a cache never saved gives.
+    ``same``: every logit has the bits that a cache never saved gives.
     """
     compressor, subject = (
         _fitted(subject, [system])[system],
@@ -144,12 +142,10 @@ def _gone_on(subject: Subject, compressor, tokens: torch.Tensor, start: int):
 
 
 def chat(subject: Subject, systems: list[str], turns: int, said: int, answered: int, threads: int) -> pd.DataFrame:
-    """A conversation of ``turns``, each of ``said`` tokens of held-out text and an answer of ``answered``; in between,
-    nothing stays in memory and a ``PromptCache`` has the rest. A row per system and turn.
+    """Hold a conversation of ``turns``, each ``said`` and ``answered`` tokens; between them a ``PromptCache`` keeps it.
 
-    ``ready_ms``: until the answer's first token is there; ``again_ms``: everything computed again with transformers'
-    cache. ``restored``: tokens that need not be read again.
-    ``folder_bytes``: all that is stored so far. ``same``: the answer is the one of a cache that stayed in memory.
+    A row per system and turn. ``ready_ms``: to the answer's first token; ``again_ms``: all computed again.
+    ``restored``: tokens not read again. ``same``: the answer of a cache that stayed in memory.
     """
     with num_threads(threads):
         text, rows = subject.changed(test_size=[1, turns * said]).test.to(subject.model.device), []

@@ -22,33 +22,31 @@ ENDS = ("lowest", "highest")
 
 
 def searched_systems(bits: list[float], kvtc_bits: list[float]) -> dict[str, list]:
-    """Arguments of ``frontier`` for the validation text: the designs of ``SEARCHED`` and KVTC's variants
-    (``designs.KVTC``), each at its nominal bits."""
+    """Return arguments of ``frontier`` for validation text: ``SEARCHED`` designs and KVTC's variants, by bits."""
     theirs = [f"kvtc {each:g}{variant}" for each in kvtc_bits for variant in KVTC]
     return {"systems": theirs, "designs": SEARCHED, "bits": bits}
 
 
 def chosen(searched: pd.DataFrame, context: str) -> pd.DataFrame:
-    """Of ``frontier``'s rows on validation text those of each ``family`` (``OURS`` and KVTC) on the lower convex hull
-    of log KL against bits at ``context``, the fewest bits first."""
+    """Keep the rows of each family on the lower convex hull of log KL against bits at ``context``."""
     families = np.where(searched["system"].str.startswith(THEIRS), THEIRS, OURS)
     rows = searched.assign(context=context, bits=searched[f"bits_{context}_x1"], family=families)
     rows = rows.sort_values(["family", "bits"], ignore_index=True)
-    kept = [place for _, mine in rows.groupby("family") for place in _hull(mine["bits"], np.log(mine["kl_mean"]))]
+    kept = [index for _, mine in rows.groupby("family") for index in _hull(mine["bits"], np.log(mine["kl_mean"]))]
     return rows.loc[kept].reset_index(drop=True)
 
 
 def _hull(x: pd.Series, y: pd.Series) -> list:
     """Index of the points of the lower convex hull, x ascending, that go down (Andrew 1979)."""
     found: list = []
-    for place in x.index:
+    for index in x.index:
         while len(found) > 1:
-            (a, b), (c, d) = ((x[i] - x[found[-2]], y[i] - y[found[-2]]) for i in (found[-1], place))
+            (a, b), (c, d) = ((x[i] - x[found[-2]], y[i] - y[found[-2]]) for i in (found[-1], index))
             if a * d > b * c:
                 break
             found.pop()
-        if not found or y[place] < y[found[-1]]:
-            found.append(place)
+        if not found or y[index] < y[found[-1]]:
+            found.append(index)
     return found
 
 

@@ -21,11 +21,10 @@ CODECS = ("VQ of 8 values", "VQ of 2 values", "VQ of 8, threshold 0.07", "produc
 def sequence_damage(
     subject: Subject, codec: str, prompt_len: int, retain: float, recent: float, codebook_size: int
 ) -> list[dict]:
-    """Many held-out sequences, whose first ``prompt_len`` tokens are stored as the source does or evicted from: a row
-    per codec and sequence.
+    """Measure KL of many sequences after ``prompt_len`` stored tokens, ``snapshot`` protocol; a row per codec and
+    sequence.
 
-    ``snapshot`` protocol. ``top1`` and ``top2``: the share of the tokens after the prompt for which the exact cache's
-    prediction is the best, or among the two best, with this one.
+    ``top1``, ``top2``: how often the exact prediction is the best, or among the two best.
     """
     compressor: Any
     if codec in CODECS:
@@ -57,8 +56,8 @@ def modes(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def two_modes(x: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """``sarle``, the bimodality coefficient of a sample (SAS/STAT; Pfister et al. 2013), and ``p``, the share of normal
-    samples of that size with one as large."""
+    """Return Sarle's bimodality coefficient (SAS/STAT; Pfister et al. 2013), and ``p``, how often normal samples reach
+    it."""
     draws = np.random.default_rng(seed).standard_normal((DRAWS, len(x)))
     found, drawn = _sarle(np.asarray(x)[None]), _sarle(draws)
     return {"sarle": found.item(), "p": (drawn >= found).mean()}

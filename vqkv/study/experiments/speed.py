@@ -12,14 +12,12 @@ OURS = "vqkv"
 
 
 def kernel_speed(geometry: str, operations: list[str], threads: int, repetitions: int, **sizes) -> pd.DataFrame:
-    """Times by ``vqkv.study.bench.speed.speed``, which no two runs have alike; ``operations``: [] for all; ``sizes``:
-    fields of ``vqkv.study.bench.case.Sizes``."""
+    """Time kernels by ``bench.speed.speed``; ``operations``: [] for all; ``sizes``: fields of ``bench.case.Sizes``."""
     return frame(speed(geometry, operations, threads, repetitions, **sizes), {})
 
 
 def against_ours(table: pd.DataFrame) -> pd.DataFrame:
-    """Time of every other implementation over that of this library's kernel: a row per operation and format
-    (the largest problem of several), a column per implementation; attention aside."""
+    """Return others' times over our kernel's: a row per operation and format (its largest problem), attention aside."""
     rows = table[~table["operation"].isin([ROOFLINE, ATTENTION])]
     keys = ["operation", "format"]
     rows = rows[rows["bound_ms"] == rows.groupby(keys)["bound_ms"].transform("max")]
@@ -33,11 +31,9 @@ def against_ours(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def trade(table: pd.DataFrame) -> pd.DataFrame:
-    """Savings and costs of each format at the longest context of one sequence, a row per format.
+    """Return savings and costs of each format at the longest context of one sequence.
 
-    ``bits`` per value (codebooks apart), ``smaller``: times smaller than fp16. Time for one token's attention over that
-    of fp16 SDPA: ``packed`` by the kernel that reads packed keys and values, ``decoded`` first and then attended;
-    ``possible``: the roofline's, if both formats reached it.
+    Times of a token's attention over fp16 SDPA's: ``packed``, ``decoded`` first, ``possible`` by the roofline.
     """
     rows = with_numbers(table[table["operation"] == ATTENTION], "batch", "context")
     rows = rows[rows["batch"] == 1]

@@ -48,20 +48,19 @@ def claimed_sweep() -> pd.DataFrame:
     return pd.concat([plain, pd.DataFrame(rows)])[columns].astype({"threshold": float})
 
 
-def _cases(thresholds: list[float]) -> list[dict]:
-    return product(method=WITH_FALLBACK, threshold=thresholds) + product(method=WITHOUT_FALLBACK, threshold=[None])
-
-
-@experiment(_cases)
+@experiment(
+    lambda thresholds: (
+        product(method=WITH_FALLBACK, threshold=thresholds) + product(method=WITHOUT_FALLBACK, threshold=[None])
+    )
+)
 def threshold_sweep(
     subject: Subject, method: str, threshold: float | None, prompt_len: int, codebook_size: int
 ) -> list[dict]:
-    """Every threshold with VQ and with product codes, then plain VQ and two residual stages without fallback.
+    """Sweep the fallback's threshold with VQ and product codes, then plain VQ and two residual stages without fallback.
 
-    ``snapshot`` protocol: the whole prompt is one keyframe (one scale per head), then the other tokens are decoded. One
-    row per method, threshold (NaN without fallback) and sequence; ``vq_blocks`` is the share of blocks that are not in
-    fp16, ``ratio`` is against the live fp16 cache of the prompt, ``median_error`` the median absolute error of a value,
-    in shares of its head's maximum.
+    The prompt is one keyframe, ``snapshot`` protocol. A row per method, threshold (NaN without) and sequence;
+    ``vq_blocks``: share of blocks not in fp16; ``ratio``: to the live fp16 cache; ``median_error``: of a value, in
+    shares of its head's maximum.
     """
     keys, values = _prompts(subject=subject, prompt_len=prompt_len)
     compressor = _fitted(subject=subject, method=method, prompt_len=prompt_len, codebook_size=codebook_size)

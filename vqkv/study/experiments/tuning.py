@@ -11,21 +11,14 @@ from vqkv.study.experiments.frontier import equivalent_bits, fitted, total_bits
 from vqkv.study.subject import Subject
 from vqkv.study.sweep import experiment, product
 
-AQUA = [
-    {"predictor": "linear", "first_layer_bits": 4},
-    {"predictor": "linear", "first_layer_bits": 2},
-    {"predictor": "gptq", "first_layer_bits": 4},
-    {"predictor": "gptq", "first_layer_bits": 2},
-    {"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 4},
-]
+AQUA: list[dict] = product(predictor=["linear", "gptq"], first_layer_bits=[4, 2])
+AQUA += [{"predictor": "reduced_rank", "rank": 64, "first_layer_bits": 4}]
 TRIALS = {
     "quanto 2": [{"group_size": 64}, {"group_size": 32}, {"group_size": 16}],
     "kivi": [{"group_size": 128}, {"group_size": 64}, {"group_size": 32}],
     "kvquant": [
         {"outliers": 0.01, "fisher": False},
-        {"outliers": 0.01, "fisher": True},
-        {"outliers": 0.005, "fisher": True},
-        {"outliers": 0.0025, "fisher": True},
+        *product(outliers=[0.01, 0.005, 0.0025], fisher=[True]),
         {"outliers": 0.01, "fisher": True, "norm": True},
     ],
     "higgs": [{"group_size": 1024}, {"group_size": 64}, {"group_size": 32}],
@@ -49,10 +42,6 @@ RATES = {"vqq product": "vqq product", "kvarn": "kvarn 2+2", "aatc": "aatc 0.9"}
 RATES |= {name: name for name in ("quanto 2", *(f"aqua higgs {bits}" for bits in (2, 3, 4)))}  # others at 2 bits
 
 
-def _cases(families: list[str]) -> list[dict]:
-    return [case for family in families or TRIALS for case in product(family=[family], arguments=TRIALS[family])]
-
-
 def _with_chosen(rows: list[dict]) -> list[dict]:
     """The rows with ``chosen``; the default, which comes first in its family, has ``WORTH`` of its own taken off."""
     bits = pd.DataFrame(rows).set_index(["family", "settings"])["equivalent_bits"]
@@ -61,7 +50,10 @@ def _with_chosen(rows: list[dict]) -> list[dict]:
     return [row | {"chosen": (row["family"], row["settings"]) in best} for row in rows]
 
 
-@experiment(_cases, finish=_with_chosen)
+@experiment(
+    lambda families: [case for name in families or TRIALS for case in product(family=[name], arguments=TRIALS[name])],
+    finish=_with_chosen,
+)
 def tuning(
     subject: Subject, family: str, arguments: dict, chunk_size: int, vqllm: dict[str, list[int]], sink_tokens: int,
     context: str,

@@ -1,4 +1,4 @@
-"""The controls of notebook 14: a chat, the key that is followed, and a memory to fill."""
+"""The controls of notebook 14: a chat, and the key that is followed."""
 
 import html
 import os
@@ -8,8 +8,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from vqkv.errors import DataError
-from vqkv.evaluation.recommend import recommend
-from vqkv.models.load import BUNDLED, KNOWN_CONFIGS
 from vqkv.study import figures, steering
 from vqkv.study.explore import views
 from vqkv.study.subject import Subject
@@ -19,11 +17,9 @@ WIDE = ipywidgets.Layout(width="98%")
 
 
 def chat(systems: list, subject: Subject, max_new_tokens: int):
-    """A chat with ``systems`` side by side where a front end has opened the page; else a line that says so: a page that
-    is merely executed has no one to type.
+    """Make a chat with ``systems`` side by side where a front end has opened the page; else print a line that says so.
 
-    Jupyter's server names the page in ``JPY_SESSION_NAME`` to a kernel that it starts for one; papermill, nbval and
-    ``vqkv.study`` do not.
+    Jupyter's server names the page in ``JPY_SESSION_NAME``; papermill and ``vqkv.study`` do not.
     """
     return Chat(systems, subject, max_new_tokens).box if _opened() else print(HEADLESS)
 
@@ -44,27 +40,6 @@ def follow(systems: list, subject: Subject, turn: str, layer: int, head: int, to
     moved = {name: ipywidgets.BoundedIntText(value, 0, 10**6, description=name) for name, value in numbers.items()}
     said = ipywidgets.Textarea(turn, description="first turn", continuous_update=False, layout=WIDE)
     return ipywidgets.interactive(show, turn=said, **moved)
-
-
-def calculator(model: str, context: int, memory_gb: float):
-    """Return the recommended rows of ``vqkv.recommend``, under controls where a front end has opened the page."""
-    if not _opened():
-        return _ways(model, context, 1, memory_gb)
-    return ipywidgets.interactive(
-        _ways,
-        model=ipywidgets.Dropdown(options=list(dict.fromkeys([model, *KNOWN_CONFIGS, *BUNDLED])), value=model),
-        context=ipywidgets.SelectionSlider(options=[2**n for n in range(9, 21)], value=context),
-        sequences=ipywidgets.IntSlider(value=1, min=1, max=64),
-        memory_gb=ipywidgets.FloatSlider(value=memory_gb, min=1, max=192, step=1),
-    )
-
-
-def _ways(model: str, context: int, sequences: int, memory_gb: float) -> pd.DataFrame:
-    try:
-        table = recommend(model, context, sequences, memory_gb)
-    except DataError as error:
-        return pd.DataFrame({"": [str(error)]})
-    return table[table["recommended"]].drop(columns=["preset", "recommended"]).reset_index(drop=True)
 
 
 def _opened() -> bool:

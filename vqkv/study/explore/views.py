@@ -28,8 +28,7 @@ CONTEXT = 32  # tokens before one, which its text may depend on
 
 
 def fitted(system: str, subject: Subject) -> Compressor:
-    """The compressor of a preset that comes with the package, or else is fitted on the subject's text. Raises
-    ``UnknownNameError`` for another name."""
+    """Return a preset's compressor: the package's, or fitted on the subject's text. Raises ``UnknownNameError``."""
     compressor = _fitted(system=system, subject=subject)
     subject.sources[f"compressor {system}"] = compressor.fingerprint[:16]
     return compressor
@@ -74,8 +73,8 @@ class Dialogue:
 
 
 def conversation(systems: list, subject: Subject, turns: list, max_new_tokens: int) -> pd.DataFrame:
-    """The same ``turns`` said to each of the ``systems``: rows of ``Dialogue.turn``. A turn is a text, or [number,
-    length] of a held-out passage; texts are JSON strings."""
+    """Say the same ``turns`` to each system: rows of ``Dialogue.turn``. A turn is a text, or [number, length] of a
+    passage."""
     talks = [Dialogue(system, subject) for system in systems]
     said = [_text(subject, turn) for turn in turns]
     return frame([row for talk in talks for text in said for row in talk.turn(text, max_new_tokens)], subject.sources)
@@ -143,8 +142,7 @@ def _stages(compressor: Compressor, subject: Subject, tokens: Tensor, layer: int
 
 
 def _through(codec: Chain, x: Tensor, at: tuple[int, int, int]) -> tuple[dict[str, Tensor], Tensor]:
-    """What stages make of the vector ``x[at]`` by their names, its codes, and the vector as it is read back. A stage
-    that only moves values is left out."""
+    """Return what stages make of the vector ``x[at]``, its codes, and the vector as read back; moves are left out."""
     codec, x = copy.deepcopy(codec), x.clone()  # what inference mode has made has no gradient
     passed, steps, before = [], {}, x[at]
     for stage in codec.stages:
@@ -187,8 +185,7 @@ def _codes(quantizer: Quantizer, y: Tensor, places: Tensor) -> Tensor:
 
 
 def explained(systems: list, subject: Subject) -> pd.DataFrame:
-    """EVR of what is stored of the subject's held-out text: a row per system, layer and role. Above 0, up to 1,
-    what is read back tells more than each channel's mean; below 0 it does worse."""
+    """Return EVR of what is stored of held-out text, a row per system, layer and role; 0 is each channel's mean."""
     rows = [
         {"system": system, "layer": layer, "role": role, "evr": ratio}
         for system in systems

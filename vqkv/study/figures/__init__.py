@@ -1,7 +1,6 @@
 """The look of figures, and one function per figure."""
 
 # ruff: noqa: F401
-from vqkv.study.figures.audit import verdict_bars
 from vqkv.study.figures.codebooks import (
     depth_curves,
     distance_to_bound,
@@ -12,10 +11,9 @@ from vqkv.study.figures.codebooks import (
     other_calibrations,
     unused_codes,
 )
-from vqkv.study.figures.compared import compared
 from vqkv.study.figures.costs import chat_lines, in_place, memory_dots, time_dumbbells, waiting
 from vqkv.study.figures.explore import coloured_chat, conversation, explained_by_layer, vector_stages
-from vqkv.study.figures.frontier import ablation_dots, frontier, overview, proxy_dots
+from vqkv.study.figures.frontier import ablation_dots, compared, frontier, overview, proxy_dots, verdict_bars
 from vqkv.study.figures.losses import (
     eviction_curves,
     kl_by_size,

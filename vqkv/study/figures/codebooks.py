@@ -13,8 +13,7 @@ ROLE_NAMES = {"key": "keys before RoPE", "key_post_rope": "keys after RoPE", "va
 
 
 def magnitudes_by_layer(table, published: dict[str, float]):
-    """Left: each head's largest |value| by layer, a point per head, and ``published`` medians of other models as lines.
-    Right: how much larger the head's loudest channel is than its median channel."""
+    """Draw each head's largest |value| by layer, ``published`` medians, and its loudest over its median channel."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     for offset, (role, name) in zip((-0.2, 0, 0.2), ROLE_NAMES.items(), strict=True):
         rows, look = table[table["role"] == role], {"color": PALETTE[role], "label": name, "ms": 4.5}
@@ -32,10 +31,9 @@ def magnitudes_by_layer(table, published: dict[str, float]):
 
 
 def learning_curves(table, groups: dict[str, list[tuple[str, dict]]], top: float | None = None):
-    """Held-out loss after the last stage against moving-average steps; line: mean over seeds, band: their range.
+    """Draw held-out loss after the last stage against steps, mean and range of seeds; ``top`` cuts a start far above.
 
-    ``groups``: panel title -> [(label, {column: value}), ...], the first the same everywhere; ``top`` cuts the axis,
-    where a start is far above it, unless an end is too.
+    ``groups``: panel title -> [(label, {column: value}), ...], the first the same everywhere.
     """
     last = table[table["stage"] == table["stage"].max()]
     if top is not None and last[last["step"] == last["step"].max()]["loss"].max() > top:
@@ -102,13 +100,15 @@ def other_calibrations(against: pd.DataFrame, names: dict[str, str]):
 def _calibration(times, bits, rows: pd.DataFrame, systems: list[str], below: float, fill: str) -> None:
     row: Any
     for row in rows.itertuples():
-        place, style = systems.index(row.system) + below, look(row.system)
+        position, style = systems.index(row.system) + below, look(row.system)
         if pd.isna(row.ratio):
-            times.text(1, place, "  refuses", color=style["color"], va="center", fontsize=9)
+            times.text(1, position, "  refuses", color=style["color"], va="center", fontsize=9)
             continue
         style |= {"ls": "", "fillstyle": fill, "markerfacecoloralt": "white"}
-        times.errorbar(row.ratio, place, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style)
-        bits.plot(row.more_bits, place, **style)
+        times.errorbar(
+            row.ratio, position, xerr=whiskers(row.ratio, row.low, row.high), capsize=3, elinewidth=1, **style
+        )
+        bits.plot(row.more_bits, position, **style)
 
 
 GROUPING_COLOURS = {
@@ -122,8 +122,7 @@ PANELS = {"kl_mean": "KL (nats)", "facts_lost": "facts lost (points)", "stored_m
 
 
 def grouping_bars(table):
-    """Draw a bar per row of Table 1, a panel per measure: KL and facts lost with 95% intervals over windows and texts,
-    and the error of the role that is stored."""
+    """Draw a bar per row of Table 1 for KL and facts lost, with 95% intervals, and for the stored role's error."""
     rows = table.set_index("quantised").loc[[name for name in GROUPING_COLOURS if name in set(table["quantised"])]]
     rows["stored_mse"] = rows["key_mse"].where(rows.index != "value", rows["value_mse"])
     rows.loc[rows.index.str.contains("+", regex=False), "stored_mse"] = float("nan")
@@ -139,8 +138,7 @@ def grouping_bars(table):
 
 
 def group_size_lines(table, num_quantizers: int):
-    """Draw KL of shared codebooks against the channels of a group, 95% intervals over windows: a line for
-    ``num_quantizers`` codebooks, with their bits, and one for the bits that they make in some other groups as well."""
+    """Draw KL of shared codebooks against channels of a group: for ``num_quantizers`` codebooks, and at equal bits."""
     fig, ax = plt.subplots(figsize=(7, 4.1))
     rows = table[table["codebooks"] == "shared"].sort_values("group_size")
     bits = rows["bits_per_value"].mode()[0]
@@ -167,8 +165,7 @@ SIZE_COLOURS = ("#bd1f01", "#ffa90e", "#3f90da")  # of codebooks, the largest fi
 
 
 def distance_to_bound(table):
-    """Residual VQ of a Gaussian: decibels above the rate-distortion bound against bits; beams by line style. Line: mean
-    over seeds."""
+    """Draw decibels above a Gaussian's rate-distortion bound against bits, mean over seeds; beams by line style."""
     fig, ax = plt.subplots(figsize=(7.5, 4))
     colours = _size_colours(table)
     for (size, beam), rows in table.groupby(["codebook_size", "beam"]):
@@ -184,8 +181,7 @@ def distance_to_bound(table):
 
 
 def depth_curves(table, metrics: dict[str, str]):
-    """Each metric (column -> axis label) against stored bits, a line per codebook size over depths; KL and facts with
-    their 95% intervals; a metric that the table lacks is left out."""
+    """Draw each metric (column -> axis label) that the table has against stored bits, a line per codebook size."""
     metrics = {column: label for column, label in metrics.items() if column in table}
     fig, axes = plt.subplots(1, len(metrics), figsize=(11, 3.9), squeeze=False)
     colours = _size_colours(table)

@@ -19,8 +19,8 @@ def time_dumbbells(table, panels: dict[str, str]):
         along = "context" if rows["batch"].nunique() == 1 else "batch"
         ends = sorted({rows[along].min(), rows[along].max()})
         order = order or list(rows[rows[along] == ends[-1]].sort_values("decode_ms")["system"])
-        for place, system in enumerate(order):
-            _dumbbell(ax, place, rows[rows["system"] == system].set_index(along), ends)
+        for position, system in enumerate(order):
+            _dumbbell(ax, position, rows[rows["system"] == system].set_index(along), ends)
         for end in rows[(rows["system"] == REFERENCE) & rows[along].isin(ends)]["decode_ms"]:
             ax.axvline(end, color=PALETTE["fp16"], linestyle=":", linewidth=1)
         what = f"{ends[0]:,} (hollow) or {ends[-1]:,} (filled)"
@@ -31,26 +31,26 @@ def time_dumbbells(table, panels: dict[str, str]):
     return fig
 
 
-def _dumbbell(ax, place: int, rows, ends) -> None:
+def _dumbbell(ax, position: int, rows, ends) -> None:
     style = look(rows["system"].iloc[0]) | {"ls": ""}
-    ax.plot(rows.loc[ends, "decode_ms"], [place] * len(ends), color=style["color"], alpha=0.5)
+    ax.plot(rows.loc[ends, "decode_ms"], [position] * len(ends), color=style["color"], alpha=0.5)
     for end, face in zip(ends, ("white", style["color"]), strict=False):
         row = rows.loc[end]
         quartiles = whiskers(row["decode_ms"], row["decode_q1"], row["decode_q3"])
-        ax.errorbar(row["decode_ms"], place, xerr=quartiles, mfc=face, elinewidth=1, **style)
+        ax.errorbar(row["decode_ms"], position, xerr=quartiles, mfc=face, elinewidth=1, **style)
 
 
 def memory_dots(table):
-    """Draw megabytes of each system: what is stored (hollow), what must be resident with the tables made from it
-    (light), and the peak, prefill included (filled). Dotted: the peak of ``DynamicCache``."""
+    """Draw megabytes of each system: stored (hollow), resident (light), peak (filled). Dotted: peak of
+    ``DynamicCache``."""
     table = table.assign(peak_mb=table[["prefill_mb", "decode_mb"]].max(axis=1))
     rows = table.sort_values("peak_mb", ignore_index=True)
     fig, ax = plt.subplots(figsize=(8, 0.27 * len(rows) + 1))
-    for place, row in rows.iterrows():
+    for position, row in rows.iterrows():
         style = look(row["system"])
-        ax.plot([row["stored_mb"], row["peak_mb"]], [place] * 2, color=style["color"], alpha=0.4)
+        ax.plot([row["stored_mb"], row["peak_mb"]], [position] * 2, color=style["color"], alpha=0.4)
         for name, fill in MEMORY.items():
-            ax.plot(row[name], place, **style | fill)
+            ax.plot(row[name], position, **style | fill)
     for peak in rows.loc[rows["system"] == REFERENCE, "peak_mb"]:  # none, if a reader leaves it out
         ax.axvline(peak, color=PALETTE["fp16"], linestyle=":", lw=1)
     ax.set_yticks(range(len(rows)), rows["system"])
@@ -71,15 +71,15 @@ def in_place(times, losses):
     systems = [system for system, name in measured.items() if name in set(losses["system"])]
     lost = losses.set_index("system").loc[[measured[system] for system in systems]]
     ends = sorted({times["context"].min(), times["context"].max()})
-    for place, (system, (_, row)) in enumerate(zip(systems, lost.iterrows(), strict=True)):
+    for position, (system, (_, row)) in enumerate(zip(systems, lost.iterrows(), strict=True)):
         style = look(system)
         colour = style["color"]
-        axes[0].barh(place, row["bits_8k_x1"], 0.6, color=colour)
+        axes[0].barh(position, row["bits_8k_x1"], 0.6, color=colour)
         added = times[times["system"] == system].set_index("context")["added_mean_ms"]
-        axes[1].plot(added[ends], [place] * len(ends), color=colour, alpha=0.5)
+        axes[1].plot(added[ends], [position] * len(ends), color=colour, alpha=0.5)
         for end, face in zip(ends, ("white", colour), strict=False):
-            axes[1].plot(added[end], place, mfc=face, **style)
-        axes[2].errorbar(row["kl_mean"], place, xerr=interval(row), capsize=3, **style)
+            axes[1].plot(added[end], position, mfc=face, **style)
+        axes[2].errorbar(row["kl_mean"], position, xerr=interval(row), capsize=3, **style)
     axes[1].axvline(0, color=PALETTE["fp16"], linestyle=":", linewidth=1)
     axes[0].set(xlabel="bits a value at 8,192 tokens")
     axes[1].set(xlabel=f"ms added, {ends[0]:,} (hollow) or {ends[-1]:,} tokens")
@@ -128,8 +128,7 @@ def waiting(table):
 
 
 def chat_lines(table):
-    """Turn by turn of a chat: milliseconds until the answer's first token, with the cache brought back and with
-    everything computed again (dashed); and the megabytes that the folder holds. ``IN_TABLES`` are not drawn."""
+    """Draw by turn the time to an answer's first token, restored and computed again (dashed), and megabytes."""
     table = table[~table["system"].str.startswith(IN_TABLES)]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     again = table.groupby("turn")["again_ms"].median()

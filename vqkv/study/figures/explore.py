@@ -22,12 +22,12 @@ TEXT = (
 )
 
 LONGEST = 300  # characters of a user's turn
-LEAST = 1e-4  # nats; less is drawn there
+SMALLEST_KL = 1e-4  # nats; less is drawn there
 
 
 def coloured_chat(table) -> str:
-    """``explore.conversation`` as HTML, a column for each system: a token's ground (and title) says the KL between its
-    cache's prediction and the uncompressed cache's, which would write another token where one is underlined."""
+    """Write ``explore.conversation`` as HTML: a token's ground says its KL; underlined is what an exact cache would not
+    say."""
     systems = table["system"].drop_duplicates()
     heads = "".join(f'<th style="{TEXT}">{system}</th>' for system in systems)
     columns = ("".join(_turn(rows) for _, rows in table[table["system"] == name].groupby("turn")) for name in systems)
@@ -70,13 +70,13 @@ def conversation(table):
         colour, kl = look(system)["color"], rows[rows["role"] == "assistant"].groupby("turn")["kl"]
         for turn, values in kl:
             spread = np.linspace(-0.1, 0.1, len(values)) + turn + side
-            left.plot(spread, values.clip(lower=LEAST), "o", color=colour, ms=3, alpha=0.5)
+            left.plot(spread, values.clip(lower=SMALLEST_KL), "o", color=colour, ms=3, alpha=0.5)
         left.plot(kl.mean().index + side, kl.mean(), **look(system) | {"ls": "", "marker": "_", "ms": 22, "mew": 3})
         turns = rows.drop_duplicates("turn")
         right.plot(turns["turn"], turns["resident_bytes"] / 1e6, **look(system), label=system)
     shown = {"color": PALETTE["bound"], "ls": "--", "marker": "o", "label": "uncompressed, 16 bits"}
     right.plot(turns["turn"], turns["uncompressed_bytes"] / 1e6, **shown)
-    left.set(yscale="log", ylabel="KL of each token, bar: mean (nats)", ylim=(LEAST * 0.8, None))
+    left.set(yscale="log", ylabel="KL of each token, bar: mean (nats)", ylim=(SMALLEST_KL * 0.8, None))
     right.set(ylabel="in memory after the turn (MB)", ylim=(0, None))
     for ax in (left, right):
         ax.set(xlabel="turn of the conversation", xticks=turns["turn"])
@@ -85,8 +85,7 @@ def conversation(table):
 
 
 def vector_stages(table):
-    """``explore.stages``: a column for each system, a row for each stage, whose values stand in the order in which they
-    are stored; the last has the key as it is read back on it as it came."""
+    """Draw ``explore.stages``: a column a system, a row a stage; in the last, the key as it came and as it is read."""
     systems, names = list(dict.fromkeys(table["system"])), _in_order(table)
     size = {"figsize": (5 * len(systems), 1.5 * len(names)), "squeeze": False}
     fig, axes = plt.subplots(len(names), len(systems), **size)

@@ -1,4 +1,4 @@
-"""Figures of notebook 11."""
+"""Figures of pages 00, 11 and 12, and of ``vqkv compare``."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -46,10 +46,7 @@ def frontier(table, contexts: dict[str, str], families=FAMILIES, own: str = ""):
 
 
 def overview(table, bits: str, families=FAMILIES):
-    """Draw one model's systems as ``frontier`` does at one column of bits: KL on the left, facts lost on the right.
-
-    Lines: 2 and 10 points. Their axis is linear up to 2, then logarithmic.
-    """
+    """Draw one model's systems at one column of bits: KL, and facts lost (linear up to 2; lines at 2 and 10)."""
     fig, axes = plt.subplots(1, 2, figsize=(11.2, 4), sharex=True, squeeze=False)
     left, right = axes[0]
     _systems(left, table, bits, "kl_mean", families)
@@ -96,8 +93,8 @@ def ablation_dots(pairs, contexts: dict[str, str]):
     for ax, (context, title) in zip(axes[0], contexts.items(), strict=True):
         for (part, quantizer), rows in pairs.groupby(["part", pairs["design"].str.split(",").str[0]], sort=False):
             colour, marker, label = QUANTIZERS[quantizer]
-            place = parts.index(part) + 0.18 * (list(QUANTIZERS).index(quantizer) // 2 - 0.5)
-            saved, offsets = rows[f"saved_{context}"], [place] * len(rows)
+            position = parts.index(part) + 0.18 * (list(QUANTIZERS).index(quantizer) // 2 - 0.5)
+            saved, offsets = rows[f"saved_{context}"], [position] * len(rows)
             ax.plot(saved, offsets, marker, color=PALETTE[colour], ms=8, mew=0, alpha=0.6, label=label)
         ax.axvline(0, color=PALETTE["bound"], linewidth=1)
         ax.set(title=title, xlabel="equivalent bits per value saved")
@@ -110,19 +107,78 @@ def ablation_dots(pairs, contexts: dict[str, str]):
 
 
 def proxy_dots(correlations):
-    """Draw Spearman's correlation of each proxy with what a task loses, with its 95% interval: 1 is a proxy that ranks
-    systems as the task does. Shaded: the proxy that looks at keys and values alone. ``correlations``: of one task and
-    one band of bits."""
+    """Draw Spearman's correlation of each proxy with what a task loses. Shaded: the one that sees keys and values
+    alone."""
     rows = correlations.set_index("proxy").loc[list(PROXIES)]
-    (model,), places = set(rows["model"]), np.arange(len(rows))
+    (model,), positions = set(rows["model"]), np.arange(len(rows))
     fig, ax = plt.subplots(figsize=(6.4, 0.38 * len(rows) + 1.4))
     error = whiskers(rows["correlation"], rows["low"], rows["high"])
     style = {"fmt": "o", "color": model_colour(model), "label": basename(model), "ms": 8, "elinewidth": 1.8}
-    ax.errorbar(rows["correlation"], places - 0.15, xerr=error, **style)
+    ax.errorbar(rows["correlation"], positions - 0.15, xerr=error, **style)
     ax.axhspan(len(rows) - 1.5, len(rows) - 0.5, color=PALETTE["published"], alpha=0.12, lw=0)
     ax.set(title=f"facts in text, {rows['bits'].iloc[0]} ({rows['systems'].max()} systems)", xlim=(-0.1, 1))
-    ax.set_yticks(places, PROXIES.values())
+    ax.set_yticks(positions, PROXIES.values())
     ax.invert_yaxis()
     ax.set_xlabel("rank correlation with what is lost")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return fig
+
+
+COLOURS = {  # verdict: from blue to red, then what says nothing about the source
+    "holds": "#3f90da",
+    "holds in part": "#ffa90e",
+    "does not hold": "#bd1f01",
+    "needs their model": "#c9c9c9",
+}
+KINDS = {"arithmetic": "arithmetic", "measured here": "measured here", "needs their model": "not tested"}
+
+
+def verdict_bars(table):
+    """Draw claims of each source by verdict: a panel for each kind of test, a bar for each source."""
+    sources = list(dict.fromkeys(table["source"]))
+    fig, axes = plt.subplots(1, len(KINDS), figsize=(11, 0.9 + 0.5 * len(sources)), sharex=True, sharey=True)
+    for ax, (how, title) in zip(axes, KINDS.items(), strict=True):
+        mine = table[table["how"] == how] if how != "needs their model" else table[table["verdict"] == how]
+        counts = mine.groupby(["source", "verdict"]).size().unstack(fill_value=0)
+        counts = counts.reindex(index=sources, columns=list(COLOURS), fill_value=0)
+        left = 0 * counts.iloc[:, 0]
+        for verdict, colour in COLOURS.items():
+            if how != "needs their model" and verdict == "needs their model":
+                continue
+            bars = ax.barh(counts.index, counts[verdict], left=left, color=colour, edgecolor="white", label=verdict)
+            ink = "black" if verdict in ("holds in part", "needs their model") else "white"
+            ax.bar_label(bars, [n or "" for n in counts[verdict]], label_type="center", color=ink)
+            left = left + counts[verdict]
+        ax.grid(axis="y", visible=False)
+        ax.set(title=title, xlabel="claims")
+    axes[0].invert_yaxis()
+    fig.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return fig
+
+
+PANELS = {  # column -> the ends of its interval, and what its axis says
+    "bits_with_side": ((), "bits per value,\nside information included"),
+    "kl": (("kl_low", "kl_high"), "KL to the\nuncompressed cache (nats)"),
+    "facts_long_lost": (("facts_long_lost_low", "facts_long_lost_high"), "facts lost in the\nlong text (points)"),
+    "slower": ((), "time of a token, times\nthe uncompressed cache's"),
+}
+
+
+def compared(table):
+    """A row for each system, the fewest bits at the top; whiskers are 95% intervals."""
+    table = table.assign(slower=table["ms"] / table["ms_exact"]).sort_values("bits_with_side", ascending=False)
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 0.8 + 0.4 * len(table)), sharey=True)
+    for ax, (column, (ends, label)) in zip(axes, PANELS.items(), strict=True):
+        for row in table.to_dict("records"):
+            style = look(row["system"].lower().replace("-kv", "").replace("int4", "quanto"))
+            error = [[row[column] - row[ends[0]]], [row[ends[1]] - row[column]]] if ends else None
+            ax.errorbar([row[column]], [row["system"]], xerr=error, linestyle="none", capsize=3, **style)
+        ax.set_xlabel(label)
+        if column == "kl":
+            ax.set_xscale("log")
+        else:
+            low, high = min(0.0, ax.get_xlim()[0]), ax.get_xlim()[1]
+            ax.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        if column == "facts_long_lost" and not table["facts_long_exact"].any():
+            ax.set_xlabel("facts: the model itself\nanswers none")
     return fig

@@ -30,8 +30,7 @@ METHODS = {
 
 
 def threshold_curves(table):
-    """Draw KL, with its 95% interval over sequences, against the measured ratio to the live fp16 cache: a line over
-    thresholds for each method with fallback, a point for each without."""
+    """Draw KL against the measured ratio to the live fp16 cache: a line over thresholds, a point without fallback."""
     fig, ax = plt.subplots(figsize=(10, 4))
     for method, (label, colour, marker) in METHODS.items():
         rows = table[(table["method"] == method) & (table["threshold"] != 0)]  # 0: all of it in fp16
@@ -76,8 +75,7 @@ def ratios_by_threshold(measured, claimed):
 
 
 def ladder_bars(table, claimed: dict[str, float]):
-    """Draw each tier's file: its ratio to every snapshot in fp32 (left, with the published claim as a mark) and to the
-    live fp16 cache (right; left of 1: larger than the live cache)."""
+    """Draw each tier's ratio to every snapshot in fp32 (marks: as claimed) and to the live fp16 cache."""
     rows, (model,) = table.set_index("tier"), set(table["model"])
     fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.4), sharey=True, width_ratios=(3, 2))
     panels: list[tuple[str, str, float, int]] = [("every_fp32", "against every snapshot in fp32", 1, 4000)]
@@ -85,9 +83,9 @@ def ladder_bars(table, claimed: dict[str, float]):
     for ax, (name, title, low, high) in zip(axes, panels, strict=True):
         ratios = rows[f"ratio_{name}"]
         ax.barh(range(len(rows)), ratios - low, 0.36, left=low, color=model_colour(model), label=basename(model))
-        for place, ratio in enumerate(ratios):
+        for position, ratio in enumerate(ratios):
             number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-            ax.text(low * 1.1, place, number, va="center", fontsize=9, color="white")
+            ax.text(low * 1.1, position, number, va="center", fontsize=9, color="white")
         ax.set(xscale="log", xlim=(low, high), title=title, xlabel="times smaller (bytes on disk)")
     marks = [claimed.get(tier, float("nan")) for tier in rows.index]
     axes[0].plot(marks, range(len(rows)), "D", color=PALETTE["bound"], label="claimed")
@@ -128,8 +126,7 @@ SHOWN = {  # phenomenon -> what its size is, and systems
 
 
 def kl_by_size(table):
-    """KL against the size of each phenomenon of ``SHOWN`` that the model has, a line for each system; bars: 95%
-    intervals over windows. Raises ``DataError`` if it has none of them."""
+    """Draw KL against the size of each phenomenon of ``SHOWN``, a line a system, or raise ``DataError`` for none."""
     put = set(table.loc[table["size"] > 0, "phenomenon"])
     shown = {phenomenon: how for phenomenon, how in SHOWN.items() if phenomenon in put}
     if not shown:
@@ -155,8 +152,7 @@ def kl_by_size(table):
 
 
 def tuning_dots(table):
-    """What training gives back of what codes cost (``finetuning.given_back``), in percent: a panel for each number of
-    codebooks, a row for each label and rate; small dots are seeds, bars run from the least to the most."""
+    """Draw what training gives back (%), a panel for each number of codebooks, a row for each label and rate."""
     depths = sorted(table["num_quantizers"].unique())
     fig, axes = plt.subplots(1, len(depths), figsize=(10, 2.9), sharey=True, squeeze=False)
     for ax, depth in zip(axes[0], depths, strict=True):
@@ -177,19 +173,19 @@ def told_bars(table, names: dict[tuple[str, float], str]):
     panel for each length of text and number of facts. ``names``: (system, nominal bits) -> label, the exact cache
     (dotted line) first; others are left out."""
     cells = table[table["task"] == "facts"].set_index(["system", "nominal_bits"]).groupby(["text_len", "num_facts"])
-    size, places = (11, 1.1 + 0.3 * len(names)), range(len(names))
+    size, positions = (11, 1.1 + 0.3 * len(names)), range(len(names))
     fig, axes = plt.subplots(1, len(cells), figsize=size, sharex=True, sharey=True, squeeze=False)
     colours = [look(system)["color"] for system, _ in names]
     for ax, ((length, number), rows) in zip(axes[0], cells, strict=True):
         rows = rows.reindex([*names])
         told, error = 100 * rows["told"], whiskers(-rows["lost"], -rows["lost_high"], -rows["lost_low"])
-        ax.barh(places, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
+        ax.barh(positions, told, 0.7, color=colours, xerr=error, error_kw={"elinewidth": 1, "capsize": 2})
         ax.axvline(told.iloc[0], color=PALETTE["fp16"], linestyle=":", linewidth=1)
-        for place in np.flatnonzero(told.isna()):
-            ax.text(4, place, "not measured", color=PALETTE["published"], fontsize=8, va="center")
+        for position in np.flatnonzero(told.isna()):
+            ax.text(4, position, "not measured", color=PALETTE["published"], fontsize=8, va="center")
         ax.set(title=f"{number} facts in\n{length:,} tokens", xlim=(0, 104), xticks=[0, 50, 100])
         ax.grid(axis="y", visible=False)
-    axes[0, 0].set_yticks(places, names.values())
+    axes[0, 0].set_yticks(positions, names.values())
     axes[0, 0].invert_yaxis()
     fig.supxlabel("facts told (%)", fontsize=11)
     return fig

@@ -22,28 +22,29 @@ CLOSE_TO_ONE = 0.9995
 
 
 def evr_bars(table, quantizers):
-    """Draw the mean EVR of keys and of values by source: a bar for the trained model, a diamond for its shape with
-    random weights (mean and range over seeds); at the right the bits per value that the dependency is worth.
+    """Draw mean EVR of keys and values by source, trained (bar) and with random weights (diamond), and its worth in
+    bits.
 
-    Stars mark the two open questions of the source. ``quantizers``: columns ``bits``, ``explained_variance``, drawn as
-    lines.
+    Stars mark the source's open questions. ``quantizers`` (bits, explained_variance) are lines.
     """
     (model,) = set(table["model"])
     fig, axes = plt.subplots(1, len(ROLES), figsize=(11.5, 5.2))
     for ax, target in zip(axes, ROLES, strict=True):
         rows = table[table["target"] == target]
         groups = rows.groupby("sources")["group"].first().reindex(_chosen(target)).dropna()
-        places = _places(groups)
-        _bars(ax, rows, places, model_colour(model))
+        positions = _places(groups)
+        _bars(ax, rows, positions, model_colour(model))
         for group in dict.fromkeys(groups):
-            top = min(place for place, name in zip(places.values(), groups, strict=True) if name == group)
+            top = min(position for position, name in zip(positions.values(), groups, strict=True) if name == group)
             ax.text(0, top - 0.45, group, fontsize=10, style="italic", va="bottom", clip_on=False)
         for bits, evr in zip(quantizers["bits"], quantizers["explained_variance"], strict=True):
             ax.axvline(evr, color=PALETTE["bound"], linestyle=":", linewidth=1.2)
             ax.annotate(f"{bits}-bit", (evr, 1), (0, 3), ("data", "axes fraction"), "offset points", ha="center")
         ax.annotate("worth", (1, 1), (12, 3), "axes fraction", "offset points")
-        ax.set_yticks(list(places.values()), [_label(sources, target) for sources in places], fontsize=11)
-        ax.set(xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(places.values()) + 0.5, -1))
+        ax.set_yticks(list(positions.values()), [_label(sources, target) for sources in positions], fontsize=11)
+        ax.set(
+            xlim=(0, 1), xlabel="explained variance ratio (mean over layers)", ylim=(max(positions.values()) + 0.5, -1)
+        )
         ax.set_title(f"{ROLES[target]} predicted from", loc="left")
         ax.grid(axis="y", visible=False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=model_colour(model), label=f"{basename(model)}, trained")]
@@ -60,19 +61,19 @@ def _places(groups) -> dict[str, float]:
     return {sources: i + 0.7 * (headings[group] - 1) for i, (sources, group) in enumerate(groups.items())}
 
 
-def _bars(ax, rows, places: dict[str, float], colour: str) -> None:
+def _bars(ax, rows, positions: dict[str, float], colour: str) -> None:
     trained = rows[rows["variant"] == "trained"].groupby("sources")[["evr", "bits"]].mean()
     random = rows[rows["variant"] == "untrained"].groupby(["sources", "seed"])["evr"].mean()
     random = random.groupby("sources").agg(["min", "mean", "max"])
-    for sources, place in places.items():
+    for sources, position in positions.items():
         evr, bits = trained.loc[sources]
-        ax.barh(place, evr, 0.36, color=colour)
+        ax.barh(position, evr, 0.36, color=colour)
         worth = "exact" if evr > CLOSE_TO_ONE else f"{bits:.1f} bits"
-        ax.text(1.03, place, worth, color=colour, fontsize=9, va="center", clip_on=False)
+        ax.text(1.03, position, worth, color=colour, fontsize=9, va="center", clip_on=False)
         if sources in random.index:
             low, mean, high = random.loc[sources]
-            ax.plot([low, high], [place] * 2, color="k", linewidth=1.2)
-            ax.plot(mean, place, "D", color="w", mec="k", ms=5.5, clip_on=False)
+            ax.plot([low, high], [position] * 2, color="k", linewidth=1.2)
+            ax.plot(mean, position, "D", color="w", mec="k", ms=5.5, clip_on=False)
 
 
 def evr_by_layer(table, sources: dict[str, list[str]]):
@@ -94,8 +95,7 @@ BIT_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 
 
 def quantised_inputs(table):
-    """Draw the EVR of values, mean over layers, by the precision of what they are predicted from. Right axis: the bits
-    per value that the prediction saves."""
+    """Draw the mean EVR of values by the precision of their sources; right axis: bits that the prediction saves."""
     inputs = list(dict.fromkeys(table["inputs"]))
     fig, ax = plt.subplots(figsize=(10.5, 4))
     for sources, (colour, marker) in QUANTISED.items():
@@ -142,8 +142,7 @@ KINDS = {"aqua higgs 2": "linear", "aqua higgs 2, GPTQ 4 bits": "GPTQ, 4 bits", 
 
 
 def predicted_plane(table):
-    """Draw KL, with its 95% interval over sequences, against stored bits: every quantizer alone (hollow) and with
-    linear predictors (filled)."""
+    """Draw KL against stored bits: every quantizer alone (hollow) and with linear predictors (filled)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     mine = table[table["block"] == "backbone"].sort_values("bits_per_value")
     for family, name in FAMILIES.items():
@@ -160,8 +159,7 @@ def predicted_plane(table):
 
 
 def context_costs(table):
-    """Draw bits with the predictors' own bytes against the tokens that share them (curves), and what HIGGS needs for
-    the same KL without them (level lines): where they cross, the predictors have paid for themselves."""
+    """Draw bits with predictors' bytes against the tokens that share them, and HIGGS' bits at equal KL (level)."""
     fig, ax = plt.subplots(figsize=(8, 4.2))
     tokens = np.geomspace(256, 131072, 200)
     for (label, name), style in zip(KINDS.items(), ("-", "--", ":"), strict=True):
@@ -185,8 +183,7 @@ def context_costs(table):
 
 
 def choice_dots(ratios, default: str, without: str):
-    """KL of each choice over that of ``default`` with its paired 95% interval (``experiments.over_default``), by block;
-    a line marks ``without``."""
+    """Draw KL of each choice over that of ``default``, with its paired 95% interval; a line marks ``without``."""
     line = ratios.set_index("label").loc[without, "ratio"]
     rows = ratios[ratios["label"].str.startswith(f"{default}, ")]
     fig, ax = plt.subplots(figsize=(8, 4.2))

@@ -50,13 +50,12 @@ LIBRARIES = ("faiss", "quanto", "hqq", "vector-quantize", "constriction")
 
 
 def bound_dots(table):
-    """The share of the roofline that this library, plain torch and the fastest of other libraries reach in an operation
-    at its largest size, with the slowest and fastest of its repetitions. Left: writing a cache; right: reading it."""
+    """Draw the share of the bound that we, plain torch and the fastest other library reach in writing and reading."""
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharex=True)
     for ax, (title, names) in zip(axes, (("writing a cache", WRITING), ("reading a cache", READING)), strict=True):
-        for place, (operation, start) in enumerate(names):
+        for position, (operation, start) in enumerate(names):
             rows = table[(table["operation"] == operation) & table["format"].str.startswith(start)]
-            _bound_row(ax, place, rows[rows["bound_ms"] == rows["bound_ms"].max()])
+            _bound_row(ax, position, rows[rows["bound_ms"] == rows["bound_ms"].max()])
         ax.axvline(1, color=PALETTE["bound"], linewidth=1.5, linestyle=":")
         ax.set_yticks(range(len(names)), names.values())
         ax.set(title=title, xscale="log", xlabel="share of the machine's bound", ylim=(len(names) - 0.5, -0.5))
@@ -71,7 +70,7 @@ def bound_dots(table):
     return fig
 
 
-def _bound_row(ax, place: int, rows) -> None:
+def _bound_row(ax, position: int, rows) -> None:
     names = rows.sort_values("median")["implementation"]
     others = names[names.str.startswith(LIBRARIES)].head(1)
     ours = names[names.str.startswith(("vqkv", "plain torch"))]
@@ -79,9 +78,11 @@ def _bound_row(ax, place: int, rows) -> None:
         known, share = row.implementation.startswith(LIBRARIES), row.ratio_to_bound
         colour, marker, name = look_of("faiss" if known else row.implementation)
         ends = whiskers(share, row.bound_ms / row.max, row.bound_ms / row.min)
-        ax.errorbar(share, place, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
+        ax.errorbar(share, position, xerr=ends, fmt=marker, color=colour, ms=10 if name == "vqkv" else 8, elinewidth=1)
         if known:
-            ax.annotate(look_of(row.implementation)[2], (share, place), (0, 7), textcoords="offset points", ha="center")
+            ax.annotate(
+                look_of(row.implementation)[2], (share, position), (0, 7), textcoords="offset points", ha="center"
+            )
 
 
 def look_of(implementation: str) -> tuple[str, str, str]:
@@ -91,9 +92,7 @@ def look_of(implementation: str) -> tuple[str, str, str]:
 
 
 def attention_lines(table):
-    """Time of one token's attention over that of fp16 SDPA (black; grey: faster), by context; a column per batch size.
-    Above: packed keys and values are read as they are; below: they are decoded first. Bars: fastest and slowest
-    repetition. int8 is left to the table."""
+    """Draw time of one token's attention over fp16 SDPA's by context: read as packed (above), decoded first (below)."""
     table = with_numbers(table[table["operation"] == "decode_attention"], "batch", "context")
     table, batches = table[table["format"] != "int8"], sorted(set(table["batch"]))
     fig, axes = plt.subplots(2, len(batches), figsize=(11, 7), sharex="col", sharey=True, squeeze=False)
@@ -126,8 +125,7 @@ def attention_lines(table):
 
 
 def search_lines(table):
-    """Milliseconds to encode by residual VQ: left against the codes of each codebook, right against the number of
-    codebooks. Dotted: the roofline's bound. Bars: fastest and slowest repetition."""
+    """Draw milliseconds to encode by residual VQ against the codes of a codebook and against codebooks."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     rows = with_numbers(table[table["operation"] == "rvq_encode"], "N", "K", "C")
     rows = rows[rows["N"] == rows["N"].min()]

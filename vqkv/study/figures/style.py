@@ -94,10 +94,9 @@ def use_style() -> None:
 
 
 def show(fig, name: str, table) -> None:
-    """Show a figure and a line of links under it; write ``figures/NAME.svg`` and ``.png`` beside ``table``'s results.
+    """Show a figure and its links; write ``figures/NAME.svg`` and ``.png`` with the results of ``table``.
 
-    ``table`` comes from ``study.tables.table``; its provenance takes the files' sha256. Existing files are left alone
-    when the table was merely loaded from the repository, so that reading a page never rewrites what is committed.
+    A table that was merely loaded from the repository leaves existing files alone.
     """
     origin = table.attrs["vqkv"]
     root = Path(origin["root"])
@@ -162,8 +161,7 @@ def plain_numbers(axis) -> None:
 
 
 def mark_floor(ax, rows) -> None:
-    """Shade what lies below the KL of an fp16 cache, on a vertical axis of KL: no storage error is told from rounding
-    there. Where all is far above it, or the axis linear, its number must do."""
+    """Shade what lies below the KL of an fp16 cache, which is rounding; where all is far above, print its number."""
     (low, high), floor = ax.get_ylim(), rows["kl_floor"].max()
     if low > 10 * floor or ax.get_yscale() == "linear":
         look = {"transform": ax.transAxes, "ha": "right", "fontsize": 8, "color": PALETTE["published"]}

@@ -21,10 +21,10 @@ from vqkv.study.tables import published, repository_root, stored
 
 
 def audited_tables() -> dict[str, str]:
-    """The tables that the audit reads, by name, with a hash of their contents: other contents, another audit.
+    """Return the tables that the audit reads, by name, with a hash of their contents: of this run, else the
+    repository's.
 
-    This study's own are those of the run at hand or, where that has none, of the repository; one that neither has is
-    left out. ``published/NAME`` are the sources'.
+    One that neither has is left out. ``published/NAME`` are the sources'.
     """
     names = sorted({*listed().query("measured != ''")["table"]})
     names += sorted(f"published/{path.stem}" for path in (repository_root() / "results/published").glob("*.csv"))

@@ -24,10 +24,7 @@ def rvq_algorithm_1() -> float:
 
 
 def aqua_algorithms() -> list[float]:
-    """Compare a bundled model's keys and values, layer by layer, with AQUA-KV's Algorithms 2 and 3.
-
-    A fitted predictor reads the reconstructions before; the codec stores the residual.
-    """
+    """Compare a bundled model's keys and values with AQUA-KV's Algorithms 2 and 3, layer by layer."""
     model, _ = load_model("vqkv/llama-mini")
     tokens = torch.randint(0, 4096, (4, 64), generator=torch.Generator().manual_seed(0))
     preset = presets.aqua(presets.higgs(2), sink_tokens=0, recent_window=0)
@@ -50,10 +47,7 @@ def aqua_algorithms() -> list[float]:
 
 
 def vqq_algorithm_1(threshold: float) -> float:
-    """Compare random blocks with the VQ framework's Algorithm 1.
-
-    A block is stored in fp16 where the code's largest error, over the head's maximum, is above the threshold.
-    """
+    """Compare blocks with the VQ framework's Algorithm 1: in fp16 if an error is above the threshold."""
     x = torch.randn(1, 4, 256, 64, generator=torch.Generator().manual_seed(0))
     plain, mixed = (presets.vqq(limit).key_codec(64).fit(x).quantize_dequantize(x) for limit in (1e9, threshold))
     x, plain, mixed = (y.unflatten(2, (-1, 64)).flatten(3).unflatten(3, (-1, 8)) for y in (x, plain, mixed))

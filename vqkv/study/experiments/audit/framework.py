@@ -13,10 +13,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 4, 64  # on which ratios hardly depend
 
 
 def stream(keyframes: str | Preset, deltas: str) -> pd.DataFrame:
-    """Return ``Stream.report()`` of random values as a row.
-
-    A preset takes the same bytes for all data; what does not is read from page 05's table.
-    """
+    """Return ``Stream.report()`` of random values as a row; a preset's bytes are the same for all data."""
     x = torch.randn(2, LAYERS, 1, HEADS, STEPS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     codecs: Any = keyframes
     if isinstance(keyframes, Preset):
@@ -39,8 +36,5 @@ def states(steps: int) -> tuple[int, int, int]:
 
 
 def fallback_bits(share):
-    """Return the bits of a value with this share of the blocks of 8 in fp16.
-
-    The other blocks are a code of 8 bits; each block has a bit that says which.
-    """
+    """Return bits of a value with a share of the blocks of 8 in fp16, others of 8 bits, and a bit for which."""
     return 16 * share + (1 - share) * 8 / 8 + 1 / 8

@@ -30,10 +30,7 @@ def agrees(rule: str, said: float, found: float) -> bool:
 
 
 def verdict(rule: str, cases: list[Case]) -> str:
-    """Return ``holds`` where all cases agree, ``holds in part`` where some do, else ``does not hold``.
-
-    ``ours``: a comparison that the source did not make, which says nothing about the source.
-    """
+    """Say whether all cases, some or none agree; ``ours``, which the source did not compare, says nothing of it."""
     if not cases:
         return NEITHER
     if rule == "ours":
@@ -68,10 +65,7 @@ def find(claim: dict, table: pd.DataFrame) -> tuple[list[Case], dict]:
 
 
 def row(claim: dict, cases: list[Case], facts: dict) -> dict:
-    """Return the audit's row of a claim, which shows the case that agrees least.
-
-    No case: its table is not there, or lacks what this needs.
-    """
+    """Return the audit's row of a claim: of the case that agrees least, or of none if its table lacks something."""
     rule, page = claim["rule"], f"page {claim['table'][:2]}"
     low, high = (facts.get(end, math.nan) for end in ("low", "high"))
     end = {"above": low, "below": high}.get(rule.partition(":")[0], math.nan)
