@@ -1,4 +1,4 @@
-"""Saved caches, loaded again: they go on as if they had never been away, or are refused."""
+"""Saved caches go on as if they had never been away, or are refused; compressors are shared as models are."""
 
 import copy
 import dataclasses
@@ -10,6 +10,7 @@ import forked
 import pytest
 import small_models
 import torch
+from huggingface_hub import ModelCard
 from mutations import mutated
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
@@ -18,7 +19,7 @@ from saved_states import MANY, TOKENS, feed, half_way, made, rest, same_state, t
 from strategies import run
 
 import vqkv.codecs
-from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, load_model, presets
+from vqkv import CompressedCache, Compressor, DataError, FormatError, calibrate, evaluate, load_model, presets
 from vqkv.cache.compressor import FILE, FORMAT, VERSION
 from vqkv.codecs.stage import Part
 from vqkv.models.load import describe, difference
@@ -195,3 +196,33 @@ def test_a_new_process_knows_every_part():
         importlib.import_module(module.name)
     own = {name for name, part in Part.registry.items() if part.__module__.startswith("vqkv.codecs")}
     assert own - forked.call(forked.known_parts) == set()
+
+
+@pytest.fixture(scope="module")
+def residual(llama):
+    return calibrate(llama, TOKENS, presets.vqllm(2, 16, 8), progress=False)
+
+
+def test_the_card_names_model_text_bits_and_losses(llama, residual, tmp_path):
+    residual.save_pretrained(tmp_path)
+    assert "were not measured" in (tmp_path / "README.md").read_text()
+    residual.notes |= {"corpus": "random tokens", "measured": evaluate(llama, residual, TOKENS, chunk_size=16)}
+    residual.save_pretrained(tmp_path)
+    card, row = ModelCard.load(tmp_path / "README.md"), Compressor.from_pretrained(tmp_path).notes["measured"]
+    bits = "| bits a value, without side information | 1.5 |"
+    for part in ("random tokens", "288 tokens", "num_quantizers=2", bits, "nats", f"| {row['kl_mean']:.4g} |"):
+        assert part in card.text, part
+    assert card.data.library_name == "vqkv"
+
+
+def test_a_folder_of_the_hub(residual, tmp_path, monkeypatch):
+    """The hub itself is out of reach: its client's call is made on a folder."""
+    residual.save_pretrained(tmp_path / "me/mine")
+    monkeypatch.setattr("vqkv.cache.compressor.hf_hub_download", lambda name, file, **_: tmp_path / name / file)
+    assert Compressor.from_pretrained("me/mine").fingerprint == residual.fingerprint
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "a/b/c"])
+def test_a_name_that_is_nowhere(name):
+    with pytest.raises(FormatError, match="is no folder, and not on the hub .*save_pretrained"):
+        Compressor.from_pretrained(name)

@@ -13,11 +13,10 @@ from strategies import exact
 from strategies import run as fed
 from transformers import DynamicCache
 
-import vqkv
-from vqkv import calibrate, evaluate, presets
+from vqkv import DataError, calibrate
 from vqkv.cache.meter import tensor_bytes
 from vqkv.models.capture import capture
-from vqkv.study.eviction import H2O, EvictedKeys, attention_scores, heavy_hitters, snapkv, token_mask
+from vqkv.study.eviction import H2O, EvictedKeys, heavy_hitters, snapkv, token_mask
 
 TOKENS = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
 PIECES = (20, 7, 1, 1, 11)
@@ -92,6 +91,8 @@ def test_sinks_window_and_rope_as_stored(llama):
     for cache, stored_bits in zip(caches, (3 * 2 * 2 * 3, 0), strict=True):
         assert [store.parts[::2] for store in cache.layers[1].stores] == [(3, 5), (3, 5)]
         assert cache.report().kinds["positions"] == stored_bits  # layers x batch x heads x a bit for each token seen
+    with pytest.raises(DataError, match="without padding"):
+        llama(TOKENS, attention_mask=TOKENS.ne(TOKENS[0, 0]).long(), past_key_values=H2O(before).new_cache(llama))
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +117,7 @@ def test_heavy_hitters_keep_the_newest_and_the_highest(stored, shares, exempt, l
         assert worst is None or all((row[t], t) < worst for t in set(range(stored)) - set(chosen))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["fp16", "vqllm", "kivi"])
 def test_every_preset_evicts_once_before_packing_and_counts_what_is_kept(llama, name):
     tokens = torch.randint(1, 4096, (2, 220), generator=torch.Generator().manual_seed(1))
     compressor = calibrate(llama, tokens, SMALL[name], progress=False)
@@ -130,20 +131,6 @@ def test_every_preset_evicts_once_before_packing_and_counts_what_is_kept(llama, 
     if name == "vqllm":  # of which no tokens wait
         assert report.packed_values == report.values * 170 // 220 and report.bits_per_value == whole.bits_per_value
     assert (logits - whole_logits)[:, 200:].abs().max() < 10 * whole_logits.std()
-
-
-def test_the_more_tokens_stay_the_less_is_lost_and_scores_add_up(mini):
-    tokens = vqkv.load_corpus("python-stdlib", mini[1], "test", seq_len=128, num_seqs=2)
-    base = calibrate(mini[0], tokens, presets.fp16(), progress=False)
-    whole, most, half = (
-        evaluate(mini[0], H2O(base, share), tokens, "snapshot", prompt_len=112, reconstruction=False)
-        for share in (1.0, 0.75, 0.5)
-    )
-    assert whole["kl_mean"] < 1e-5 < most["kl_mean"] < half["kl_mean"]
-    assert half["ratio"] == pytest.approx(128 / (56 + 16)) and whole["ratio"] == 1
-    scores = attention_scores(mini[0], tokens)[3]
-    assert scores.shape == (2, 2, 128)
-    torch.testing.assert_close(scores.sum(dim=(1, 2)), torch.full((2,), 128.0 * 6))  # each query head gives 1 a token
 
 
 def test_snapkv_keeps_what_the_last_queries_see_and_these(model):

@@ -1,6 +1,7 @@
-"""Page 14: what its views say is so, and its controls change them."""
+"""Page 14: what its views say is so, and its controls change them; and a conversation in the terminal."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from small_models import make
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import explore
-from vqkv.study.chat import Conversation
+from vqkv.study.chat import Conversation, chat
 from vqkv.study.explore import views
 from vqkv.study.explore.controls import Chat
 from vqkv.study.subject import Subject
@@ -77,3 +78,40 @@ def test_a_chat_goes_on_with_its_caches_and_begins_again_with_another_system(sub
     assert "positions" in chat.status.value and "def main" in chat.text.value
     chat.systems[0].value = "hqq"
     assert chat.text.value == "" and not chat.talks
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
+
+
+def talk(model, tokenizer, *turns):
+    said, written = iter(turns), []
+    chat(model, tokenizer, None, lambda _: next(said, ""), 8, written.append)
+    return written
+
+
+@pytest.fixture
+def templated(mini):
+    model, tokenizer = mini
+    before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
+    yield model, tokenizer
+    tokenizer.chat_template = before
+
+
+def test_what_the_model_reads_is_the_template_of_the_conversation(templated, monkeypatch):
+    model, tokenizer = templated
+    read, answer = [], torch.tensor([[*tokenizer("yes", add_special_tokens=False).input_ids, tokenizer.eos_token_id]])
+
+    def generate(input_ids, **_):
+        read.append(input_ids)
+        return torch.cat([input_ids, answer], dim=1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    talk(model, tokenizer, "one", "two")
+    messages = [("user", "one"), ("assistant", "yes"), ("user", "two")]
+    chat = [{"role": role, "content": content} for role, content in messages]
+    assert tokenizer.decode(read[-1][0]) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_it_ends_where_positions_do_and_at_an_interrupt(mini):
+    assert "positions" in talk(*mini, "word " * 2000)[-1]
+    chat(*mini, None, Mock(side_effect=KeyboardInterrupt))

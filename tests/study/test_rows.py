@@ -1,14 +1,17 @@
-"""Rows of experiments at a small size, against what is known of them."""
+"""Rows of experiments at a small size, against what is known of them, and their way to a figure."""
 
 import sys
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
+import vqkv
 from vqkv import load_model
 from vqkv.models.capture import capture
 from vqkv.models.rope import rotations
-from vqkv.study import experiments, figures
+from vqkv.study import experiments, figures, steering, tables
 from vqkv.study.experiments import chat, group_sizes, injected, restored_quality, retrieval
 from vqkv.study.experiments.injected import BY_HEAD, PAIRS, key_bias, loud_heads, outlier_channels
 from vqkv.study.injection import normed
@@ -118,3 +121,38 @@ def test_rows_of_a_seed_are_those_of_what_it_draws():
     assert by_head.loc[["vq", "vq unscaled"]].notna().all(axis=None)
     assert by_head.loc["vqq 0.1", ["quiet_codes"]].isna().all()
     assert {name.split()[0] for name in table.attrs["sources"]} == {"model", "corpus"}
+
+
+PACKAGE = str(Path(vqkv.__file__).parent) + "/"
+ASKED = {"seeds": [0], "facts": {}, "chunk_size": 16}
+
+
+def holds(value, number: float) -> bool:
+    """Whether an argument or a result has the number in it."""
+    if isinstance(value, dict | list | tuple):
+        return any(holds(each, number) for each in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, pd.DataFrame):
+        return "kl_mean" in value and number in set(value["kl_mean"])
+    return isinstance(value, float) and float(f"{value:.6g}") == number
+
+
+def test_a_row_passes_eight_files_at_most(llama_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(steering, "current", steering.Steering(str(tmp_path)))
+    subject, seen = experiments.Subject(llama_folder, "python-stdlib", [1, 64], [2, 64]), []
+
+    def watch(frame, event, result):
+        path = frame.f_code.co_filename
+        if event in ("call", "return") and path.startswith(PACKAGE):
+            given = result if event == "return" else [*frame.f_locals.values()]
+            if isinstance(given, dict | list | tuple | pd.DataFrame):
+                seen.append((path.removeprefix(PACKAGE), given))
+
+    quantizer = {"num_quantizers": 1, "codebook_size": 4, "group_size": 32}
+    sys.setprofile(watch)
+    try:
+        rows = tables.table("toy", experiments.grouping, {"subject": subject} | ASKED | {"quantizer": quantizer})
+        figures.show(figures.grouping_bars(rows), "toy", rows)
+    finally:
+        sys.setprofile(None)
+    passed = {path for path, given in seen if holds(given, rows["kl_mean"][0])}
+    assert {"evaluation/evaluate.py", "study/tables.py", "study/figures/codebooks.py"} <= passed and len(passed) <= 8

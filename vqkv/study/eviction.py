@@ -177,7 +177,9 @@ class EvictingCache(CompressedCache):
         """Ask, before the prompt is stored, which of its tokens matter."""
         super().begin_pass(module, given)
         self.inputs.packed_slots = 0  # kernels rotate all heads by the same positions
-        tokens = given["input_ids"]
+        tokens, mask = given["input_ids"], self.inputs.mask
+        if mask is not None and not mask.all():
+            raise DataError("eviction takes sequences of equal length, without padding: give each one by itself")
         window = min((reach + 1 for reach in self.reaches if reach), default=math.inf)
         if self.batch.slots + tokens.shape[1] > window:
             raise DataError(f"the model's sliding window of {window} tokens does its own eviction: use fewer tokens")

@@ -119,19 +119,6 @@ def coded_decode(family: str, sizes: Sizes) -> Iterator[Problem]:
         yield problem
 
 
-def grouped_encode(sizes: Sizes) -> Iterator[Problem]:
-    """Components to the bytes of ``live``: of each group the nearest of 256 vectors."""
-    view: Any = FORMATS["live 2.25"](sizes.stored, sizes.device)
-    like = replace(view, matrix=None, offset=None)
-    x = gaussian(*like.shape, seed=sizes.seed, device=sizes.device) * like.scale.float().unsqueeze(1)
-    work = Demand(2 * 256 * x.numel(), x.nbytes + like.codes.nbytes, x.numel(), exact=True)
-    problem = Problem("grouped_encode", "live 2.25", label(x.shape), work)
-    expected = reference.grouped_encode(x[:, :, :CHECKED], like)
-    call = partial(kernels.grouped_encode, x, like)
-    problem.add(ours("grouped_encode", x), call, expected, lambda codes: codes[:, :, :CHECKED])
-    yield problem
-
-
 def attention(sizes: Sizes) -> Iterator[Problem]:
     """One new token of each sequence against its cache, uncompressed and in every format."""
     for batch, context in sizes.runs:
@@ -186,6 +173,5 @@ OPERATIONS: dict[str, Operation] = {
     "product_encode": product_encode,
     "product_decode": partial(coded_decode, "product"),
     "residual_decode": partial(coded_decode, "residual"),
-    "grouped_encode": grouped_encode,
     ATTENTION: attention,
 }

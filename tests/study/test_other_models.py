@@ -1,11 +1,12 @@
-"""The profiles of published models: every entry is a parameter, every size fits, every architecture runs on a page."""
+"""Pages on other models: every profile's entries are parameters, and a page runs on any model and text to its end."""
 
 import pytest
+import small_models
 
 from vqkv.data.corpus import HUB_CORPORA, SPLITS, of_split
 from vqkv.models.load import KNOWN_CONFIGS
 from vqkv.study.driver import Study
-from vqkv.study.pages import load_profile, notebook_parameters
+from vqkv.study.pages import HOLDS, load_profile, notebook_parameters
 from vqkv.study.tables import repository_root
 
 NAMES = {
@@ -31,3 +32,19 @@ def test_every_entry_is_a_parameter_of_the_right_type(name, pages):
         if "device" in pages[path.stem]:
             assert injected["device"] in (("cuda",) if timed else ("cuda", "auto"))
         assert injected.get("model", settings["*"]["model"]) in KNOWN_CONFIGS, path.stem
+
+
+def test_a_page_runs_on_any_model_and_says_which_claims_hold(tmp_path):
+    """Most layers of this Gemma attend to the last 10 tokens only."""
+    text = "".join(f"Line {i} is about {i * i} and {i % 7} of them.\n" for i in range(3000))
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    model = str(small_models.make("gemma3", tmp_path / "mine", small_models.SLIDING["gemma3"]()))
+    parameters = {"model": model, "corpus": str(tmp_path / "mine.txt"), "num_seqs": 1, "seq_len": 64}
+    study = Study(only=["01"], profile="smoke", parameters=parameters, out=tmp_path / "out")
+    (page,) = study.notebooks
+    assert study.run() == {} and study.refused == {page.stem: []}
+    verdicts = [*study.claims[page.stem].values()]
+    assert len(verdicts) == sum('"assert ' in line for line in page.read_text().splitlines())
+    assert all(verdict.startswith((HOLDS, "does not hold", "cannot be asked")) for verdict in verdicts)
+    assert any(verdict.startswith("does not hold here") for verdict in verdicts)
+    assert (tmp_path / "out" / "figures").is_dir() and not (tmp_path / "out" / "failed").exists()
