@@ -1,7 +1,9 @@
-"""``vqkv.compressed``: code that makes its own caches reads compressed ones, and only within the block."""
+"""``vqkv.compressed``: code that makes its own caches reads compressed ones; and threads that share a model."""
 
+import copy
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
 
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_a_pipeline_and_a_streamer(mini):
         streamer = TextIteratorStreamer(tokenizer)
         use.cache = None
         asked = tokenizer("def main(", return_tensors="pt") | GREEDY | {"streamer": streamer}
-        thread = Thread(target=model.generate, kwargs=asked)
+        thread = threading.Thread(target=model.generate, kwargs=asked)
         thread.start()
         assert "".join(streamer).startswith(made[0]["generated_text"])
         thread.join()
@@ -90,3 +92,52 @@ def test_in_place_reads_its_own_tokens_and_evaluate_measures_the_same_within_a_b
         assert vqkv.evaluate(llama, two[1], TOKENS, chunk_size=16) == wanted
     with vqkv.compressed(llama, two[1], in_place=True):
         assert not torch.allclose(llama(TOKENS[:1]).logits, exact)
+
+
+@pytest.fixture(scope="module")
+def higgs(llama):
+    return calibrate(llama, TOKENS, presets.higgs(4, recent_window=4), progress=False)
+
+
+@pytest.fixture
+def often():
+    """Threads take turns far more often than usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_passes_of_other_threads_are_not_measured(llama, higgs):
+    """Another thread's pass comes between every two layers of an evaluation."""
+    expected, main = vqkv.evaluate(llama, higgs, TOKENS[:2]), threading.get_ident()
+    with ThreadPoolExecutor(1) as pool:
+
+        def another(*_):
+            if threading.get_ident() == main:
+                pool.submit(llama, TOKENS[:, :9]).result(30)
+
+        handle = llama.model.layers[1].mlp.register_forward_hook(another)
+        try:
+            assert vqkv.evaluate(llama, higgs, TOKENS[:2]) == expected
+        finally:
+            handle.remove()
+
+
+def test_threads_generate_while_others_make_caches_and_calibrate(llama, higgs, often):
+    expected = generated(llama, higgs.new_cache(llama), mask=PADDED)
+
+    def generate(model) -> None:
+        cache = higgs.new_cache(model)
+        assert generated(model, cache, mask=PADDED) == expected
+        assert cache.report().derived_bytes >= 0
+
+    def fit(model) -> None:
+        fitted = calibrate(model, TOKENS, presets.higgs(4, recent_window=4), progress=False)
+        assert fitted.fingerprint == higgs.fingerprint
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            model = copy.deepcopy(llama)  # of which nothing is known yet
+            for done in [pool.submit(work, model) for work in (generate, fit, generate)]:
+                done.result(60)
