@@ -19,21 +19,21 @@ def small(monkeypatch, tmp_path):
     """Two systems, at a size that takes seconds, into the current folder; nothing of it in the user's cache."""
     monkeypatch.setenv("VQKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "SIZES", [((4, 256), (2, 128), 1, (192, 256))])
-    monkeypatch.setattr(module, "SYSTEMS", {name: module.SYSTEMS[name] for name in ("int4", "live 2.25")})
+    monkeypatch.setattr(module, "SIZES", [((4, 256), (2, 256), 2, (384, 448))])
+    monkeypatch.setattr(module, "SYSTEMS", {name: module.SYSTEMS[name] for name in ("int4", "HIGGS 3")})
 
 
 def test_table_page_and_what_recommend_then_says(small, tmp_path):
     """The notebook is run where a folder of the package's name hides nothing."""
     (tmp_path / "vqkv").mkdir()
     table, said = compare("vqkv/llama-mini", "python", say=(lines := []).append), "\n".join(lines)
-    assert list(table["system"]) == ["int4", "live 2.25"] and table.notna().all(axis=None) and "about" in said
+    assert list(table["system"]) == ["int4", "HIGGS 3"] and table.notna().all(axis=None) and "about" in said
     assert (table["bits_with_side"] > table["bits"]).all() and (table["kl_low"] <= table["kl"]).all()
     page = (tmp_path / "compare-llama-mini/compare.html").read_text()
     assert "presets.quanto(bits=4)" in page and "vqkv/llama-mini" in page
     own = recommend("vqkv/llama-mini", 4096).set_index("system")
     assert own.loc["quanto 4", ["kl", "measured_on"]].tolist() == [table["kl"][0], "vqkv/llama-mini"]
-    assert own.loc["live 2.25", "preset"] == table["preset"][1] == "presets.live(bits=2.25)"
+    assert own.loc["higgs 3", "preset"] == table["preset"][1] == "presets.higgs(bits=3, recent_window=0)"
     assert own.loc["fp8", "measured_on"] == "SmolLM2-135M"
 
 
@@ -53,11 +53,11 @@ def test_it_goes_on_after_a_kill_and_what_is_left_out_is_kept(small, tmp_path, m
         compare("vqkv/llama-mini", "python", out=tmp_path / "out", say=lambda _: None)
     assert list(pd.read_csv(tmp_path / "out/compare.csv")["system"]) == ["int4"]
     compare("vqkv/llama-mini", "python", out=tmp_path / "out", say=lambda _: None)
-    assert done == ["int4", "live 2.25", "live 2.25"]
+    assert done == ["int4", "HIGGS 3", "HIGGS 3"]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=iter((0, 10_000)).__next__))
     compare("vqkv/llama-mini", "python", 1, out=tmp_path / "out", say=lambda _: None)
     left_out = json.loads((tmp_path / "out/compare.json").read_text())["left_out"]
-    assert left_out == {"live 2.25": "the minutes were over"}
+    assert left_out == {"HIGGS 3": "the minutes were over"}
 
 
 def test_what_does_not_fit_the_model_is_left_out_and_ten_words_are_too_few(small, tmp_path, monkeypatch):
