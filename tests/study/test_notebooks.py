@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -69,6 +70,7 @@ def test_logic_lives_in_the_library(path):
 def test_figures_come_out_again_from_the_committed_tables(path, monkeypatch):
     """Byte for byte but for names of clip paths, and nothing is computed. Outputs are compared by nbval."""
     drawn = {}
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the shell replaces, and spawn reads
 
     def keep(fig, name, table):
         drawn[f"{name}.svg"] = table.attrs["vqkv"], figures.render(fig, "svg")
