@@ -15,7 +15,7 @@ PARAMETERS = 'sizes = [1, 2]  # of something\nrate = 0.5  # per step\nname = "a"
 WRITE = """from pathlib import Path
 from vqkv.study.steering import current as run
 out = Path(run.out, "results"); out.mkdir(exist_ok=True)
-out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{run.recompute}")
+out.joinpath("toy.csv").write_text(f"{sizes},{rate},{name},{steps},{run.recompute},{run.workers}")
 print(Path.cwd().name, steps)"""
 AFTER = """from pathlib import Path
 from vqkv.study import steering
@@ -46,9 +46,9 @@ def test_default_profile_refreshes_the_page_in_place_and_repeats_itself(root):
     assert notebook.cells[1].outputs[0].text == "notebooks 3\n" and notebook.cells[1].execution_count == 2
     assert nbformat.writes(notebook).encode() + b"\n" == first
     assert b"papermill" not in first and b"injected" not in first and b"iopub" not in first
-    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,False"
-    assert study.Study(root, recompute=True).run() == {}
-    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",True")
+    assert (root / "results/toy.csv").read_text() == "[1, 2],0.5,a,3,False,0"
+    assert study.Study(root, recompute=True, workers=3).run() == {}
+    assert page.read_bytes() == first and (root / "results/toy.csv").read_text().endswith(",True,3")
     assert not (root / "runs").exists()
 
 
@@ -58,7 +58,7 @@ def test_other_parameters_go_to_their_own_folder(root):
     assert run.run() == {}
     assert (root / "notebooks/01_first.ipynb").read_bytes() == before and not (root / "results").exists()
     assert run.target.parent == root / "runs" and run.target.name.startswith("custom-")
-    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,False"
+    assert (run.target / "results/toy.csv").read_text() == "[4],1.0,a,7,False,0"
     executed = (run.target / "notebooks/01_first.ipynb").read_text()
     assert "injected-parameters" in executed and "notebooks 7" in executed
 

@@ -1,67 +1,36 @@
-"""Sweeps: equal rows, also after a kill; and one case of a stored table, computed again."""
+"""Sweeps here and in processes: equal rows, also after a kill; and one case of a stored table, computed again."""
 
 import json
 import math
 import multiprocessing
-import os
+import pickle
+import re
 import signal
-from pathlib import Path
 
 import pandas as pd
 import pytest
+import sweep_cases as cases
 
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.study import reproduce, steering, sweep, tables
 from vqkv.study.shared import per_process, plain
 from vqkv.study.subject import Subject
-from vqkv.study.sweep import experiment, product
 
 WORDS = r"unknown preset 'vqlm'. Did you mean 'vqllm'\? Known: vqllm."
 
 
-def _cases(count=5):
-    return product(x=range(count))
-
-
-@experiment(_cases)
-def cube(x, folder, scale=3):
-    """A row or two. Leaves a mark for every call."""
-    mark(folder, x)
-    return [{"x": x, "part": part, "y": (x + part) ** 3 / scale} for part in range(1 + x % 2)]
-
-
-@experiment(_cases)
-def troubled(x, folder):
-    """``cube``, but case 3 fails, or kills its process, as long as there is a file of that name."""
-    if x == 3 and path(folder, "kill").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-    if x == 3 and path(folder, "fail").exists():
-        raise UnknownNameError("preset", "vqlm", ["vqllm"])  # its arguments are not its words
-    return cube.row(x, folder)
-
-
-def mark(folder, name):
-    with path(folder, name).open("a") as file:
-        file.write("1")
-
-
-def marks(folder, name) -> int:
-    found = path(folder, name)
-    return len(found.read_text()) if found.exists() else 0
-
-
-def path(folder, name) -> Path:
-    return Path(folder, str(name))
+def steer(monkeypatch, out, **how):
+    monkeypatch.setattr(steering, "current", steering.Steering(str(out), **how))
 
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """The folder for results; beside it marks."""
-    monkeypatch.setattr(steering, "current", steering.Steering(str(tmp_path / "out")))
+    steer(monkeypatch, tmp_path / "out")
     return tmp_path / "out"
 
 
-def table(folder, recompute=False, function=troubled, **parameters) -> pd.DataFrame:
+def table(folder, recompute=False, function=cases.troubled, **parameters) -> pd.DataFrame:
     return tables.table("toy", function, {"folder": str(folder)} | parameters, recompute)
 
 
@@ -85,8 +54,8 @@ def half_done(out, error=UnknownNameError, message=WORDS, why="fail", **more):
 def finish(out, **more) -> list[int]:
     """Run to the end; returns how often each case was computed, the unfinished run's calls included."""
     found = table(out.parent, **more)
-    calls = [marks(out.parent, x) for x in range(5)]
-    rows = [row for x in range(5) for row in cube.row(x, out.parent)]
+    calls = [cases.marks(out.parent, x) for x in range(5)]
+    rows = [row for x in range(5) for row in cases.cube.row(x, out.parent)]
     assert found.to_dict("records") == [row | {"y": float(f"{row['y']:.6g}")} for row in rows]
     assert not list(out.glob("results/.rows"))
     return calls
@@ -109,6 +78,18 @@ def test_a_failed_run_names_its_case_and_goes_on_from_the_last_finished_one(out)
     assert table(out.parent).attrs["vqkv"]["fresh"] is False
 
 
+def test_processes_make_the_same_table_and_one_that_dies_loses_nothing(out, monkeypatch):
+    steer(monkeypatch, out, workers=2)
+    half_done(out, RuntimeError, r"a worker died.*memory", why="kill")
+    done = finished(out)
+    assert done and 3 not in done  # the other worker may have gone on to the last
+    error = pickle.loads(pickle.dumps(UnknownNameError("preset", "vqlm", ["vqllm"])))  # as a worker hands it over
+    assert re.fullmatch(WORDS, str(error))
+    steer(monkeypatch, out)
+    calls = [cases.marks(out.parent, x) for x in range(5)]
+    assert finish(out) == [calls[x] + (x not in done) for x in range(5)]
+
+
 def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch):
     half_done(out)
     for name, other in (("CODE", "other"), ("torch.get_num_threads", lambda: 64)):
@@ -116,7 +97,7 @@ def test_rows_of_other_code_threads_or_parameters_are_not_used(out, monkeypatch)
             patch.setattr(f"vqkv.study.sweep.{name}", other)
             half_done(out)
     half_done(out, recompute=True)  # a run of its own
-    assert [marks(out.parent, x) for x in range(4)] == [4, 4, 4, 0]
+    assert [cases.marks(out.parent, x) for x in range(4)] == [4, 4, 4, 0]
     assert finish(out) == [4, 4, 4, 1, 1]
 
 
@@ -196,12 +177,12 @@ def test_rows_are_compared_with_the_nearest_of_the_same_words(row, difference, c
 
 
 def test_one_case_of_an_experiment_is_drawn_and_computed_alone(tmp_path, monkeypatch):
-    record = {"function": f"{__name__}.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
+    record = {"function": "sweep_cases.cube", "parameters": {"folder": str(tmp_path)}, "device": "any"}
     monkeypatch.setattr(reproduce, "provenance", lambda name: record)
-    monkeypatch.setattr(reproduce, "known", lambda name: cube(folder=str(tmp_path)))
+    monkeypatch.setattr(reproduce, "known", lambda name: cases.cube(folder=str(tmp_path)))
     found = reproduce.again("toy", seed=0)
     assert found["case"].startswith("cube, case ") and found["difference"] == 0
-    assert sum(marks(tmp_path, x) == 2 for x in range(5)) == 1
+    assert sum(cases.marks(tmp_path, x) == 2 for x in range(5)) == 1
 
 
 def test_a_table_that_fails_is_named_and_none_is_begun_when_time_is_over(monkeypatch):

@@ -36,9 +36,9 @@ class Study:
     """A run and its place: the notebooks of ``root``, a profile, further parameters, an output folder.
 
     ``root`` None means this repository; ``out`` None means ``root`` itself for the default profile without further
-    parameters, else ``runs/<profile>-<hash of the parameters>``. ``jobs``: pages at a time; give each page's kernel its
-    share of the cores by ``OMP_NUM_THREADS``. ``timed``: pages that take times, too. All bad input is found here,
-    before anything runs.
+    parameters, else ``runs/<profile>-<hash of the parameters>``. ``workers``: processes that compute the tables' rows,
+    but for timings. ``jobs``: pages at a time; give each page's kernel its share of the cores by ``OMP_NUM_THREADS``.
+    ``timed``: pages that take times, too. All bad input is found here, before anything runs.
     """
 
     root: Path | None = None
@@ -47,6 +47,7 @@ class Study:
     parameters: dict = field(default_factory=dict)
     out: Path | None = None
     recompute: bool = False
+    workers: int = 0
     jobs: int = 1
     timed: bool = True
 
@@ -113,8 +114,8 @@ class Study:
         return path.stem, ""
 
     def _execute(self, notebook: nbformat.NotebookNode) -> None:
-        """Run a notebook's cells in a new kernel, after a cell that says where tables go."""
-        steering = Steering(str(self.target), self.recompute)
+        """Run a notebook's cells in a new kernel, after a cell that says where tables go and who computes them."""
+        steering = Steering(str(self.target), self.recompute, self.workers)
         client = NotebookClient(
             notebook,
             kernel_name="python3",
@@ -147,13 +148,14 @@ def main(
     parameter: Annotated[list[str], typer.Option("-p", metavar="NAME=VALUE", help="One parameter.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Folder for notebooks, results and figures.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--reuse", help="Compute stored tables again.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that compute rows.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Pages at a time; with several, set OMP_NUM_THREADS.")] = 1,
     timed: Annotated[bool, typer.Option(help="Pages that take times, too.")] = True,
 ):
     """Run the study's notebooks: the committed pages by default, other settings into a folder of their own."""
     try:
         parameters = parse_assignments(parameter)
-        study = Study(None, only, profile, parameters, out, recompute, jobs, timed)
+        study = Study(None, only, profile, parameters, out, recompute, workers, jobs, timed)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

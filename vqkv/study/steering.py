@@ -1,4 +1,4 @@
-"""Where tables go and whether they are computed again, as ``python -m vqkv.study`` tells the kernel of each page."""
+"""Where tables go and who computes their rows, as ``python -m vqkv.study`` tells the kernel of each page."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,12 @@ class Steering:
     """A process' way of making tables.
 
     ``out``: the folder that holds ``results/`` and ``figures/``, empty for the repository. ``recompute``: every table
-    again.
+    again. ``workers``: processes that compute rows; 0: one row after another in this process.
     """
 
     out: str = ""
     recompute: bool = False
+    workers: int = 0
 
     def cell(self) -> str:
         """Return the code that a kernel runs before a page; it is not saved with it."""

@@ -1,8 +1,9 @@
-"""Tables of experiments, case by case, and after a kill from where it was.
+"""Tables of experiments, case by case: in this process or in several, and after a kill from where it was.
 
-The rows are the same in whatever order they are computed. A case draws all its random numbers from seeds among its
-arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
-depends on the number of threads.
+The rows are the same whoever computes them, in whatever order. A case draws all its random numbers from seeds among
+its arguments, and what cases share (``per_process``) depends on its own arguments alone. The order in which torch sums
+depends on the number of threads, so a worker has as many as the process that sweeps. Several are fastest with
+``OMP_NUM_THREADS=1``.
 """
 
 import hashlib
@@ -11,7 +12,8 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -19,10 +21,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky import get_reusable_executor
 from tqdm import tqdm
 
 from vqkv.errors import DataError
 from vqkv.runtime.files import replacing
+from vqkv.study import steering
 from vqkv.study.shared import forget, keep_freed_memory, plain
 from vqkv.study.subject import Subject
 
@@ -44,6 +49,9 @@ class Experiment:
     def __init__(self, row: Callable, cases: Callable, finish: Callable | None):
         update_wrapper(self, row)
         self.row, self.listed, self.finish = row, cases, finish
+
+    def __reduce__(self) -> str:  # a worker imports it
+        return self.__qualname__
 
     def __call__(self, **parameters) -> pd.DataFrame:
         return self.run(parameters)
@@ -135,27 +143,49 @@ def _computed(desc: str, cases: list[ExperimentCase], folder: Path | None) -> di
     threads = torch.get_num_threads()
     kept = {case.name: folder / f"{case.identity(threads)}.json" for case in cases} if folder else {}
     found = {name: json.loads(path.read_bytes()) for name, path in kept.items() if path.is_file()}
-    missing = [case for case in cases if case.name not in found]
+    calls = [(case, threads) for case in cases if case.name not in found]
     try:
-        for case in tqdm(missing, desc, len(cases), initial=len(found), unit="case", disable=None):
-            found[case.name] = _result(case)
-            if folder:
-                folder.mkdir(parents=True, exist_ok=True)
-                with replacing(kept[case.name]) as file:
-                    file.write(json.dumps(found[case.name]).encode())
+        with tqdm(total=len(cases), initial=len(found), desc=desc, unit="case", disable=None) as bar:
+            for name, result in in_processes(_result, calls, steering.current.workers or 1):
+                if folder:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with replacing(kept[name]) as file:
+                        file.write(json.dumps(result).encode())
+                found[name] = result
+                bar.update()
     finally:
         forget()
     return {case.name: found[case.name] for case in cases}
 
 
-def _result(case: ExperimentCase) -> dict:
-    """Compute a case, or name it in the error that it raises."""
+def _result(case: ExperimentCase, threads: int) -> tuple[str, dict]:
+    """Return name and result of a case."""
     keep_freed_memory()
+    torch.set_num_threads(threads)
     try:
-        return case.result()
+        return case.name, case.result()
     except Exception as error:
         error.add_note(f"in {case.name}")
         raise
+
+
+def in_processes(function: Callable, calls: list[tuple], workers: int) -> Iterator:
+    """Yield ``function(*call)`` of every call as they finish, in so many processes (1: in this one).
+
+    Raises what a call raises, and ``RuntimeError`` when a process died.
+    """
+    waiting = [delayed(function)(*call) for call in calls]
+    try:
+        with parallel_config("loky", inner_max_num_threads=torch.get_num_threads() if workers > 1 else None):
+            yield from Parallel(workers, return_as="generator_unordered", batch_size=1)(waiting)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker died, most often of too little memory: use fewer workers, or smaller settings. What has finished "
+            "is kept"
+        ) from error
+    finally:
+        if workers > 1:  # they would keep their models for five minutes
+            get_reusable_executor().shutdown(kill_workers=True)
 
 
 def _known_rows(results: dict[str, dict]) -> list[dict]:

@@ -1,0 +1,43 @@
+"""Experiments for the tests of sweeps, importable by other processes."""
+
+import os
+import signal
+from pathlib import Path
+
+from vqkv.errors import UnknownNameError
+from vqkv.study.sweep import experiment, product
+
+
+def _cases(count=5):
+    return product(x=range(count))
+
+
+@experiment(_cases)
+def cube(x, folder, scale=3):
+    """A row or two. Leaves a mark for every call."""
+    mark(folder, x)
+    return [{"x": x, "part": part, "y": (x + part) ** 3 / scale} for part in range(1 + x % 2)]
+
+
+@experiment(_cases)
+def troubled(x, folder):
+    """``cube``, but case 3 fails, or kills its process, as long as there is a file of that name."""
+    if x == 3 and path(folder, "kill").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if x == 3 and path(folder, "fail").exists():
+        raise UnknownNameError("preset", "vqlm", ["vqllm"])  # its arguments are not its words
+    return cube.row(x, folder)
+
+
+def mark(folder, name):
+    with path(folder, name).open("a") as file:
+        file.write("1")
+
+
+def marks(folder, name) -> int:
+    found = path(folder, name)
+    return len(found.read_text()) if found.exists() else 0
+
+
+def path(folder, name) -> Path:
+    return Path(folder, str(name))
