@@ -1,5 +1,8 @@
 """Compressors are shared as models are: a card, a folder or a name on the hub."""
 
+from shutil import copytree
+from types import SimpleNamespace
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -26,10 +29,18 @@ def test_the_card_names_model_text_bits_and_losses(llama, compressor, tmp_path):
     assert card.data.library_name == "vqkv"
 
 
-def test_a_folder_of_the_hub(compressor, tmp_path, monkeypatch):
-    """The hub itself is out of reach: its client's call is made on a folder."""
-    compressor.save_pretrained(tmp_path / "me/mine")
+def test_push_and_pull(compressor, tmp_path, monkeypatch):
+    """The hub itself is out of reach: its client's calls are made on a folder."""
+
+    def upload_folder(repo_id, folder_path, token):
+        copytree(folder_path, tmp_path / repo_id)
+        return SimpleNamespace(commit_url=f"https://hub/{token}")
+
+    monkeypatch.setattr("vqkv.cache.compressor.create_repo", lambda repo_id, **_: None)
+    monkeypatch.setattr("vqkv.cache.compressor.upload_folder", upload_folder)
     monkeypatch.setattr("vqkv.cache.compressor.hf_hub_download", lambda name, file, **_: tmp_path / name / file)
+    assert compressor.push_to_hub("me/mine", token="secret") == "https://hub/secret"
+    assert sorted(path.name for path in (tmp_path / "me/mine").iterdir()) == ["README.md", "compressor.safetensors"]
     assert Compressor.from_pretrained("me/mine").fingerprint == compressor.fingerprint
 
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import create_repo, hf_hub_download, upload_folder
 from torch import Tensor
 
 from vqkv.cache.card import model_card
@@ -136,6 +137,13 @@ class Compressor:
         save_checked(folder / FILE, about | self._described(), learned)
         with replacing(folder / "README.md") as file:
             file.write(str(model_card(self)).encode())
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); return its address."""
+        create_repo(repo_id, private=private, token=token, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return upload_folder(repo_id=repo_id, folder_path=folder, token=token).commit_url
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
