@@ -5,14 +5,15 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import create_repo, hf_hub_download, upload_folder
+from huggingface_hub import ModelCard, ModelCardData, create_repo, hf_hub_download, upload_folder
 from torch import Tensor
 
-from vqkv.cache.card import model_card
+from vqkv import __version__
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
@@ -22,6 +23,7 @@ from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
+from vqkv.models.gguf import TITLES
 from vqkv.models.load import difference
 from vqkv.models.plain import plain
 from vqkv.runtime.checks import whole_blocks
@@ -29,6 +31,7 @@ from vqkv.runtime.files import claim, load_checked, replacing, save_checked, ten
 
 FORMAT, VERSION = "vqkv-compressor", 3
 FILE = "compressor.safetensors"
+CARD = Path(__file__).with_name("card.md.j2")  # jinja2 comes with torch
 FOLDER = Path(__file__).parents[1] / "reference"
 BUNDLED = {f"vqkv/smollm2-135m-{preset}": FOLDER / f"smollm2-135m-{preset}" for preset in ("live", "best")}
 REMEDY = "save a compressor with compressor.save_pretrained(...)"
@@ -136,7 +139,7 @@ class Compressor:
         learned = {name: x.clone().contiguous() for name, x in self._learned().items()}  # codecs may share some
         save_checked(folder / FILE, about | self._described(), learned)
         with replacing(folder / "README.md") as file:
-            file.write(str(model_card(self)).encode())
+            file.write(str(self._card()).encode())
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
         """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); return its address."""
@@ -170,6 +173,24 @@ class Compressor:
         ]
         settings = CacheSettings(**about["settings"])
         return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
+
+    def _card(self) -> ModelCard:
+        """Write a model card, with the losses in ``notes["measured"]``, if they are there."""
+        title, notes = self.model["name"], self.notes
+        base = next((name for name, known in TITLES.items() if known == title), title)
+        data = ModelCardData(library_name="vqkv", base_model=base if "/" in base else None, tags=["kv-cache"])
+        return ModelCard.from_template(
+            data,
+            template_path=str(CARD),
+            name=self.name,
+            base=base,
+            layers=len(self.codecs),
+            side_bytes=self.side_bytes,
+            notes=notes,
+            arguments=", ".join(f"{key}={value!r}" for key, value in notes.get("arguments", {}).items()),
+            packages=f"vqkv {__version__}, torch {version('torch')}, transformers {version('transformers')}",
+            row=notes.get("measured"),
+        )
 
     def _described(self) -> dict:
         """All but what was learned, as JSON."""

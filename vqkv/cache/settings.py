@@ -6,8 +6,6 @@ import torch
 
 from vqkv.runtime.checks import check_whole
 
-LARGEST = 1 << 62  # tokens or bytes
-
 
 @dataclass(frozen=True)
 class CacheSettings:
@@ -23,9 +21,9 @@ class CacheSettings:
 
     def __post_init__(self):
         if type(self.pre_rope) is not bool:
-            check_whole("pre_rope", self.pre_rope, 1, LARGEST)
+            check_whole("pre_rope", self.pre_rope, 1)
         for name, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
-            check_whole(name, getattr(self, name), least, LARGEST)
+            check_whole(name, getattr(self, name), least)
 
 
 @dataclass(frozen=True, kw_only=True)
