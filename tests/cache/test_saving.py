@@ -10,11 +10,10 @@ import forked
 import pytest
 import small_models
 import torch
-from mutations import mutated
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file
-from saved_states import MANY, TOKENS, feed, half_way, made, rest, same_state, through_file
+from saved_states import MANY, TOKENS, feed, half_way, mutated, rest, same_state, through_file
 from strategies import run
 
 import vqkv.codecs
@@ -71,7 +70,7 @@ def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, na
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3", "bfloat16"), ("llama-yarn", "float32")])
 def test_other_models_and_types(tmp_path, name, dtype):
-    model = made(name, tmp_path, dtype)
+    model = small_models.load(name, tmp_path, dtype)
     cache = calibrate(model, TOKENS, EVERY["kivi"], progress=False).new_cache(model)
     half_way(model, cache)
     again = through_file(cache, tmp_path / "cache")
@@ -150,7 +149,7 @@ def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypa
 @pytest.mark.parametrize("name", ["kivi", "aqua-vqllm"])
 def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
     """A cache, then its compressor: bytes that change nothing (a part grafted onto itself) are no damage."""
-    model, rng, path = made("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
+    model, rng, path = small_models.load("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
     compressors = [calibrate(model, tokens, PRESETS[name], progress=False) for tokens in (TOKENS, TOKENS + 1)]
     caches = [compressor.new_cache(model) for compressor in compressors[:1] * 2]
     half_way(model, caches[0])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from vqkv import DataError, calibrate, capture, evaluate, load_model, presets
+from vqkv import calibrate, capture, evaluate, load_model, presets
 from vqkv.calibration.finetune import finetune
 from vqkv.models.layers import kv_layers
 from vqkv.models.rope import rotations
@@ -71,26 +71,6 @@ def test_a_compiled_model_is_read_without_compiling(llama_folder, compressor):
     model = load_model(llama_folder)[0]
     model.compile(backend=lambda *_: pytest.fail("compiled"))
     assert calibrate(model, TOKENS, PRESET, progress=False).fingerprint == compressor.fingerprint
-
-
-def test_adapters_are_read_and_prefixes_refused(llama_folder, compressor):
-    peft = pytest.importorskip("peft")
-    model, plain = load_model(llama_folder)[0], load_model(llama_folder)[0]
-    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["v_proj"]))
-    tuned.eval()
-    fitted = calibrate(tuned, TOKENS, PRESET, progress=False)
-    assert fitted.fingerprint != compressor.fingerprint
-    mask = torch.ones(2, 64, dtype=torch.int64)
-    mask[0, :9] = 0
-    asked = {"input_ids": TOKENS[:2], "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    out = tuned.generate(**asked, past_key_values=fitted.new_cache(tuned))
-    assert torch.equal(out, model.generate(**asked, past_key_values=fitted.new_cache(model)))
-    alone = asked | {"input_ids": TOKENS[:1, 9:], "attention_mask": mask[:1, 9:]}
-    assert torch.equal(out[:1, 64:], tuned.generate(**alone, past_key_values=fitted.new_cache(tuned))[:, 55:])
-    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    for read in (lambda model: calibrate(model, TOKENS, PRESET), compressor.new_cache):
-        with pytest.raises(DataError, match="prefix tuning"):
-            read(peft.get_peft_model(plain, settings).eval())
 
 
 def test_weights_in_four_bits_are_read(llama_folder):
