@@ -52,8 +52,8 @@ def test_keys_turned_back_are_those_that_the_projections_made(model):
         torch.testing.assert_close(k, factor * k_made, rtol=1e-4, atol=1e-5)  # of YaRN, at all positions alike
         assert (rotation is None) == torch.equal(k, k_rope) == (model.config.model_type in ("gpt2", "opt"))
         if rotation is not None:
-            torch.testing.assert_close(rotation.turned(k), k_rope, rtol=1e-5, atol=1e-5)
-            rotation.turned(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
+            torch.testing.assert_close(rotation.rotated(k), k_rope, rtol=1e-5, atol=1e-5)
+            rotation.rotated(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
             assert leaf.grad.norm() > 0
 
 

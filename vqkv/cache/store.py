@@ -252,7 +252,7 @@ class TokenStore:
             return states
         start += self.first
         tables = self.sequences.table(self.rotation, states.device)
-        return self.rotation.turn(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
+        return self.rotation.with_kernel(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
 
 
 def quantize_together(stores: Sequence[TokenStore]) -> None:

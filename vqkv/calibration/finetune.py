@@ -174,11 +174,11 @@ class StraightThrough:
         if role_layer not in self.codecs:
             return x
         with torch.no_grad():
-            stored = x.detach() if rotation is None else rotation.turned(x.detach().float(), back=True).to(x)
+            stored = x.detach() if rotation is None else rotation.rotated(x.detach().float(), back=True).to(x)
             exact[role_layer] = stored
             read = self.codecs[role_layer].quantize_dequantize(stored)
             read[:, :, : self.settings.sink_tokens] = stored[:, :, : self.settings.sink_tokens]
-            read = read if rotation is None else rotation.turned(read.float())
+            read = read if rotation is None else rotation.rotated(read.float())
         return (x.float() + (read - x.float()).detach()).to(x.dtype)
 
 

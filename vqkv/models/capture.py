@@ -30,7 +30,7 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope
 
     def keep(layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         if (rotation := rotation_of[layer]) is not None:
-            new_keys = rotation.turned(new_keys.float(), back=True).to(new_keys)
+            new_keys = rotation.rotated(new_keys.float(), back=True).to(new_keys)
         keys[layer].append(new_keys)
         values[layer].append(new_values)
 
