@@ -147,9 +147,10 @@ def missed(cache, exact) -> float:
     """The worst layer's share of the energy of its keys or values that is read back wrong; a random model's logits
     hardly show it."""
     shares = []
-    for ours, theirs in zip(cache.layers, exact.layers, strict=True):
+    for index, theirs in enumerate(exact.layers):
         if getattr(theirs, "keys", None) is not None:
-            for x, y in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            read = cache.update(theirs.keys[:, :, :0], theirs.values[:, :, :0], index)  # no new tokens, all the old
+            for x, y in zip(read, (theirs.keys, theirs.values), strict=True):
                 seen = min(x.shape[2], y.shape[2])  # later queries of a sliding window see the last ones
                 x, y = x[:, :, -seen:], y[:, :, -seen:]
                 shares.append(((x - y).square().sum() / y.square().sum()).item())

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class TokenStore:
     holes: tuple[int, ...] = ()
     decoded: Tensor | None = None
     first: int = 0
+    view: tuple[Payload | None, KernelView | None] = None, None  # of the payload, kept from step to step
 
     @property
     def quantized(self) -> int:
@@ -103,12 +104,9 @@ class TokenStore:
     def update(self, states: Tensor) -> Tensor:
         """Store new tokens; return all tokens as attention reads them: decoded history and, unless ``in_place``, the
         new tokens as they came."""
-        if self.settings.in_place:
-            self.write(states)
-            return self.read(states[:, :, :0])
-        out = self.read(states)
+        out = None if self.settings.in_place else self.read(states)
         self.write(states)
-        return out
+        return self.read(states[:, :, :0]) if out is None else out
 
     def read(self, states: Tensor) -> Tensor:
         """Decode all stored tokens in order, then append ``states``, in their type."""
@@ -181,6 +179,7 @@ class TokenStore:
 
     def _quantized(self, payload: Payload, window: Tensor) -> None:
         """Append what became of the oldest tokens; ``window``: those after them."""
+        self.view = None, None  # which would keep the old payload
         self.payload = payload if self.payload is None else Payload.concat([self.payload, payload])
         self.window = window.clone() if window.shape[2] else None
 
@@ -209,7 +208,9 @@ class TokenStore:
         by_kernel = self.rotation is None or (self.sequences.positions is None and self.rotation.half_split)
         if self.sequences.past is not None or self.holes or self.payload is None or not by_kernel:
             return None
-        return self.coder.codec.kernel_view(self.payload)
+        if self.view[0] is not self.payload:
+            self.view = self.payload, self.coder.codec.kernel_view(self.payload)
+        return self.view[1]
 
     def truncate(self, seq_len: int) -> None:
         """Keep the first ``seq_len`` tokens. What was quantized stays as it was quantized."""
@@ -229,12 +230,10 @@ class TokenStore:
 
     def select(self, index: Tensor, sequences: Sequences) -> Self:
         """Copy the sequences ``index``, which may come more than once."""
-        copy = dataclasses.replace(self, sequences=sequences)
-        copy.payload = None if self.payload is None else self.payload.batch_select(index)
-        copy.sinks, copy.window, copy.decoded = (
-            None if x is None else x[index.to(x.device)] for x in (self.sinks, self.window, self.decoded)
-        )
-        return copy
+        exact = {name: getattr(self, name) for name in ("sinks", "window", "decoded")}
+        rows: dict[str, Any] = {name: None if x is None else x[index.to(x.device)] for name, x in exact.items()}
+        payload = None if self.payload is None else self.payload.batch_select(index)
+        return dataclasses.replace(self, sequences=sequences, payload=payload, view=(None, None), **rows)
 
     def _without_holes(self, stop: int) -> int:
         """Count the tokens that are read among the first ``stop`` quantized ones."""

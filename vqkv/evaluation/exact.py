@@ -67,15 +67,14 @@ class ExactPass:
 @contextmanager
 def attention_outputs(model):
     """Collect attention blocks' outputs (batch, tokens, hidden_size) of this thread's passes: by layer, a list."""
-    outputs, handles, thread = {}, [], threading.get_ident()
+    layers, thread = {layer.attention: layer.layer_idx for layer in kv_layers(model)}, threading.get_ident()
+    outputs: dict[int, list[Tensor]] = {index: [] for index in layers.values()}
 
-    def keep(layer: int, module, args, output) -> None:
-        if threading.get_ident() == thread:
-            outputs[layer].append(output[0])
+    def keep(module, args, output) -> None:
+        if module in layers and threading.get_ident() == thread:  # a copy of the model has these hooks, too
+            outputs[layers[module]].append(output[0])
 
-    for layer in kv_layers(model):
-        outputs[layer.layer_idx] = []
-        handles.append(layer.attention.register_forward_hook(partial(keep, layer.layer_idx)))
+    handles = [attention.register_forward_hook(keep) for attention in layers]
     try:
         yield outputs
     finally:

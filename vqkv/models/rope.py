@@ -166,9 +166,8 @@ def _fits(rotation: Rotation, keys_at: dict[int, Tensor]) -> bool:
     still, first, second = keys_at[0].double().cpu()[:, :, None], rotation.first, rotation.second
     for position, moved in keys_at.items():
         moved, (cos, sin) = moved.double().cpu(), rotation.table(torch.tensor([[position]]))
-        missed = (
-            (rotation.with_kernel(rotate, still, cos.double(), sin.double())[:, :, 0] - moved).abs().amax(dim=(0, 1))
-        )
+        expected = rotation.with_kernel(rotate, still, cos.double(), sin.double())[:, :, 0]
+        missed = (expected - moved).abs().amax(dim=(0, 1))
         largest = moved.abs().amax(dim=(0, 1))
         largest[first] = largest[second] = torch.maximum(largest[first], largest[second])
         share = (missed / largest.clamp_min(torch.finfo(torch.float64).tiny)).max().item()

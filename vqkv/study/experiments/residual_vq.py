@@ -8,6 +8,7 @@ import torch
 
 from vqkv import presets
 from vqkv.cache.compressor import Compressor
+from vqkv.codecs.exact import Fp16
 from vqkv.codecs.layout import MergeHeads
 from vqkv.codecs.pipeline import Chain, Codec
 from vqkv.codecs.scaling import VectorScale
@@ -49,9 +50,10 @@ def grouping(subject: Subject, label: str, quantizer: dict, facts: dict[str, int
 
 @per_process(maxsize=4)
 def _fitted(subject: Subject, quantizer: dict, key_grouping: str | None) -> Compressor:
-    """Quantises keys in groups of this kind, or (None) values: a codec that two rows share is fitted once."""
-    what = {"key_grouping": key_grouping, "quantize": "key"} if key_grouping else {"quantize": "value"}
-    return subject.calibrated(presets.vqllm(**what, **quantizer, seed=subject.seed))
+    """Quantise keys in groups of this kind, or (None) values: a codec that two rows share is fitted once."""
+    preset = presets.vqllm(key_grouping=key_grouping or "strided", **quantizer, seed=subject.seed)
+    keys, values = (preset.key_codec, Fp16) if key_grouping else (Fp16, preset.value_codec)
+    return subject.calibrated(dataclasses.replace(preset, key_codec=keys, value_codec=values))
 
 
 def _sized_cases(subject: Subject, seeds: list[int], sizes: list[int], quantizer: dict) -> list[dict]:
