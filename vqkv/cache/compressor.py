@@ -54,14 +54,14 @@ class Compressor:
         self.notes, self.predictions = notes or {}, predictions or {}
         self.last_readers = last_readers(self.predictions)
         self.coders = [
-            (self._coder(keys, ("key", layer)), self._coder(values, ("value", layer)))
-            for layer, (keys, values) in enumerate(codecs)
+            tuple(self._coder(codec, role, layer) for role, codec in zip(ROLES, pair, strict=True))
+            for layer, pair in enumerate(codecs)
         ]
 
-    def _coder(self, codec: Codec, place: Place) -> PredictiveCodec:
-        if self.joint and place[1] == 0:
-            return JointCodec(codec, place, heads=self.model["shapes"][0][0])
-        return PredictiveCodec(codec, place, self.predictions.get(place))
+    def _coder(self, codec: Codec, role: str, layer: int) -> PredictiveCodec:
+        if self.joint and layer == 0:
+            return JointCodec(codec, (role, layer), heads=self.model["shapes"][0][0])
+        return PredictiveCodec(codec, (role, layer), self.predictions.get((role, layer)))
 
     @property
     def joint(self) -> bool:
@@ -164,9 +164,9 @@ class Compressor:
         about, tensors = load_checked(path, FORMAT, VERSION, REMEDY)
         predictions = {}
         for entry in about["predictions"]:
-            role, layer = place = tuple(entry["place"])
+            role, layer = entry["place"]
             predictor = codec_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
-            predictions[place] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
+            predictions[role, layer] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
         codecs = [
             tuple(codec_from_config(config, claim(tensors, f"{layer}.{role}.")) for role, config in zip(ROLES, pair))
             for layer, pair in enumerate(about["codecs"])
