@@ -74,14 +74,10 @@ def _texts(corpus: HubCorpus, split: str, seed: int) -> Iterator[str]:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # they would end up in a notebook's output
-    config, in_order, source = (
-        corpus.config,
-        corpus.packing == "joined",
-        corpus.folder or f"hf://datasets/{corpus.path}",
-    )
+    config, in_order = corpus.config, corpus.packing == "joined"
     lines = corpus.files and (corpus.folder is None or any(Path(corpus.folder).rglob(corpus.files)))
     if lines:
-        files = f"{source}/**/{corpus.files}"
+        files = f"{corpus.folder or f'hf://datasets/{corpus.path}'}/**/{corpus.files}"
         splits = datasets.load_dataset("text", data_files={"train": files}, streaming=True)
     else:
         if corpus.folder is not None and config not in datasets.get_dataset_config_names(corpus.folder):
