@@ -121,8 +121,8 @@ class Compressor:
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
         """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32, without tokens after
-        the last whole block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors read
-        other layers. Raises ``DataError`` without a whole block, and where layers are stored together."""
+        the last complete block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors
+        read other layers. Raises ``DataError`` without a complete block, and where layers are stored together."""
         if self.joint:
             raise DataError(f"{self.name} stores all layers together, which are not read one by one")
         known = self.new_pass() if known is None else known
@@ -177,7 +177,7 @@ class Compressor:
     def _card(self) -> ModelCard:
         """Write a model card, with the losses in ``notes["measured"]``, if they are there."""
         title, notes = self.model["name"], self.notes
-        base = next((name for name, known in TITLES.items() if known == title), title)
+        base = next((name for name, own_title in TITLES.items() if own_title == title), title)
         data = ModelCardData(library_name="vqkv", base_model=base if "/" in base else None, tags=["kv-cache"])
         return ModelCard.from_template(
             data,

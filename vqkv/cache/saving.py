@@ -25,7 +25,7 @@ FORMAT, VERSION = "vqkv-cache", 6
 
 
 def header_of(cache) -> dict:
-    """Describe a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
+    """Describe a cache apart from its tensors. Raises ``DataError`` for one that cannot be saved."""
     cache.check_complete()
     model = cache.model()
     if cache.with_states:

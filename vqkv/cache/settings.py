@@ -12,7 +12,7 @@ class CacheSettings:
     """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
     ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE; a number of tokens: rotated back by the
     position of the first of their block of so many, so that attention can rotate queries instead, one for each block.
-    Raises ``DataError`` for anything but whole numbers that a cache can keep."""
+    Raises ``DataError`` for anything but integers that a cache can keep."""
 
     sink_tokens: int = 0
     recent_window: int = 0
