@@ -1,4 +1,4 @@
-"""Low-rank adapters on a model's linear layers, with the names, switches and in-place merges of peft's."""
+"""Adapters on a model's linear layers, with the names, switches and in-place merges of peft's."""
 
 import torch
 from torch import nn
@@ -7,25 +7,23 @@ from torch import nn
 class Lora(nn.Module):
     """``base_layer`` and what the active adapters add."""
 
-    def __init__(self, base_layer: nn.Linear, names=("a", "b"), rank=2):
+    def __init__(self, base_layer: nn.Linear, names=("a", "b")):
         super().__init__()
         self.base_layer, self.scaling = base_layer, dict.fromkeys(names, 2.0)
-        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
-        for seed, name in enumerate(names):
-            torch.manual_seed(seed)
-            self.lora_A[name] = nn.Linear(base_layer.in_features, rank, bias=False)
-            self.lora_B[name] = nn.Linear(rank, base_layer.out_features, bias=False)
+        drawn = torch.Generator().manual_seed(0)
+        added = {name: 0.05 * torch.randn(base_layer.weight.shape, generator=drawn) for name in names}
+        self.lora = nn.ParameterDict(added)
         self._active_adapter, self._disable_adapters, self.merged_adapters = [names[0]], False, []
 
     def forward(self, x):
         y = self.base_layer(x)
         for name in [] if self._disable_adapters or self.merged_adapters else self._active_adapter:
-            y = y + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
+            y = y + self.scaling[name] * x @ self.lora[name].T
         return y
 
     def merge(self):
         for name in self._active_adapter:
-            self.base_layer.weight.data += self.scaling[name] * self.lora_B[name].weight @ self.lora_A[name].weight
+            self.base_layer.weight.data += self.scaling[name] * self.lora[name]
             self.merged_adapters.append(name)
 
 
@@ -40,5 +38,4 @@ def adapt(model, part: str, name: str):
 def switch(adapters, **values):
     """Set attributes of all of them."""
     for adapter in adapters:
-        for name, value in values.items():
-            setattr(adapter, name, value)
+        vars(adapter).update(values)

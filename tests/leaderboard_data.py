@@ -8,8 +8,6 @@ import yaml
 from datasets import Dataset
 
 WORDS = ["red", "green", "large", "quick", "slow", "river", "stone", "cloud", "engine", "garden", "winter", "letter"]
-
-
 DOCS = 30
 SPLITS = {
     "allenai/ai2_arc/ARC-Challenge": ("train", "validation", "test"),

@@ -4,7 +4,6 @@ from vqkv import presets
 
 LEARNED = {"num_quantizers": 2, "codebook_size": 16, "group_size": 8}
 
-
 SMALL = {
     "fp16": presets.fp16(),
     "lossless": presets.lossless(block=16),
@@ -29,18 +28,14 @@ SMALL = {
     "turboquant outliers": presets.turboquant(2.25),
 }
 
-
 CODED = {name: presets.entropy_coded(SMALL[name], block=16) for name in ("vqllm", "kivi")}
-
 
 CROSSED = {
     "steps": presets.crossed("uniform", 2.0, rotation="none", block=16),
     "split": presets.crossed("uniform", 1.5, rotation="hadamard", predicted=True, mixed=True, block=16),
 }
 
-
 EVERY = SMALL | {f"{name}+ans": preset for name, preset in CODED.items()} | CROSSED
-
 
 PREDICTED = {
     "aqua-higgs": presets.aqua(presets.higgs(), recent_window=8),

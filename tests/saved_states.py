@@ -1,17 +1,13 @@
-"""Caches to be saved and compared."""
+"""Caches to be saved and compared, and damage to their files."""
 
-import small_models
 import torch
+
+from vqkv.cache import saving
 
 MANY = torch.randint(1, 4096, (12, 96), generator=torch.Generator().manual_seed(0))  # as many as an MLP asks for
 TOKENS = MANY[:3]
 PADDED = torch.ones(3, 96, dtype=torch.long)
 PADDED[0, :7] = PADDED[1, 41:45] = PADDED[2, :3] = 0
-
-
-def made(name, folder, dtype=None):
-    """A small model of architecture ``name``."""
-    return small_models.load(name, folder, dtype)
 
 
 def feed(model, cache, tokens, mask=None, positions=None):
@@ -46,37 +42,30 @@ def through_file(cache, path, **settings):
 
 
 def same_state(a, b):
-    """Bit for bit, and in the same order: sequences, padding, positions, sinks, payloads, holes and windows."""
-    ours, theirs = a.batch, b.batch
-    return (
-        (ours.slots, ours.size, len(ours.groups)) == (theirs.slots, theirs.size, len(theirs.groups))
-        and a.settings.in_place == b.settings.in_place
-        and all(_same_group(x, y) for x, y in zip(ours.groups, theirs.groups, strict=True))
+    """Bit for bit: sequences, padding, positions, sinks, payloads, holes and windows."""
+    ours, theirs = (dict(saving.tensors_of(cache.batch)) for cache in (a, b))
+    counts = [(x.batch.slots, x.batch.size, [group.counts for group in x.batch.groups]) for x in (a, b)]
+    alike = counts[0] == counts[1] and ours.keys() == theirs.keys() and a.settings.in_place == b.settings.in_place
+    return alike and all(x.dtype == theirs[name].dtype and torch.equal(x, theirs[name]) for name, x in ours.items())
+
+
+def mutated(rng, data, other):
+    """``data`` with one kind of damage; ``other``: a file of the same kind."""
+    size = len(data) if rng.random() < 0.5 else min(len(data), 4096)  # near the beginning, where headers are
+    a, b, c = sorted(rng.randrange(size) for _ in range(3))
+    noise, length = rng.randbytes(rng.randint(1, 40)), rng.choice([0, 1, len(data), (1 << 63) - 1, rng.getrandbits(16)])
+    return rng.choice(
+        [
+            data[:a] + bytes([data[a] ^ 1 << rng.randrange(8)]) + data[a + 1 :],  # a bit
+            data[:a] + noise + data[a + len(noise) :],
+            data[:a] + noise + data[a:],
+            data + noise,
+            data[:a],
+            data[:a] + data[b:],  # without a part
+            data[:b] + data[a:],  # with a part twice
+            data[:a] + data[b:c] + data[a:b] + data[c:],
+            data[:a] + bytes(b - a) + data[b:],
+            data[:a] + other[a:c] + data[c:],
+            length.to_bytes(8, "little") + data[8:],
+        ]
     )
-
-
-def _same_group(a, b):
-    return (
-        (a.row, a.sequences.seq_len, len(a.stores)) == (b.row, b.sequences.seq_len, len(b.stores))
-        and _same(a.slots, b.slots)
-        and _same(a.sequences.positions, b.sequences.positions)
-        and all(map(_same_store, a.all_stores, b.all_stores))
-    )
-
-
-def _same_store(a, b):
-    ours, theirs = (({} if store.payload is None else store.payload.tensors) for store in (a, b))
-    return (
-        a.holes == b.holes
-        and ours.keys() == theirs.keys()
-        and (a.payload is None or a.payload.seq_len == b.payload.seq_len)
-        and all(_same(ours[name], theirs[name]) for name in ours)
-        and _same(a.sinks, b.sinks)
-        and _same(a.window, b.window)
-    )
-
-
-def _same(x, y):
-    if x is None or y is None:
-        return x is y
-    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)

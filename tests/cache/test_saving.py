@@ -5,17 +5,19 @@ import dataclasses
 import importlib
 import pkgutil
 import random
+from functools import partial
+from shutil import copytree
+from types import SimpleNamespace
 
 import forked
 import pytest
 import small_models
 import torch
-from huggingface_hub import ModelCard
-from mutations import mutated
+from huggingface_hub import ModelCard, create_repo
 from predictor_zoo import SMALL as PREDICTORS
 from preset_zoo import EVERY, PREDICTED
 from safetensors.torch import load_file
-from saved_states import MANY, TOKENS, feed, half_way, made, rest, same_state, through_file
+from saved_states import MANY, TOKENS, feed, half_way, mutated, rest, same_state, through_file
 from strategies import run
 
 import vqkv.codecs
@@ -72,7 +74,7 @@ def test_a_cache_is_saved_loaded_cropped_reordered_and_reset(llama, tmp_path, na
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3", "bfloat16"), ("llama-yarn", "float32")])
 def test_other_models_and_types(tmp_path, name, dtype):
-    model = made(name, tmp_path, dtype)
+    model = small_models.load(name, tmp_path, dtype)
     cache = calibrate(model, TOKENS, EVERY["kivi"], progress=False).new_cache(model)
     half_way(model, cache)
     again = through_file(cache, tmp_path / "cache")
@@ -151,7 +153,7 @@ def test_what_cannot_be_saved_or_loaded_is_named(llama, kivi, tmp_path, monkeypa
 @pytest.mark.parametrize("name", ["kivi", "aqua-vqllm"])
 def test_damaged_files_are_refused_or_load_as_they_were(tmp_path, name):
     """A cache, then its compressor: bytes that change nothing (a part grafted onto itself) are no damage."""
-    model, rng, path = made("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
+    model, rng, path = small_models.load("llama", tmp_path / "model"), random.Random(0), tmp_path / "c" / FILE
     compressors = [calibrate(model, tokens, PRESETS[name], progress=False) for tokens in (TOKENS, TOKENS + 1)]
     caches = [compressor.new_cache(model) for compressor in compressors[:1] * 2]
     half_way(model, caches[0])
@@ -215,11 +217,25 @@ def test_the_card_names_model_text_bits_and_losses(llama, residual, tmp_path):
     assert card.data.library_name == "vqkv"
 
 
-def test_a_folder_of_the_hub(residual, tmp_path, monkeypatch):
-    """The hub itself is out of reach: its client's call is made on a folder."""
-    residual.save_pretrained(tmp_path / "me/mine")
+def test_push_and_pull(residual, tmp_path, monkeypatch):
+    """The hub itself is out of reach: its client's calls are made on a folder."""
+
+    def upload_folder(repo_id, folder_path, token):
+        copytree(folder_path, tmp_path / repo_id)
+        return SimpleNamespace(commit_url=f"https://hub/{token}")
+
+    monkeypatch.setattr("vqkv.cache.compressor.create_repo", lambda repo_id, **_: None)
+    monkeypatch.setattr("vqkv.cache.compressor.upload_folder", upload_folder)
     monkeypatch.setattr("vqkv.cache.compressor.hf_hub_download", lambda name, file, **_: tmp_path / name / file)
+    assert residual.push_to_hub("me/mine", token="secret") == "https://hub/secret"
+    assert sorted(path.name for path in (tmp_path / "me/mine").iterdir()) == ["README.md", "compressor.safetensors"]
     assert Compressor.from_pretrained("me/mine").fingerprint == residual.fingerprint
+
+
+def test_a_hub_out_of_reach(residual, monkeypatch):
+    monkeypatch.setattr("vqkv.cache.compressor.create_repo", partial(create_repo, endpoint="http://localhost:9"))
+    with pytest.raises(FormatError, match="'me/mine' is not on the hub .*save_pretrained writes a folder"):
+        residual.push_to_hub("me/mine")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a/b/c"])

@@ -30,10 +30,6 @@ def tuned(model, preset=PRESET, **settings):
     return twin, finetune(twin, TOKENS, preset, **{"lr": 1e-3} | QUIET | settings)
 
 
-def same_weights(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
 def apart(a, b):
     """The largest difference between two models' attention weights."""
     return max((x - y).abs().max().item() for x, y in zip(attention_weights(a), attention_weights(b), strict=True))
@@ -153,7 +149,6 @@ def test_steps_too_small_for_16_bits_add_up(models, name, dtype, lr):
         ({"preset": presets.aqua()}, "aqua.*predicted"),
         ({"preset": presets.vqllm(group_size=7)}, "not divisible"),
         ({"lr": 0}, "lr 0"),
-        ({"lr": float("nan")}, "lr nan"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"micro_batch": 2.0}, "batch_size 2.0"),
         ({"batch_size": 24}, "a second batch"),
@@ -172,7 +167,8 @@ def test_a_loss_that_is_not_finite_names_its_step_and_leaves_the_model_alone(mod
     with pytest.raises(DataError, match="step 1 of fine-tuning: loss nan"):
         finetune(model, TOKENS, PRESET, **QUIET)
     model.lm_head.load_state_dict(before.lm_head.state_dict())
-    assert same_weights(model, before) and not any(module._forward_hooks for module in model.modules())
+    assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_fine_tuned_model_and_its_compressor_belong_together(models):

@@ -1,6 +1,8 @@
 """Pre-RoPE keys and values of every supported architecture."""
 
 import copy
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import architectures
 import pytest
@@ -8,7 +10,9 @@ import small_models
 import torch
 from projections import kv_sources
 
-from vqkv import DataError, UnknownNameError, capture, load_model
+from vqkv import DataError, FormatError, UnknownNameError, capture, load_model
+from vqkv.models import layers
+from vqkv.models.layers import kv_layers
 from vqkv.models.load import describe, difference, fingerprint
 from vqkv.models.rope import rotations
 
@@ -39,8 +43,8 @@ def test_keys_turned_back_are_those_that_the_projections_made(model):
     after, cached_values = capture(model, tokens, batch_size=2, pre_rope=False)
     keys, made_values = projected(model, tokens)
     assert len(before) == model.config.num_hidden_layers
-    layers = zip(before, after, keys, values, cached_values, made_values, rotations(model), strict=True)
-    for k, k_rope, k_made, v, v_cached, v_made, rotation in layers:
+    every = zip(before, after, keys, values, cached_values, made_values, rotations(model), strict=True)
+    for k, k_rope, k_made, v, v_cached, v_made, rotation in every:
         assert k.shape == k_rope.shape == v.shape == (3, kv_sources(model)[0].num_kv_heads, 37, 32)
         assert torch.equal(v, v_cached)
         torch.testing.assert_close(v, v_made, rtol=1e-5, atol=1e-5)
@@ -48,8 +52,8 @@ def test_keys_turned_back_are_those_that_the_projections_made(model):
         torch.testing.assert_close(k, factor * k_made, rtol=1e-4, atol=1e-5)  # of YaRN, at all positions alike
         assert (rotation is None) == torch.equal(k, k_rope) == (model.config.model_type in ("gpt2", "opt"))
         if rotation is not None:
-            torch.testing.assert_close(rotation.turned(k), k_rope, rtol=1e-5, atol=1e-5)
-            rotation.turned(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
+            torch.testing.assert_close(rotation.rotated(k), k_rope, rtol=1e-5, atol=1e-5)
+            rotation.rotated(leaf := k.clone().requires_grad_()).sum().backward()  # gradients pass
             assert leaf.grad.norm() > 0
 
 
@@ -99,3 +103,26 @@ def test_a_large_key_bias_hides_no_rotation(tmp_path, dtype, biased):
         missed = (keys - wanted).float().square().mean(dim=(0, 1, 2)) / wanted.float().square().mean(dim=(0, 1, 2))
         beside = [channel for channel in range(32) if channel not in (5, 21)]  # what turns with it is lost in its error
         assert missed[beside].max() < max(1e-5, 4 * torch.finfo(dtype).eps) ** 2
+
+
+def test_models_that_cannot_be_loaded(llama_folder, tmp_path):
+    for name in ("cut", "deeper"):
+        shutil.copytree(llama_folder, tmp_path / name)
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"12345678")
+    config = tmp_path / "deeper" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    for name in ("cut", "deeper"):
+        with pytest.raises(FormatError, match="no model that can be loaded"):
+            load_model(str(tmp_path / name))
+    with pytest.raises(FormatError, match="'tpu'"):
+        load_model(llama_folder, device="tpu")
+
+
+def test_layers_are_asked_for_while_another_thread_runs_the_model(llama_folder):
+    model, _ = load_model(llama_folder)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: [model(torch.ones(4, 64, dtype=torch.int64)) for _ in range(20)])
+        while not other.done():
+            layers._layers.clear()
+            assert [each.attention for each in kv_layers(model)] == [each.self_attn for each in model.model.layers]
+        other.result()

@@ -51,17 +51,6 @@ def test_no_split_of_as_many_bits_costs_less(convex, data, more):
     assert all(other_cost >= cost - 1e-9 for other, other_cost in every_split(found) if other <= bits + 1e-9)
 
 
-def test_bits_go_where_errors_cost():
-    bits = torch.arange(1, 7).double()
-    found = {
-        (role, layer): torch.stack([bits, cost * 4.0**-bits], dim=1)
-        for role, layer, cost in (("key", 0, 64.0), ("value", 0, 1.0), ("key", 1, 4.0), ("value", 1, 1.0))
-    }
-    assert allocate(found, 3.0) == {("key", 0): 5, ("value", 0): 2, ("key", 1): 3, ("value", 1): 2}
-    assert set(allocate(found, 6.0).values()) == {6.0} and set(allocate(found, 100.0).values()) == {6.0}
-    assert set(allocate(found, 1.0).values()) == {1.0}
-
-
 @pytest.mark.parametrize(("cost", "message"), [(0.5, "0.7 bits a value, but 0.75 is the least .* allow more"),
                                                (float("nan"), r"keys of layer 0 .*NaN")])  # fmt: skip
 def test_a_budget_that_is_too_small_and_costs_that_are_no_numbers(cost, message):

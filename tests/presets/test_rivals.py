@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import pytest
@@ -156,15 +155,6 @@ def test_q_norm_keeps_mean_and_deviation():
     plain, normed = (restored(Chain([], NonUniform(2, norm=norm)).fit(x), x) for norm in (False, True))
     assert math.isclose(normed.std(), x.std(), rel_tol=0.02) and math.isclose(normed.mean(), x.mean(), rel_tol=0.02)
     assert plain.std() < 0.97 * x.std()
-
-
-def test_attention_is_watched_apart_from_other_threads(llama):
-    tokens = torch.randint(1, 200, (4, 48), generator=torch.Generator().manual_seed(0))
-    own = llama.config._attn_implementation
-    fit = lambda _: calibrate(llama, tokens, presets.oscar(), progress=False).fingerprint  # noqa: E731
-    with ThreadPoolExecutor(3) as pool:
-        assert len(set(pool.map(fit, range(6)))) == 1
-    assert llama.config._attn_implementation == own
 
 
 def test_capacity_weighs_the_norms_that_each_codec_learned(llama):

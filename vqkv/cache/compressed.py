@@ -16,16 +16,16 @@ from vqkv.cache.layer import Batch, CompressedLayer, MixedLayer
 from vqkv.cache.meter import Report, tensor_bytes, tensors
 from vqkv.cache.packed_attention import packed_slots
 from vqkv.cache.passes import PassInputs, check_input, watch
-from vqkv.cache.settings import LARGEST, LiveSettings
+from vqkv.cache.settings import LiveSettings
 from vqkv.codecs.predictive import ROLES
-from vqkv.errors import DataError
+from vqkv.errors import DataError, FormatError
 from vqkv.models.identity import stamp
 from vqkv.models.layers import kv_layers
 from vqkv.models.load import layer_devices, values_per_token
 from vqkv.models.plain import plain
 from vqkv.models.rope import rotations
 from vqkv.runtime.checks import check_whole
-from vqkv.runtime.files import save_checked
+from vqkv.runtime.files import load_checked, save_checked
 
 
 class CompressedCache(Cache):
@@ -40,12 +40,8 @@ class CompressedCache(Cache):
     """
 
     def __init__(self, compressor, model, in_place: bool = False, decoded_cache_bytes: int = 0):
-        check_whole("decoded_cache_bytes", decoded_cache_bytes, 0, LARGEST)
+        check_whole("decoded_cache_bytes", decoded_cache_bytes, 0)
         model = plain(model)
-        if model.training and getattr(model, "is_gradient_checkpointing", False):
-            raise DataError(
-                "gradient checkpointing turns caches off: model.gradient_checkpointing_disable(), or .eval()"
-            )
         compressor.check(model)
         compressor.to_layers(layer_devices(model))
         self.compressor, self.model = compressor, weakref.ref(model)
@@ -223,4 +219,16 @@ class CompressedCache(Cache):
     def load(cls, path, compressor, model, decoded_cache_bytes: int = 0) -> "CompressedCache":
         """Read what ``save`` wrote, which goes on as if it had never been away. Raises ``FormatError`` for a file that
         was cut or altered, or was saved with another compressor or another model (or dtype) than these."""
-        return saving.load(cls, path, compressor, plain(model), decoded_cache_bytes)
+        model = plain(model)
+        header, stored = load_checked(Path(path), saving.FORMAT, saving.VERSION, "save a cache with cache.save(...)")
+        for part, now in saving.made_for(compressor, model).items():
+            was = header[part]
+            for key in sorted(now.keys() - {"name"}):
+                if was[key] != now[key]:
+                    saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
+                    raise FormatError(
+                        f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
+                    )
+        cache = cls(compressor, model, header["in_place"], decoded_cache_bytes)
+        saving.fill(cache, header, stored)
+        return cache

@@ -5,13 +5,16 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData, create_repo, hf_hub_download, upload_folder
+from huggingface_hub.errors import HFValidationError, HTTPError
 from torch import Tensor
 
-from vqkv.cache.card import model_card
+from vqkv import __version__
 from vqkv.cache.compressed import CompressedCache
 from vqkv.cache.meter import tensor_bytes, tensors
 from vqkv.cache.settings import CacheSettings
@@ -21,6 +24,7 @@ from vqkv.codecs.predictor_kinds import Slice
 from vqkv.codecs.stage import Part, codec_from_config
 from vqkv.errors import DataError, FormatError
 from vqkv.kernels.derived import tables_of
+from vqkv.models.gguf import TITLES
 from vqkv.models.load import difference
 from vqkv.models.plain import plain
 from vqkv.runtime.checks import whole_blocks
@@ -28,6 +32,7 @@ from vqkv.runtime.files import claim, load_checked, replacing, save_checked, ten
 
 FORMAT, VERSION = "vqkv-compressor", 3
 FILE = "compressor.safetensors"
+CARD = Path(__file__).with_name("card.md.j2")  # jinja2 comes with torch
 FOLDER = Path(__file__).parents[1] / "reference"
 BUNDLED = {f"vqkv/smollm2-135m-{preset}": FOLDER / f"smollm2-135m-{preset}" for preset in ("live", "best")}
 REMEDY = "save a compressor with compressor.save_pretrained(...)"
@@ -50,14 +55,14 @@ class Compressor:
         self.notes, self.predictions = notes or {}, predictions or {}
         self.last_readers = last_readers(self.predictions)
         self.coders = [
-            (self._coder(keys, ("key", layer)), self._coder(values, ("value", layer)))
-            for layer, (keys, values) in enumerate(codecs)
+            tuple(self._coder(codec, role, layer) for role, codec in zip(ROLES, pair, strict=True))
+            for layer, pair in enumerate(codecs)
         ]
 
-    def _coder(self, codec: Codec, place: Place) -> PredictiveCodec:
-        if self.joint and place[1] == 0:
-            return JointCodec(codec, place, heads=self.model["shapes"][0][0])
-        return PredictiveCodec(codec, place, self.predictions.get(place))
+    def _coder(self, codec: Codec, role: str, layer: int) -> PredictiveCodec:
+        if self.joint and layer == 0:
+            return JointCodec(codec, (role, layer), heads=self.model["shapes"][0][0])
+        return PredictiveCodec(codec, (role, layer), self.predictions.get((role, layer)))
 
     @property
     def joint(self) -> bool:
@@ -117,8 +122,8 @@ class Compressor:
 
     def reconstruct(self, layer: int, keys, values, known: Known | None = None) -> tuple:
         """Read back a layer's keys and values (batch, num_kv_heads, seq_len, head_dim), in fp32, without tokens after
-        the last whole block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors read
-        other layers. Raises ``DataError`` without a whole block, and where layers are stored together."""
+        the last complete block. ``known``: ``new_pass()``, handed from the first layer to the last, where predictors
+        read other layers. Raises ``DataError`` without a complete block, and where layers are stored together."""
         if self.joint:
             raise DataError(f"{self.name} stores all layers together, which are not read one by one")
         known = self.new_pass() if known is None else known
@@ -135,7 +140,19 @@ class Compressor:
         learned = {name: x.clone().contiguous() for name, x in self._learned().items()}  # codecs may share some
         save_checked(folder / FILE, about | self._described(), learned)
         with replacing(folder / "README.md") as file:
-            file.write(str(model_card(self)).encode())
+            file.write(str(self._card()).encode())
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+        """Upload what ``save_pretrained`` writes to the hub as ``repo_id`` ("owner/name"); return its address.
+
+        Raises ``FormatError`` for a hub that cannot be reached or refuses it."""
+        try:
+            create_repo(repo_id, private=private, token=token, exist_ok=True)
+            with TemporaryDirectory() as folder:
+                self.save_pretrained(folder)
+                return upload_folder(repo_id=repo_id, folder_path=folder, token=token).commit_url
+        except (HTTPError, HFValidationError, OSError) as error:
+            raise FormatError(f"{repo_id!r} is not on the hub ({error}): save_pretrained writes a folder") from error
 
     @classmethod
     def from_pretrained(cls, folder, revision: str | None = None, token: str | None = None) -> "Compressor":
@@ -153,15 +170,33 @@ class Compressor:
         about, tensors = load_checked(path, FORMAT, VERSION, REMEDY)
         predictions = {}
         for entry in about["predictions"]:
-            role, layer = place = tuple(entry["place"])
+            role, layer = entry["place"]
             predictor = codec_from_config(entry["predictor"], claim(tensors, f"{layer}.{role}.predictor."))
-            predictions[place] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
+            predictions[role, layer] = Prediction(predictor, tuple(map(tuple, entry["sources"])))
         codecs = [
             tuple(codec_from_config(config, claim(tensors, f"{layer}.{role}.")) for role, config in zip(ROLES, pair))
             for layer, pair in enumerate(about["codecs"])
         ]
         settings = CacheSettings(**about["settings"])
         return cls(about["name"], codecs, settings, about["model"], about["notes"], predictions)
+
+    def _card(self) -> ModelCard:
+        """Write a model card, with the losses in ``notes["measured"]``, if they are there."""
+        title, notes = self.model["name"], self.notes
+        base = next((name for name, own_title in TITLES.items() if own_title == title), title)
+        data = ModelCardData(library_name="vqkv", base_model=base if "/" in base else None, tags=["kv-cache"])
+        return ModelCard.from_template(
+            data,
+            template_path=str(CARD),
+            name=self.name,
+            base=base,
+            layers=len(self.codecs),
+            side_bytes=self.side_bytes,
+            notes=notes,
+            arguments=", ".join(f"{key}={value!r}" for key, value in notes.get("arguments", {}).items()),
+            packages=f"vqkv {__version__}, torch {version('torch')}, transformers {version('transformers')}",
+            row=notes.get("measured"),
+        )
 
     def _described(self) -> dict:
         """All but what was learned, as JSON."""

@@ -81,7 +81,7 @@ def tensor_bytes(*objects) -> int:
 def tensors(*objects) -> list[torch.Tensor]:
     """Every tensor reachable from ``objects``. A wrapper (a subclass with ``__tensor_flatten__``, such as quanto's) has
     a storage in name only: the tensors that it wraps stand for it."""
-    found, seen, stack = [], set(), list(objects)
+    collected, seen, stack = [], set(), list(objects)
     while stack:
         item = stack.pop()
         is_model = isinstance(item, torch.nn.Module) and not isinstance(item, Part)
@@ -91,7 +91,7 @@ def tensors(*objects) -> list[torch.Tensor]:
         if hasattr(type(item), "__tensor_flatten__"):
             stack += [getattr(item, name) for name in item.__tensor_flatten__()[0]]
         elif isinstance(item, torch.Tensor):
-            found.append(item)
+            collected.append(item)
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple, set)):
@@ -99,4 +99,4 @@ def tensors(*objects) -> list[torch.Tensor]:
         else:
             stack += list(getattr(item, "__dict__", {}).values())
             stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
-    return found
+    return collected

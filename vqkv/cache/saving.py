@@ -8,7 +8,6 @@ of its layer 3 ``0.3.key.sinks``, ``0.3.key.window`` and ``0.3.key.payload.codes
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,33 +16,16 @@ from vqkv.cache.groups import Group
 from vqkv.cache.store import TokenStore
 from vqkv.codecs.payload import Payload
 from vqkv.codecs.predictive import ROLES
-from vqkv.errors import DataError, FormatError
+from vqkv.errors import DataError
 from vqkv.models.identity import identity, stamp
 from vqkv.models.load import outline
-from vqkv.runtime.files import claim, load_checked
+from vqkv.runtime.files import claim
 
 FORMAT, VERSION = "vqkv-cache", 6
-REMEDY = "save a cache with cache.save(...)"
-
-
-def load(kind: type, path, compressor, model, decoded_cache_bytes: int = 0):
-    """Read a cache of class ``kind``, as ``CompressedCache.load`` says."""
-    header, tensors = load_checked(Path(path), FORMAT, VERSION, REMEDY)
-    for part, now in made_for(compressor, model).items():
-        was = header[part]
-        for key in sorted(now.keys() - {"name"}):
-            if was[key] != now[key]:
-                saved, given = (f"{about['name']!r} with {key} {about[key]}" for about in (was, now))
-                raise FormatError(
-                    f"{path} was saved with {part} {saved}, not {given}: load it with what it was saved with"
-                )
-    cache = kind(compressor, model, header["in_place"], decoded_cache_bytes)
-    fill(cache, header, tensors)
-    return cache
 
 
 def header_of(cache) -> dict:
-    """Describe a cache beside its tensors. Raises ``DataError`` for one that cannot be saved."""
+    """Describe a cache apart from its tensors. Raises ``DataError`` for one that cannot be saved."""
     cache.check_complete()
     model = cache.model()
     if cache.with_states:

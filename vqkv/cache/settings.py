@@ -6,15 +6,13 @@ import torch
 
 from vqkv.runtime.checks import check_whole
 
-LARGEST = 1 << 62  # tokens or bytes
-
 
 @dataclass(frozen=True)
 class CacheSettings:
     """The first ``sink_tokens`` and the last ``recent_window`` tokens stay in 16 bits; tokens are quantized
     ``flush_block`` at a time. ``pre_rope``: keys are stored before RoPE; a number of tokens: rotated back by the
     position of the first of their block of so many, so that attention can rotate queries instead, one for each block.
-    Raises ``DataError`` for anything but whole numbers that a cache can keep."""
+    Raises ``DataError`` for anything but integers that a cache can keep."""
 
     sink_tokens: int = 0
     recent_window: int = 0
@@ -23,9 +21,9 @@ class CacheSettings:
 
     def __post_init__(self):
         if type(self.pre_rope) is not bool:
-            check_whole("pre_rope", self.pre_rope, 1, LARGEST)
+            check_whole("pre_rope", self.pre_rope, 1)
         for name, least in (("sink_tokens", 0), ("recent_window", 0), ("flush_block", 1)):
-            check_whole(name, getattr(self, name), least, LARGEST)
+            check_whole(name, getattr(self, name), least)
 
 
 @dataclass(frozen=True, kw_only=True)

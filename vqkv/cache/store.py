@@ -173,7 +173,7 @@ class TokenStore:
         self._quantized(codec.encode(old) if known is None else self.coder.encode(old, known), states[:, :, count:])
 
     def _to_quantize(self, waiting: int) -> int:
-        """Count the oldest of ``waiting`` tokens that are to be quantized: whole blocks beyond the recent window."""
+        """Count the oldest of ``waiting`` tokens that are to be quantized: complete blocks beyond the recent window."""
         spare = max(0, waiting - self.settings.recent_window)
         return spare - spare % self.settings.block
 
@@ -185,7 +185,7 @@ class TokenStore:
 
     def drop(self, reach: int, recorded: int) -> None:
         """Forget tokens that no later query can see, even if the last ``recorded`` are cropped: all but the last
-        ``reach``. They are the sinks, whole blocks, and once none is left the window's."""
+        ``reach``. They are the sinks, complete blocks, and once none is left the window's."""
         (sinks, quantized, window), block = self.parts, self.settings.block
         spare = quantized + window - reach - recorded  # beyond the sinks, which go first
         if spare < 0 or spare + sinks == 0:
@@ -251,7 +251,7 @@ class TokenStore:
             return states
         start += self.first
         tables = self.sequences.table(self.rotation, states.device)
-        return self.rotation.turn(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
+        return self.rotation.with_kernel(how, states, *(x[:, start : start + states.shape[2]] for x in tables))
 
 
 def quantize_together(stores: Sequence[TokenStore]) -> None:

@@ -17,12 +17,13 @@ from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import Place, Prediction
 from vqkv.errors import DataError
 from vqkv.kernels.precision import full_precision
-from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.capture import capture, check_tokens
 from vqkv.models.load import describe
 from vqkv.models.plain import evaluating
 from vqkv.presets import Preset
 from vqkv.presets.plans import Budgeted
 from vqkv.presets.preset import OF_EVERY_PRESET, LayerPlan
+from vqkv.runtime.checks import check_whole
 
 FEWEST = 8  # tokens for each channel of all KV heads: with half as many, other text takes a third more bits than said
 
@@ -51,7 +52,7 @@ def calibrate(
         raise DataError(f"preset must be a Preset such as presets.vqllm(), not {type(preset).__name__}")
     model = evaluating(model)
     check_tokens(model, tokens)
-    check_batch_size(batch_size)
+    check_whole("batch_size", batch_size, 1)
     preset = preset.fitting(model)
     if preset.plan is not None and tokens.shape[1] <= preset.sink_tokens:
         raise DataError(f"{tokens.shape[1]} tokens a sequence, of which {preset.sink_tokens} are sinks: none is packed")

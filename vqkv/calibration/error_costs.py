@@ -37,7 +37,7 @@ def fisher_metrics(model, tokens: Tensor, pre_rope: int = True) -> dict[Place, T
                 for role, x in zip(ROLES, (keys, values), strict=True):
                     added[role, layer] = torch.zeros_like(x, requires_grad=True)
                 error, rotation = added["key", layer], rotated[layer]
-                error = error if rotation is None else rotation.turned(error).to(keys)  # as the key is
+                error = error if rotation is None else rotation.rotated(error).to(keys)  # as the key is
                 return keys + error, values + added["value", layer]
 
             cache = InterceptingCache(model, perturb)

@@ -23,12 +23,13 @@ from vqkv.cache.settings import CacheSettings
 from vqkv.codecs.pipeline import Codec
 from vqkv.codecs.predictive import ROLES, Place
 from vqkv.errors import DataError
-from vqkv.models.capture import capture, check_batch_size, check_tokens
+from vqkv.models.capture import capture, check_tokens
 from vqkv.models.layers import InterceptingCache, kv_layers
 from vqkv.models.load import describe
 from vqkv.models.plain import plain
 from vqkv.models.rope import Rotation, rotations
 from vqkv.presets import Preset
+from vqkv.runtime.checks import check_whole
 
 REMEDY = "If the model's weights and dtype are sound, use a smaller lr, or in fp16 a smaller micro_batch"
 
@@ -173,11 +174,11 @@ class StraightThrough:
         if role_layer not in self.codecs:
             return x
         with torch.no_grad():
-            stored = x.detach() if rotation is None else rotation.turned(x.detach().float(), back=True).to(x)
+            stored = x.detach() if rotation is None else rotation.rotated(x.detach().float(), back=True).to(x)
             exact[role_layer] = stored
             read = self.codecs[role_layer].quantize_dequantize(stored)
             read[:, :, : self.settings.sink_tokens] = stored[:, :, : self.settings.sink_tokens]
-            read = read if rotation is None else rotation.turned(read.float())
+            read = read if rotation is None else rotation.rotated(read.float())
         return (x.float() + (read - x.float()).detach()).to(x.dtype)
 
 
@@ -205,7 +206,7 @@ def _check(model, tokens, preset, lr, batch_size, micro_batch) -> None:
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise DataError("some weights are not in memory: fine-tune on one device, or a device map without offloading")
     for count in (batch_size, micro_batch or 1):
-        check_batch_size(count)
+        check_whole("batch_size", count, 1)
     if not 0 < lr <= 1:
         raise DataError(f"lr {lr!r} must be a number above 0, and at most 1")
     if tokens.shape[1] < 2 or len(tokens) <= batch_size:

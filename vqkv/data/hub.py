@@ -29,12 +29,6 @@ class HubCorpus:
     files: str | None = None
     folder: str | None = None
 
-    def lines(self) -> str | list[str] | None:
-        """List the files of JSON lines to be read; None where the data set's own layout says what is."""
-        if self.files is None or self.folder is None:
-            return self.files and f"hf://datasets/{self.path}/{self.files}"
-        return [str(path) for path in sorted(Path(self.folder).rglob(self.files))] or None
-
 
 HUB_CORPORA = {
     corpus.name: corpus
@@ -80,9 +74,11 @@ def _texts(corpus: HubCorpus, split: str, seed: int) -> Iterator[str]:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # they would end up in a notebook's output
-    config, in_order, lines = corpus.config, corpus.packing == "joined", corpus.lines()
+    config, in_order = corpus.config, corpus.packing == "joined"
+    lines = corpus.files and (corpus.folder is None or any(Path(corpus.folder).rglob(corpus.files)))
     if lines:
-        splits = datasets.load_dataset("text", data_files={"train": lines}, streaming=True)
+        files = f"{corpus.folder or f'hf://datasets/{corpus.path}'}/**/{corpus.files}"
+        splits = datasets.load_dataset("text", data_files={"train": files}, streaming=True)
     else:
         if corpus.folder is not None and config not in datasets.get_dataset_config_names(corpus.folder):
             config = None  # a copy of the hub's folder names its configurations, parquet files alone do not

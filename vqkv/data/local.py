@@ -49,18 +49,16 @@ def local_documents(files: list[tuple[str, Path]], split: str, seed: int) -> Ite
 
 
 def _pieces(path: Path, parts: int) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of each row of a .jsonl file that has several, or of ``parts`` stretches of a text at least,
-    about ``PIECE`` characters each, to the end of a line where lines are not longer."""
+    """Yield (number, text) of each row of a .jsonl file, or of ``parts`` stretches of a text at least, about ``PIECE``
+    characters each, to the end of a line where lines are not longer."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except ValueError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
-        rows = [(number, _row(path, number, row)) for number, row in enumerate(text.split("\n"), 1) if row.strip()]
-        if len(rows) != 1:
-            yield from rows
-            return
-        text = rows[0][1]
+        rows = enumerate(text.split("\n"), 1)
+        yield from ((number, _row(path, number, row)) for number, row in rows if row.strip())
+        return
     size = min(PIECE, max(1, len(text) // parts)) if parts > 1 else PIECE
     number, piece = 0, ""
     for line in text.splitlines(keepends=True):

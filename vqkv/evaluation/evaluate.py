@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from vqkv.cache.meter import total
 from vqkv.errors import DataError, UnknownNameError
 from vqkv.evaluation.exact import ExactPass, attention_outputs
-from vqkv.models.capture import check_batch_size, check_tokens
+from vqkv.models.capture import check_tokens
 from vqkv.models.layers import max_positions
 from vqkv.models.load import outline, values_per_token
 from vqkv.models.metrics import token_kl, token_nll, top1_agreement, top2_agreement
@@ -67,7 +67,7 @@ def evaluate(
     _check_arguments(model, compressor, tokens, protocol, exact)
     if batch_size is None:
         batch_size = max(1, min(8, LOGITS // (model.config.get_text_config().vocab_size * tokens.shape[1])))
-    check_batch_size(batch_size)
+    check_whole("batch_size", batch_size, 1)
     pieces, start = _pieces(protocol, tokens.shape[1], chunk_size, prompt_len, step_size)
     start = compressor.settings.sink_tokens if protocol == "in_place" else start
     marked = [None] * len(tokens) if answers is None else answers.to(model.device).split(batch_size)

@@ -6,6 +6,7 @@ from vqkv.errors import DataError
 from vqkv.models.layers import forward, kv_layers, max_positions
 from vqkv.models.plain import evaluating
 from vqkv.models.rope import rotates, rotations
+from vqkv.runtime.checks import check_whole
 
 PASS_TOKENS = 16384  # that go through a model at a time, of whatever length a sequence is
 
@@ -21,7 +22,7 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope
     model = evaluating(model)
     check_tokens(model, tokens)
     batch_size = max(1, PASS_TOKENS // tokens.shape[1]) if batch_size is None else batch_size
-    check_batch_size(batch_size)
+    check_whole("batch_size", batch_size, 1)
     layers = range(len(kv_layers(model)))
     rotation_of = rotations(model, pre_rope) if pre_rope else [None for _ in layers]
     keys: list[list[torch.Tensor]] = [[] for _ in layers]
@@ -29,7 +30,7 @@ def capture(model, tokens: torch.Tensor, batch_size: int | None = None, pre_rope
 
     def keep(layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         if (rotation := rotation_of[layer]) is not None:
-            new_keys = rotation.turned(new_keys.float(), back=True).to(new_keys)
+            new_keys = rotation.rotated(new_keys.float(), back=True).to(new_keys)
         keys[layer].append(new_keys)
         values[layer].append(new_values)
 
@@ -55,9 +56,3 @@ def check_tokens(model, tokens: torch.Tensor) -> None:
     longest = max_positions(model)
     if longest < tokens.shape[1] and not rotates(model):
         raise DataError(f"{tokens.shape[1]} tokens, but the model learned {longest} positions: use shorter sequences")
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Raise ``DataError`` unless it is a positive integer."""
-    if type(batch_size) is not int or batch_size < 1:
-        raise DataError(f"batch_size {batch_size!r} must be a positive integer")

@@ -2,7 +2,6 @@
 
 import hashlib
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -55,13 +54,12 @@ def fetched(module: nn.Module):
 @torch.no_grad()
 def _ask(model) -> tuple[list[tuple[tuple, nn.Module, str, Tensor]], list]:
     """(stamp, module, name and tensor of each weight; RoPE and adapters)."""
-    modules = [*model.modules()]
-    held = [(number, module, name, x) for number, module in enumerate(modules) for name, x in _held(module)]
-    samples, weights = _samples([x for *_, x in held if not (x.is_meta or x.is_quantized)]), []
-    for number, module, name, x in held:
-        version = None if x.is_inference() else x._version
-        mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, samples.get(id(x)))
-        weights.append((mark, module, name, x))
+    modules, weights = [*model.modules()], []
+    for number, module in enumerate(modules):
+        for name, x in _held(module):
+            version = None if x.is_inference() else x._version
+            mark = (number, name) if x.is_meta else (x.data_ptr(), version, x.dtype, x.shape, _sample(x))
+            weights.append((mark, module, name, x))
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     return weights, [rope, *(entry for module in modules for entry in _state(module))]
 
@@ -106,14 +104,6 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _samples(weights: list[Tensor]) -> dict[int, bytes]:
-    """A few elements of each, by id; all of a type and device are read at once."""
-    alike, samples = defaultdict[tuple, list[Tensor]](list), dict[int, bytes]()
-    for x in filter(Tensor.numel, weights):
-        alike[x.dtype, x.device].append(x)
-    for (dtype, _), group in alike.items():
-        flat = (x if x.is_contiguous() else x.flatten() for x in group)
-        data = bytes(raw_bytes(torch.cat([x.as_strided((SAMPLES,), (x.numel() // SAMPLES,)) for x in flat])))
-        size = SAMPLES * dtype.itemsize
-        samples |= {id(x): data[i * size : (i + 1) * size] for i, x in enumerate(group)}
-    return samples
+def _sample(x: Tensor) -> bytes:
+    """A few elements."""
+    return b"" if x.is_quantized or not x.numel() else bytes(raw_bytes(x.flatten()[:: max(1, x.numel() // SAMPLES)]))

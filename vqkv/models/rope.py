@@ -47,17 +47,17 @@ class Rotation(nn.Module):
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 
-    def turn(self, kernel: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def with_kernel(self, kernel: Callable[..., Tensor], keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` or ``unrotate`` keys (batch, num_kv_heads, seq_len, head_dim) by rows of ``table``."""
         if self.half_split:
             return kernel(keys, cos, sin)
         order = self.order.to(keys.device)
         return kernel(keys[..., order], cos, sin)[..., order.argsort()]
 
-    def turned(self, keys: Tensor, start: int = 0, back: bool = False) -> Tensor:
+    def rotated(self, keys: Tensor, start: int = 0, back: bool = False) -> Tensor:
         """Rotate keys of the positions start, start + 1, ..., or rotate them ``back``."""
         positions = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
-        return self.turn(unrotate if back else rotate, keys, *self.table(positions))
+        return self.with_kernel(unrotate if back else rotate, keys, *self.table(positions))
 
 
 def rotations(model, block: int = 1) -> list[Rotation | None]:
@@ -166,7 +166,8 @@ def _fits(rotation: Rotation, keys_at: dict[int, Tensor]) -> bool:
     still, first, second = keys_at[0].double().cpu()[:, :, None], rotation.first, rotation.second
     for position, moved in keys_at.items():
         moved, (cos, sin) = moved.double().cpu(), rotation.table(torch.tensor([[position]]))
-        missed = (rotation.turn(rotate, still, cos.double(), sin.double())[:, :, 0] - moved).abs().amax(dim=(0, 1))
+        expected = rotation.with_kernel(rotate, still, cos.double(), sin.double())[:, :, 0]
+        missed = (expected - moved).abs().amax(dim=(0, 1))
         largest = moved.abs().amax(dim=(0, 1))
         largest[first] = largest[second] = torch.maximum(largest[first], largest[second])
         share = (missed / largest.clamp_min(torch.finfo(torch.float64).tiny)).max().item()

@@ -1,4 +1,4 @@
-"""Presets: how a cache is stored, before any model is known."""
+"""Presets: how a cache is stored, before any model is given."""
 
 import copy
 import dataclasses

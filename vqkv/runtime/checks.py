@@ -10,6 +10,7 @@ from vqkv.errors import DataError
 MAX_HEAD_DIM = 32768
 MAX_SEED = 2**63 - 1
 FP16_MAX = 65504.0
+MANY = 1 << 62  # tokens, sequences or bytes
 
 
 def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1, most: float = math.inf) -> Tensor:
@@ -41,7 +42,7 @@ def check_values(x: Tensor, head_dim: int | None = None, tokens_per_row: int = 1
     return values
 
 
-def check_whole(name: str, value, least: int, most: int) -> None:
+def check_whole(name: str, value, least: int, most: int = MANY) -> None:
     """Raise ``DataError`` unless ``value``, a setting called ``name``, is an integer from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise DataError(f"{name} {value!r} must be an integer from {least} to {most}")

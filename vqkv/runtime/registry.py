@@ -14,18 +14,16 @@ from vqkv.errors import DataError, FormatError, UnknownNameError
 def call(what: str, functions: dict[str, Callable], name: str, arguments: dict):
     """Call ``functions[name](**arguments)``; ``what`` the functions make stands in messages.
 
-    Raises ``UnknownNameError`` for an unknown name or argument and ``DataError`` for one of another type than the
-    function is annotated with. A function with ``**settings`` names unknown ones itself.
+    Raises ``UnknownNameError`` for an unknown name or argument. A function with ``**settings`` names unknown ones
+    itself.
     """
     if not isinstance(name, str) or name not in functions:
         raise UnknownNameError(what, name, functions)
     parameters = inspect.signature(functions[name]).parameters
-    named = {each: about for each, about in parameters.items() if about.kind is not about.VAR_KEYWORD}
-    for argument, value in arguments.items():
-        if argument in named:
-            check_type(f"argument {argument} of {what} {name!r}", value, named[argument])
-        elif len(named) == len(parameters):
-            raise UnknownNameError(f"argument of {what} {name!r}", argument, named)
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for argument in arguments:
+        if argument not in parameters and not takes_others:
+            raise UnknownNameError(f"argument of {what} {name!r}", argument, parameters)
     return functions[name](**arguments)
 
 

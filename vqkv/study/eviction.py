@@ -128,7 +128,7 @@ class EvictedKeys(TokenStore):
         tables = self.sequences.table(self.rotation, states.device)
         cos, sin = (x[:, None].expand(*states.shape[:2], -1, -1).take_along_dim(index, 2) for x in tables)
         heads = states.flatten(0, 1)[:, None]  # each as a separate sequence
-        return self.rotation.turn(how, heads, cos.flatten(0, 1), sin.flatten(0, 1)).view_as(states)
+        return self.rotation.with_kernel(how, heads, cos.flatten(0, 1), sin.flatten(0, 1)).view_as(states)
 
 
 @dataclass(eq=False)
