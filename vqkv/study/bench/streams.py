@@ -71,13 +71,13 @@ def trellis(direction: str, sizes: Sizes) -> Iterator[Problem]:
     x, step = 2 * gaussian(sizes.tokens, channels, seed=sizes.seed, device=device), torch.ones((), device=device)
     costs = torch.arange(-REACH, REACH + 2, device=device).abs().float().add(1)[None]
     zeros = torch.zeros(channels, dtype=torch.int32, device=device)  # one table for all, no low bits apart
-    search = costs, zeros, zeros, WEIGHT, STATES
+    search = costs, zeros, zeros, WEIGHT
     codes = kernels.trellis_encode(x, *search)
     flops = 4 * STATES if direction == "encode" else 2  # a value's: of two ways to each state the cheaper
     work = Demand(flops * x.numel(), x.nbytes + codes.nbytes, x.numel(), exact=True)
     kernel, shape = f"trellis_{direction}", f"tokens={len(x)} channels={channels}"
     problem = Problem(kernel, f"{STATES} states", shape, work)
-    given = (x, *search) if direction == "encode" else (codes, step, STATES)
+    given = (x, *search) if direction == "encode" else (codes, step)
     expected = getattr(reference, kernel)(given[0][:2], *given[1:])
     problem.add(ours(kernel, x), partial(getattr(kernels, kernel), *given), expected)
     yield problem
