@@ -49,10 +49,10 @@ def _best(row: list, weight: float) -> list[int]:
     paths: list[list[int]] = [[]] * STATES
     for x, (costs, shift) in row:
         x = min(max(x, -2.0 * LARGEST), 2.0 * LARGEST) if x == x else 0.0
-        found = [_candidates(y, costs, shift, weight) for y in (x, -x)]
+        candidates = [_candidates(y, costs, shift, weight) for y in (x, -x)]
         next_sums, next_paths = [math.inf] * STATES, list(paths)
         for state, total in enumerate(sums):
-            for parity, (cost, code) in enumerate(found[state & 1]):
+            for parity, (cost, code) in enumerate(candidates[state & 1]):
                 to = TRANSITIONS[state][parity]
                 if total + cost < next_sums[to]:
                     next_sums[to], next_paths[to] = total + cost, [*paths[state], code]

@@ -80,15 +80,14 @@ def grid_encode(sizes: Sizes) -> Iterator[Problem]:
         work = roofline.encode(pairs.reshape(-1, 2), points, code_bytes=bits / 8)
         problem = Problem("grid_encode", f"grid {size}", label(sizes.stored), work)
         expected = reference.pack_codes(reference.rvq_encode(pairs[:, :1, :CHECKED], points).flatten(-2), bits)
-        first = {"expected": expected, "read": lambda x: x[:, :1, :CHECKED]}
-        mine = partial(_packed, kernels, kernels.rvq_encode, pairs, points, bits)
-        plain = partial(_packed, reference, plain_encode, pairs, points.float(), bits)
-        problem.add(ours("rvq_encode", pairs), mine, **first)
-        problem.add("plain torch", plain, **first)
+        mine = partial(_pairs, kernels, kernels.rvq_encode, pairs, points, bits)
+        plain = partial(_pairs, reference, plain_encode, pairs, points.float(), bits)
+        problem.add(ours("rvq_encode", pairs), mine, expected, lambda x: x[:, :1, :CHECKED])
+        problem.add("plain torch", plain, expected, lambda x: x[:, :1, :CHECKED])
         yield problem
 
 
-def _packed(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> Tensor:
+def _pairs(twin, encode: Callable, pairs: Tensor, points: Tensor, bits: int) -> Tensor:
     """Codes of a token's pairs as they are stored, packed by the functions of ``twin``."""
     codes = encode(pairs.reshape(-1, pairs.shape[-1]), points)
     return twin.pack_codes(codes.view(pairs.shape[:-1]), bits)
